@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 from accelerate.utils import gather_object
+from rich.console import Console
 from transformers import logging
 
 from dllm_sampler.core import files
@@ -31,6 +32,7 @@ from dllm_sampler.training.tokenizer import vocabulary
 from dllm_sampler.training.trained import called, check_masks
 
 Model = str | dict[str, Any]
+MOST_HELD_OUT = 60  # prompts, where `held_out` is None
 # A resumed run may change these.
 _FREE = ("output", "device", "checkpoint_every", "tracker", "gradient_checkpointing", "shard")
 
@@ -70,7 +72,7 @@ class DeerTrainer:
     precision: `no` or `bf16`, of the drafter's forwards in training
     gradient_checkpointing: compute its layers a second time in the backward pass, for less memory
     shard: spread weights, gradients and moments over the processes (FSDP2); else each has all of them (DDP)
-    held_out: prompts that the report is measured on
+    held_out: prompts that the report is measured on. None chooses a tenth of `data`, at most 60; of mini's tasks 60
     tracker: where the log of each stage goes besides: null, `tensorboard` or `trackio`, whose package must be there
     """
 
@@ -102,14 +104,14 @@ class DeerTrainer:
     precision: str
     gradient_checkpointing: bool
     shard: bool
-    held_out: int
+    held_out: int | None
     tracker: str | None
 
     def __post_init__(self) -> None:
         counts = ("checkpoint_every", "target_steps", "answers", "new_tokens", "draft_length", "batch")
         for name in (*counts, "distill_steps", "refine_steps", "longest", "held_out"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name} must be at least 1, not {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"train.{name} must be at least 1, not {value}")
         if not 0 < self.least_t <= 1:
             raise UserError(f"train.least_t must be above 0 and at most 1, not {self.least_t}")
         if not 0 < self.alpha < math.inf:
@@ -136,7 +138,9 @@ class DeerTrainer:
         if self.batch < processes:
             raise UserError(f"train.batch={self.batch} is less than the {processes} processes: each needs an example")
         self.accelerator.wait_for_everyone()  # one may be through before another has looked whether there is a report
-        self.source: Source = self._data.source(self.tasks, self.seed, self.held_out, answers=self.target is None)
+        self.source: Source = self._data.source(
+            self.tasks, self.seed, self.held_out, most=MOST_HELD_OUT, answers=self.target is None
+        )
         check_masks(self.model)
         self.start = self._sampler(self.model)
         self._read(self.start)
@@ -182,7 +186,10 @@ class DeerTrainer:
         self.encode = Encoder(
             self.tokenizer, replace(spec, max_positions=self._most), self._most, "leave it out of train.data"
         )
-        self._held = self.source.draw(f"{self.seed}/held", self.held_out, held=True)
+        self._held = self.source.draw(f"{self.seed}/held", self.held_out or MOST_HELD_OUT, held=True)
+        if self.source.size is not None and self.accelerator.is_main_process:
+            text = f"{self.source.size} examples to learn from; {len(self._held)} held out for the report"
+            Console(stderr=True).print(text, highlight=False)
         for example in (*self._held, *self.source.all()):
             self.encode.prompt(example, self.new_tokens)
             if self.target is None:

@@ -59,6 +59,7 @@ class DistillTrainer(FineTuner):
     entropy_temperature: float
 
     name: ClassVar[str] = "distill"
+    most_held_out: ClassVar[int] = 200
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,6 +91,7 @@ class DistillTrainer(FineTuner):
                 f" train.block_length={spec.block_length}"
             )
         self.check_prompts()
+        self.say_examples()
         path = self.folder / f"answers{self.accelerator.process_index or ''}.json"
         if not path.exists():
             write_json(path, self._answer())

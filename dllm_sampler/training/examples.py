@@ -155,7 +155,14 @@ class Data:
         return cls(**config.check("train.data", cls, {"path": None, **settings}, whole=True))
 
     def source(
-        self, tasks: Mapping[str, float], seed: int, held_out: int, *, answers: bool, processes: int = 1
+        self,
+        tasks: Mapping[str, float],
+        seed: int,
+        held_out: int | None,
+        *,
+        most: int,
+        answers: bool,
+        processes: int = 1,
     ) -> Source:
         """Where examples come from: `load` of what these settings say, or `tasks` of mini's where they say nothing.
 
@@ -166,18 +173,23 @@ class Data:
             if not tasks:
                 raise UserError("there is nothing to learn from: say train.data=FILE.jsonl, or train.tasks={NAME: 1}")
             return Tasks(tasks)
-        found = self.load(seed, held_out, answers)
+        found = self.load(seed, held_out, answers, most=most, processes=processes)
         if len(found.held) < processes:
-            raise UserError(f"train.held_out={held_out} must be at least the number of processes")
+            raise UserError(
+                f"{len(found.held)} examples are held out, fewer than the {processes} processes. Set train.held_out to"
+                f" at least {processes}."
+            )
         return found
 
-    def load(self, seed: int, held_out: int, answers: bool) -> Stored:
+    def load(self, seed: int, held_out: int | None, answers: bool, *, most: int = 64, processes: int = 1) -> Stored:
         """Read all examples.
 
         Args:
             seed: of their order, and of what is held out.
-            held_out: examples to measure on.
+            held_out: examples to measure on. None chooses a tenth of the examples, or all of `test`.
             answers: each must have one.
+            most: the largest number that None chooses.
+            processes: None chooses at least one example for each.
 
         Raises:
             UserError: the data cannot be had, lacks columns, or leaves nothing to learn from.
@@ -190,6 +202,8 @@ class Data:
         if self.test is not None:
             held = self._examples(*((self.test, WHOLE) if _is_file(self.test) else (self.path, self.test)), answers)
         shuffled = Random(f"{seed}/held").sample(held or train, len(held or train))
+        if held_out is None:
+            held_out = min(most, len(shuffled) if held else max(processes, len(shuffled) // 10))
         kept = shuffled[:held_out]
         if self.test is None:
             # A prompt that is there twice is held out twice.
@@ -198,7 +212,7 @@ class Data:
             if not train:
                 raise UserError(
                     f"train.data={self.path} has {len(shuffled)} examples, and train.held_out={held_out} leaves none to"
-                    " learn from"
+                    " learn from. Add examples, or name a file to measure on as train.data.test."
                 )
         for example in kept:
             metric.check(example.answer, example.where)

@@ -69,7 +69,9 @@ class FineTuner:
     shard: spread weights, gradients and moments over the processes (FSDP2); else each has all of them (DDP)
     batch_size: answers that are sampled at a time; one that ends gives its place to the next
     batch_tokens: columns of a training forward at most, which bounds its memory
-    evaluate_every, held_out: steps between two measurements, and on how many prompts that no training uses
+    evaluate_every: steps between two measurements
+    held_out: prompts that no training uses, to measure on. None chooses a tenth of `data`, at most `most_held_out`; of
+        mini's tasks it is `most_held_out`
     evaluation: a sampler's settings for these; greedy by default
     tracker: where the log goes besides: null, `tensorboard` or `trackio`, whose package must be there
     """
@@ -98,11 +100,12 @@ class FineTuner:
     batch_size: int
     batch_tokens: int
     evaluate_every: int
-    held_out: int
+    held_out: int | None
     evaluation: dict[str, Any]
     tracker: str | None
 
     name: ClassVar[str]  # on the progress bar
+    most_held_out: ClassVar[int]  # where `held_out` is None
     uniform: ClassVar[bool] = False  # whether it knows models without a mask token
     free: ClassVar[tuple[str, ...]] = FREE
 
@@ -131,7 +134,14 @@ class FineTuner:
     def read(self) -> Source:
         """Where its examples come from."""
         processes = self.accelerator.num_processes
-        return self._data.source(self.tasks, self.seed, self.held_out, answers=self.needs_answers, processes=processes)
+        return self._data.source(
+            self.tasks,
+            self.seed,
+            self.held_out,
+            most=self.most_held_out,
+            answers=self.needs_answers,
+            processes=processes,
+        )
 
     # What it can use --------------------------------------------------------------------------------------------------
 
@@ -175,7 +185,7 @@ class FineTuner:
 
     def check_prompts(self) -> None:
         """Refuse examples whose answers could not be sampled."""
-        some = [*self.source.all(), *self.examples("held", self.held_out, held=True)]
+        some = [*self.source.all(), *self.held_out_examples()]
         check_prompts(some, self.trained.tokenizer, self.trained.denoiser.spec, self.new_tokens)
 
     def autocast(self) -> torch.autocast:
@@ -193,6 +203,22 @@ class FineTuner:
         if self.source.size is None:
             return self.source.draw(f"{self.seed}/{seed}/{process}", count, held=held)
         return self.source.draw("", count if held else count * processes, number=number, held=held)[process::processes]
+
+    def held_out_examples(self) -> list[Example]:
+        """Return this process's share of the held-out examples."""
+        return self.examples("held", self.held_out or self.most_held_out, held=True)
+
+    def say_examples(self, each: int | None = None) -> None:
+        """Say how many examples are learned from and how many are held out. Says nothing of mini's endless tasks.
+
+        Args:
+            each: examples of a step. None leaves out how often each is used.
+        """
+        if self.source.size is None:
+            return
+        held = len(self.source.draw("", self.held_out or self.most_held_out, held=True))
+        times = "" if each is None else f", {self.steps * each / self.source.size:.3g} times each"
+        self.say(f"{self.source.size} examples to learn from{times}; {held} held out to measure on")
 
     def say(self, text: str) -> None:
         """A line for the user, above the bar where there is one; of the first process alone."""
@@ -246,7 +272,7 @@ class FineTuner:
 
     def measure(self) -> dict[str, float]:
         """Right answers, forwards and tokens per forward on held-out prompts, those of all processes."""
-        examples = self.examples("held", self.held_out, held=True)
+        examples = self.held_out_examples()
         processes = self.accelerator.num_processes  # a prompt has the same seed, whichever of them answers it
         seeds = range(self.accelerator.process_index, len(examples) * processes, processes)
         answers = self.answered(self.sampler(**self.evaluation), [one.prompt for one in examples], seeds)

@@ -66,6 +66,7 @@ class PolicyTrainer(FineTuner):
     reference_every: int
 
     name: ClassVar[str] = "policy"
+    most_held_out: ClassVar[int] = 800  # one deviation of a measurement is 1.7 points
     free: ClassVar[tuple[str, ...]] = FREE
 
     def __post_init__(self) -> None:
@@ -96,6 +97,7 @@ class PolicyTrainer(FineTuner):
     def prepare(self) -> None:
         """Checks of the examples, rewards, the rollouts' sampler and the reference."""
         self.check_prompts()
+        self.say_examples(self.prompts)
         self._rewards = {name: (rewards.find(name), weight) for name, weight in self.rewards.items()}
         self._try_rewards()
         self.rollouts = self.sampler(**{**self.rollout, "entropy": True})

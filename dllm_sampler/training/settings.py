@@ -67,7 +67,7 @@ def check_run(settings: Mapping[str, Any]) -> None:
         UserError: the first such field, by its name.
     """
     for name, least in LEAST.items():
-        if settings[name] < least:
+        if settings[name] is not None and settings[name] < least:  # None of what may be null
             raise UserError(f"train.{name} must be at least {least}, not {settings[name]}")
     check_settings(settings)
     check_model(settings)

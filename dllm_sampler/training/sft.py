@@ -65,6 +65,7 @@ class SftTrainer(FineTuner):
 
     uniform: ClassVar[bool] = True
     name: ClassVar[str] = "sft"
+    most_held_out: ClassVar[int] = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,12 +116,10 @@ class SftTrainer(FineTuner):
                 self.say(f"{dropped} examples are longer than {most} tokens and were dropped")
         for example in self.source.all():
             self._encode(example)
-        self._held = self.source.draw(f"{self.seed}/held/0", self.held_out, held=True)
+        self._held = self.source.draw(f"{self.seed}/held/0", self.held_out or self.most_held_out, held=True)
         for example in self._held:
             self._encode.check_canvas(example, self.new_tokens)
-        if self.source.size is not None:
-            epochs = self.steps * self.batch / self.source.size
-            self.say(f"{self.source.size} examples to learn from, {epochs:.3g} times each; {len(self._held)} held out")
+        self.say_examples(self.batch)
 
     def step(self, number: int) -> dict[str, float]:
         """One batch."""

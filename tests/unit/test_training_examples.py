@@ -24,7 +24,7 @@ def write(file: Path, lines: list[Any]) -> str:
     return str(file)
 
 
-def load(path: str, held_out: int = 2, answers: bool = True, **settings: Any) -> Stored:
+def load(path: str, held_out: int | None = 2, answers: bool = True, **settings: Any) -> Stored:
     return Data.of({"path": path, **settings}).load(0, held_out, answers)
 
 
@@ -39,6 +39,22 @@ def test_lines_are_learnt_from_once_an_epoch_and_held_out_ones_never(tmp_path: P
     again = load(str(tmp_path / "d.jsonl"), held_out=3)
     assert again.draw("", 4, number=2) == source.draw("", 4, number=2), "a function of seed and step"
     assert columns_of(source.draw("", 2))["level"] == [one.fields["level"] for one in source.draw("", 2)]
+
+
+@pytest.mark.parametrize(("size", "held"), [(2, 1), (9, 1), (40, 4), (900, 64)])
+def test_without_a_number_a_tenth_is_held_out(size: int, held: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"prompt": str(n), "answer": "b"} for n in range(size)])
+    found = load(path, held_out=None)
+    assert (len(found.train), len(found.held)) == (size - held, held)
+    whole = load(path, held_out=None, test=path)
+    assert (len(whole.train), len(whole.held)) == (size, min(size, 64)), "nothing is taken from what is learned from"
+
+
+def test_each_process_gets_an_example_to_measure_on(tmp_path: Path) -> None:
+    data = Data.of({"path": write(tmp_path / "d.jsonl", LINES)})
+    assert len(data.load(0, None, True, processes=3).held) == 3
+    with pytest.raises(UserError, match="2 examples are held out, fewer than the 3 processes"):
+        data.source({}, 0, 2, most=64, answers=True, processes=3)
 
 
 def test_held_out_files_tables_and_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

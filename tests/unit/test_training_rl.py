@@ -308,6 +308,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "did you mean 'group'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["grpo", "cjgrpo"])
+def test_small_data_is_enough_and_the_held_out_part_is_said(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"prompt": "copy: Ada {i}", "answer": "Ada"}}\n' for i in range(21)))
+    few = ["steps=1", "prompts=2", "group=2", "new_tokens=4", "device=cpu", "rollout.scheduler.inner.steps=2"]
+    few += [f"data={data}", f"output={tmp_path / 'run'}", "rewards={partly: 1}"]
+    assert cli.main([f"train={name}", *(f"train.{one}" for one in few)]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "19 examples to learn from, 0.105 times each; 2 held out to measure on" in said
+
+
 def test_settings_in_braces_replace() -> None:
     """Also where the default is null, which Hydra can neither delete nor merge into."""
     words = ["train.rewards={items: 2}", "train.tasks={copy: 1}", "train.evaluation.scheduler={name: threshold}"]
