@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.protocols import Carry, Context, Denoiser, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.trace import Trace
@@ -104,7 +105,7 @@ def decode(
             f"the oracle cannot reproduce an answer under stop={named(stop)}, which decides by predictions:"
             " use stop=prefix, block, truncate or none"
         )
-    if any(guide.draws for guide in reference.plugins.guides):
+    if is_random(reference.plugins.guides):
         raise UserError("the oracle compares the most likely tokens, and a temperature draws others: leave it out")
     one_by_one = reference.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)
     oracle = Sampler(denoiser, scheduler=Oracle.of(one_by_one.trace), tokenizer=tokenizer, **plugins)  # type: ignore[arg-type]

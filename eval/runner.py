@@ -15,6 +15,7 @@ import transformers
 
 from dllm_sampler import config
 from dllm_sampler.batch import Reader
+from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import NotFiniteError, NotWrittenError, UserError
 from dllm_sampler.eval import memory
@@ -249,7 +250,7 @@ class Runner:
             oracle = Sampler(
                 self.denoiser, tokenizer=self.tokenizer, backend=self.job.options.backend, **plugins, **self.guides
             )
-            if any(guide.draws for guide in oracle.plugins.guides):
+            if is_random(oracle.plugins.guides):
                 return [None] * len(batch)  # a draw is not the same at another step
             found = oracle.generate(self._prompts(batch), **self._settings(batch))
         except UserError:  # the model or a plug-in has no place for it

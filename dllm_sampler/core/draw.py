@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,12 @@ from dllm_sampler.core.values import Canvas
 
 if TYPE_CHECKING:
     from dllm_sampler.core.protocols import Guide
+
+
+def is_random(guides: Iterable[Guide]) -> bool:
+    """Return True if tokens are drawn under these guides. A temperature of 0 makes every choice greedy."""
+    given = tuple(guides)
+    return any(guide.draws for guide in given) and all(guide.temperature != 0 for guide in given)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Draw:
     @staticmethod
     def of(guides: tuple[Guide, ...], canvas: Canvas, answers: Answers, vocab: int) -> Draw:
         """The step's own: its noise is drawn once, so that further choices are coupled to the first."""
-        draws = any(guide.draws for guide in guides)
+        draws = is_random(guides)
         noise = canvas.noise.tokens(canvas, answers, vocab) if draws else None
         return Draw(guides, canvas, answers, vocab, noise, draws)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkab
 
 from torch import Tensor
 
+from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.layers import LayerParts
 from dllm_sampler.core.packing import Answers, Request
 from dllm_sampler.core.plan import Plan
@@ -51,9 +52,14 @@ class Context:
 
     spec: ModelSpec
     blocks: Blocks  # bound; for blocks themselves, which are bound first: not yet
-    draws: bool = False  # the user's guides draw tokens
+    guides: tuple[Guide, ...] = ()  # the user's, not bound
     tokenizer: PreTrainedTokenizerBase | None = None
     scheduler: Scheduler | None = None  # bound; for what is bound after it: stop, guides, cache
+
+    @property
+    def draws(self) -> bool:
+        """Whether the user's guides draw tokens. A scheduler may bring guides of its own (`Tempered.guides`)."""
+        return is_random(self.guides)
 
 
 class PlugIn:
@@ -182,7 +188,7 @@ class Guide:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are sampled under this guide (else the best one is taken)."""
+        """Whether tokens are sampled under this guide, unless the `temperature` of another one is 0."""
         return False
 
     @property

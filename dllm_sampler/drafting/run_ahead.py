@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_inner
+from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Context
 from dllm_sampler.core.spec import Traits, learned
@@ -85,7 +86,7 @@ class RunAhead(Around):
                 " forward that opens it: use blocks=fixed, or eager=false"
             )
         bound = super().bind(context)
-        draws = context.draws or any(guide.draws for guide in bound.guides(()))
+        draws = is_random(bound.guides(context.guides))
         lookahead = blocks.lookahead(2**16) if self.eager else 0
         return learned(bound, mask_id=context.spec.mask_id, lookahead=lookahead, draws=draws)
 

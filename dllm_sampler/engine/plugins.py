@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.protocols import Blocks, Cache, Context, Foresees, Guide, Paced, Scheduler, Stop, Tempered, Wraps
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.engine.readout import FIELDS
@@ -132,7 +133,7 @@ def assemble(
     guides.sort(key=lambda one: getattr(one, "joint", False))  # what candidates have in common is chosen last
     unbound = tuple(_of(Guide, "guide", one) for one in guides)
     given = _of(Blocks, "blocks", config.build("blocks", blocks))
-    context = Context(spec, given, any(one.draws for one in unbound), tokenizer)
+    context = Context(spec, given, unbound, tokenizer)
     context = replace(context, blocks=given.bind(context))
     rule = _of(Scheduler, "scheduler", config.build("scheduler", scheduler)).bind(context)
     others = replace(context, scheduler=rule)
@@ -320,7 +321,7 @@ def _length(blocks: Blocks, near: int) -> int:
 
 def _of_guides(guides: tuple[Guide, ...]) -> Iterator[str]:
     """What guides cannot do together."""
-    draws, cut = any(guide.draws for guide in guides), None
+    draws, cut = is_random(guides), None
     for guide in guides:
         name = named(guide)
         if guide.truncates and not draws and not guide.measures:

@@ -23,7 +23,8 @@ class EntropyRenoise(Renoising):
     the EB-Sampler's (arXiv 2505.24857). A step decides about the whole block: what an earlier one accepted may become
     noise again. A block ends after `max_denoising_steps`, or when its best tokens no longer change and are certain; it
     is then filled with the best tokens of that forward, not with the accepted ones. A temperature that falls linearly
-    from `t_max` towards `t_min` applies after the other guides, to tokens and to entropies.
+    from `t_max` towards `t_min` applies after the other guides, to tokens and to entropies. A temperature of the user's
+    multiplies it; at temperature=0 each step takes the best tokens.
 
     Args:
         entropy_bound: nats; the entropies of the accepted positions, without the largest, sum to at most this.

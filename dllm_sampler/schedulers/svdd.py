@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_choice, check_count, check_inner, check_number
+from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.noise import PICKS, gumbel, hashed, unit
 from dllm_sampler.core.protocols import Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
@@ -79,7 +80,7 @@ class SoftValueGuided(Choosing):
             return bound
         if self.reward is None:
             raise UserError("scheduler=svdd needs a reward: scheduler.reward=package.module:function")
-        draws = context.draws or any(guide.draws for guide in bound.guides(()))
+        draws = is_random(bound.guides(context.guides))
         if not draws and not bound.inner.traits.draws_order:
             raise UserError(
                 f"scheduler=svdd chooses among candidates, and {named(self.inner)} draws nothing, so that all"

@@ -14,6 +14,7 @@ from dllm_sampler import prompts
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import argmax
@@ -99,7 +100,7 @@ class SpeculativeSampler:
             )
         self.drafter, self.draft_length, self.scheduled = drafter, draft_length, scheduled
         self.guides = tuple(guide for guide in drafter.plugins.guides if guide.chooses)
-        self.draws = any(guide.draws for guide in self.guides)
+        self.draws = is_random(self.guides)
         if scheduled and self.draws:
             raise UserError(
                 "a draft of several steps has no law that could be held against the target's: draft in one pass, or"

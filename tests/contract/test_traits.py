@@ -220,7 +220,7 @@ class Able(Threshold):
 def begun(scheduler: Scheduler, draws: bool = False) -> tuple[Any, Canvas, Carry]:
     """A bound scheduler, a canvas of a block-causal model before the first step, and the carry."""
     spec, blocks = toys.denoiser("causal").spec, FixedBlocks(6)
-    context = Context(spec, blocks.bind(Context(spec, blocks)), draws)
+    context = Context(spec, blocks.bind(Context(spec, blocks)), (Temperature(),) if draws else ())
     bound = scheduler.bind(context)
     canvas = layout.canvas(toys.PROMPTS, 17, toys.SEEDS, spec, context.blocks, CounterNoise(), False)
     return bound, canvas, bound.init(canvas)

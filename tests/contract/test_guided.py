@@ -1,0 +1,52 @@
+"""A temperature, top-k and top-p do under every scheduler what they say, whatever guides it brings itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm_sampler import UserError, config
+from dllm_sampler.core.protocols import Tempered
+from dllm_sampler.eval.testbeds.plugins import Settings, settings
+from dllm_sampler.guides import Temperature
+from tests import toys
+from tests.contract.cases import kinds, label, toy_for
+from tests.sampling import sampled
+
+
+def brings(scheduler: Settings) -> list[tuple[str, object]]:
+    """The traits of a scheduler, and whether it brings a guide that draws."""
+    rule = config.build("scheduler", scheduler)
+    own = [] if scheduler["name"] == "apd" or not isinstance(rule, Tempered) else rule.guides(())
+    return [("draws", any(guide.draws for guide in own)), *kinds(scheduler)]
+
+
+# `match=subset` accepts other drafts where tokens are drawn.
+SCHEDULERS = [one for one in settings("scheduler") if one.get("match") != "subset"]
+
+
+def answers(scheduler: Settings, **options: Any) -> Tensor:
+    sampler = toys.sampler(toy_for(scheduler), scheduler=scheduler, **options)
+    return sampler.generate(toys.PROMPTS, max_new_tokens=10, seed=toys.SEEDS).tokens
+
+
+@pytest.mark.parametrize("scheduler", sampled(SCHEDULERS, brings, label))
+def test_they_act_under_every_scheduler(scheduler: Settings) -> None:
+    greedy, hot = answers(scheduler, temperature=0), answers(scheduler, temperature=3.0)
+    assert torch.equal(answers(scheduler, temperature=1e-6), greedy), "a temperature of 0 is the limit of small ones"
+    assert torch.equal(answers(scheduler, temperature=3.0, top_k=1), greedy)
+    assert torch.equal(answers(scheduler, temperature=3.0, top_p=1e-9), greedy)
+    assert not torch.equal(hot, greedy)
+    assert not torch.equal(answers(scheduler, temperature=3.0, top_k=2), hot)
+
+
+def test_a_temperature_of_zero_is_greedy_beside_any_other() -> None:
+    zero, one = Temperature(0.0), Temperature(1.0)
+    greedy = answers({"name": "threshold"})
+    for guides in ([zero, one], [one, zero]):
+        assert torch.equal(answers({"name": "threshold"}, guide=guides), greedy)
+    with pytest.raises(UserError, match="top_k changes nothing without a temperature"):
+        toys.sampler(scheduler="entropy_renoise", temperature=0, top_k=2)
