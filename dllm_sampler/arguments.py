@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from inspect import signature
+from inspect import getattr_static, signature
 from os import PathLike
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler import config
 from dllm_sampler.core.checks import check_count, check_switch
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, first_line
 
 
 def check_name(model: object) -> None:
@@ -50,10 +50,16 @@ def check_known(options: Iterable[str], *calls: Callable[..., Any]) -> None:
 
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
     """Refuse a denoiser without a spec (a bare module), a tokenizer not of transformers, an incomplete `Noise`."""
-    if not isinstance(getattr(denoiser, "spec", None), ModelSpec):
+    spec = _spec(denoiser)
+    if not isinstance(spec, ModelSpec):
         raise UserError(
             f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"
             " masked LM of transformers by dllm_sampler.models.huggingface.wrap"
+        )
+    if spec.mask_id == spec.eos_id:
+        raise UserError(
+            f"{type(denoiser).__name__}: mask_id and eos_id are both {spec.eos_id}. Give each the token that the model"
+            " was trained with"
         )
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(f"tokenizer must be a tokenizer of transformers, or None, not a {type(tokenizer).__name__}")
@@ -64,6 +70,25 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
             f"noise must be a source of noise (dllm_sampler.CounterNoise()), or None, not a {type(noise).__name__}: for"
             " other random numbers give another seed"
         )
+
+
+def _spec(denoiser: object) -> object:
+    """Return the `spec` of a denoiser; None if it has none.
+
+    Raises:
+        UserError: the property raises an AttributeError, which `getattr` would take for a missing `spec`.
+    """
+    found = getattr_static(denoiser, "spec", None)
+    if found is None:
+        return getattr(denoiser, "spec", None)
+    try:
+        # A module would look elsewhere for an attribute whose property raises, and report that.
+        return found.__get__(denoiser, type(denoiser)) if hasattr(type(found), "__get__") else found
+    except AttributeError as error:
+        raise UserError(
+            f"the spec of a {type(denoiser).__name__} raises AttributeError: {first_line(error)}. Correct its property"
+            " `spec`"
+        ) from error
 
 
 def check_options(given: Mapping[str, Any]) -> None:

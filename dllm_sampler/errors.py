@@ -21,6 +21,10 @@ class NoEffectWarning(UserWarning):
     """Something that was given is not known and has no effect; the message is one sentence that names it."""
 
 
+class UntrainedWarning(UserWarning):
+    """A setting makes the model work in a way that it was not trained for; the message names the setting."""
+
+
 def installing(extra: str) -> str:
     """The command that brings an extra of this package, for a sentence that says what is missing.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Literal, Unpack, cast
@@ -19,7 +20,8 @@ from dllm_sampler.core.values import Noise
 from dllm_sampler.engine import graphs
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.engine.plugins import Plugins, assemble
+from dllm_sampler.engine.plugins import Plugins, assemble, untrained
+from dllm_sampler.errors import UntrainedWarning
 from dllm_sampler.fixed import Fixed, Piece, Pinned
 from dllm_sampler.infill import Options, Span
 from dllm_sampler.kernels import backend as backends
@@ -94,6 +96,7 @@ class Sampler:
         graphs.check(cuda_graph)
         self.cuda_graph = cuda_graph
         self._static: StaticEngine | None = None
+        self._told = set[str]()  # warnings that this sampler has given
         self.engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
 
     def using(self, **options: Unpack[config.Options]) -> Sampler:
@@ -343,4 +346,9 @@ class Sampler:
     def _call(self, options: config.Options, block_length: int | None) -> tuple[Sampler, Plugins]:
         """The sampler and the plug-ins of one call."""
         own = self.using(**options) if options else self
-        return own, own.plugins if block_length is None else own.plugins.of_length(block_length)
+        plugins = own.plugins if block_length is None else own.plugins.of_length(block_length)
+        sentence = untrained(plugins)
+        if sentence is not None and sentence not in self._told:
+            self._told.add(sentence)
+            warnings.warn(sentence, UntrainedWarning, stacklevel=3)
+        return own, plugins

@@ -188,6 +188,17 @@ def check(plugins: Plugins) -> None:
         raise UserError(why)
 
 
+def untrained(plugins: Plugins) -> str | None:
+    """Return a sentence about settings that the model was not trained for, or None."""
+    spec, length = plugins.context.spec, plugins.blocks.grid
+    if spec.attention != "block_causal" or spec.block_length is None or length == spec.block_length:
+        return None
+    return (
+        f"block_length={length} (blocks.length) changes what each token sees, since this model was trained on blocks of"
+        f" {spec.block_length}. Leave it out, or set it to {spec.block_length}"
+    )
+
+
 def _obstacles(plugins: Plugins) -> Iterator[str]:
     """What scheduler, blocks, stop, cache and model cannot do together."""
     spec, traits = plugins.context.spec, plugins.scheduler.traits

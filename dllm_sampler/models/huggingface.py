@@ -218,6 +218,9 @@ def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> M
         return next((value for value in found if isinstance(value, int)), None)
 
     mask_id = token("mask_token_id")
+    named = getattr(model.config, "mask_token_id", None)
+    if mask_id is None and named is not None:
+        raise UserError(f"{type(model).__name__}: mask_token_id should be one token id, not {shown(named)}")
     if mask_id is None:
         raise UserError(f"{type(model).__name__} has no mask token: masked diffusion needs one")
     pad_id = token("pad_token_id")
@@ -225,6 +228,11 @@ def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> M
     if eos_id is None and pad_id is None:
         raise UserError(f"{type(model).__name__} names neither an end nor a padding token: nothing could end an answer")
     eos_id = pad_id if eos_id is None else eos_id
+    if mask_id == eos_id:
+        raise UserError(
+            f"{type(model).__name__}: mask_token_id is {mask_id}, which is the end-of-text token too. Correct the"
+            " tokenizer or the model's config"
+        )
     multiply_experts(model)
     return MaskedLMDenoiser(model, mask_id, eos_id, eos_id if pad_id is None else pad_id)  # pyright: ignore
 

@@ -39,6 +39,13 @@ class Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase | None
 
 
+class _Token(NamedTuple):
+    """A special token, and the place that names it, for errors."""
+
+    id: int
+    place: str
+
+
 def load(
     path: str | Path,
     *,
@@ -242,31 +249,42 @@ def _denoiser(
     generation = folder / "generation_config.json"
     generating = weights.read_json(generation) if generation.is_file() else {}
 
-    def token(name: str) -> int | None:
-        # What ends an answer is for the generation config to say: of a chat model it is not the end of a text.
-        sources = (generating, raw) if name == "eos_token_id" else (raw, generating)
-        for value in (*(source.get(name) for source in sources), getattr(tokenizer, name, None)):
-            value = next(iter(value), None) if isinstance(value, list) else value
+    def token(name: str) -> _Token | None:
+        places = {str(folder / "config.json"): raw.get(name), str(generation): generating.get(name)}
+        if name == "eos_token_id":
+            # What ends an answer is for the generation config to say: of a chat model it is not the end of a text.
+            places = dict(reversed(places.items()))
+        places[f"the tokenizer of {folder}"] = getattr(tokenizer, name, None)
+        for place, value in places.items():
+            if name == "eos_token_id" and isinstance(value, list):
+                value = next(iter(value), None)
             if value is None:
                 continue
             if not is_whole(value):
-                raise UserError(f"the configuration of {folder} has {name}={shown(value)}, which should be a token id")
-            return value
+                raise UserError(f"{place}: {name} should be one token id, not {shown(value)}")
+            return _Token(value, f"{place}: {name}")
         return None
 
-    def spelt(text: str | None) -> int | None:
-        return None if tokenizer is None or text is None else tokenizer.get_vocab().get(text)
+    def spelt(text: str | None) -> _Token | None:
+        found = None if tokenizer is None or text is None else tokenizer.get_vocab().get(text)
+        return None if found is None else _Token(found, f"the tokenizer of {folder}: {text}")
 
+    mask = None if mask_id is None else _Token(mask_id, "model.mask_id")
     for look in (partial(token, "mask_token_id"), partial(token, "mask_id"), partial(spelt, family.mask_token)):
-        mask_id = look() if mask_id is None else mask_id
-    eos_id = token("eos_token_id")
-    if eos_id is None:
+        mask = mask or look()
+    eos, pad, turn = token("eos_token_id"), token("pad_token_id"), spelt(family.end_of_turn)
+    if eos is None:
         raise UserError(f"{folder / 'config.json'} names no eos_token_id, which sampling needs")
-    if mask_id is None:
+    if mask is None:
         raise UserError(f"{folder / 'config.json'} names no mask_token_id, which sampling needs: give model.mask_id")
+    if mask.id == eos.id:
+        raise UserError(
+            f"{mask.place} is {mask.id}, which is the end-of-text token too ({eos.place}). Correct the file, or give"
+            " model.mask_id"
+        )
     source = Fields(raw, str(folder / "config.json"))
     return TransformerDenoiser(
-        model, mask_id=mask_id, eos_id=eos_id, pad_id=token("pad_token_id"), eot_id=spelt(family.end_of_turn),
+        model, mask_id=mask.id, eos_id=eos.id, pad_id=pad and pad.id, eot_id=turn and turn.id,
         shift=family.shift, seeds=family.seeds, attention=family.attention,
         block_length=None if family.block_length is None else family.block_length(source), device=device,
         folder=folder,

@@ -1,6 +1,7 @@
 """`Sampler`: what it returns, what it leaves alone, and what it refuses."""
 
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from torch import Tensor
 from dllm_sampler import NotFiniteError, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.dual import DualCache
+from dllm_sampler.cli.main import main
+from dllm_sampler.errors import UntrainedWarning
 from dllm_sampler.guides import Temperature
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_tokens import NoStop
-from tests import toys
+from tests import tiny, toys
 
 TOKENS = 13
 PARALLEL = {"name": "threshold", "threshold": 0.7}
@@ -297,6 +300,23 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 def test_block_length_without_blocks() -> None:
     with pytest.raises(UserError, match="block_length belongs to blocks=fixed, and this run has blocks=full"):
         make(blocks="full").generate([1], max_new_tokens=4, block_length=2)
+
+
+def test_blocks_that_a_model_was_not_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such blocks change what tokens see: one warning for each such length, and none for the trained one."""
+    sampler = Sampler.from_pretrained(tiny.write("sdar", tmp_path / "model"), device="cpu")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for length in (None, 4, 8, 8, 2):
+            sampler.generate([1, 2], max_new_tokens=8, block_length=length, temperature=1.0)
+        assert len(list(sampler.generate_many([[1, 2]], max_new_tokens=8, block_length=8))) == 1
+        sampler.generate([1, 2], max_new_tokens=8, blocks={"name": "fixed", "length": 16})
+    sentences = [str(one.message) for one in told if issubclass(one.category, UntrainedWarning)]
+    starts = [f"block_length={length} (blocks.length) changes what each token sees" for length in (8, 2, 16)]
+    assert [one.split(",")[0] for one in sentences] == starts
+    words = [f"model={tmp_path / 'model'}", "device=cpu", "block_length=8", "max_new_tokens=8", "hi", "ho"]
+    assert main(words) == 0
+    assert capsys.readouterr().err.count("this model was trained on blocks of 4") == 1
 
 
 def test_a_cache_needs_a_model_that_can_be_cached() -> None:

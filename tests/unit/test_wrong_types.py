@@ -17,6 +17,7 @@ from dllm_sampler import CounterNoise, Sampler, config
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.core.functions import resolve
 from dllm_sampler.errors import UserError
+from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load
 from dllm_sampler.prompts import Infill
 from dllm_sampler.schedulers.freedave import FreeDave
@@ -234,8 +235,36 @@ def test_token_ids_of_a_checkpoint(name: str, value: Any, checkpoint: Path, tmp_
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, name: value}))
-    with pytest.raises(UserError, match=rf"has {name}=.*, which should be a token id"):
+    with pytest.raises(UserError, match=rf"/config\.json: {name} should be one token id, not "):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "pad_token_id"])
+def test_tokens_that_are_a_list(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """Texts may end in several tokens, and no other token may be several."""
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, name: [raw[name], 1]}))
+    with pytest.raises(UserError, match=rf"/config\.json: {name} should be one token id, not \["):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_mask_that_ends_texts(file: str, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "mask_token_id": raw["eos_token_id"]}))
+    (tmp_path / file).write_text(json.dumps({**raw, "mask_token_id": raw["eos_token_id"]}))
+    with pytest.raises(UserError, match=r"/config\.json: mask_token_id is \d+, which is the end-of-text token too .*/"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "mask_token_id": None}))
+    with pytest.raises(UserError, match=r"^model\.mask_id is \d+, which is the end-of-text token too"):
+        load(tmp_path, mask_id=raw["eos_token_id"])
+
+
+def test_a_mask_that_ends_texts_in_python() -> None:
+    with pytest.raises(UserError, match=r"^TransformerDenoiser: mask_id and eos_id are both 2\. "):
+        Sampler(TransformerDenoiser(toys.transformer(), mask_id=2, eos_id=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn])
