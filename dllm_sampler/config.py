@@ -17,10 +17,11 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from dllm_sampler.core.functions import function, resolve
+from dllm_sampler.core.reading import check_interpolations
 from dllm_sampler.errors import UserError, short, unknown
 from dllm_sampler.naming import named, typed
 from dllm_sampler.paths import expanded
@@ -117,15 +118,31 @@ def entry(group: str, name: str) -> Entry:
     return described(name, (_folder(group) / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
+def comment(text: str) -> str:
+    """Return the first comment of a YAML file's text, or an empty text."""
+    found = re.search(r"^# (?!@package)(.+)", text, re.MULTILINE)
+    return found[1].strip() if found else ""
+
+
 def described(name: str, text: str) -> Entry:
     """The entry that a YAML file's text makes."""
-    comment = re.search(r"^# (?!@package)(.+)", text, re.MULTILINE)
-    about = comment[1].strip() if comment else ""
+    about = comment(text)
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about)
-    settings = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    settings = resolved(OmegaConf.create(text))
     if not isinstance(settings, dict):
         raise ValueError("it should have names with values, not a list")
     return Entry(name, about, paper[1] if paper else None, {str(key): value for key, value in settings.items()})
+
+
+def resolved(settings: DictConfig | ListConfig) -> Any:
+    """Return settings with their interpolations resolved, in dicts and lists.
+
+    Raises:
+        ValueError: the interpolations would make too much of them.
+        OmegaConfBaseException: one of them names nothing.
+    """
+    check_interpolations(OmegaConf.to_container(settings, resolve=False))
+    return OmegaConf.to_container(settings, resolve=True)
 
 
 def build(group: str, spec: object) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from dllm_sampler.core import patterns
 from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
 
@@ -25,7 +25,7 @@ def contains(text: str, answer: str) -> float:
 
 def regex(text: str, answer: str) -> float:
     """1 where the regular expression `answer` matches somewhere in the text."""
-    return float(re.search(answer, text) is not None)
+    return float(patterns.matches(answer, text))
 
 
 METRICS: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "contains": contains, "regex": regex}
@@ -79,8 +79,8 @@ class Metric:
         if self.name == "regex":
             for one in right:
                 try:
-                    re.compile(one)
-                except re.error as error:
+                    patterns.compiled(one)
+                except ValueError as error:
                     raise UserError(f'{where}: "answer" is no regular expression: {error}') from None
 
     def scores(
@@ -97,11 +97,14 @@ class Metric:
             where: the line's place, for errors.
 
         Raises:
-            UserError: the user's function raised an error, or returned no scores.
+            UserError: the user's function raised an error, or returned no scores; a pattern took too long.
         """
         if not self.own:
             right = [answer] if isinstance(answer, str) else answer
-            return {"score": max(METRICS[self.name](text, one) for one in right)}
+            try:
+                return {"score": max(METRICS[self.name](text, one) for one in right)}
+            except TimeoutError as error:
+                raise UserError(f"{where}: {self.setting}={self.name}: {error}") from None
         try:
             given = self.call(text=text, answer=answer, prompt=prompt, ids=list(ids), line=dict(line))
         except (Exception, SystemExit) as error:  # whatever the user's function raises

@@ -107,7 +107,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         raise _unreadable(app, parsed, *unread)
     try:
         cfg, chosen = _compose(app, words)
-        tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=False)
+        tree = config.resolved(cfg)
     except HYDRA_ERRORS as error:
         raise _explain(app, parsed, error) from error
     assert isinstance(tree, dict)
@@ -237,7 +237,7 @@ def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:
         for name in value if isinstance(value, list) else [value]:
             if not isinstance(name, str) or name not in choices(key):
                 return unknown(key, "" if name is None else str(name), choices(key))
-            if isinstance(error, YAMLError):  # it does not say which file is no YAML
+            if isinstance(error, YAMLError) or type(error) is ValueError:  # it does not name the file
                 entry(key, name)
         chosen.append(str(override.input_line))
     try:

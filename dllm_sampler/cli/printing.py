@@ -9,20 +9,28 @@ import textwrap
 from rich.console import Console
 from rich.text import Text
 
+from dllm_sampler import config
 from dllm_sampler.cli import yours
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, first_line
 
 COLUMN, WIDEST = 19, 120
+_BEGINNING = 10_000  # characters of a file of the user's in which its first comment is looked for
 
 
 def about(group: str, name: str) -> str:
     """What the first comment of a choice's YAML says; of a user's own its file, too."""
     own = yours.own(group).get(name)
     try:
-        said = yours.entry(group, name).about
+        yours.check(group, name)
+        if own is None:
+            return config.entry(group, name).about
+        with own.open(encoding="utf-8") as lines:
+            said = config.comment(lines.read(_BEGINNING))
     except UserError as error:
         return str(error)
-    return said if own is None else f"{said} [yours: {own}]".lstrip()
+    except (OSError, ValueError) as error:  # no file any more, or no UTF-8
+        return f"{own} cannot be read: {first_line(error)}"
+    return f"{said} [yours: {own}]".lstrip()
 
 
 def written(value: object) -> str:

@@ -18,11 +18,13 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dllm_sampler import config
+from dllm_sampler.core.reading import yaml_text
 from dllm_sampler.errors import UserError, first_line, unknown
 
 LOCAL = Path("conf")
@@ -71,7 +73,7 @@ def entry(group: str, name: str) -> config.Entry:
     local = own(group).get(name)
     if local is not None:
         try:
-            return config.described(name, local.read_text(encoding="utf-8"))
+            return config.described(name, yaml_text(local))
         except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
             raise UserError(f"{local} cannot be read: {first_line(error)}") from error
     if name not in config.names(group):
@@ -129,6 +131,11 @@ class Own(FileConfigSource):
         name = self._normalize_file_name(config_path)
         known = files(PACKAGED).joinpath(name).is_file() or ConfigStore.instance().get_type(name) == ObjectType.CONFIG
         return (trusts() or not known) and super().is_config(config_path)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """See `ConfigSource`."""
+        yaml_text(Path(self.path) / self._normalize_file_name(config_path))  # before OmegaConf writes aliases out
+        return super().load_config(config_path)
 
 
 class Local(SearchPathPlugin):

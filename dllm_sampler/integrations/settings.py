@@ -13,6 +13,7 @@ import yaml
 
 from dllm_sampler import config
 from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.reading import yaml_text
 from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.guides.forms.automaton import STATES
 from dllm_sampler.integrations import COMMAND
@@ -76,7 +77,7 @@ class Settings:
         if path is None:
             return Settings.read({}, where)
         try:
-            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            found = yaml.safe_load(yaml_text(Path(path)))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise UserError(f"{where}: {path} cannot be read: {first_line(error)}") from error
         if not isinstance(found, dict):

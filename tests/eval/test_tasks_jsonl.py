@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler import UserError, config
+from dllm_sampler.core import patterns
 from dllm_sampler.eval import command
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.tasks.base import Answer
@@ -99,6 +100,9 @@ def test_a_metric_of_the_users_own() -> None:
         ({"prompt": "a", "answer": []}, 'line 2: "answer" should be'),
         ({"prompt": "a", "answer": ["b", 3]}, 'line 2: "answer" should be'),
         ({"prompt": "a", "answer": "("}, 'line 2: "answer" is no regular expression'),
+        ({"prompt": "a", "answer": "a{99999999999}"}, 'line 2: "answer" is no regular expression: its counts make'),
+        ({"prompt": "a", "answer": "((a{99}){99}){99}"}, 'line 2: "answer" is no regular expression: its counts make'),
+        ({"prompt": "a", "answer": "(" * 5000 + ")" * 5000}, 'line 2: "answer" is no regular expression: it has too'),
         ('{"prompt": "\\udc80", "answer": "a"}', "line 2 is not valid Unicode"),
     ],
 )
@@ -106,6 +110,16 @@ def test_a_wrong_line_is_named(line: Any, said: str) -> None:
     written([LINES[0], line])
     with pytest.raises(UserError, match="mine.jsonl " + said):
         task(metric="regex")
+
+
+def test_a_pattern_that_backtracks_without_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 0.1)
+    written([{"prompt": "a", "answer": "(a|aa)+$"}])
+    found = task(metric="regex")
+    assert score(found, 0, "xaaa") == 1.0
+    said = r"mine.jsonl line 1: task.metric=regex: the pattern \(a\|aa\)\+\$ was searched for more than 0.1 s"
+    with pytest.raises(UserError, match=said):
+        score(found, 0, "a" * 200 + "b")
 
 
 def test_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
