@@ -108,9 +108,14 @@ def run(it: Environment, options: argparse.Namespace) -> dict[str, Any]:
 
 def said(it: Environment, found: dict[str, Any]) -> str:
     """An environment's line."""
-    versions = " ".join(f"{name} {found['versions'].get(name, getattr(it, name))}" for name in ("python", *PINNED))
+    versions = " ".join(f"{name} {version(it, found, name)}" for name in ("python", *PINNED))
     time = f", {found['installed']:.0f} + {found['seconds']:.0f} s" if "seconds" in found else ""
     return f"{it.name}: {outcome(found)}{time} ({versions}) {found.get('note', '')}".rstrip()
+
+
+def version(it: Environment, found: dict[str, Any], name: str) -> str:
+    """Return the version of a package in an environment: what was installed, or else what pip would be told."""
+    return found["versions"].get(name) or getattr(it, name) or "newest"
 
 
 def outcome(found: dict[str, Any]) -> str:
@@ -141,7 +146,7 @@ def table(found: dict[str, Any]) -> str:
     rows = []
     for it in ENVIRONMENTS:
         one = found.get(it.name, {"state": "not run", "versions": {}, "commit": "-"})
-        versions = [one["versions"].get(name, getattr(it, name)) for name in ("python", *PINNED)]
+        versions = [version(it, one, name) for name in ("python", *PINNED)]
         rows.append([it.name, *versions, it.rest, outcome(one), str(one["commit"])[:9]])
     return markdown.table(["environment", "Python", *PINNED, "others", "tests", "commit"], rows)
 

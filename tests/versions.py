@@ -17,7 +17,7 @@ PINNED = ("torch", "triton", "numpy", "transformers", "torchao")
 
 @dataclass(frozen=True)
 class Environment:
-    """An interpreter, and versions that pip is told.
+    """An interpreter, and versions that pip is told. An empty version is the newest that pip finds.
 
     rest: the other packages: "oldest" that pyproject.toml allows, those of "constraints.txt", or the "newest" that fit
     without: packages of pyproject.toml that are left out
@@ -25,11 +25,11 @@ class Environment:
 
     name: str
     python: str
-    torch: str
-    triton: str
-    numpy: str
-    transformers: str
-    torchao: str
+    torch: str = ""
+    triton: str = ""
+    numpy: str = ""
+    transformers: str = ""
+    torchao: str = ""
     rest: str = "newest"
     without: tuple[str, ...] = ()
 
@@ -46,6 +46,7 @@ ENVIRONMENTS = [
     Environment("py3.13-torch2.8", "3.13", "2.8.0", "3.4.0", "2.1.3", "5.0.0", "0.17.0"),
     Environment("py3.13-torch2.12", "3.13", "2.12.1", "3.7.1", "2.4.6", "5.20.2", "0.18.0"),
     Environment("py3.13-torch2.13", "3.13", "2.13.0", "3.7.1", "2.5.5", "5.23.0", "0.18.0"),
+    Environment("py3.11-newest", "3.11"),
 ]
 
 
@@ -65,7 +66,7 @@ def requirements(it: Environment) -> tuple[list[str], list[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     every = project["dependencies"] + project["optional-dependencies"]["test"]
     wanted = [one for one in every if not one.startswith(it.without)]
-    pins = [f"{name}=={getattr(it, name)}" for name in PINNED]
+    pins = [f"{name}=={version}" for name in PINNED if (version := getattr(it, name))]
     lines = []
     if it.rest == "oldest":
         lines = [re.sub(r"\[.*\]", "", one).replace(">=", "==") for one in wanted]

@@ -44,7 +44,7 @@ class Memory:
         self.size = canvas.ids.shape[1]
         self.columns = canvas.ids[:, :0]  # [B, W] where the pass that runs writes
 
-    def update(self, keys: Tensor, values: Tensor, index: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store `[B, H, W, D]` of layer `index` at `columns`, and hand out every column `[B, H, L+1, D]`."""
         layer = self.layers[index]
         where = self.columns[:, None, :, None].expand_as(keys)
@@ -127,9 +127,10 @@ class DiffusionGemmaDenoiser:
         before = query.previous
         if before is not None:  # the widest block of the batch may be another one now
             before = _each(nn.functional.pad(before, (0, 0, 0, columns.shape[1] - before.shape[1])), candidates)
-        hidden = self.model.model.decoder(
+        decoder = self.model.model.decoder
+        hidden = decoder(
             decoder_input_ids=ids,
-            past_key_values=memory.repeated(candidates),
+            **{huggingface.cache_keyword(type(decoder)): memory.repeated(candidates)},
             self_conditioning_logits=before,
             self_conditioning_mask=_each(canvas.age > 0, candidates),
             decoder_attention_mask={
@@ -165,11 +166,12 @@ class DiffusionGemmaDenoiser:
         causal = key <= at[..., None]  # [B, W, L+1]
         near = causal & (at[..., None] - key < self.text.sliding_window)
         kinds = (("full_attention", causal), ("sliding_attention", near))
-        self.model.model.encoder.language_model(
+        encoder = self.model.model.encoder.language_model
+        encoder(
             input_ids=canvas.ids.gather(1, at),
             attention_mask={kind: additive(seen, self.model.dtype) for kind, seen in kinds},
             position_ids=at,
-            past_key_values=memory,
+            **{huggingface.cache_keyword(type(encoder)): memory},
         )
         memory.upto = torch.where(canvas.done, memory.upto, canvas.start)
         return memory, fresh.sum(1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,16 @@ def _converts(plain: Any, key: str, value: Any) -> bool:
     except Exception:  # it was looked at
         return True
     return {name: one for name, one in made.items() if name != key} != plain.to_dict()
+
+
+@cache
+def cache_keyword(kind: type[nn.Module]) -> str:
+    """Return the name under which a module class of transformers takes its cache of keys and values.
+
+    It is `cache` from transformers 5.24 on, and `past_key_values` before. Code that comes with a checkpoint may have
+    either with any release.
+    """
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def multiply_experts(model: PreTrainedModel) -> None:

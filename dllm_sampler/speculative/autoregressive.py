@@ -145,8 +145,8 @@ class Reading(Cache):
             input_ids=ids.gather(1, at).clamp(max=self.verifier.vocab_size - 1),
             position_ids=at.clamp(max=last - 1),
             attention_mask=torch.where(seen, hidden, torch.finfo(model.dtype).min)[:, None],
-            past_key_values=self,
             use_cache=True,
+            **{huggingface.cache_keyword(type(model)): self},
             **({"logits_to_keep": width} if self.verifier.tail else {}),
         )
         return out.logits[:, -width:]

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.models.diffusion_gemma import additive, capped
+from dllm_sampler.models.huggingface import cache_keyword
 from dllm_sampler.training import masking, sharding
 from dllm_sampler.training.masking import Rows
 
@@ -97,7 +98,7 @@ class _Text:
     def __init__(self) -> None:
         self.layers: list[Any] = []
 
-    def update(self, keys: Tensor, values: Tensor, index: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep `[B, H, L, D]` of layer `index`, but not when the backward pass runs it again."""
         if index == len(self.layers):
             self.layers.append(SimpleNamespace(keys=keys, values=values))
@@ -174,7 +175,7 @@ class UniformLM(nn.Module):
             input_ids=ids,
             attention_mask=self._masks(causal, near),
             position_ids=column.expand_as(ids),
-            past_key_values=memory,
+            **{cache_keyword(type(inner.encoder.language_model)): memory},
         ).last_hidden_state  # [B, L, D]
         size = self.model.config.canvas_length
         start = columns - (columns - prompt[:, None]) % size  # [B, A] where each token's canvas begins
@@ -190,7 +191,7 @@ class UniformLM(nn.Module):
         def decoded(logits: Tensor | None) -> Tensor:
             found = inner.decoder(
                 decoder_input_ids=noisy,
-                past_key_values=memory,
+                **{cache_keyword(type(inner.decoder)): memory},
                 self_conditioning_logits=logits,
                 self_conditioning_mask=again,
                 decoder_attention_mask=masks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -13,12 +14,19 @@ from diffusers.pipelines.diffusion_gemma.pipeline_diffusion_gemma import Diffusi
 from diffusers.schedulers.scheduling_block_refinement import BlockRefinementScheduler
 from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
+from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaDecoderModel
 
 from dllm_sampler import Canvas, CounterNoise, Sampler, UserError
 from dllm_sampler.integrations.diffusers import DllmScheduler
 from dllm_sampler.models.loading import load
 from tests.contract.cases import Settings
 
+# diffusers 0.42 calls this static method by a name that transformers 5.24 has renamed without an alias.
+BUILDER = DiffusionGemmaDecoderModel.create_diffusion_decoder_attention_mask
+pytestmark = pytest.mark.skipif(
+    "past_key_values" not in inspect.signature(BUILDER).parameters,
+    reason="this diffusers has no DiffusionGemma pipeline for this transformers",
+)
 CHECKPOINT = Path(__file__).parents[1] / "conformance" / "data" / "tiny-diffusion-gemma"
 LENGTH, VOCAB, STEPS = 16, 288, 6
 PROMPTS = [[284, 103, 22, 280, 12], [284, 101, 22, 32, 271]]

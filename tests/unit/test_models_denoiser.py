@@ -20,7 +20,10 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.models import fused
 from dllm_sampler.models.cfg import GuidedDenoiser, guided, laid_out
 from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.diffusion_gemma import Memory
+from dllm_sampler.models.huggingface import cache_keyword
 from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.training.uniform import _Text
 from tests import toys
 
 TINY = toys.transformer(kv_heads=2).config
@@ -211,3 +214,21 @@ def test_weights_lie_side_by_side_where_kernels_multiply_them_together(scale: fl
     moved = [getattr(model.layers[0], name).weight.data for name in ("q_proj", "k_proj", "v_proj")]
     assert fused.adjacent(*moved) is not None
     assert all(map(torch.equal, moved, projections))
+
+
+def test_the_cache_goes_by_the_name_that_a_model_has_for_it() -> None:
+    """transformers 5.24 renamed `past_key_values` to `cache`, and its layers hand more arguments to `update`."""
+
+    class Older(nn.Module):
+        def forward(self, ids: Any, past_key_values: Any = None, **_: Any) -> Any: ...
+
+    class Newer(nn.Module):
+        def forward(self, ids: Any, cache: Any = None, **_: Any) -> Any: ...
+
+    assert [cache_keyword(Older), cache_keyword(Newer)] == ["past_key_values", "cache"]
+    keys, canvas = torch.arange(12.0).view(1, 1, 3, 4), canvas_of(denoiser(), [[1, 2]])
+    memory = Memory(1, canvas)
+    memory.columns = torch.tensor([[0, 1, 2]])
+    for one in (memory, _Text()):
+        stored, _ = one.update(keys, keys, 0, kwargs={"sliding_window": 4})
+        assert torch.equal(stored[:, :, :3], keys)
