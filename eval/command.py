@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dllm_sampler._version import __version__
@@ -19,11 +17,13 @@ from dllm_sampler.cli.printing import about
 from dllm_sampler.cli.yours import choices, trusting
 from dllm_sampler.core.files import write as write_file
 from dllm_sampler.errors import UserError
+from dllm_sampler.eval import tables
 from dllm_sampler.eval.jobs import EVAL, Job, jobs
 from dllm_sampler.eval.report.headline import METHOD, interval
+from dllm_sampler.eval.tables import Column
 
 if TYPE_CHECKING:
-    from dllm_sampler.eval.report.data import Comparison
+    from dllm_sampler.eval.report.data import Comparison, Figures
 
 LONG = 40  # runs; a table of more says nothing
 SURE = f"n: samples. {METHOD[0].upper()}{METHOD[1:]}."
@@ -85,14 +85,17 @@ def _run(words: list[str]) -> int:
             raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-eval --help")
     found = jobs(words)
     # These import torch and transformers: seconds that the page above and a mistake do not wait for.
+    from dllm_sampler.eval.folders import RunFolder
     from dllm_sampler.eval.launch import accelerated, launch
     from dllm_sampler.eval.report.command import check, write
-    from dllm_sampler.eval.report.data import load
+    from dllm_sampler.eval.report.data import load, run_folders
     from dllm_sampler.eval.report.markov import drawn
 
-    report = found[0].options.report
+    report, output = found[0].options.report, Path(found[0].options.output).expanduser()
     if report is not None:
         check(report)
+        for folder in run_folders([output]):
+            RunFolder(folder).records()  # the report covers the folder: a damaged run shows before hours of work
     refused = launch(words, found, Console(stderr=True))
     if len(refused) == len(found):
         raise UserError(next(iter(refused.values())))
@@ -101,57 +104,55 @@ def _run(words: list[str]) -> int:
         comparison = load([job.folder for job in found])
         show(found, refused, comparison, Console())
         if report is not None:
-            print(write([job.folder for job in found], report), file=sys.stderr)
+            print(write([output], report), file=sys.stderr)
         elif comparison.together:
-            for name, content in drawn(comparison).items():
-                file = Path(found[0].options.output).expanduser() / f"{name}.png"
+            for name, content in drawn(load([output])).items():
+                file = output / f"{name}.png"
                 write_file(file, content)
                 print(file, file=sys.stderr)
     return 0
 
 
+def number(value: float | None, form: str, factor: float = 1, unit: str = "") -> str:
+    """Return a number as a cell of a table. Returns "" for None."""
+    return "" if value is None else f"{factor * value:{form}}{unit}"
+
+
 def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, console: Console) -> None:
     """The figures of all runs, of many the figures of each configuration alone, and why some have none."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("  configuration", overflow="fold")
-    error = comparison.together[:1]  # what a task says first of all answers together
-    named = [name.replace("_", " ") for name in error]
-    formed = any(one["validity"] is not None for one in comparison.figures["all tasks"].values())
-    titles = ["task", "n", "score", "95 %", *named, *["valid"] * formed]
-    titles += ["tokens/forward", "forwards", "tokens/s", "oracle's share"]
-    for title in titles:
-        table.add_column(title, justify="left" if title == "task" else "right", overflow="fold")
-    each = comparison.figures["all tasks"]
     if len(found) <= LONG:
         rows = [(m.label, task, run.figures) for m in comparison.methods for task, run in m.runs.items()]
     else:
-        rows = [(label, "all", figures) for label, figures in each.items()]
+        rows = [(label, "all", figures) for label, figures in comparison.figures["all tasks"].items()]
     views = {task: task if task in comparison.views else "all tasks" for _, task, _ in rows}
     several = len(comparison.methods) > 1
     best = {
         task: comparison.front(view, "answer_tokens_per_forward") if several else () for task, view in views.items()
     }
-    for label, task, figures in rows:
-        share = figures["oracle_share"]
-        table.add_row(
-            Text(("* " if label in best[task] else "  ") + label),
-            Text(task),
-            f"{figures['samples']:.0f}",
-            f"{100 * (figures['score'] or 0):.1f}",
-            Text(interval(figures)),
-            *("" if (value := figures.get(name)) is None else f"{value:.4f}" for name in error),
-            *["" if (valid := figures["validity"]) is None else f"{100 * valid:.1f}"] * formed,
-            f"{figures['answer_tokens_per_forward']:.2f}",
-            f"{figures['nfe']:.1f}",
-            f"{figures['tokens_per_second']:.0f}",
-            "" if share is None else f"{100 * share:.0f} %",
-        )
-    if not console.is_terminal:  # a file has no width
-        wanted = console.measure(table, options=console.options.update(width=sys.maxsize)).maximum
-        console.width = max(console.width, wanted)
-    console.print(table)
+    error = comparison.together[:1]  # what a task says first of all answers together
+    each = [figures for _, _, figures in rows]
+
+    def column(title: str, rank: int, text: Callable[[Figures], str]) -> Column:
+        return Column(title, [text(figures) for figures in each], rank)
+
+    columns = [
+        Column("  configuration", [("* " if m in best[task] else "  ") + m for m, task, _ in rows], words=True),
+        Column("task", [task for _, task, _ in rows], 0 if len(views) > 1 else 9, words=True),
+        column("n", 5, lambda one: f"{one['samples']:.0f}"),
+        column("score", 0, lambda one: f"{100 * (one['score'] or 0):.1f}"),
+        column("95 %", 4, interval),
+        *(column(name.replace("_", " "), 2, lambda one, n=name: number(one.get(n), ".4f")) for name in error),
+        column("valid", 1, lambda one: number(one["validity"], ".1f", 100)),
+        column("tokens/forward", 0, lambda one: f"{one['answer_tokens_per_forward']:.2f}"),
+        column("forwards", 7, lambda one: f"{one['nfe']:.1f}"),
+        column("tokens/s", 6, lambda one: f"{one['tokens_per_second']:.0f}"),
+        column("oracle's share", 8, lambda one: number(one["oracle_share"], ".0f", 100, " %")),
+    ]
+    narrow = tables.show([one for one in columns if one.title != "valid" or any(one.cells)], console)
     if rows:
         console.print(Text(f"{FRONT} {SURE}" if several else SURE), soft_wrap=True)
+    if narrow:
+        console.print(Text(f"Left out, since the terminal is narrow: {', '.join(narrow)}."), soft_wrap=True)
     if comparison.unsaid:
         console.print(Text(comparison.unsaid), soft_wrap=True)
     for label, reason in comparison.refused:

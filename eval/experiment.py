@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+from rich.console import Console
+from rich.text import Text
 
 from dllm_sampler import config
 from dllm_sampler.cli.yours import LOCAL, entry
+from dllm_sampler.eval import tables
 from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.space import Tuning
+from dllm_sampler.eval.tables import Column
+
+if TYPE_CHECKING:
+    from optuna import Study
 
 MARK = "Found by dllm-tune"
+ONE_PER_STEP = "one token per step"
+SLOW = f"no faster than {ONE_PER_STEP}"
+LONG = 40  # trials; a table of more says nothing
 
 
 @dataclass(frozen=True)
@@ -27,12 +39,121 @@ class Found:
     samples: int
 
 
+@dataclass(frozen=True)
+class Trial:
+    """A configuration that a search tried.
+
+    words: what was chosen
+    score, speed: on the samples of the search; None if it cannot run
+    reason: why it does not qualify; empty if it does
+    """
+
+    words: tuple[str, ...]
+    score: float | None
+    speed: float | None
+    reason: str
+
+
+def holds(found: Found, plain: Found, tuning: Tuning) -> str:
+    """Return why a configuration is not better than one token per step on the same samples. Returns "" if it is."""
+    return _reason(found.score, found.speed, plain, tuning)
+
+
+def _reason(score: float, speed: float | None, plain: Found, tuning: Tuning) -> str:
+    lost = 100 * (plain.score - score)
+    if lost > tuning.loss + 1e-7:
+        return f"loses {lost:.1f} points, {tuning.loss:g} allowed"
+    return SLOW if speed is not None and speed <= plain.speed + 1e-9 else ""
+
+
+def trials(study: Study, plain: Found, tuning: Tuning) -> list[Trial]:
+    """Return what a study tried, each configuration once, the best first.
+
+    Those that qualify come first, by speed; then those that do not, by score; then those that cannot run.
+    """
+    found: dict[tuple[str, ...], Trial] = {}
+    for one in study.get_trials():
+        if one.value is None:
+            continue
+        words, score = tuple(one.user_attrs["words"]), one.user_attrs.get("score")
+        # A search of before has no speeds of what lost too much.
+        speed = one.user_attrs.get("speed", one.value if one.value > 0 else None)
+        if score is None:
+            reason = f"cannot run: {one.user_attrs.get('refused', 'its settings do not go together')}"
+        else:
+            reason = _reason(score, speed, plain, tuning)
+        found.setdefault(words, Trial(words, score, speed, reason))
+
+    def order(trial: Trial) -> tuple[bool, bool, float, float]:
+        score, speed = trial.score or 0.0, trial.speed or 0.0
+        rank = (-score, -speed) if trial.reason else (-speed, -score)
+        return bool(trial.reason), trial.score is None, *rank
+
+    return sorted(found.values(), key=order)
+
+
+def smallest_loss(samples: Sequence[int]) -> float:
+    """Return the points of score that one wrong answer costs, from the samples of each task.
+
+    The score is the mean over tasks, so that an answer costs least in the largest task.
+    """
+    return 100 / (len(samples) * max(samples))
+
+
+def too_few(samples: Sequence[int], tuning: Tuning) -> str:
+    """Return a warning if `tune.loss` is less than one wrong answer costs. Returns "" if it is not."""
+    least = smallest_loss(samples)
+    if tuning.loss >= least - 1e-9:
+        return ""
+    more = f", or task.count={math.ceil(100 / (len(samples) * tuning.loss))}" if tuning.loss else ""
+    return (
+        f"tune.loss={tuning.loss:g} allows no additional wrong answer: with {sum(samples)} samples one costs"
+        f" {least:.2f} points. Set tune.loss={math.ceil(100 * least) / 100:g}{more} to allow one."
+    )
+
+
+def show_trials(tried: Sequence[Trial], plain: Found, verdicts: Mapping[Sequence[str], str], tuning: Tuning) -> None:
+    """Print a search as a table on standard output, the best configuration first.
+
+    Args:
+        tried: of `trials`.
+        plain: one token per step, on the samples of the search.
+        verdicts: what the samples that the search did not see say of those that qualify, by their words.
+        tuning: the search.
+    """
+    rows = [(t.words, t.score, t.speed, verdicts.get(t.words) or t.reason) for t in tried]
+    rows.insert(sum(not one.reason for one in tried), (tuple(plain.chosen), plain.score, plain.speed, ONE_PER_STEP))
+    shown, console = rows[:LONG], Console()
+    narrow = tables.show(
+        [
+            Column("configuration", [" ".join(words) for words, *_ in shown], words=True),
+            Column("score, %", ["" if score is None else f"{100 * score:.1f}" for _, score, *_ in shown]),
+            Column(speed_of(tuning), ["" if speed is None else f"{speed:.2f}" for _, _, speed, _ in shown]),
+            Column("result", [result for *_, result in shown], words=True),
+        ],
+        console,
+    )
+    assert not narrow
+    if rest := Counter(_kind(result) for *_, result in rows[LONG:]):
+        counts = ", ".join(f"{count} {kind}" for kind, count in rest.most_common())
+        console.print(Text(f"{rest.total()} more: {counts}"), soft_wrap=True)
+
+
+def _kind(result: str) -> str:
+    return "that lose too much" if result.startswith("loses") else result.partition(":")[0]
+
+
+def speed_of(tuning: Tuning) -> str:
+    """The measure of a search, in words."""
+    return tuning.measure.replace("_", " ")
+
+
 def say(found: Found, tuning: Tuning) -> str:
     """Score and speed, for a person."""
-    return f"{100 * found.score:.1f} % at {found.speed:.2f} {tuning.measure.replace('_', ' ')}"
+    return f"{100 * found.score:.1f} % at {found.speed:.2f} {speed_of(tuning)}"
 
 
-def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen: str) -> str:
+def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen: str, none: str = "") -> str:
     """The YAML file of the winner: what differs from the defaults.
 
     Args:
@@ -40,7 +161,10 @@ def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen
         winner: what it chose.
         fresh, plain: the winner, and one token per step, on the samples that confirm it.
         unseen: how many of these the search has not seen.
+        none: a sentence that says that no configuration qualified; empty if one did.
     """
+    found = f"{say(fresh, tuning)} on {tasks_of(winner)}"
+    told = f"{none} {ONE_PER_STEP}: {found}" if none else f"{found}; {ONE_PER_STEP}: {say(plain, tuning)}"
     job, defaults, body = winner.jobs[0], [], {}
     for group in config.GROUPS:
         name = job.choices[group]
@@ -59,10 +183,8 @@ def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen
     names = ("block_length", "temperature", "top_k", "top_p", "max_steps", "dtype", "compat", "chat")
     body |= {name: options[name] for name in names if options[name] not in (None, False, "auto")}
     body["max_new_tokens"] = job.max_new_tokens
-    return (
-        f"# @package _global_\n# {MARK}: {say(fresh, tuning)} on {tasks_of(winner)}; one token per step:"
-        f" {say(plain, tuning)}; {unseen}.\n"
-        + yaml.safe_dump({"defaults": defaults, **body}, sort_keys=False, allow_unicode=True)
+    return f"# @package _global_\n# {MARK}: {told}; {unseen}.\n" + yaml.safe_dump(
+        {"defaults": defaults, **body}, sort_keys=False, allow_unicode=True
     )
 
 

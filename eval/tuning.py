@@ -24,7 +24,19 @@ from dllm_sampler.cli.yours import entry, trusting
 from dllm_sampler.core import files, locks
 from dllm_sampler.core.telling import tell, telling
 from dllm_sampler.errors import NotWrittenError, UserError, installing
-from dllm_sampler.eval.experiment import MARK, Found, experiment, say, tasks_of
+from dllm_sampler.eval.experiment import (
+    MARK,
+    ONE_PER_STEP,
+    Found,
+    Trial,
+    experiment,
+    holds,
+    say,
+    show_trials,
+    tasks_of,
+    too_few,
+    trials,
+)
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
 from dllm_sampler.eval.report.data import Method, Run
@@ -80,6 +92,8 @@ class Tuner:
         if tuning.file.exists() and not (tuning.file.is_file() and MARK.encode() in tuning.file.read_bytes()):
             raise UserError(f"{tuning.file} is none of dllm-tune's: give the winner another tune.name")
         with self.study() as study, bars(self.console) as progress:
+            if few := too_few([len(job.built_task.samples()) for job in self.base], tuning):
+                self.console.print(f"dllm-tune: {few}", highlight=False, soft_wrap=True)
             every = progress.add_task("one per step", total=tuning.trials)
             tell(_complete(study), tuning.trials, "trials")
             reference = self.reference(self.words)
@@ -90,14 +104,22 @@ class Tuner:
                 self.trial(study, done, least)
             progress.update(every, completed=done, description="confirming")
             tell(done, tuning.trials, "trials")
-            winner, fresh, plain = self.confirm(study, reference)
-        text = experiment(tuning, winner, fresh, plain, self.unseen(fresh))
+            tried = trials(study, reference, tuning)
+            winner, fresh, plain, verdicts = self.confirm(tried, reference)
+        show_trials(tried, reference, verdicts, tuning)
+        none = f"none of {len(tried)} configurations qualified;" if winner is reference else ""
+        text = experiment(tuning, winner, fresh, plain, self.unseen(fresh), none)
         files.make_folder(tuning.file.parent)
         files.write(tuning.file, text)
-        return (
-            f"{' '.join(winner.chosen)}: {say(fresh, tuning)}; one token per step: {say(plain, tuning)}, on"
-            f" {self.unseen(fresh)}. Written to {tuning.file}: use it as experiment={tuning.name}"
-        )
+        if none:
+            found = (
+                f"None of {len(tried)} configurations qualified: each loses more than {tuning.loss:g} points, is no"
+                f" faster, or cannot run. {ONE_PER_STEP.capitalize()} is kept ({' '.join(winner.chosen)}):"
+                f" {say(plain, tuning)}"
+            )
+        else:
+            found = f"{' '.join(winner.chosen)}: {say(fresh, tuning)}; {ONE_PER_STEP}: {say(plain, tuning)}"
+        return f"{found}, on {self.unseen(fresh)}. Written to {tuning.file}: use it as experiment={tuning.name}"
 
     @cached_property
     def digest(self) -> str:
@@ -161,9 +183,11 @@ class Tuner:
         trial.set_user_attr("words", words)
         found = self.measure(self.words, words)
         if isinstance(found, str):
+            trial.set_user_attr("refused", found)
             study.tell(trial, -1.0)
             return
         trial.set_user_attr("score", found.score)
+        trial.set_user_attr("speed", found.speed)
         study.tell(trial, found.speed if found.score >= least - 1e-9 else found.score - least)
 
     def reference(self, words: Sequence[str]) -> Found:
@@ -203,11 +227,16 @@ class Tuner:
             )
         return Found(found, chosen, score, speed, sum(len(run.records) for run in runs.values()))
 
-    def confirm(self, study: Study, reference: Found) -> tuple[Found, Found, Found]:
-        """The fastest configuration that also holds on samples that the search did not see.
+    def confirm(self, tried: Sequence[Trial], reference: Found) -> tuple[Found, Found, Found, dict[Sequence[str], str]]:
+        """Find the fastest configuration that also holds on samples that the search did not see.
+
+        Args:
+            tried: the configurations, the best first.
+            reference: one token per step, on the samples of the search.
 
         Returns:
-            The winner, its figures on the other samples, and those of one token per step.
+            The winner (`reference` if no configuration holds), its figures on the other samples, those of one token per
+            step, and what came of each configuration that qualified, by its words.
         """
         tasks = [job.built_task for job in self.base]
         # another seed of the sampler, too: where the task's changes nothing, draws do
@@ -215,15 +244,18 @@ class Tuner:
         other = [word for word in self.words if not word.startswith(("task.seed=", "seed="))]
         other += [f"task.seed={max(task.seed for task in tasks) + 1}", f"seed={draws}"]
         plain = self.reference(other)
-        good = [trial for trial in study.get_trials() if trial.value is not None and trial.value > 0]
-        good.sort(key=lambda trial: -(trial.value or 0.0))
-        for words in dict.fromkeys(tuple(trial.user_attrs["words"]) for trial in good):
+        good = [trial.words for trial in tried if not trial.reason]
+        verdicts: dict[Sequence[str], str] = {}
+        for words in good:
             found, fresh = self.measure(self.words, words), self.measure(other, words)
             if isinstance(found, str) or isinstance(fresh, str):
-                continue
-            if fresh.score >= plain.score - self.tuning.loss / 100 - 1e-9:
-                return found, fresh, plain
-        return reference, plain, plain
+                verdicts[words] = f"cannot run: {found if isinstance(found, str) else fresh}"
+            elif reason := holds(fresh, plain, self.tuning):
+                verdicts[words] = f"{reason}, on the samples that confirm"
+            else:
+                slower = dict.fromkeys(good, "qualifies, slower than the chosen one")
+                return found, fresh, plain, {**slower, **verdicts, words: "chosen"}
+        return reference, plain, plain, verdicts
 
     def unseen(self, fresh: Found) -> str:
         """How many samples it was confirmed on, and how many of their prompts the search had seen."""

@@ -175,13 +175,18 @@ def load(paths: Sequence[Path]) -> Comparison:
     return compare(read(paths))
 
 
+def run_folders(paths: Sequence[Path]) -> list[Path]:
+    """Return the directories of runs under these folders, at any depth, each once."""
+    found = (file.parent.resolve() for path in paths for file in sorted(files.under(path, ABOUT)))
+    return list(dict.fromkeys(found))
+
+
 def read(paths: Sequence[Path]) -> list[Run]:
     """Read runs, and folders of runs, at any depth; those that have no samples too.
 
     Raises:
         UserError: there is none, or none has samples.
     """
-    folders: dict[Path, None] = {}
     for path in paths:
         try:
             there = path.is_dir()
@@ -189,9 +194,8 @@ def read(paths: Sequence[Path]) -> list[Run]:
             there = False
         if not there:
             raise UserError(f"there is no folder {path}: name directories that dllm-eval wrote")
-        folders |= dict.fromkeys(sorted(file.parent.resolve() for file in files.under(path, ABOUT)))
     runs = []
-    for folder in folders:
+    for folder in run_folders(paths):
         about = RunFolder(folder).about()
         assert about is not None
         runs.append(Run(about, RunFolder(folder).records(), folder.parent))

@@ -1,5 +1,6 @@
 """`dllm-eval` as a command: its table, its refusals, its mistakes."""
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,29 @@ def test_a_table_in_a_file_has_the_width_it_needs(tmp_path: Path, capsys: pytest
     head, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.strip()][:10]
     assert "tokens/forward" in head and head.rstrip().endswith("oracle's share")
     assert len(rows) == 8 and all(" copy " in row or " shuffle " in row for row in rows)
+
+
+def test_a_narrow_terminal_gets_fewer_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """No number is broken over lines: each configuration and its figures are on a line of their own."""
+    found = compare([run([record()], name, task) for name in ("fixed", "wino") for task in ("copy", "sort")])
+    for width, heads in ((200, 9), (70, 6), (50, 4)):
+        command.show(jobs(["task.count=1"]), {}, found, Console(width=width, force_terminal=True, color_system=None))
+        head, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+        assert len(re.split(" {2,}", head.strip())) == heads, head
+        for name, line in zip(("fixed", "fixed", "wino", "wino"), rows, strict=False):
+            assert re.search(rf"{name}.* 100\.0 .*2\.00", line), line
+        said = "Left out, since the terminal is narrow: " in " ".join(rows)
+        assert said is (width < 200)
+
+
+def test_the_report_covers_the_output_folder(tmp_path: Path) -> None:
+    """Also what an earlier call ran; what cannot be read there is said before anything runs."""
+    pytest.importorskip("matplotlib")
+    few = ["task.count=1", f"output={tmp_path / 'runs'}", "device=cpu", "oracle=false"]
+    assert command.main(["scheduler=fixed", *few]) == 0
+    assert command.main(["scheduler=wino", *few, f"report={tmp_path / 'report.html'}"]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert '"label":"fixed"' in page and '"label":"wino"' in page
 
 
 def test_a_run_of_another_schema_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

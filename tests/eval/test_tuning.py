@@ -1,6 +1,7 @@
 """The search: resumed, confirmed, and its winner usable by name."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.core import files, telling
 from dllm_sampler.eval import tuning
+from dllm_sampler.eval.experiment import too_few
 from dllm_sampler.eval.jobs import job, jobs
 from dllm_sampler.eval.space import Space
 from dllm_sampler.eval.state import running
@@ -275,6 +277,68 @@ def test_samples_that_are_no_new_ones_are_not_called_so(here: Path) -> None:
     )
     assert mini.unseen(other) == "4 samples that the search did not see"
     assert mini.unseen(replace(both, samples=8)) == "8 samples (4 with prompts of the search)"
+
+
+NAMES = ["wino", "threshold", "klass", "slowfast", "factor", "localleap"]
+FEW = "# A space for tests.\nname: quick\ntrials: 6\nloss: 1\nspace: {scheduler: {" + ": {}, ".join(NAMES) + ": {}}}\n"
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_every_trial_is_shown_with_the_reason(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], holds: bool
+) -> None:
+    """Score and speed of each scheduler on the search's samples, and scores on the samples that confirm."""
+    (here / "conf/tune/tiny.yaml").write_text(FEW)
+    known = {"fixed": (0.9, 1.0), "wino": (0.5, 9.0), "threshold": (0.9, 3.0), "klass": (1.0, 0.5)}
+    known |= {"factor": (0.81, 4.0), "localleap": (0.9, 2.0)}
+    fresh = {"factor": 0.5} if holds else dict.fromkeys(("factor", "threshold", "localleap"), 0.5)
+
+    def measure(self: tuning.Tuner, words: Sequence[str], chosen: Sequence[str]) -> Any:
+        name = next(word for word in chosen if word.startswith("scheduler=")).partition("=")[2]
+        if name == "slowfast":
+            return "there is no room"
+        score, speed = known[name]
+        score = fresh.get(name, score) if "task.seed=1" in words else score
+        return tuning.Found(self.base, chosen, score, speed, 4)
+
+    monkeypatch.setattr(tuning.Tuner, "measure", measure)
+    words = [*WORDS, "tune.loss=10"]
+    with tuning.Tuner(*tuning.tuning(words), tuning.Console(quiet=True)).study() as study:
+        for name in NAMES:
+            study.enqueue_trial({"scheduler": name})
+    assert tuning.main(words) == 0
+    said = capsys.readouterr()
+    rows = re.findall(r"^ ?scheduler=(\w+)(?: cache=none)? +([\d.]*) +([\d.]*) +(.+?) *$", said.out, re.MULTILINE)
+    lost = "loses 40.0 points, 10 allowed"
+    assert rows == [
+        ("factor", "81.0", "4.00", f"{lost}, on the samples that confirm"),
+        ("threshold", "90.0", "3.00", "chosen" if holds else f"{lost}, on the samples that confirm"),
+        (
+            "localleap",
+            "90.0",
+            "2.00",
+            "qualifies, slower than the chosen one" if holds else f"{lost}, on the samples that confirm",
+        ),
+        ("fixed", "90.0", "1.00", "one token per step"),
+        ("klass", "100.0", "0.50", "no faster than one token per step"),
+        ("wino", "50.0", "9.00", lost),
+        ("slowfast", "", "", "cannot run: there is no room"),
+    ]
+    file = (here / "conf/experiment/quick.yaml").read_text()
+    none = "None of 6 configurations qualified: each loses more than 10 points, is no faster, or cannot run. One token"
+    assert (none in said.out) is not holds and ("none of 6 configurations qualified" in file) is not holds
+    # 4 samples: a wrong answer costs 25 points
+    warned = (
+        "tune.loss=10 allows no additional wrong answer: with 4 samples one costs 25.00 points. Set tune.loss=25, or"
+    )
+    assert f"{warned} task.count=10 to allow one." in said.err
+
+
+def test_the_loss_that_one_answer_costs(here: Path) -> None:
+    allowed = tuning.tuning([*WORDS])[0]
+    assert "60 samples one costs 1.67 points. Set tune.loss=1.67, or task.count=100" in too_few([60], allowed)
+    assert "60 samples one costs 1.67 points. Set tune.loss=1.67, or task.count=50" in too_few([30, 30], allowed)
+    assert too_few([100], allowed) == too_few([50, 50], allowed) == ""
 
 
 def test_a_reference_that_scores_nothing_or_cannot_run_is_refused(
