@@ -70,9 +70,10 @@ class Moved:
         return moved.masked_fill(self.new | ~self.there, fresh)
 
     def applied(self, canvas: Canvas) -> Canvas:
-        """The canvas behind its step, with what has moved: the only function that changes the length of an answer.
+        """Return the canvas after its step, with what has moved. Only this function changes the length of an answer.
 
-        The active block of a row is then as long as a new one. A row is done when no column is left of it.
+        The active block of a row is then as long as a new one. Blocks that inserted columns have filled with committed
+        tokens are passed over. A row is done when no column is left of it.
         """
         ids, masked = canvas.ids, canvas.masked
         if self.source is not None:
@@ -90,4 +91,8 @@ class Moved:
             age=canvas.age.masked_fill(self.opens, 0),
             done=torch.where(self.live, start >= self.end, canvas.done),
         )
-        return replace(after, stop=torch.where(self.live, after.block_end(start, after.lookahead), canvas.stop))
+        frontier, width = after.frontier(), after.lookahead.clamp(min=1)
+        full = (frontier - start) // width * (self.live & (frontier < self.end))  # [B] blocks without noise
+        start = start + full * width
+        stop = torch.where(self.live, after.block_end(start, after.lookahead), canvas.stop)
+        return replace(after, start=start, stop=stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -179,7 +180,7 @@ def mismatch(line: Line, rows: list[list[Step]], tokens: list[list[int]]) -> str
     """
     extra = line.model_extra or {}
     grows = "nfe_stage1" in extra
-    early = [sum(not step.commits for step in steps) if grows else 0 for steps in rows]
+    early = [len(list(takewhile(lambda step: not step.commits, steps))) if grows else 0 for steps in rows]
     first = max(early)
     for row, (steps, own) in enumerate(zip(rows, early, strict=True)):
         waits = [Step(steps[own - 1].length, [], []) for _ in range(first - own)]

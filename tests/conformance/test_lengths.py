@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Guide, Sampler
 from dllm_sampler.core.packing import Answers
+from dllm_sampler.eval.conformance.lengths import Step, mismatch
+from dllm_sampler.eval.conformance.lines import Line
 from dllm_sampler.eval.conformance.published import AboveThreshold
 from dllm_sampler.schedulers.daedal import Daedal
 from dllm_sampler.schedulers.rho_eos import RhoEos
@@ -121,6 +123,34 @@ class Reference:
                 )
             at = min(at, len(answer))
         return answer
+
+
+def test_a_window_that_insertions_have_filled_takes_no_forward() -> None:
+    """Inserted masks push tokens of the window into the next one, which may then hold no mask."""
+    model: Any = toys.denoiser("llada")
+    bias, prompts = Bias(1.5, -30, 0.7), [[23, 29, 6, 21, 6], [19, 8, 23, 11, 25], [8, 2]]
+    rule = Daedal(AboveThreshold(0.3), initial=16, expand=3, eos_tokens=4, grow=0.0, insert=0.9, unsure=0.6)
+    blocks = {"name": "fixed", "length": 4}
+    sampler = Sampler(model, scheduler=rule, blocks=blocks, stop="none", guide=[bias], compat=True)
+    found = sampler.generate(prompts, max_new_tokens=40)
+    for row, prompt in enumerate(prompts):
+        reference = Reference(model.transformer, prompt, bias, 40, 4, 0.3, 3, 4)
+        wanted = reference.daedal(16, 0.0, 0.9, 0.6)
+        assert found.trace.ids[row, found.trace.origin : found.trace.end[row]].tolist() == wanted
+        assert int(found.nfe[row]) == reference.forwards
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_only_forwards_before_the_first_commit_belong_to_the_first_stage(empty: int) -> None:
+    """A later forward without a commit is the difference that a replay names."""
+    steps = [Step(2, [], []), Step(2, [0], []), Step(2, [1], [])]
+    about: Any = {"id": "", "system": "daedal", "model": "", "params": {}, "where": "", "nfe": 3, "nfe_stage1": 1}
+    about |= {"gen_lengths": [[2, 2]] * 3, "edits": [[[], []]] * 3, "steps": [[step.commits] * 2 for step in steps]}
+    line = Line(prompt_ids=[[5], [6]], output_ids=[[7, 8]] * 2, **about)
+    assert mismatch(line, [steps, steps], [[7, 8]] * 2) is None
+    wasted = [*steps[: 1 + empty], Step(2, [], []), *steps[1 + empty :]]
+    early = "2 forwards before the first commit, recorded 1"
+    assert mismatch(line, [steps, wasted], [[7, 8]] * 2) == ("NFE 4, recorded 3" if empty else early)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
