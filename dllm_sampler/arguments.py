@@ -54,7 +54,8 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
     if not isinstance(spec, ModelSpec):
         raise UserError(
             f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"
-            " masked LM of transformers by dllm_sampler.models.huggingface.wrap"
+            " masked LM of transformers by dllm_sampler.models.huggingface.wrap. Any other module or function is a"
+            " model for Sampler.from_callable"
         )
     if spec.mask_id == spec.eos_id:
         raise UserError(

@@ -28,6 +28,7 @@ from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import compiled, guided, laid_out
+from dllm_sampler.models.rows import FunctionDenoiser, LogitsFunction
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Result
 
@@ -144,6 +145,49 @@ class Sampler:
         sampler = cls(guided(denoiser, scale), tokenizer=tokenizer, **options)
         laid_out(sampler.denoiser, sampler.kernels)
         return sampler
+
+    @classmethod
+    def from_callable(
+        cls,
+        logits_fn: LogitsFunction,
+        *,
+        vocab_size: int,
+        mask_id: int,
+        eos_id: int,
+        pad_id: int | None = None,
+        max_positions: int = 2**20,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dtype: torch.dtype | str | None = None,
+        device: str | torch.device | None = None,
+        **options: Unpack[config.Options],
+    ) -> Sampler:
+        """Build a sampler around any function that predicts tokens. It runs on whole rows, without a cache.
+
+        Args:
+            logits_fn: takes `ids [B, L]` int64 and `mask [B, L]` bool, true where a token is real, and returns logits
+                `[B, L, vocab_size]`: row i predicts token i. Shorter rows of a batch are padded at the right. If no
+                real token sees padding, each row comes out as if it were alone.
+            vocab_size: size of the last axis of the logits.
+            mask_id, eos_id, pad_id: the mask token, the end-of-text token, and what fills shorter rows (default:
+                `eos_id`).
+            max_positions: longest row that the function takes.
+            tokenizer: None: token prompts only, and no texts.
+            dtype: of the logits, a torch dtype or its name; None: of the parameters of a module, else float32.
+            device: of `ids` and `mask`; `"auto"` takes a GPU if there is one; None: that of the parameters of a module,
+                else the CPU.
+            options: as the constructor's.
+
+        Raises:
+            UserError: a token outside the vocabulary, or as the constructor does. A generation raises it if the
+                function returns no logits of this shape.
+        """
+        arguments.check_known(options, cls.from_callable)
+        place = None if device is None else loading.as_device(device)
+        denoiser = FunctionDenoiser.of(
+            logits_fn, vocab_size=vocab_size, mask_id=mask_id, eos_id=eos_id, pad_id=pad_id,
+            max_positions=max_positions, dtype=loading.as_dtype(dtype), device=place,
+        )  # fmt: skip
+        return cls(denoiser, tokenizer=tokenizer, **options)
 
     @property
     def kernels(self) -> Backend:

@@ -15,23 +15,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from dllm_sampler.core.masks import visible
-from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import NoEffectWarning, UserError, first_line
 from dllm_sampler.models import weights
-from dllm_sampler.models.denoiser import spent
 from dllm_sampler.models.fields import check_numbers, ignorable, shown
+from dllm_sampler.models.rows import RowsDenoiser
 
 
 @dataclass(frozen=True)
-class MaskedLMDenoiser:
+class MaskedLMDenoiser(RowsDenoiser):
     """Runs a masked LM on whole rows in every step.
 
-    What travels as "hidden states" are the logits: the heads of these models are not linear, so guidance mixes
-    logits. Rows are right-padded, as on the canvas: then each model's own default positions,
-    relative or absolute, are right.
+    Rows are right-padded: then each model's own default positions, relative or absolute, are right.
 
     model: the module, used as it is (weights, mode and `requires_grad` untouched)
     mask_id, eos_id, pad_id: its special tokens
@@ -64,25 +59,9 @@ class MaskedLMDenoiser:
             folder=self.folder,
         )
 
-    @torch.no_grad()
-    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Logits `[R, V]`, one row for each of `plan.answers`."""
-        batch, candidates, width = query.ids.shape
-        if query.soft is not None:
-            raise UserError("a masked LM of transformers takes tokens only, no soft embeddings")
-        rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
-        rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
-        ids = rows[:, :, :-1]  # [B, K, L]
-        seen = visible(canvas, query)[:, None, :-1].expand_as(ids)
-        logits = self.model(input_ids=ids.flatten(0, 1), attention_mask=seen.flatten(0, 1).long()).logits  # [B*K, L, V]
-        asked = query.positions.clamp(max=canvas.length - 1)  # [B, Q]
-        asked = asked[:, None].expand(-1, candidates, -1).flatten(0, 1)[..., None]
-        logits = logits.gather(1, asked.expand(-1, -1, logits.shape[-1]))  # [B*K, Q, V]
-        return plan.answers.pick(logits.view(batch, candidates, width, -1)), spent(canvas, plan)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """The logits themselves."""
-        return hidden
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """See `RowsDenoiser.logits`."""
+        return self.model(input_ids=ids, attention_mask=mask.long()).logits
 
 
 class MaskedLM(nn.Module):

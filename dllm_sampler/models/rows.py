@@ -1,0 +1,126 @@
+"""Models that run whole rows from tokens to logits, of which no layer can be driven from outside: no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dllm_sampler.core.checks import check_count, is_whole
+from dllm_sampler.core.masks import visible
+from dllm_sampler.core.protocols import Plan
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import Canvas, Query, Spent
+from dllm_sampler.errors import UserError
+from dllm_sampler.models.denoiser import spent
+from dllm_sampler.models.fields import shown
+
+LogitsFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class RowsDenoiser:
+    """Runs whole rows in every step, through `logits`.
+
+    What travels as "hidden states" are the logits: a model's head need not be linear, so guidance mixes logits. Rows
+    are right-padded, as on the canvas: the first column is position 0.
+    """
+
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return logits `[N, L, V]` of the tokens `[N, L]`; `mask [N, L] bool` is true where a column may be seen."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
+        """Logits `[R, V]`, one row for each of `plan.answers`."""
+        batch, candidates, width = query.ids.shape
+        if query.soft is not None:
+            raise UserError("a model that runs whole rows takes tokens only, no soft embeddings")
+        rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
+        rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
+        ids = rows[:, :, :-1]  # [B, K, L]
+        seen = visible(canvas, query)[:, None, :-1].expand_as(ids)
+        logits = self.logits(ids.flatten(0, 1), seen.flatten(0, 1))  # [B*K, L, V]
+        asked = query.positions.clamp(max=canvas.length - 1)  # [B, Q]
+        asked = asked[:, None].expand(-1, candidates, -1).flatten(0, 1)[..., None]
+        logits = logits.gather(1, asked.expand(-1, -1, logits.shape[-1]))  # [B*K, Q, V]
+        return plan.answers.pick(logits.view(batch, candidates, width, -1)), spent(canvas, plan)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The logits themselves."""
+        return hidden
+
+
+@dataclass(frozen=True)
+class FunctionDenoiser(RowsDenoiser):
+    """A function as a model.
+
+    Args:
+        function: takes `ids [B, L]` int64 and `mask [B, L]` bool, true where a token is real, and returns logits
+            `[B, L, V]`. Columns without a real token are padding: their ids are arbitrary, their logits are not read.
+        spec: of the model.
+    """
+
+    function: LogitsFunction
+    spec: ModelSpec
+
+    @classmethod
+    def of(
+        cls,
+        function: LogitsFunction,
+        *,
+        vocab_size: int,
+        mask_id: int,
+        eos_id: int,
+        pad_id: int | None = None,
+        max_positions: int = 2**20,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> FunctionDenoiser:
+        """Return a denoiser with a spec of these numbers.
+
+        Args:
+            pad_id: default: `eos_id`.
+            max_positions: longest row that the function takes.
+            device: of `ids` and `mask`; default: of the function's parameters if it is a module, else the CPU.
+            dtype: of the logits; default: of the function's parameters if it is a module, else float32.
+
+        Raises:
+            UserError: it cannot be called, or a number is wrong.
+        """
+        if not callable(function):
+            raise UserError(f"logits_fn should be a function (ids, mask) -> logits, not a {type(function).__name__}")
+        check_count("vocab_size", vocab_size)
+        check_count("max_positions", max_positions)
+        pad_id = eos_id if pad_id is None else pad_id
+        for name, token in (("mask_id", mask_id), ("eos_id", eos_id), ("pad_id", pad_id)):
+            if not is_whole(token) or not 0 <= token < vocab_size:
+                raise UserError(f"{name} should be a token id from 0 to {vocab_size - 1}, not {shown(token)}")
+        weight = next(function.parameters(), None) if isinstance(function, nn.Module) else None
+        spec = ModelSpec(
+            vocab_size=vocab_size,
+            mask_id=mask_id,
+            eos_id=eos_id,
+            pad_id=pad_id,
+            max_positions=max_positions,
+            num_layers=0,
+            num_kv_heads=1,
+            head_dim=1,
+            dtype=dtype or (torch.float32 if weight is None else weight.dtype),
+            device=device or (torch.device("cpu") if weight is None else weight.device),
+            cacheable=False,
+        )
+        return cls(function, spec)
+
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """See `RowsDenoiser.logits`."""
+        found = self.function(ids, mask)
+        if not isinstance(found, Tensor):
+            raise UserError(f"logits_fn returned a {type(found).__name__}. It should return a tensor of logits")
+        if found.shape != (*ids.shape, self.spec.vocab_size) or not found.is_floating_point():
+            raise UserError(
+                f"logits_fn returned {str(found.dtype).removeprefix('torch.')} {list(found.shape)} for ids"
+                f" {list(ids.shape)}. It should return floating-point logits {[*ids.shape, self.spec.vocab_size]}"
+            )
+        return found
