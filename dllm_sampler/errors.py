@@ -1,11 +1,22 @@
 """The exceptions a user may meet: each message is one clear sentence."""
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+LONGEST_WORD = 400  # characters of a word that a message quotes whole
+LONGEST = 4000  # characters of a message
 
-class UserError(ValueError):
+
+class Sentence(Exception):
+    """A message that stays short whatever it quotes."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(bounded(str(message)))
+
+
+class UserError(Sentence, ValueError):
     """A mistake in the user's input; the message is one sentence: what is wrong, where, and what would be right."""
 
 
@@ -13,11 +24,11 @@ class NotWrittenError(UserError):
     """A file cannot be written: the disk is full, say. What it had before is still there."""
 
 
-class FallbackWarning(RuntimeWarning):
+class FallbackWarning(Sentence, RuntimeWarning):
     """What was asked for cannot run, and something slower does the same; the message is one sentence that says why."""
 
 
-class NoEffectWarning(UserWarning):
+class NoEffectWarning(Sentence, UserWarning):
     """Something that was given is not known and has no effect; the message is one sentence that names it."""
 
 
@@ -31,6 +42,12 @@ def installing(extra: str) -> str:
     The package is on no index, so the command is one for a clone of the repository, as in README.md.
     """
     return f"pip install -c constraints.txt -e '.[{extra}]' (in a clone of dllm_sampler)"
+
+
+def bounded(text: str) -> str:
+    """Return a message with the middle of long words, and of what is too long as a whole, left out."""
+    text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", text)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 4 :]}"
 
 
 def first_line(error: BaseException) -> str:

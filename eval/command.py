@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dllm_sampler._version import __version__
+from dllm_sampler.cli import terminal
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import choices_of
 from dllm_sampler.cli.printing import about
@@ -73,7 +74,7 @@ def _run(words: list[str]) -> int:
         print(USAGE)
         for group in ("task", "suite"):
             for name in choices(group):
-                print(f"  {group}={name}: {about(group, name)}")
+                terminal.show(f"  {group}={name}: {about(group, name)}")
         print(f"\n{ENDING}", end="")
         return 0
     if "--version" in words:
@@ -154,13 +155,15 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
     if narrow:
         console.print(Text(f"Left out, since the terminal is narrow: {', '.join(narrow)}."), soft_wrap=True)
     if comparison.unsaid:
-        console.print(Text(comparison.unsaid), soft_wrap=True)
+        console.print(terminal.text(comparison.unsaid, console), soft_wrap=True)
     for label, reason in comparison.refused:
-        console.print(Text(f"cannot run {label}: {reason}"), soft_wrap=True)
+        console.print(terminal.text(f"cannot run {label}: {reason}", console), soft_wrap=True)
     if comparison.missing:
         few = "1 sample is" if comparison.missing == 1 else f"{comparison.missing} samples are"
         console.print(Text(f"{few} missing: the same command goes on"), soft_wrap=True)
-    console.print(Text(f"{len(found) - len(refused)} runs in {found[0].options.output}"), soft_wrap=True)
+    console.print(
+        terminal.text(f"{len(found) - len(refused)} runs in {found[0].options.output}", console), soft_wrap=True
+    )
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from dllm_sampler.cli.terminal import visible
 
 NARROWEST = 16  # characters that a column of words may be folded to
 
@@ -34,7 +36,9 @@ def show(columns: Sequence[Column], console: Console) -> list[str]:
 
     A console that is no terminal becomes as wide as the table needs.
     """
-    if not console.is_terminal:
+    if console.is_terminal:
+        columns = [replace(one, cells=[*map(visible, one.cells)]) for one in columns]
+    else:
         console.width = max(console.width, _width(columns, console, sys.maxsize))
     shown = list(columns)
     for column in sorted((one for one in columns if one.rank), key=lambda one: -one.rank):

@@ -20,6 +20,7 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import App, composition
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
+from dllm_sampler.cli.terminal import show
 from dllm_sampler.cli.yours import entry, trusting
 from dllm_sampler.core import files, locks
 from dllm_sampler.core.telling import tell, telling
@@ -323,7 +324,7 @@ def _run(words: list[str]) -> int:
     elif "--version" in words:
         print(f"dllm-tune {__version__}")
     else:
-        print(Tuner(*tuning(words), Console(stderr=True)).search())
+        show(Tuner(*tuning(words), Console(stderr=True)).search())
     return 0
 
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from dllm_sampler.cli.terminal import show
 from dllm_sampler.errors import UserError
 
 # Errors of a system that cannot take what is written: it is full, has a limit, is broken or read-only.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-LONGEST = 400  # letters of a word that an error quotes whole
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -30,8 +30,7 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
             sys.stdout.flush()  # at exit it would be too late to say that the disk is full
         return status
     except UserError as error:
-        said = (word if len(word) <= LONGEST else f"{word[:60]}...{word[-20:]}" for word in str(error).split())
-        print(f"{command}: {' '.join(said)}", file=sys.stderr)
+        show(f"{command}: {' '.join(str(error).split())}", sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
         print(f"{command}: {interrupted}", file=sys.stderr)
@@ -44,7 +43,7 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
             raise
         _mute()
         where = "standard output" if error.filename is None else error.filename
-        print(f"{command}: {where} cannot be written: {error.strerror}", file=sys.stderr)
+        show(f"{command}: {where} cannot be written: {error.strerror}", sys.stderr)
         return USER_ERROR
 
 

@@ -19,6 +19,7 @@ from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, settings
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.request import check_experiments, check_length, check_target
 from dllm_sampler.cli.shorthand import guides, spelled_out
+from dllm_sampler.cli.terminal import show
 from dllm_sampler.cli.yours import holders
 from dllm_sampler.errors import UserError
 from dllm_sampler.sampler import Sampler
@@ -79,7 +80,7 @@ def session(overrides: Sequence[str], ask: Callable[[], str] = ask) -> int:
         except KeyboardInterrupt:  # ends an answer, or a line
             print(file=sys.stderr)
         except UserError as error:
-            print(f"dllm-sample: {' '.join(str(error).split())}", file=sys.stderr)
+            show(f"dllm-sample: {' '.join(str(error).split())}", sys.stderr)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dllm_sampler.cli.terminal import visible
 from dllm_sampler.result import Commits
 
 NOISE = "░░"
@@ -24,8 +25,17 @@ def colour(step: int) -> str:
     return f"rgb({round(red * 255)},{round(green * 255)},{round(blue * 255)})"
 
 
-def render(ids: list[int], masked: list[bool], steps: list[int], tokenizer: PreTrainedTokenizerBase | None) -> Text:
-    """One row of the canvas. A run of committed tokens is spelled as the tokenizer spells it in context."""
+def render(
+    ids: list[int],
+    masked: list[bool],
+    steps: list[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    terminal: bool = False,
+) -> Text:
+    """One row of the canvas. A run of committed tokens is spelled as the tokenizer spells it in context.
+
+    On a terminal, control characters are made visible.
+    """
     line, run = Text(), []
     special = set(tokenizer.all_special_ids) if tokenizer else set()
     for token, noise, step in zip(ids, masked, steps, strict=True):
@@ -39,7 +49,7 @@ def render(ids: list[int], masked: list[bool], steps: list[int], tokenizer: PreT
         piece = _spell(run, tokenizer)[len(before) :]
         if len(run) == 1 and line and not piece.startswith(" "):
             line.append(" ")
-        line.append(piece, colour(step))
+        line.append(visible(piece) if terminal else piece, colour(step))
     return line
 
 
@@ -68,7 +78,7 @@ class Screen:
     def show(self, commits: Commits) -> float:
         """Draw a step; returns the seconds spent on showing it, which are no part of sampling."""
         begun = time.perf_counter()
-        lines = [render(*row, self.tokenizer) for row in commits.rows()]
+        lines = [render(*row, self.tokenizer, self.console.is_terminal) for row in commits.rows()]
         if self.console.is_terminal:
             several = len(lines) > 1
             shown = [

@@ -11,6 +11,7 @@ from dllm_sampler.cli import help as pages
 from dllm_sampler.cli.arguments import split
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.request import request
+from dllm_sampler.cli.terminal import show
 from dllm_sampler.cli.yours import trusting
 from dllm_sampler.errors import FallbackWarning, NoEffectWarning, UntrainedWarning
 
@@ -25,7 +26,7 @@ def main(words: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")  # stderr is for one summary or one sentence
         for told in (FallbackWarning, NoEffectWarning, UntrainedWarning):
             warnings.simplefilter("always", told)
-        warnings.showwarning = lambda message, *_: print(f"dllm-sample: {message}", file=sys.stderr)
+        warnings.showwarning = lambda message, *_: show(f"dllm-sample: {message}", sys.stderr)
         return ending("dllm-sample", lambda: trusting(sys.argv[1:] if words is None else words, _run))
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from dllm_sampler import config
 from dllm_sampler.cli import yours
+from dllm_sampler.cli.terminal import visible
 from dllm_sampler.errors import UserError, first_line
 
 COLUMN, WIDEST = 19, 120
@@ -42,7 +43,7 @@ def written(value: object) -> str:
 
 def say(console: Console, text: str) -> None:
     """Print text as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(visible(text) if console.is_terminal else text, markup=False, highlight=False, soft_wrap=True)
 
 
 def row(console: Console, left: str, right: str, style: str = "", indent: int = 2, column: int = COLUMN) -> None:
@@ -52,5 +53,6 @@ def row(console: Console, left: str, right: str, style: str = "", indent: int = 
     if left and right and len(name) >= column:
         lines.insert(0, "")
     for place, line in enumerate(lines):
+        line, name = (visible(line), visible(name)) if console.is_terminal else (line, name)
         text = Text((name if place == 0 else "").ljust(column) if line else name, "bold")
         console.print(text.append(line and line, f"not bold {style}"), soft_wrap=True, highlight=False)

@@ -21,7 +21,8 @@ from dllm_sampler.cli.live import Screen, render
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.output import Records, Totals
 from dllm_sampler.cli.request import Request
-from dllm_sampler.cli.several import Several, show, stop_strings
+from dllm_sampler.cli.several import Several, show_answers, stop_strings
+from dllm_sampler.cli.terminal import show
 from dllm_sampler.errors import NotFiniteError, RowError, UserError
 from dllm_sampler.fixed import Fixed
 from dllm_sampler.infill import Task
@@ -114,7 +115,7 @@ def respond(
             else:
                 result, seconds = _verify(deer, options, begin, [task.prompt for task in tasks[batch]])
             if not (records and records.replaces_answers):
-                show(result)
+                show_answers(result)
             totals.add(begin, result, seconds)
             if records:
                 records.write(begin, given[batch], result, seconds)
@@ -294,5 +295,5 @@ def _interrupted(commits: Commits, sampler: Sampler, file: TextIO) -> None:
         ended = tokens.index(eos) if eos in tokens else len(tokens)
         end = len(tokens) if any(masked[:ended]) else ended
         missing += sum(masked[:end])
-        print(render(tokens[:end], masked[:end], steps[:end], sampler.tokenizer).plain, file=file, flush=True)
+        show(render(tokens[:end], masked[:end], steps[:end], sampler.tokenizer).plain, file)
     print(f"stopped in step {commits.step}: {missing} tokens were not written yet", file=sys.stderr)

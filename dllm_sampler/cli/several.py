@@ -14,6 +14,7 @@ from dllm_sampler.batch import SAME
 from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.output import Records, Totals, listed
+from dllm_sampler.cli.terminal import show
 from dllm_sampler.errors import NotFiniteError, NotWrittenError
 from dllm_sampler.kernels.backend import warn
 from dllm_sampler.result import Answer, Result
@@ -96,7 +97,7 @@ class Several:
             self.records.write(number, [self.given[answer.index]], result, seconds)
         silent = self.records is not None and self.records.replaces_answers
         if answer.finish_reason != "not_finite" and not silent:  # that is no answer
-            show(result)
+            show_answers(result)
 
 
 def stop_strings(options: Options) -> Sequence[str]:
@@ -104,11 +105,11 @@ def stop_strings(options: Options) -> Sequence[str]:
     return [options.stop_strings] if isinstance(options.stop_strings, str) else options.stop_strings or ()
 
 
-def show(result: Result | Speculation) -> None:
+def show_answers(result: Result | Speculation) -> None:
     """Print answers."""
     texts = result.texts
     if texts is None:  # no tokenizer: the ids themselves
         pairs = zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)
         texts = [" ".join(map(str, tokens[:length])) for tokens, length in pairs]
     for text in texts:
-        print(text, flush=True)
+        show(text)

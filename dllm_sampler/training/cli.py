@@ -21,6 +21,7 @@ from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.printing import about, say
 from dllm_sampler.cli.quoting import quoted
+from dllm_sampler.cli.terminal import show
 from dllm_sampler.core import files
 from dllm_sampler.core.functions import function
 from dllm_sampler.core.telling import telling
@@ -113,7 +114,7 @@ def _run(words: list[str]) -> int:
         if not named:
             print(USAGE)
             for name in yours.choices("train"):
-                print(f"  train={name}: {about('train', name)}")
+                show(f"  train={name}: {about('train', name)}")
             print(ENDING, end="")
     elif "--version" in words:
         print(f"dllm-train {__version__}")
@@ -122,7 +123,7 @@ def _run(words: list[str]) -> int:
         with _alone(chosen):
             found = chosen.run()
         if os.environ.get("RANK", "0") == "0":  # of processes that train together one says it
-            print(found)
+            show(str(found))
     return 0
 
 

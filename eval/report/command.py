@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.terminal import show
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.output is not None:
             check(options.output)
         for line in (lines := running(runs)):
-            print(line, file=sys.stderr)
+            show(line, sys.stderr)
         there = (file for path in options.runs if os.path.isdir(path) for file in files.under(path, ABOUT))
         if lines and options.csv is None and options.output is None and next(there, None) is None:
             return 0  # of a training that is all there is to say
@@ -110,7 +111,7 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
         raise UserError(f"the figures should be a file that ends in .csv, not {output}")
     table = text(rows(read(runs)))
     if output == "-":
-        print(table, end="")
+        show(table.removesuffix("\n"))
         return
     files.make_folder(target.parent)
     files.write(target, table)

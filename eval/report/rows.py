@@ -13,6 +13,7 @@ from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.report.data import Run
 from dllm_sampler.eval.report.labels import GROUPS, leaves, named
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a text begins that spreadsheets take for a formula
 FIGURES = ("score", "score_low", "score_high", "answer_tokens_per_forward_low", "answer_tokens_per_forward_high")
 
 
@@ -45,13 +46,32 @@ def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def text(table: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a CSV file: a head, commas, an empty cell for None, JSON for lists."""
+    """Rows as a CSV file: a head, commas, an empty cell for None, JSON for lists.
+
+    A text that a spreadsheet would run as a formula begins with a quotation mark.
+    """
     out = io.StringIO()
-    writer = csv.DictWriter(out, list(table[0]), lineterminator="\n")
-    writer.writeheader()
-    for row in table:
-        writer.writerow({name: json.dumps(cell) if isinstance(cell, list) else cell for name, cell in row.items()})
+    writer = csv.writer(out, lineterminator="\n")
+    for line in (list(table[0]), *(row.values() for row in table)):
+        writer.writerow(map(_cell, line))
     return out.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, list):
+        return json.dumps(value)
+    if not isinstance(value, str):
+        return value
+    shown = value.replace("\r\n", "\n").replace("\r", "\n")  # csv does not quote a lone \r, which ends a line
+    return f"'{shown}" if value.startswith(FORMULA) and not _is_number(value) else shown
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _grades(run: Run) -> dict[str, float]:

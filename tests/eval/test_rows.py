@@ -53,6 +53,15 @@ def test_a_row_has_names_figures_and_settings() -> None:
     assert one["score"] == "1.0" and one["seed"] == "0" and two["stops"] == '["a", "b"]' and three["score"] == ""
 
 
+def test_no_text_is_a_formula() -> None:
+    evil = ["=1+1", "+1+1", "-1+1", "@SUM(A1)", "\tx", "\rx"]
+    found = table(text([{f"={at}": cell for at, cell in enumerate(evil)} | {"n": -0.5, "t": "-3", "l": ["=1"]}]))
+    assert found == [
+        {f"'={at}": f"'{cell}".replace("\r", "\n") for at, cell in enumerate(evil)}
+        | {"n": "-0.5", "t": "-3", "l": '["=1"]'}
+    ]
+
+
 def test_a_grade_that_some_answers_lack() -> None:
     """A metric of the user's own may say more of one answer than of another."""
     graded = [record(index, scores={"exact_match": 1.0} | ({"length": 4.0} if index > 1 else {})) for index in range(4)]

@@ -1,0 +1,67 @@
+"""Text of others on a terminal: escape sequences are shown, not obeyed. Pipes and files get it as it is."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dllm_sampler.cli import live, printing
+from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.terminal import show, visible
+from dllm_sampler.errors import LONGEST, NoEffectWarning, RowError, UserError
+
+EVIL = "a\x1b]0;title\x07\x9b2J\r\u202eb\tc\nd"
+SPELLED = r"a\x1b]0;title\x07\x9b2J\r\u202eb" + "\tc\nd"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Tokenizer:
+    all_special_ids = ()
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(EVIL if token else "x" for token in ids)
+
+
+def test_every_control_character_is_spelled_out_but_tab_and_newline() -> None:
+    assert visible(EVIL) == SPELLED
+    obeyed = [chr(one) for one in (*range(32), *range(127, 160)) if chr(one) in visible(chr(one))]
+    assert obeyed == ["\t", "\n"]
+    assert visible("é 漢 👍 {}[]") == "é 漢 👍 {}[]"
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Terminal, SPELLED), (io.StringIO, EVIL)])
+def test_answers_errors_and_pages(kind: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> int:
+        raise UserError("a \x1b[2J b")
+
+    out, err, page = kind(), kind(), kind()
+    show(EVIL, out)
+    assert out.getvalue() == said + "\n"
+    monkeypatch.setattr("sys.stderr", err)
+    assert ending("it", fail) == 2
+    assert err.getvalue() == (r"it: a \x1b[2J b" if kind is Terminal else "it: a \x1b[2J b") + "\n"
+    printing.say(Console(file=page, force_terminal=kind is Terminal, color_system=None), "a \x1b[2J b")
+    assert (r"\x1b[2J" in page.getvalue()) == ("\x1b[2J" not in page.getvalue()) == (kind is Terminal)
+
+
+def test_a_stream_shows_them_on_a_terminal() -> None:
+    ids, masked, steps = [1, 0], [False, False], [0, 0]
+    assert live.render(ids, masked, steps, Tokenizer(), terminal=True).plain == SPELLED + "x"  # type: ignore[arg-type]
+    assert "\x1b" in live.render(ids, masked, steps, Tokenizer()).plain  # type: ignore[arg-type]
+
+
+def test_messages_are_bounded_whatever_they_quote() -> None:
+    long = "x" * 10**6
+    words = "word " * 10**6
+    for error in (UserError(f"there is no {long}: name one"), NoEffectWarning(f"{long} has no effect")):
+        assert len(str(error)) < 200
+    for error in (UserError(f"there is no {words}: name one"), RowError(f"{{prompts}} {words}: name one", [0])):
+        assert len(str(error)) < LONGEST and str(error).endswith(": name one")
+    again = UserError(str(UserError(words)))
+    assert str(again) == str(UserError(words)), "as where a worker's error is raised again"
+    assert str(UserError("short")) == "short"
