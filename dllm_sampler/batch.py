@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,27 @@ def warn_of_copies(plugins: Plugins, found: Result, samples: int) -> None:
         warn(SAME.format(samples))
 
 
+def warn_of_steps(plugins: Plugins, tasks: Iterable[Task]) -> bool:
+    """Warn where the blocks of an answer take more forwards than `scheduler.steps`. Returns True if it warned."""
+    steps, blocks = plugins.scheduler.total_steps, plugins.blocks
+    if steps is None or blocks.several or plugins.scheduler.traits.initial is not None:
+        return False  # blocks that are open at once share forwards, and an answer may become shorter
+    planned, count = max(
+        layout.planned_steps(len(task.prompt), task.new_tokens, task.given, steps, blocks, plugins.context.spec)
+        for task in tasks
+    )
+    if planned <= steps:
+        return False
+    least = "at least " * (blocks.sizes_on_open and not blocks.ends(1 << 16))
+    warnings.warn(
+        f"scheduler.steps={steps} is too few for {least}{count} blocks, since each takes one forward or more: {least}"
+        f"{planned} are planned. For fewer forwards, use longer blocks.",
+        UserWarning,
+        stacklevel=4,
+    )
+    return True
+
+
 def alike(tokens: Tensor, samples: int) -> bool:
     """Whether all `samples` answers `[B, N]` to each prompt are the same, side by side."""
     each = tokens.view(-1, samples, tokens.shape[1])
@@ -82,6 +104,7 @@ def steps(
     tasks = [task for task in tasks for _ in range(samples)]
     own = prompts.forms(forms, plugins.forms, len(tasks), samples)
     infill.check_forms(tasks, own or [0] * len(tasks), plugins)
+    warn_of_steps(plugins, tasks[::samples])
     return commits(sampler, plugins, tasks, prompts.seeds(seed, len(tasks)), found, every, samples, own)
 
 

@@ -62,6 +62,7 @@ class Stream:
     forwards: int = 0
     begun: int = 0  # tokens of all answers that were begun
     left: int = 0  # masks of answers that ended with some
+    warned: bool = False  # of an answer that takes more forwards than `scheduler.steps`
     refused: deque[Answer] = field(default_factory=deque)
     failure: Exception | None = None  # of a prompt, or of what prompts come from; raised behind the answers in flight
     flight: Flight | None = None
@@ -220,6 +221,7 @@ class Stream:
                 for sample in range(self.samples if self.on_error == "yield" else 0):
                     self.refused.append(Answer(index, sample, "refused", nothing, error=str(error)))
                 continue
+            self.warned = self.warned or batches.warn_of_steps(self.plugins, [task])
             bound = self.sampler.max_steps or self.plugins.bound(task.new_tokens)
             for sample in range(self.samples):
                 at = index * self.samples + sample

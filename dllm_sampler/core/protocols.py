@@ -102,6 +102,11 @@ class Scheduler(PlugIn):
         """Most steps a generation of `tokens` can take; default: one commit per step at least."""
         return tokens
 
+    @property
+    def total_steps(self) -> int | None:
+        """Forwards that the user asked for a whole answer, whose blocks share them. None if there is no such number."""
+        return None
+
 
 @runtime_checkable
 class Planner(Protocol):
@@ -142,6 +147,10 @@ class Blocks(PlugIn):
     def grid(self) -> int | None:
         """Length of blocks that are counted from the row's first token, prompt included; None: they are not."""
         return None
+
+    def ends(self, tokens: int) -> Sequence[int]:
+        """Where the blocks of an answer of `tokens` end, from its first column, if `lookahead` does not say it."""
+        return ()
 
     def lookahead(self, tokens: int) -> int:
         """A new block provisionally ends this many columns after its start, in a generation of `tokens`."""

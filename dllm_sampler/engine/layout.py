@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -103,3 +104,32 @@ def canvas(
         start = following(made, first)
         moved = start, made.block_end(start, lookahead)
     return replace(made, start=moved[0], stop=moved[1])
+
+
+def planned_steps(
+    prompt: int, tokens: int, given: Sequence[int] | None, steps: int, blocks: Blocks, spec: ModelSpec
+) -> tuple[int, int]:
+    """Return the forwards that the blocks of an answer plan when they share `steps`, and how many blocks there are.
+
+    Both are the least where a block's first forward shortens it. On the host: it mirrors `Canvas.block_end` and
+    `budget.block_steps`.
+
+    Args:
+        prompt: tokens before the answer.
+        tokens: positions of the answer.
+        given: see `canvas`.
+    """
+    free = [0, *accumulate([1] * tokens if given is None else [token == FREE for token in given])]
+    width, ends, line = blocks.lookahead(tokens), blocks.ends(tokens), blocks.part or blocks.grid
+    planned, count, start = 0, 0, 0
+    while free[start] < free[-1]:
+        while free[start + 1] == free[start]:  # a block begins at a position that is not given
+            start += 1
+        stop = min(next((end for end in ends if end > start), start + width), tokens)
+        if line is not None:
+            before = 0 if spec.prompt_block else prompt
+            stop = min(stop, start + line - (start + before) % line)
+        share = free[stop] * steps // free[-1] - free[start] * steps // free[-1]
+        planned += min(max(share, 1), free[stop] - free[start])
+        count, start = count + 1, stop
+    return planned, count

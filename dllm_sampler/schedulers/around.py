@@ -50,6 +50,11 @@ class Around(Scheduler):
         """See `Scheduler.bound`."""
         return self.inner.bound(tokens)
 
+    @property
+    def total_steps(self) -> int | None:
+        """See `Scheduler.total_steps`."""
+        return self.inner.total_steps
+
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
         """See `Planner.ahead`; None where the inner scheduler is no planner."""
         return self.inner.ahead(canvas, self.inside(carry)) if isinstance(self.inner, Planner) else None

@@ -8,6 +8,17 @@ from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 
 
+class SharedSteps:
+    """A scheduler whose field `steps` counts the forwards of a whole answer."""
+
+    steps: int | None
+
+    @property
+    def total_steps(self) -> int | None:
+        """See `Scheduler.total_steps`."""
+        return self.steps
+
+
 def check_eps(eps: float) -> None:
     """Refuse an end time outside (0, 1)."""
     if not isinstance(eps, float) or not 0 < eps < 1:

@@ -9,12 +9,12 @@ from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import rank
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import block_steps
+from dllm_sampler.schedulers.budget import SharedSteps, block_steps
 from dllm_sampler.schedulers.threshold import Threshold
 
 
 @dataclass(frozen=True)
-class BudgetedThreshold(Threshold):
+class BudgetedThreshold(SharedSteps, Threshold):
     """Commit the masks that reach the threshold, but at most an even share of the steps plus what earlier ones left.
 
     Source: Fast-dLLM's Dream path (arXiv 2505.22618). Each step looks at the `quota + carry` surest masks, where

@@ -9,12 +9,12 @@ from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import even_share
+from dllm_sampler.schedulers.budget import SharedSteps, even_share
 from dllm_sampler.schedulers.score import Score, rate, score_needs
 
 
 @dataclass(frozen=True)
-class Coherent(Scheduler):
+class Coherent(SharedSteps, Scheduler):
     """Commit masks that were next in line a step ago and still have the same candidate; else the best one.
 
     Source: CCD and CCD-DS, arXiv 2512.02044, the rule of its code (`ccd_marginal` is the paper's). Each step verifies
@@ -44,7 +44,7 @@ class Coherent(Scheduler):
         check_count("scheduler.steps", self.steps, optional=True)
         check_choice("scheduler.score", self.score, Score)
         check_count("scheduler.warmup", self.warmup)
-        check_number("scheduler.expand", self.expand)
+        check_number("scheduler.expand", self.expand, finite=True)
         check_share("scheduler.late", self.late)
 
     @property

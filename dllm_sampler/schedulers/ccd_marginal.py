@@ -12,11 +12,11 @@ from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.statistics import entropy
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import even_share
+from dllm_sampler.schedulers.budget import SharedSteps, even_share
 
 
 @dataclass(frozen=True)
-class CoherentMarginal(Scheduler):
+class CoherentMarginal(SharedSteps, Scheduler):
     """Commit the masks whose prediction, averaged over the last steps, has the lowest entropy.
 
     Source: CCD and CCD-DS, arXiv 2512.02044, section on the context marginal. Only positions that were among the

@@ -42,8 +42,8 @@ class Eoser(Around):
     eos: int = field(init=False, default=-1)
 
     def __post_init__(self) -> None:
-        check_number("scheduler.low", self.low)
-        check_number("scheduler.high", self.high)
+        check_number("scheduler.low", self.low, finite=True)
+        check_number("scheduler.high", self.high, finite=True)
         if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
             raise UserError("scheduler.progress must be committed, or step or ascending together with scheduler.steps")
         inner = named(self.inner)

@@ -11,14 +11,14 @@ from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import check_eps, plan_block, timestep_share, uniform_share
+from dllm_sampler.schedulers.budget import SharedSteps, check_eps, plan_block, timestep_share, uniform_share
 from dllm_sampler.schedulers.score import Score, rate, score_needs
 
 Schedule = Literal["uniform", "timestep"]
 
 
 @dataclass(frozen=True)
-class FixedSteps(Scheduler):
+class FixedSteps(SharedSteps, Scheduler):
     """Decode in a given number of steps, the surest masks of the block first.
 
     Source: LLaDA, arXiv 2502.09992 (`uniform`, confidence or random), Dream, arXiv 2508.15487 (`timestep`; its
@@ -47,7 +47,7 @@ class FixedSteps(Scheduler):
         check_eps(self.eps)
         check_choice("scheduler.score", self.score, Score)
         check_choice("scheduler.schedule", self.schedule, Schedule)
-        check_number("scheduler.alg_temp", self.alg_temp)
+        check_number("scheduler.alg_temp", self.alg_temp, finite=True)
 
     @property
     def traits(self) -> Traits:

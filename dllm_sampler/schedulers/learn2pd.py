@@ -12,11 +12,11 @@ from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import ModelSpec, Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.models.filter import Layers, find, judge, load
-from dllm_sampler.schedulers.budget import even_share
+from dllm_sampler.schedulers.budget import SharedSteps, even_share
 
 
 @dataclass(frozen=True)
-class LearnedFilter(Scheduler):
+class LearnedFilter(SharedSteps, Scheduler):
     """Commit the masks that a filter accepts on the block's confidences, and the step's share of the surest ones.
 
     Source: Learn2PD, arXiv 2509.25188. The filter maps the confidences of all positions of a block, committed ones

@@ -10,11 +10,11 @@ from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import block_steps, check_eps, timestep_odds
+from dllm_sampler.schedulers.budget import SharedSteps, block_steps, check_eps, timestep_odds
 
 
 @dataclass(frozen=True)
-class Origin(Scheduler):
+class Origin(SharedSteps, Scheduler):
     """Open each mask with probability 1 - s/t, t falling from 1 to `eps`; all of them in the last step.
 
     Source: Dream, arXiv 2508.15487 (`alg=origin`). Which masks open does not depend on the model, so only those are

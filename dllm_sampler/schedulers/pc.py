@@ -36,7 +36,7 @@ class PositionCalibrated(FixedSteps):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("scheduler.decay", self.decay)
+        check_number("scheduler.decay", self.decay, finite=True)
         check_number("scheduler.alpha", self.alpha)
 
     def bind(self, context: Context) -> Self:

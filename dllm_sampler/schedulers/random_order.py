@@ -10,11 +10,11 @@ from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import even_share
+from dllm_sampler.schedulers.budget import SharedSteps, even_share
 
 
 @dataclass(frozen=True)
-class RandomOrder(Scheduler):
+class RandomOrder(SharedSteps, Scheduler):
     """Decode in a given number of steps, in an order that is drawn once: each position has a random place in it.
 
     Source: the random order of dKV-Cache-Greedy, arXiv 2505.15781. The distribution of orders is that of

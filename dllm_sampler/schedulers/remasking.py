@@ -12,7 +12,7 @@ from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import block_steps
+from dllm_sampler.schedulers.budget import SharedSteps, block_steps
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Renoising(Scheduler, ABC):
 
 
 @dataclass(frozen=True)
-class Remasking(Renoising):
+class Remasking(SharedSteps, Renoising):
     """A fixed schedule over whole blocks, with a record of the confidence at which each token was committed."""
 
     steps: int | None

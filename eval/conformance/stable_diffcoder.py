@@ -40,6 +40,10 @@ class Arguments(Loop):
 class StepsPerBlock(FixedSteps):
     """`FixedSteps` whose `steps` are those of each block: a short one has as many as a whole one."""
 
+    @property
+    def total_steps(self) -> None:
+        """See `Scheduler.total_steps`."""
+
     def count(self, canvas: Canvas, carry: Carry) -> tuple[Tensor, Carry]:
         """See `FixedSteps.count`."""
         left = canvas.noise_left()

@@ -1,0 +1,109 @@
+"""Schedulers that share a number of forwards among blocks say when these take more."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from dllm_sampler import Infill, UserError, config
+from dllm_sampler.eval.testbeds.plugins import settings
+from dllm_sampler.infill import FREE
+from tests import toys
+from tests.contract.cases import toy_for
+
+SHARED = ["fixed", "pc", "certainty", "klass", "budgeted", "remdm", "rcr", "ccd", "ccd_marginal", "learn2pd"]
+SHARED = [*SHARED, "origin", "random_order"]
+TOKENS = 13
+
+
+def run(steps: int, prompts: Any, name: str = "fixed", kind: str = "llada", **options: Any) -> tuple[int, list[str]]:
+    """The forwards of an answer and what was said."""
+    given = {"filter": toys.FILTER} if name == "learn2pd" else {}
+    sampler = toys.sampler(kind, scheduler={"name": name, "steps": steps, **given}, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = sampler.generate(prompts, max_new_tokens=TOKENS)
+    return int(result.nfe.max()), [str(one.message) for one in said]
+
+
+def test_all_that_share_steps_are_here() -> None:
+    names = [one["name"] for one in settings("scheduler")]
+    built = {name: config.build("scheduler", {"name": name, **_steps(name)}) for name in dict.fromkeys(names)}
+    assert sorted(SHARED) == sorted(name for name, rule in built.items() if rule.total_steps == 9)
+
+
+def _steps(name: str) -> dict[str, int]:
+    try:
+        config.build("scheduler", {"name": name, "steps": 9})
+    except UserError:
+        return {}
+    return {"steps": 9}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_fewer_steps_than_blocks(name: str) -> None:
+    made, said = run(2, [[3, 4, 5]], name)
+    assert made >= 3
+    assert said == [
+        "scheduler.steps=2 is too few for 3 blocks, since each takes one forward or more: 3 are planned."
+        " For fewer forwards, use longer blocks."
+    ]
+    assert not run(3, [[3, 4, 5]], name)[1]
+
+
+def test_one_block_takes_any_number() -> None:
+    assert run(1, [[3, 4, 5]], blocks="full") == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks"),
+    [
+        ("llada", {"name": "fixed", "length": 4}),
+        ("llada", {"name": "ascending", "count": 3}),
+        ("causal", {"name": "fixed", "length": 4}),  # blocks are counted from the first token: the first is shorter
+        ("causal", {"name": "fixed", "length": 4, "part": 2}),
+        ("context", {"name": "fixed", "length": 4}),
+    ],
+)
+@pytest.mark.parametrize("steps", [2, 3, 4, 5, 7])
+def test_the_number_is_that_of_the_forwards(kind: str, blocks: Any, steps: int) -> None:
+    prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
+    own = [3, 4] if kind == "causal" else [FREE, 3, 4, 5, FREE, 6, 7, 8, FREE]
+    infill = [Infill([*own, *[FREE] * 7], [3, 4, 5])]
+    for rows in [prompts] if kind == "context" else [prompts, infill]:
+        made, said = run(steps, rows, kind=kind, blocks=blocks)
+        assert [f"more: {made} are planned" in one for one in said] == [True] * (made > steps)
+
+
+def test_blocks_that_a_forward_shortens() -> None:
+    blocks = {"name": "adablock", "delimiters": [*range(36)], "threshold": 0.0, "length": 4, "window": 0.5}
+    made, said = run(1, [[3, 4, 5]], blocks=blocks)
+    assert made >= 3 and "for at least 3 blocks" in said[0]
+
+
+def test_many_prompts_are_warned_of_once() -> None:
+    sampler = toys.sampler(toy_for({"name": "fixed"}), scheduler={"name": "fixed", "steps": 2})
+    with pytest.warns(UserWarning, match="too few for 3 blocks") as said:
+        list(sampler.generate_many(toys.PROMPTS, max_new_tokens=[14, 15, *[16] * (len(toys.PROMPTS) - 2)]))
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("fixed", "alg_temp"),
+        ("klass", "alg_temp"),
+        ("certainty", "alg_temp"),
+        ("pc", "alg_temp"),
+        ("pc", "decay"),
+        ("ccd", "expand"),
+        ("eoser", "low"),
+        ("eoser", "high"),
+        ("svdd", "alpha"),
+    ],
+)
+def test_a_factor_is_finite(name: str, field: str) -> None:
+    with pytest.raises(UserError, match=rf"scheduler\.{field} must be a number of at least 0, not inf"):
+        config.build("scheduler", {"name": name, field: float("inf")})
