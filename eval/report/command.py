@@ -23,14 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `dllm-report`; returns its exit status."""
     parser = Parser(
         prog="dllm-report",
-        description="Make one HTML page, with its PNG files, of runs of dllm-eval; or a CSV file.",
-        epilog="The page asks the network for nothing. With --csv it is made only where --output is given too."
+        description="Make one HTML page, with its PNG files, of runs of dllm-eval; or a CSV file, or a figure.",
+        epilog="The page asks the network for nothing. With --csv or --figure it is made only if --output is given."
         " Exit status: 0, or 2 after a mistake in the arguments.",
     )
     add = parser.add_argument
     add("runs", nargs="*", default=["outputs/eval"], metavar="RUNS", help="folders of runs (outputs/eval)")
     add("--output", metavar="FILE", help="the page; its pictures go next to it (report.html)")
     add("--csv", metavar="FILE", help="a row for each configuration and task; - is standard output")
+    add("--figure", metavar="FILE", help="score against tokens per forward, for a paper: .pdf, .svg or .png")
     add("--title", default="Samplers compared", help="at the top of the page")
     add("--replays", type=int, default=2, metavar="N", help="samples of each run that can be watched (2)")
 
@@ -41,14 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = [Path(path) for path in options.runs]
         if options.output is not None:
             check(options.output)
+        if options.figure is not None:
+            check_figure(options.figure)
+        parts = (options.csv, options.figure)
+        page = options.output is not None or not any(parts)
         for line in (lines := running(runs)):
             show(line, sys.stderr)
         there = (file for path in options.runs if os.path.isdir(path) for file in files.under(path, ABOUT))
-        if lines and options.csv is None and options.output is None and next(there, None) is None:
+        if lines and not any(parts) and options.output is None and next(there, None) is None:
             return 0  # of a training that is all there is to say
         if options.csv is not None:
             write_csv(runs, options.csv)
-        if options.csv is None or options.output is not None:
+        if options.figure is not None:
+            print(write_figure(runs, options.figure), file=sys.stderr if options.csv == "-" else sys.stdout)
+        if page:
             written = write(runs, options.output or "report.html", options.title, options.replays)
             print(written, file=sys.stderr if options.csv == "-" else sys.stdout)
         return 0
@@ -69,13 +76,37 @@ def check(output: str) -> Path:
     return target
 
 
+def check_figure(output: str) -> tuple[Path, str]:
+    """Return the path of the figure and its format.
+
+    Raises:
+        UserError: its suffix is none of a figure, or no picture can be drawn.
+    """
+    from dllm_sampler.eval.report import figure
+    from dllm_sampler.eval.scheduler_plot import available
+
+    target = expanded("--figure", output)
+    if (form := target.suffix.removeprefix(".").lower()) not in figure.FORMATS:
+        raise UserError(
+            f"--figure={output} does not say which format to write. Let it end in .{', .'.join(figure.FORMATS[:-1])} or"
+            f" .{figure.FORMATS[-1]}."
+        )
+    _check_folder("the figure", target, output)
+    available()
+    return target, form
+
+
 def _target(output: str) -> Path:
     target = expanded("--output", output)
     if target.suffix not in (".html", ".htm"):
         raise UserError(f"the report should be a file that ends in .html, not {output}")
-    if (above := next((one for one in target.parents if one.exists()), None)) is not None and not above.is_dir():
-        raise UserError(f"the report cannot be written to {output}: {above} is a file, and should be a folder")
+    _check_folder("the report", target, output)
     return target
+
+
+def _check_folder(what: str, target: Path, output: str) -> None:
+    if (above := next((one for one in target.parents if one.exists()), None)) is not None and not above.is_dir():
+        raise UserError(f"{what} cannot be written to {output}: {above} is a file, and should be a folder")
 
 
 def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", replays: int = 2) -> str:
@@ -98,6 +129,21 @@ def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", r
         names.append(file.name)
     files.write(target, page(found, title, replays))
     return " ".join([str(target), *names])
+
+
+def write_figure(runs: Sequence[Path], output: str) -> Path:
+    """Write the figure of a paper, and return its path.
+
+    Raises:
+        UserError: nothing to show, another suffix than those of figures, or nowhere to write it.
+    """
+    target, form = check_figure(output)
+    found = load(runs)
+    from dllm_sampler.eval.report.figure import draw  # imports matplotlib: a mistake does not wait for it
+
+    files.make_folder(target.parent)
+    files.write(target, draw(found, form))
+    return target
 
 
 def write_csv(runs: Sequence[Path], output: str) -> None:

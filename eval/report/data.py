@@ -17,7 +17,7 @@ from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.folders import ABOUT, RunFolder
 from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.records import Record
-from dllm_sampler.eval.report.labels import named, usual
+from dllm_sampler.eval.report.labels import Label, named, usual
 from dllm_sampler.eval.state import running
 
 RATES = ("answer_tokens_per_forward", "canvas_tokens_per_forward", "tokens_per_second")
@@ -60,6 +60,17 @@ class Method:
     label: str
     family: str  # the same for methods that differ in numbers alone
     runs: Mapping[str, Run]  # by the task's label
+    settings: Mapping[str, float] = field(default_factory=dict)  # the numbers that vary between methods
+
+    @property
+    def scheduler(self) -> str:
+        """Its scheduler's name."""
+        return str(next(iter(self.runs.values())).about["choices"]["scheduler"])
+
+    @property
+    def cache(self) -> str:
+        """Its cache's name."""
+        return str(next(iter(self.runs.values())).about["choices"]["cache"])
 
     def figures(self, tasks: Iterable[str]) -> Figures:
         """Every measure over several tasks: the score is the mean of theirs, whatever their sizes; the others are of
@@ -210,7 +221,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
 def compare(runs: Sequence[Run]) -> Comparison:
     """Name runs by what differs between them, and put those of a configuration together."""
     labels = named(runs)
-    methods: dict[str, tuple[str, dict[str, Run]]] = {}
+    methods: dict[str, tuple[Label, dict[str, Run]]] = {}
     tasks: dict[str, str | None] = {}
     refused: dict[tuple[str, str], list[str]] = {}
     for run, label in zip(runs, labels, strict=True):
@@ -218,10 +229,10 @@ def compare(runs: Sequence[Run]) -> Comparison:
             refused.setdefault((label.method, run.about["refused"]), []).append(label.task)
         elif run.records:
             tasks.setdefault(label.task, run.about["dependency"])
-            methods.setdefault(label.method, (label.family, {}))[1][label.task] = run
+            methods.setdefault(label.method, (label, {}))[1][label.task] = run
     places = {json.dumps(place, sort_keys=True): place for run in runs for place in run.about["environments"]}
     return Comparison(
-        [Method(label, family, found) for label, (family, found) in methods.items()],
+        [Method(name, label.family, found, label.settings) for name, (label, found) in methods.items()],
         dict(sorted(tasks.items(), key=lambda item: (item[1] == "high", item[0]))),
         [(f"{label} ({_few(where)})", reason) for (label, reason), where in refused.items()],
         sum(run.missing for run in runs if run.about["refused"] is None),

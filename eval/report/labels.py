@@ -24,18 +24,24 @@ class Label:
     """What a run is called.
 
     task: its task; method: all else; family: the same for methods that differ in numbers alone
+    settings: the numbers that vary, by their names in `method`
     """
 
     task: str
     method: str
     family: str
+    settings: Mapping[str, float]
 
 
 def named(runs: Sequence[Run]) -> list[Label]:
     """A label for each run. No two runs have the same task and method."""
     tasks = _tasks(runs)
-    labels = _apart(runs, tasks, _methods(runs))
-    return [Label(task, method, family) for task, (method, family) in zip(tasks, labels, strict=True)]
+    methods = _methods(runs)
+    labels = _apart(runs, tasks, [(method, family) for method, family, _ in methods])
+    return [
+        Label(task, method, family, settings)
+        for task, (method, family), (*_, settings) in zip(tasks, labels, methods, strict=True)
+    ]
 
 
 def _tasks(runs: Sequence[Run]) -> list[str]:
@@ -63,8 +69,9 @@ def usual(runs: Sequence[Run]) -> dict[str, str]:
     return found
 
 
-def _methods(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """A label and a family for each run: the scheduler, the other plug-ins that vary, the fields that vary."""
+def _methods(runs: Sequence[Run]) -> list[tuple[str, str, dict[str, float]]]:
+    """A label and a family for each run: the scheduler, the other plug-ins that vary, the fields that vary. And of
+    these the numbers."""
     chosen = [{group: str(run.about["choices"][group]) for group in GROUPS} for run in runs]
     names, common = {group: {one[group] for one in chosen} for group in GROUPS}, usual(runs)
     fields = [_fields(run.config, one) for run, one in zip(runs, chosen, strict=True)]
@@ -84,7 +91,7 @@ def _methods(runs: Sequence[Run]) -> list[tuple[str, str]]:
             " ".join([*words, *(_say(v) if key == one["scheduler"] else f"{key}={_say(v)}" for key, v in some.items())])
             for some in (varied, kinds)
         )
-        found.append((label, family))
+        found.append((label, family, {key: value for key, value in varied.items() if key not in kinds}))
     return found
 
 

@@ -13,8 +13,8 @@ from dllm_sampler._version import __version__
 from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.records import Record, finite
 from dllm_sampler.eval.report.data import RATES, Comparison, Run
+from dllm_sampler.eval.report.figure import TITLES
 from dllm_sampler.eval.report.headline import family_rows, sentences
-from dllm_sampler.eval.report.pictures import TITLES
 
 SHOWN = ("samples", "score", "score_low", "score_high", *(measure.name for measure in MEASURES))
 

@@ -3,78 +3,32 @@
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from dllm_sampler.eval.report import markov
 from dllm_sampler.eval.report.data import Comparison
-from dllm_sampler.eval.scheduler_plot import BEST, BOUND, PLAIN, available, label
-from dllm_sampler.eval.scheduler_runs import ORACLE
+from dllm_sampler.eval.report.figure import TITLES, draw, scale_rates
+from dllm_sampler.eval.scheduler_plot import available
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FEW = 10  # points that all get a label; of more, those of the front do
 LOW, HIGH = "#2563eb", "#c2410c"
-TITLES = {
-    "answer_tokens_per_forward": "tokens per forward",
-    "canvas_tokens_per_forward": "canvas tokens per forward (padding counts)",
-    "tokens_per_second": "tokens per second",
-}
-
-
-@dataclass(frozen=True)
-class Point:
-    """A labelled place of a picture."""
-
-    method: str
-    point: tuple[float, float]
 
 
 def pictures(found: Comparison) -> dict[str, bytes]:
     """Every picture that the runs allow, by the word that its file name ends in."""
     available()
     drawn = {}
+    if found.methods:
+        drawn["front"] = draw(found, "png", ("answer_tokens_per_forward", "tokens_per_second"))
     if found.figures["all tasks"]:
-        drawn |= {"front": pareto(found), "tasks": tasks(found)}
+        drawn["tasks"] = tasks(found)
     if all(found.figures.get(f"{level} dependency") for level in ("low", "high")):
         drawn["dependency"] = dependency(found)
     return drawn | markov.drawn(found)
-
-
-def pareto(found: Comparison) -> bytes:
-    """Score against tokens per forward and tokens per second, with the front and the oracle."""
-    figure = _figure(15, 6.5)
-    axes = figure.subplots(1, 2)
-    todo = []
-    for place, rate in zip(axes, ("answer_tokens_per_forward", "tokens_per_second"), strict=True):
-        whole, best = found.figures["all tasks"], found.front("all tasks", rate)
-        points = [Point(name, (one[rate] or 0.0, 100 * (one["score"] or 0.0))) for name, one in whole.items()]
-        for point in points:
-            place.plot(*point.point, "o", color=BEST if point.method in best else PLAIN, markersize=5, zorder=3)
-        edge = sorted(point.point for point in points if point.method in best)
-        place.step(*zip(*edge, strict=True), where="pre", color=BEST, linewidth=1, alpha=0.6, label="Pareto front")
-        oracle = found.oracle("all tasks") if rate == "answer_tokens_per_forward" else None
-        if oracle:
-            star = Point(ORACLE, (oracle[0], 100 * oracle[1]))
-            place.plot(*star.point, "*", color=BOUND, markersize=12, zorder=3, label="oracle: one per step, reproduced")
-            points.append(star)
-        least = max(-2.0, min(point.point[1] for point in points if point.method in best) - 12)
-        below = sum(point.point[1] < least for point in points)
-        place.set_ylim(least, 103)
-        place.set_yticks([tick for tick in place.get_yticks() if least <= tick <= 100])
-        _log(place, [point.point[0] for point in points])
-        place.set_xlabel(TITLES[rate] + (f" (much worse, not shown: {below})" if below else ""))
-        place.legend(loc="lower left", frameon=False)
-        named = [one for one in points if len(whole) <= FEW or one.method in best or one.method == ORACLE]
-        todo.append((place, [one for one in named if one.point[1] >= least], best, points))
-    axes[0].set_ylabel("score, %")
-    figure.canvas.draw()
-    for place, named, best, points in todo:
-        label(place, named, best, points)
-    return _png(figure)
 
 
 def tasks(found: Comparison) -> bytes:
@@ -133,11 +87,8 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _log(axes: Axes, values: list[float]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    known = [value for value in values if value > 0]
-    if known:
-        axes.set_xlim(min(known) / 1.4, max(known) * 1.4)
+    if known := [value for value in values if value > 0]:
+        scale_rates(axes, min(known) / 1.3, max(known) * 1.3)
     axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -9,10 +9,9 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ import pytest
 from dllm_sampler.core.files import write as write_file
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.records import Record
-from dllm_sampler.eval.report import command, headline
+from dllm_sampler.eval.report import command, figure, headline
 from dllm_sampler.eval.report.data import Comparison, compare
 from dllm_sampler.eval.report.page import data, notes, page
-from dllm_sampler.eval.report.pictures import Point, pareto, pictures
-from dllm_sampler.eval.scheduler_runs import ORACLE
+from dllm_sampler.eval.report.pictures import pictures
 from tests.eval.made import comparison, record, run
 
 NASTY = (
@@ -173,7 +171,7 @@ def apart() -> Comparison:
 
 def test_tasks_that_nothing_ran_all_of() -> None:
     assert headline.sentences(apart()) == ["No method was run on all tasks; the tasks are shown one by one."]
-    assert pictures(apart()) == {}
+    assert set(pictures(apart())) == {"front"}
     assert "Not on all tasks, so only under its own: wino." in page(apart(), "Apart", 1)
 
 
@@ -224,21 +222,106 @@ def test_places_of_the_page_are_filled_once() -> None:
     assert text.count('"replays":') == page(comparison("a"), "T", 2).count('"replays":')
 
 
-def test_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = list[set[str]]()
-
-    def label(axes: object, rows: Sequence[Point], best: set[str], shown: object) -> None:
-        named.append({row.method for row in rows})
-
-    monkeypatch.setattr("dllm_sampler.eval.report.pictures.label", label)
-    found = comparison()
-    drawn, methods = pictures(found), {*found.figures["all tasks"]}
-    assert named == [methods | {ORACLE}, methods - {"threshold 0.3"}]  # of a few all but the too low
-    monkeypatch.setattr("dllm_sampler.eval.report.pictures.FEW", 0)
-    pareto(found)
-    assert named[3] < methods
+def test_pictures() -> None:
+    drawn = pictures(comparison())
     assert set(drawn) == {"front", "tasks", "dependency"}
     assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in drawn.values())
+
+
+def swept() -> Comparison:
+    """Two schedulers, a threshold at three values with two caches, and one that is much worse."""
+    runs = []
+    for threshold, cache in product((0.9, 0.3, 0.5), ("none", "dual")):
+        nfe = round(6 * threshold)
+        one = run(scored(round(20 * threshold), 20, nfe), "threshold", threshold=threshold, others={"seed": 0})
+        runs.append(replace(one, about={**one.about, "choices": {**one.about["choices"], "cache": cache}}))
+    return compare([*runs, run(scored(20, 20, 6), "fixed"), run(scored(0, 20, 9), "wino")])
+
+
+def test_the_figure_shows_all_that_was_measured() -> None:
+    from matplotlib import rc_context
+
+    found = swept()
+    (panel,) = figure.panels(found, ["answer_tokens_per_forward"])
+    assert set(panel.points) == {method.label for method in found.methods}, "the worst one, too"
+    assert panel.points["wino cache=none"] == (pytest.approx(4 / 9), 0)
+    with rc_context(figure.STYLE):
+        made = figure._figure(found, [panel])
+    (axes,) = made.axes
+    low, high = axes.get_ylim()
+    assert low < 0 and high > 100, "with the intervals"
+    shown = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+    assert 3 <= len(shown) <= 5 and 3 <= len(axes.get_yticks()) <= 5
+    assert axes.get_xlabel() == "tokens per forward" and axes.get_ylabel() == "exact match (%)"
+    legend = [text.get_text() for text in made.legends[0].get_texts()]
+    assert {"threshold", "fixed", "wino", "cache: none", "cache: dual", "Pareto front"} <= {*legend}
+    looks = figure._looks(found)
+    of = {label.partition(" ")[0]: look for label, look in looks.items()}
+    assert len({look["color"] for look in of.values()}) == 3, "a colour for each scheduler"
+    assert looks["threshold cache=dual 0.5"]["marker"] != looks["threshold cache=none 0.5"]["marker"]
+    arms: list[Any] = list(axes.collections)
+    bars = [segment for arm in arms for segment in arm.get_segments()]
+    assert len(bars) == 2 * len(found.methods), "an interval of the score and of the rate at each point"
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text()]
+    assert len(boxes) >= 3 and not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    width, tall = made.bbox.width, made.bbox.height
+    assert all(box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= tall for box in boxes)
+
+
+def test_a_line_follows_the_setting_that_was_swept() -> None:
+    found = swept()
+    joined = figure.lines(found, {method.label: 0 for method in found.methods})
+    assert sorted([method.label for method in line] for line in joined) == [
+        [f"threshold cache={cache} {value}" for value in (0.3, 0.5, 0.9)] for cache in ("dual", "none")
+    ]
+    grid = compare(
+        [
+            run([record()], "threshold", threshold=t, others={"block_length": b})
+            for t in (0.3, 0.6, 0.9)
+            for b in (8, 16)
+        ]
+    )
+    two = figure.lines(grid, {method.label: 0 for method in grid.methods})
+    assert [[method.settings["threshold"] for method in line] for line in two] == [[0.3, 0.6, 0.9]] * 2
+    assert all(len({method.settings["block_length"] for method in line}) == 1 for line in two)
+
+
+def test_methods_on_different_tasks_are_shown_in_panels() -> None:
+    parts = figure.panels(apart(), ["answer_tokens_per_forward", "tokens_per_second"])
+    assert {part.title for part in parts} == {"copy", "shuffle", "sort"} and len(parts) == 6
+    assert [part.title for part in figure.panels(swept(), ["answer_tokens_per_forward"])] == [""]
+
+
+@pytest.mark.parametrize("low", [0.03, 0.3, 0.97, 1.0, 2.3, 31.0, 900.0])
+@pytest.mark.parametrize("ratio", [1.6, 2.0, 3.0, 7.0, 30.0, 1000.0])
+def test_an_axis_has_three_to_five_ticks(low: float, ratio: float) -> None:
+    for found in (figure.ticks(low, low * ratio), figure.even_ticks(low, low * ratio)):
+        assert 3 <= len(found) <= 5 and found == sorted(found)
+        assert all(low <= tick <= low * ratio for tick in found)
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("pdf", b"%PDF"), ("svg", b"<?xml"), ("PNG", b"\x89PNG")])
+def test_a_figure_is_written_as_its_suffix_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], suffix: str, magic: bytes
+) -> None:
+    monkeypatch.setattr(command, "load", lambda paths: swept())
+    file = tmp_path / "new" / f"front.{suffix}"
+    assert command.main([str(tmp_path), "--figure", str(file)]) == 0
+    first = file.read_bytes()
+    assert first.startswith(magic) and capsys.readouterr().out == f"{file}\n"
+    assert b"/Type3" not in first, "publishers refuse such fonts"
+    assert command.main([str(tmp_path), "--figure", str(file)]) == 0
+    assert file.read_bytes() == first and [*tmp_path.iterdir()] == [file.parent], "and no page"
+
+
+@pytest.mark.parametrize("name", ["front.jpg", "front", "front.pdf.gz"])
+def test_a_figure_of_another_suffix_is_refused_before_anything_is_read(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "load", lambda paths: pytest.fail("read"))
+    assert command.main(["--figure", name]) == 2
+    said = f"--figure={name} does not say which format to write. Let it end in .pdf, .svg or .png."
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("nasty", ["a b c", NASTY, None])

@@ -291,7 +291,7 @@ def test_every_trial_is_shown_with_the_reason(
     (here / "conf/tune/tiny.yaml").write_text(FEW)
     known = {"fixed": (0.9, 1.0), "wino": (0.5, 9.0), "threshold": (0.9, 3.0), "klass": (1.0, 0.5)}
     known |= {"factor": (0.81, 4.0), "localleap": (0.9, 2.0)}
-    fresh = {"factor": 0.5} if holds else dict.fromkeys(("factor", "threshold", "localleap"), 0.5)
+    fresh: dict[str, float] = {"factor": 0.5} if holds else dict.fromkeys(("factor", "threshold", "localleap"), 0.5)
 
     def measure(self: tuning.Tuner, words: Sequence[str], chosen: Sequence[str]) -> Any:
         name = next(word for word in chosen if word.startswith("scheduler=")).partition("=")[2]
