@@ -32,6 +32,10 @@ class NoEffectWarning(Sentence, UserWarning):
     """Something that was given is not known and has no effect; the message is one sentence that names it."""
 
 
+class RandomScoreWarning(UserWarning):
+    """What is scored is in train mode with dropout, so that its scores are random."""
+
+
 class UntrainedWarning(UserWarning):
     """A setting makes the model work in a way that it was not trained for; the message names the setting."""
 

@@ -119,7 +119,9 @@ class Trace:
     ids: Tensor  # [B, L] the final canvas
     step_map: Tensor  # [B, L] forward that committed each token, from 0; -1: prompt, padding, never committed
     gone: Tensor  # [B, L] forward after which a stop policy cut the column off, -1: never
-    logprob: Tensor  # [B, L] log-probability of the token at its commit, float32 (float64 of a float64 model)
+    # [B, L] log-probability of the token at its commit, float32 (float64 of a float64 model). Unless `compat`, the mask
+    # token is left out: the other tokens share its probability.
+    logprob: Tensor
     nfe: Tensor  # [B]
     rows: Tensor  # [B] positions computed
     begin: Tensor  # [B] first real column

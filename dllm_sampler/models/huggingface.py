@@ -19,7 +19,7 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import NoEffectWarning, UserError, first_line
 from dllm_sampler.models import weights
 from dllm_sampler.models.fields import check_numbers, ignorable, shown
-from dllm_sampler.models.rows import RowsDenoiser
+from dllm_sampler.models.rows import RowsDenoiser, RowsModule
 
 
 @dataclass(frozen=True)
@@ -63,35 +63,24 @@ class MaskedLMDenoiser(RowsDenoiser):
         """See `RowsDenoiser.logits`."""
         return self.model(input_ids=ids, attention_mask=mask.long()).logits
 
+    def module(self) -> MaskedLM:
+        """See `RowsDenoiser.module`."""
+        return MaskedLM(self.model)
 
-class MaskedLM(nn.Module):
+
+class MaskedLM(RowsModule):
     """A masked LM that is called as a `Transformer` is, for training.
 
     model: the module, used as it is
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, ids: Tensor, *, positions: Tensor | None = None, keys: Tensor | None = None, rows: Tensor | None = None
-    ) -> Tensor:
-        """Logits `[N, M|Q, V]` of the tokens `[N, M]`.
-
-        positions: `[N, M]`, one after the other; what stands before position 0 is padding. Default 0..M-1
-        keys: bool `[N, M]`, columns that may be seen; default all
-        rows: int64 `[N, Q]`, columns to answer for; default all
-        """
-        width = ids.shape[1]
-        rows = torch.arange(width, device=ids.device).expand_as(ids) if rows is None else rows
-        if positions is not None:  # these models count from the first column: rows are moved to begin there
-            first = -positions[:, :1]  # [N, 1]
-            index = (torch.arange(width, device=ids.device) + first) % width
-            ids, keys = ids.gather(1, index), None if keys is None else keys.gather(1, index)
-            rows = (rows - first) % width
-        logits = self.model(input_ids=ids, attention_mask=None if keys is None else keys.long()).logits
-        return logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[-1]))
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """See `RowsModule.logits`."""
+        return self.model(input_ids=ids, attention_mask=mask.long()).logits
 
 
 def knows(model_type: str) -> bool:

@@ -31,6 +31,10 @@ class RowsDenoiser:
         """Return logits `[N, L, V]` of the tokens `[N, L]`; `mask [N, L] bool` is true where a column may be seen."""
         raise NotImplementedError
 
+    def module(self) -> RowsModule:
+        """Return the model as a module that is called as a `Transformer` is, for training."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """Logits `[R, V]`, one row for each of `plan.answers`."""
@@ -124,3 +128,48 @@ class FunctionDenoiser(RowsDenoiser):
                 f" {list(ids.shape)}. It should return floating-point logits {[*ids.shape, self.spec.vocab_size]}"
             )
         return found
+
+    def module(self) -> RowsModule:
+        """See `RowsDenoiser.module`."""
+        return FunctionModule(self)
+
+
+class RowsModule(nn.Module):
+    """A model of whole rows that is called as a `Transformer` is, for training."""
+
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return logits `[N, L, V]` of the tokens `[N, L]`; `mask [N, L] bool` is true where a column may be seen."""
+        raise NotImplementedError
+
+    def forward(
+        self, ids: Tensor, *, positions: Tensor | None = None, keys: Tensor | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Logits `[N, M|Q, V]` of the tokens `[N, M]`.
+
+        positions: `[N, M]`, one after the other; what stands before position 0 is padding. Default 0..M-1
+        keys: bool `[N, M]`, columns that may be seen; default all
+        rows: int64 `[N, Q]`, columns to answer for; default all
+        """
+        width = ids.shape[1]
+        rows = torch.arange(width, device=ids.device).expand_as(ids) if rows is None else rows
+        keys = torch.ones_like(ids, dtype=torch.bool) if keys is None else keys
+        if positions is not None:  # these models count from the first column: rows are moved to begin there
+            first = -positions[:, :1]  # [N, 1]
+            index = (torch.arange(width, device=ids.device) + first) % width
+            ids, keys = ids.gather(1, index), keys.gather(1, index)
+            rows = (rows - first) % width
+        logits = self.logits(ids, keys)
+        return logits.gather(1, rows[..., None].expand(-1, -1, logits.shape[-1]))
+
+
+class FunctionModule(RowsModule):
+    """A `FunctionDenoiser` that is called as a `Transformer` is, for training."""
+
+    def __init__(self, denoiser: FunctionDenoiser):
+        super().__init__()
+        self.denoiser = denoiser
+        self.function = denoiser.function  # if it is a module, its weights are this one's
+
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """See `RowsModule.logits`."""
+        return self.denoiser.logits(ids, mask)

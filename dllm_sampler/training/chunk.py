@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from dllm_sampler.core import select
+from dllm_sampler.core.checks import is_real
+from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.errors import RandomScoreWarning, UserError
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.rows import RowsDenoiser, RowsModule
+from dllm_sampler.models.transformer import Transformer
+
+_DROPPING = WeakSet[nn.Module]()  # modules of models that a warning has named
 
 
 @dataclass(frozen=True)
@@ -51,27 +63,30 @@ class Chunk:
             moved["shared"] = tuple(each.to(device) for each in self.shared)
         return replace(self, **moved)
 
-    def logits(self, model: nn.Module) -> Tensor:
+    def logits(self, model: nn.Module | Denoiser) -> Tensor:
         """`[n, Q, V]` of the tokens asked about, in float32 at least.
 
-        model: a `Transformer`, a `MaskedLM` or a wrapper of one (DDP), called as usual: gradients flow as usual.
+        model: as `scorable` takes it. It is called as usual: gradients flow as usual.
         """
-        logits = model(self.ids, positions=self.positions, keys=self.keys, rows=self.answers)
+        logits = scorable(model)(self.ids, positions=self.positions, keys=self.keys, rows=self.answers)
         if self.shared is not None:
             logits = logits[self.shared[0][:, None], self.shared[1]]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def losses(self, model: nn.Module) -> Tensor:
+    def losses(self, model: nn.Module | Denoiser) -> Tensor:
         """Cross-entropies `[n, Q]` of the tokens, 0 where none is asked; the mask token is a word like any other."""
         logits = self.logits(model)
         found = F.cross_entropy(logits.flatten(0, 1), self.tokens.flatten(), reduction="none").view_as(self.tokens)
         return torch.where(self.there, found, 0)
 
-    def score(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+    def score(self, model: nn.Module | Denoiser) -> tuple[Tensor, Tensor]:
         """Log-probabilities `[n, Q]` of the tokens and entropies `[n, Q]` of their predictions, 0 where none is asked.
 
-        Untempered. The mask token is no answer, as for the sampler.
+        Untempered, and without the mask token, as the sampler records them: the other tokens share its probability. A
+        model in train mode with dropout warns once, since its scores are random.
         """
+        model = scorable(model)
+        _warn_of_dropout(model)
         logits = self.logits(model)
         mask = torch.arange(logits.shape[-1], device=logits.device) == self.mask_id
         sure = logits.masked_fill(mask, -torch.inf).log_softmax(-1)
@@ -79,3 +94,53 @@ class Chunk:
         entropy = -(sure.exp() * sure.masked_fill(mask, 0)).sum(-1)
         # Filler must not be multiplied by 0: it may be -inf.
         return torch.where(self.there, found, 0), torch.where(self.there, entropy, 0)
+
+
+def scorable(model: nn.Module | Denoiser) -> nn.Module:
+    """Return a model as a module that is called as a `Transformer` is; no weight is copied and no mode changed.
+
+    Args:
+        model: a `Transformer`, a masked LM of transformers or a wrapper of one (DDP, peft, `torch.compile`), or the
+            denoiser of a sampler.
+
+    Raises:
+        UserError: a denoiser whose model cannot be scored: under guidance, say.
+    """
+    if isinstance(model, TransformerDenoiser):
+        return model.model
+    if isinstance(model, RowsDenoiser):
+        return model.module()
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"a {type(model).__name__} cannot be scored. Give the module, or the denoiser of a sampler without guidance"
+        )
+    ours = any(isinstance(one, Transformer | RowsModule) for one in model.modules())
+    if ours or "rows" in signature(model.forward).parameters:
+        return model
+    # Only here: they take seconds to import, which scoring a network of ours should not cost.
+    from transformers import PreTrainedModel
+
+    from dllm_sampler.models.huggingface import MaskedLM
+
+    return MaskedLM(model) if any(isinstance(one, PreTrainedModel) for one in model.modules()) else model
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    """Warn once for each model whose scores are random."""
+    for name, module in model.named_modules():
+        if module.training and module not in _DROPPING and _drops(module):
+            _DROPPING.update(model.modules())
+            warnings.warn(
+                f"the model that is scored is in train mode with dropout ({name}): its log-probabilities are random,"
+                " and not those that were recorded. Call model.eval() first, or set dropout to 0",
+                RandomScoreWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _drops(module: nn.Module) -> bool:
+    """Return True if a module in train mode drops a share of its values."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    return any("dropout" in key and is_real(share) and share > 0 for key, share in vars(module).items())

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from dllm_sampler.core import select
 from dllm_sampler.core.masks import block_causal, clean_and_noisy
+from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.chunk import Chunk
+from dllm_sampler.training.chunk import Chunk, scorable
 
 
 @dataclass(frozen=True)
@@ -189,16 +190,21 @@ class Trajectories:
 
     @torch.no_grad()
     def log_probabilities(
-        self, model: nn.Module, batch_tokens: int = 2**14, chunks: Iterable[Chunk] | None = None
+        self, model: nn.Module | Denoiser, batch_tokens: int = 2**14, chunks: Iterable[Chunk] | None = None
     ) -> Tensor:
         """`[B, L]` on the CPU: log-probability of every token that counts, 0 elsewhere; without a gradient.
+
+        The mask token is left out, as in the record: the other tokens share its probability.
 
         For one with a gradient go over the `chunks`, score each and call `backward` on its share of the loss before
         the next: no more than one chunk's activations are alive.
 
+        model: the module as it is, a `Transformer` or one of transformers, or the sampler's denoiser (`chunk.scorable`)
         chunks: those to score; None: all, of `batch_tokens` columns each
         """
-        device = next(model.parameters()).device
+        spec = None if isinstance(model, nn.Module) else model.spec
+        model = scorable(model)
+        device = next(model.parameters()).device if spec is None else spec.device
         found: Tensor | None = None
         for chunk in self.chunks(batch_tokens) if chunks is None else chunks:
             values = chunk.to(device).score(model)[0].cpu()

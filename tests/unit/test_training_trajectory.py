@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
 
 from dllm_sampler import Sampler, Trace, UserError
+from dllm_sampler.errors import RandomScoreWarning
 from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.huggingface import MaskedLM, MaskedLMDenoiser
 from dllm_sampler.training.trajectory import Trajectories, check, trajectories
 from tests import toys
 from tests.sampling import crossed, sampled
@@ -54,6 +58,82 @@ def test_float32_within_its_precision() -> None:
     torch.testing.assert_close(
         found.log_probabilities(model), torch.where(found.valid, trace.logprob, 0), atol=1e-5, rtol=0
     )
+
+
+def masked_lm(dropout: float = 0.0) -> Any:
+    """A BERT in float64, whose context and answers vary."""
+    config = BertConfig(
+        vocab_size=toys.VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=64, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: Any = BertForMaskedLM(config).double().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10) if weight.dim() > 1 else None
+    return model
+
+
+class Around(nn.Module):
+    """Any wrapper of a module, as DDP is one."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def test_models_of_transformers_are_scored_as_they_are() -> None:
+    """A module, what wraps it, and its denoiser have the recorded values, and gradients. The mask token is left out."""
+    model = masked_lm()
+    denoiser = MaskedLMDenoiser(model, toys.MASK, toys.EOS, toys.EOS)
+    trace = Sampler(denoiser, temperature=1.0).generate(toys.PROMPTS, max_new_tokens=TOKENS).trace
+    found = trajectories(trace, denoiser.spec, after_eos=True)
+    right = torch.where(found.valid, trace.logprob, 0)
+    for one in (model, Around(model), MaskedLM(model), denoiser):
+        torch.testing.assert_close(found.log_probabilities(one), right, atol=1e-12, rtol=0)
+    chunk = next(found.chunks(10**6))
+    chunk.score(model)[0].sum().backward()
+    assert parameter(model, "bert.embeddings.word_embeddings.weight").grad is not None
+    row, column = map(int, found.valid.nonzero()[0])
+    state = trace.state(int(trace.step_map[row, column]))[row, trace.begin[row] : trace.end[row]]
+    logits = model(state[None]).logits[0, column - trace.begin[row]]
+    logits[toys.MASK] = -torch.inf
+    expected = logits.log_softmax(-1)[trace.ids[row, column]]
+    torch.testing.assert_close(trace.logprob[row, column], expected, atol=1e-12, rtol=0)
+
+
+def test_functions_are_scored_as_they_are() -> None:
+    model: Any = network("llada")
+    sampler = Sampler.from_callable(
+        lambda ids, mask: model(ids, keys=mask),
+        vocab_size=toys.VOCAB, mask_id=toys.MASK, eos_id=toys.EOS, dtype="float64", temperature=1.0,
+    )  # fmt: skip
+    trace = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS).trace
+    found = trajectories(trace, sampler.denoiser.spec, after_eos=True)
+    for one in (sampler.denoiser, model, toys.denoiser("llada")):
+        again = found.log_probabilities(one)
+        torch.testing.assert_close(again, torch.where(found.valid, trace.logprob, 0), atol=1e-12, rtol=0)
+    with pytest.raises(UserError, match=r"^a GuidedDenoiser cannot be scored"):
+        found.log_probabilities(toys.denoiser("cfg"))
+
+
+def test_scores_of_dropout_warn_once() -> None:
+    found = trajectories(rollout(), toys.denoiser().spec)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for dropout in (0.0, 0.1):
+            model = masked_lm(dropout)
+            found.log_probabilities(model)
+            model.train()
+            for _ in range(2):
+                found.log_probabilities(model)
+                next(found.chunks(10**6)).score(MaskedLM(model))
+    (sentence,) = [str(one.message) for one in told if issubclass(one.category, RandomScoreWarning)]
+    assert sentence.startswith("the model that is scored is in train mode with dropout (model.bert.")
 
 
 def test_side_by_side_saves_forwards() -> None:
