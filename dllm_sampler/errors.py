@@ -54,6 +54,11 @@ def bounded(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 4 :]}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and a noun, as in `1 sample` and `2 samples`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what an error says, without its full stop; the name of its class where it says nothing.
 

@@ -8,6 +8,10 @@ from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.paths import expanded
 
 OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".xlsx", ".html", ".md", ".yaml", ".yml")
+# What changes no sample, or only says where samples go: a file that was begun with others may be continued.
+ELSEWHERE = (
+    "output", "resume", "prompts_file", "stream", "stream_delay", "batch_size", "batching", "poll_every", "device",
+)  # fmt: skip
 LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an int64
 
 
@@ -44,6 +48,7 @@ class Options:
     chat: bool = False
     prompts_file: str | None = None
     output: str | None = None
+    resume: bool = False
     stream: bool = False
     stream_delay: float = 0.15
 
@@ -55,6 +60,8 @@ class Options:
         for name in ("prompts_file", "output", "target"):
             if (path := getattr(self, name)) not in (None, "-"):
                 expanded(name, path)
+        if self.resume and self.output is None:
+            raise UserError("resume=true continues a file of samples. Name it as output=FILE.jsonl.")
         if self.batching not in BATCHING:
             raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
         if self.dtype.removeprefix("torch.") not in DTYPES:

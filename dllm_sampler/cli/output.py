@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Self
 
 from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.core import files
-from dllm_sampler.errors import NotWrittenError, UserError
+from dllm_sampler.core.checks import is_whole
+from dllm_sampler.core.reading import parsed
+from dllm_sampler.errors import NotWrittenError, UserError, counted
 from dllm_sampler.result import Result
 
 if TYPE_CHECKING:
@@ -41,12 +43,22 @@ def _other(path: Path) -> bool:
 class Records:
     """The file, or the stream, of `output=FILE.jsonl`. Each line is written whole, as soon as the sample is done.
 
+    Args:
+        path: the file.
+        prompts_file: of the run, which must be another one.
+        samples: answers to each prompt.
+        settings: a digest of what the samples depend on besides their prompts.
+
+    Attributes:
+        there: numbers of the samples that an earlier run left in the file, and that `resume` has found.
+
     Raises:
         UserError: it cannot be written, is the file of the prompts, or another process is writing it.
     """
 
-    def __init__(self, path: str, prompts_file: str | None = None, samples: int = 1) -> None:
-        self.path, self.samples = Path(path).expanduser(), samples
+    def __init__(self, path: str, prompts_file: str | None = None, samples: int = 1, settings: str = "") -> None:
+        self.path, self.samples, self.settings = Path(path).expanduser(), samples, settings
+        self.there: set[int] = set()
         if prompts_file is not None and files.same(self.path, Path(prompts_file).expanduser()):
             raise UserError(f"output={path} would overwrite prompts_file: give it another name")
         if self.path.suffix != ".jsonl" and _other(self.path):
@@ -59,7 +71,10 @@ class Records:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            self.lines.close()
+            try:
+                self._sort()
+            finally:
+                self.lines.close()
         else:
             with suppress(NotWrittenError):  # what is raised already is told
                 self.lines.close()
@@ -69,28 +84,70 @@ class Records:
         """Whether the lines go to standard output, where the answers themselves would stand among them."""
         return self.lines.stdout
 
-    def left(self, total: int, seed: int) -> str:
-        """What an interrupted run leaves, and how to make the rest, in one sentence.
+    def resume(self, prompts: Sequence[Prompt]) -> None:
+        """Find the samples of this run that the file has already. A line that was cut in the middle is replaced.
+
+        Args:
+            prompts: all of the run.
+
+        Raises:
+            UserError: the output is no file, or has a line that is no sample of this run.
+        """
+        if not self.lines.regular:
+            raise UserError(f"resume=true reads what output={self.path} has, and it is no file. Name a file.")
+        data = self.path.read_bytes()
+        self.lines.kept = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[: self.lines.kept].splitlines(), 1):
+            self.there.add(self._known(line, prompts, f"{self.path} line {number}"))
+
+    def _known(self, line: bytes, prompts: Sequence[Prompt], where: str) -> int:
+        """Return the number of the sample in a line that an earlier run wrote.
+
+        Raises:
+            UserError: it is another run's, or no sample.
+        """
+        try:
+            found = parsed(line)
+            index, sample = found["index"], found.get("sample", 0)
+            if found["schema"] != SCHEMA or not is_whole(index) or not is_whole(sample):
+                raise ValueError
+            settings, prompt = found.get("settings"), found["prompt"]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{where} is not a sample. Remove the line, or give another output=.") from None
+        if settings != self.settings or not 0 <= sample < self.samples:
+            raise UserError(
+                f"{where} was made with other settings. Give those, or another output=, or leave out resume=true to"
+                " replace the file."
+            )
+        if not 0 <= index < len(prompts) or prompt != prompts[index]:
+            raise UserError(
+                f"{where} is the answer to another prompt than number {index + 1} of this run. Give the same prompts,"
+                " or another output=."
+            )
+        return index * self.samples + sample
+
+    def left(self, total: int) -> str:
+        """Return what the file has and how to make the rest, in one sentence.
 
         Args:
             total: the samples that were asked for.
-            seed: of the run.
         """
-        written = set(self.numbers[: self.lines.count])
-        missing = next((number for number in range(total) if number not in written), total)
-        if missing == total:
-            return f"{self.path} has all {total} samples"
+        written = len(self.there | set(self.numbers[: self.lines.count]))
+        if written == total:
+            return f"{self.path} has all {counted(total, 'sample')}"
         if not written:
             return f"no sample was done yet, and {self.path} is as it was: the same command starts over"
-        said = f"{self.path} has {len(written)} of {total} samples: the same command starts over"
-        if self.lines.regular:
-            said += " and replaces them"
-        if prompt := missing // self.samples:
-            seed += prompt * self.samples
-            said += (
-                f", and the prompts from number {prompt + 1} on, with seed={seed} and another output=, give the rest"
-            )
-        return said
+        said = f"{self.path} has {written} of {total} samples"
+        return f"{said}: the same command with resume=true makes the rest" if self.lines.regular else said
+
+    def _sort(self) -> None:
+        """Bring the lines of a resumed run into the order of the prompts: a run that was cut off adds early ones."""
+        if not self.there or not self.lines.count:
+            return
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        ordered = sorted(lines, key=lambda line: ((found := parsed(line))["index"], found.get("sample", 0)))
+        if ordered != lines:
+            files.write(self.path, b"".join(ordered))
 
     def write(self, first: int, prompts: list[Prompt], result: Result | Speculation, seconds: float) -> None:
         """Append samples that came together.
@@ -109,11 +166,12 @@ class Records:
         tokens, nfe, tpf = result.tokens.tolist(), result.nfe.tolist(), result.tokens_per_forward.tolist()
         for row, prompt in enumerate(prompts):
             del self.numbers[self.lines.count :]  # of a line that could not be written
-            if self.numbers and first + row <= self.numbers[-1]:
-                continue  # Ctrl-C came right after it, and all that is done is handed in again
+            if first + row in self.there or (self.numbers and first + row <= self.numbers[-1]):
+                continue  # an earlier run's; or Ctrl-C came right after it, and all that is done is handed in again
             self.numbers.append(first + row)
             record = {
                 "schema": SCHEMA,
+                "settings": self.settings,
                 "index": (first + row) // self.samples,
                 **({"sample": (first + row) % self.samples} if self.samples > 1 else {}),
                 "prompt": prompt,

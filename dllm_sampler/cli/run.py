@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -18,7 +20,7 @@ from dllm_sampler.cli import inputs
 from dllm_sampler.cli.compose import Settings
 from dllm_sampler.cli.inputs import Forms, Prompt
 from dllm_sampler.cli.live import Screen, render
-from dllm_sampler.cli.options import Options
+from dllm_sampler.cli.options import ELSEWHERE, Options
 from dllm_sampler.cli.output import Records, Totals
 from dllm_sampler.cli.request import Request
 from dllm_sampler.cli.several import Several, show_answers, stop_strings
@@ -45,17 +47,33 @@ def run(asked: Request) -> int:
     options = asked.settings.options
     sampler = load(asked.settings)
     deer = None if options.target is None else verified(sampler, options)
-    with Records(options.output, options.prompts_file, options.samples) if options.output else nullcontext() as records:
+    total = max(1, len(asked.prompts)) * options.samples
+    with _records(asked) or nullcontext() as records:
         try:
             totals = respond(sampler, deer, options, asked.prompts, asked.forms, records)
         except KeyboardInterrupt:
             if records:
-                print(records.left(max(1, len(asked.prompts)) * options.samples, options.seed), file=sys.stderr)
+                print(records.left(total), file=sys.stderr)
             raise
+    if records and records.there:
+        print(records.left(total), file=sys.stderr)
+    if not totals.samples:
+        return 0
     if said := totals.shortcomings():
         print(said, file=sys.stderr)
     print(totals.line(str(sampler.device)), file=sys.stderr)
     return 0
+
+
+def _records(asked: Request) -> Records | None:
+    """The file of `output=`."""
+    options = asked.settings.options
+    if options.output is None:
+        return None
+    said = {name: value for name, value in vars(options).items() if name not in ELSEWHERE}
+    whole = [asked.settings.model, asked.settings.plugins, said, asked.forms and asked.forms.values]
+    digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:12]
+    return Records(options.output, options.prompts_file, options.samples, digest)
 
 
 def respond(
@@ -94,21 +112,28 @@ def respond(
     typed = given or [options.infill or ""]
     given = [_said(one, text) for one, text in zip(asked, typed, strict=True)]
     rows: list[Any] = [task.again for task in tasks]
-    many = len(rows) * options.samples > options.batch_size  # there is progress to show
+    if records and options.resume:
+        records.resume(given)
+    there = records.there if records else set()
+    missing = [number for number in range(len(rows) * options.samples) if number not in there]
     # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
-    quiet = options.stream or not many or not sys.stderr.isatty() or sys.stdout.isatty()
+    quiet = options.stream or len(missing) <= options.batch_size or not sys.stderr.isatty() or sys.stdout.isatty()
     bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet)
     with bar:
+        progress = bar.add_task("denoising", total=len(missing))
         if len(rows) * options.samples > 1 and deer is None and not options.stream:
-            several = Several(given, rows, forms, totals, records, options.samples)
-            for _ in bar.track(several.run(sampler, options), total=several.count, description="denoising"):
-                pass
+            for span in _spans(dict.fromkeys(number // options.samples for number in missing)):
+                part = slice(span.start, span.stop)
+                named = None if forms is None else forms[part]
+                several = Several(given[part], rows[part], named, totals, records, options.samples, span.start)
+                for _ in several.run(sampler, options):
+                    bar.advance(progress)
             return totals
         times = range(options.samples)
         given, rows = [one for one in given for _ in times], [one for one in rows for _ in times]
         forms = None if forms is None else [one for one in forms for _ in times]
-        for begin in bar.track(range(0, len(rows), options.batch_size), description="denoising"):
-            batch = slice(begin, begin + options.batch_size)
+        for batch in (part for span in _spans(missing) for part in _parts(span, options.batch_size)):
+            begin = batch.start
             if deer is None:
                 named = None if forms is None else forms[batch]
                 result, seconds = _denoise(sampler, options, begin, given[batch], rows[batch], named, records)
@@ -119,7 +144,24 @@ def respond(
             totals.add(begin, result, seconds)
             if records:
                 records.write(begin, given[batch], result, seconds)
+            bar.advance(progress, len(result.lengths))
     return totals
+
+
+def _spans(numbers: Iterable[int]) -> list[range]:
+    """Return ascending numbers as ranges of neighbours."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
+
+
+def _parts(span: range, size: int) -> list[slice]:
+    """Return a range in parts of at most `size`."""
+    return [slice(begin, min(begin + size, span.stop)) for begin in range(span.start, span.stop, size)]
 
 
 def check(sampler: Sampler, options: Options) -> None:

@@ -34,6 +34,7 @@ class Several:
     totals: Totals
     records: Records | None
     samples: int = 1
+    first: int = 0  # number of the first prompt in the run, from 0
     differ: bool = False  # two samples of a prompt are not the same
     last: Answer | None = field(default=None, repr=False)
 
@@ -53,7 +54,7 @@ class Several:
             batch_size=options.batch_size,
             max_new_tokens=options.max_new_tokens,
             block_length=options.block_length,
-            seed=options.seed,
+            seed=options.seed + self.first * self.samples,
             stop_strings=stop_strings(options),
             forms=self.forms,
             samples=self.samples,
@@ -65,7 +66,7 @@ class Several:
             for answer in answers:
                 early[answer.index * self.samples + answer.sample] = answer, time.perf_counter() - begun
                 if answer.finish_reason == "not_finite":
-                    bad = bad or NotFiniteError(answer.nfe, [answer.index + 1])
+                    bad = bad or NotFiniteError(answer.nfe, [self.first + answer.index + 1])
                 while following in early:
                     self._done(*early[following])
                     del early[following]
@@ -78,7 +79,7 @@ class Several:
             for index in sorted(early):
                 self._done(*early[index])
             numbers = [at for at in range(following, self.count) if at not in early]
-            missing = sorted({at // self.samples + 1 for at in numbers})
+            missing = sorted({self.first + at // self.samples + 1 for at in numbers})
             if missing:
                 print(f"stopped: no answer to prompt {listed(missing)}", file=sys.stderr)
             raise
@@ -88,10 +89,12 @@ class Several:
             warn(SAME.format(self.samples))
 
     def _done(self, answer: Answer, seconds: float) -> None:
-        result, number = Result.stack([answer]), answer.index * self.samples + answer.sample
+        result, number = Result.stack([answer]), (self.first + answer.index) * self.samples + answer.sample
         if self.last is not None and self.last.index == answer.index:
             self.differ = self.differ or not torch.equal(self.last.tokens, answer.tokens)
         self.last = answer
+        if self.records and number in self.records.there:  # of a prompt with other samples that are missing
+            return
         self.totals.add(number, result, seconds)
         if self.records:
             self.records.write(number, [self.given[answer.index]], result, seconds)

@@ -124,7 +124,7 @@ def write_folder(folder: Path, save: Callable[[str], object]) -> None:
 
 
 class Lines:
-    """Writes lines to a file or a stream. The first line replaces what the file had.
+    """Writes lines to a file or a stream. The first line replaces what the file had behind the bytes to be kept.
 
     Until then the file is as it was: a mistake found before costs nothing. It is locked while it is open; the lock ends
     with the process.
@@ -135,6 +135,7 @@ class Lines:
 
     Attributes:
         count: the whole lines written.
+        kept: bytes at the beginning of a file that the first line leaves there; 0 unless set.
         regular: whether it is a file, and no stream.
         stdout: whether the lines go to standard output.
 
@@ -144,7 +145,7 @@ class Lines:
     """
 
     def __init__(self, path: str | Path, named: str):
-        self.path, self.named, self.count = Path(path), named, 0
+        self.path, self.named, self.count, self.kept = Path(path), named, 0, 0
         number = _descriptor(path)
         self.stdout = number == STDOUT
         with reported(path, named):
@@ -170,7 +171,7 @@ class Lines:
                 return
             with uninterrupted():  # Ctrl-C comes when the line is counted
                 if not self.count:
-                    os.ftruncate(self.file, 0)
+                    os.ftruncate(self.file, self.kept)
                 _extend(self.file, os.fstat(self.file).st_size, data)
                 self.count += 1
 

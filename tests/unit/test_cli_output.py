@@ -145,33 +145,79 @@ def test_one_run_at_a_time(words: list[str], capsys: pytest.CaptureFixture[str])
     assert main([*words, "copy: Ada", "output=o.jsonl"]) == 0
 
 
-def test_ctrl_c_says_how_to_go_on(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what it says is true: the rest has the samples that the whole run would have had."""
-    samples = 2
-    words = [*words, "temperature=1", f"samples={samples}", "dtype=float64", "batch_size=2"]
-    assert main([*words, *PROMPTS, "seed=5", "output=whole.jsonl"]) == 0
-    whole, plain = records("whole.jsonl"), sampler.Sampler.generate_many
+def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Ctrl-C comes before the first answer to a prompt, when all others are done."""
+    plain = sampler.Sampler.generate_many
 
     def interrupted(*args: Any, **rest: Any) -> Any:
-        for answer in sorted(plain(*args, **rest), key=lambda one: (one.index, one.sample)):
-            if answer.index == 2:
+        for answer in sorted(plain(*args, **rest), key=lambda one: (one.index == at, one.index, one.sample)):
+            if answer.index == at:
                 raise KeyboardInterrupt
             yield answer
 
+    monkeypatch.setattr(sampler.Sampler, "generate_many", interrupted)
+
+
+def test_ctrl_c_says_how_to_go_on(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it says is true: with the rest the file has the samples of a whole run, in their order."""
+    words = [*words, *PROMPTS, "temperature=1", "samples=2", "dtype=float64", "batch_size=2", "seed=5"]
+    assert main([*words, "output=whole.jsonl"]) == 0
+    answers = capsys.readouterr().out.splitlines()
     with monkeypatch.context() as patch:
-        patch.setattr(sampler.Sampler, "generate_many", interrupted)
-        capsys.readouterr()
-        assert main([*words, *PROMPTS, "seed=5", "output=o.jsonl"]) == 130
-    seed = 5 + 2 * samples
-    assert (
-        f"o.jsonl has {2 * samples} of {4 * samples} samples: the same command starts over and replaces them, and the"
-        f" prompts from number 3 on, with seed={seed} and another output=, give the rest\n"
-    ) in capsys.readouterr().err
-    assert main([*words, *PROMPTS[2:], f"seed={seed}", "output=rest.jsonl"]) == 0
-    rest = [{**one, "index": one["index"] + 2} for one in records("rest.jsonl")]
-    assert records("o.jsonl") + rest == whole
+        interrupt(patch, 1)
+        assert main([*words, "output=o.jsonl"]) == 130
+    said = "o.jsonl has 6 of 8 samples: the same command with resume=true makes the rest\n"
+    assert said in capsys.readouterr().err
+    assert [one["index"] for one in records("o.jsonl")] == [0, 0, 2, 2, 3, 3]
+    assert main([*words, "output=o.jsonl", "resume=true"]) == 0
+    assert capsys.readouterr().out.splitlines() == answers[2:4]
+    assert records("o.jsonl") == records("whole.jsonl")
+    assert main([*words, "output=o.jsonl", "resume=true"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and err == "o.jsonl has all 8 samples\n"
+
+
+@pytest.mark.parametrize("more", [["samples=2"], ["samples=2", "stream=true"]])
+def test_a_killed_run_is_resumed_after_any_byte(
+    words: list[str], capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    """A line that was cut in the middle is made again; other numbers of rows at once change nothing."""
+    words = [*words, *PROMPTS, "temperature=1", "dtype=float64", "batch_size=3", *more]
+    assert main([*words, "output=whole.jsonl"]) == 0
+    whole, data = records("whole.jsonl"), Path("whole.jsonl").read_bytes()
+    for cut in (1, len(data) // 2, len(data) - 1):
+        Path("o.jsonl").write_bytes(data[:cut])
+        assert main([*words, "output=o.jsonl", "resume=true", "batch_size=2"]) == 0
+        assert records("o.jsonl") == whole
+        assert f"o.jsonl has all {len(whole)} samples" in capsys.readouterr().err or cut < 2
+
+
+def test_more_prompts_are_answered_and_others_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, *PROMPTS, "output=whole.jsonl"]) == 0
+    again = [*words, "output=o.jsonl", "resume=true"]
+    assert main([*again, *PROMPTS[:2]]) == 0 and main([*again, *PROMPTS]) == 0
+    assert records("o.jsonl") == records("whole.jsonl")
+    held = Path("o.jsonl").read_text()
+    capsys.readouterr()
+    for changed, said in (
+        (["copy: Eve", *PROMPTS[1:]], "o.jsonl line 1 is the answer to another prompt than number 1 of this run"),
+        (PROMPTS[:3], "o.jsonl line 4 is the answer to another prompt than number 4 of this run"),
+        ([*PROMPTS, "seed=1"], "o.jsonl line 1 was made with other settings"),
+        ([*PROMPTS, "scheduler=fixed"], "o.jsonl line 1 was made with other settings"),
+        ([*PROMPTS, "samples=2", "temperature=1"], "o.jsonl line 1 was made with other settings"),
+    ):
+        assert main([*again, *changed]) == 2
+        assert f"dllm-sample: {said}" in capsys.readouterr().err
+        assert Path("o.jsonl").read_text() == held
+    Path("o.jsonl").write_text("notes\n" + held)
+    assert main([*again, *PROMPTS]) == 2 and "o.jsonl line 1 is not a sample" in capsys.readouterr().err
+    assert Path("o.jsonl").read_text() == "notes\n" + held
+    assert main([*words, *PROMPTS, "output=/dev/stdout", "resume=true"]) == 2
+    assert "resume=true reads what output=/dev/stdout has, and it is no file" in capsys.readouterr().err
+    assert main([*words, *PROMPTS, "resume=true"]) == 2
+    assert "resume=true continues a file of samples. Name it as output=FILE.jsonl" in capsys.readouterr().err
 
 
 def test_ctrl_c_before_the_first_record(
