@@ -54,6 +54,7 @@ class Traits:
     causal: bool = False  # it asks `causal` queries without shadows, for a model with a causal context
     exact: bool = False  # it must hear about every mask it asks: no cache may choose among them
     revises: bool = False  # it may take back or replace tokens that are committed
+    may_commit_mask: bool = False  # under `compat` a mask token that it commits is final; False: the column stays noise
     uniform: bool = False  # its rule is also good for uniform diffusion, whose noise are random tokens
     own_tokens: bool = False  # it may write other tokens than this step's candidates
     plans: bool = False  # it knows before a forward which positions the forward will commit (`Planner`)

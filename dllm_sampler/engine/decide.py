@@ -99,8 +99,9 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
             canvas = replace(canvas, stop=query.stops.gather(1, edit.candidate[:, None])[:, 0])
         query, seen = query.of(edit.candidate), seen.of(edit.candidate)
     edit = blocks.progress(canvas, query, seen, edit)
-    forbidden = spec.mask_id if plugins.compat else None  # a "committed" mask token is still noise
-    state.bad, edit = canvas.reject_nonfinite(query.positions, edit, state.bad, seen.confidence, forbidden)
+    state.bad, edit = canvas.reject_nonfinite(
+        query.positions, edit, state.bad, seen.confidence, plugins.forbidden_token
+    )
     for guide in plugins.guides:
         if guide.vetoes:
             edit = _settled(guide, canvas, query, seen, edit)

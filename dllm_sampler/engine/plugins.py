@@ -52,6 +52,11 @@ class Plugins:
         vetoed = {"draw", "logits", "raw"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
         return self.scheduler.needs | self.blocks.needs | self.stop.needs | vetoed
 
+    @property
+    def forbidden_token(self) -> int | None:
+        """The token whose commits leave noise: under `compat` the mask token, unless the scheduler may commit it."""
+        return self.context.spec.mask_id if self.compat and not self.scheduler.traits.may_commit_mask else None
+
     def bound(self, tokens: int) -> int:
         """Most steps a generation of `tokens` can take: of commits that a guide refuses it leaves one in each step."""
         steps = self.scheduler.bound(tokens)

@@ -178,9 +178,8 @@ class BlockRule:
         query = scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
         seen = self._read(canvas, query, logits, state)
         edit, carry = scheduler.tell(canvas, query, seen, state.carry)
-        forbidden = self.spec.mask_id if self.plugins.compat else None
         bad, edit = canvas.reject_nonfinite(
-            query.positions, edit, torch.zeros_like(canvas.step), seen.confidence, forbidden
+            query.positions, edit, torch.zeros_like(canvas.step), seen.confidence, self.plugins.forbidden_token
         )
         after = canvas.apply(query.positions, edit)
         over = after.block_over(edit) if edit.finish is None else after.block_over(edit) | edit.finish

@@ -58,16 +58,20 @@ class Wino(Renoising):
         """See `Scheduler.tell`."""
         assert readout.current is not None
         sure, inside = readout.confidence[:, 0], canvas.inside(query.positions)  # [B, Q]
-        eligible = inside & canvas.masked.gather(1, query.positions)
+        eligible = self.eligible(canvas, query, carry)
         cap = (eligible.sum(1, dtype=torch.float64) * self.share).long().clamp(self.least, self.most)  # [B]
         wide = (eligible & (sure > self.threshold)).sum(1)
         accepted = torch.minimum(wide, cap).clamp(min=1)  # an open block has a mask: no more than there are
 
         support = readout.current[:, 0].exp()
-        doubtful = (inside ^ eligible) & (support < self.back)
+        doubtful = inside & ~eligible & (support < self.back)
         counts = torch.cat([accepted, self.most_back(canvas, accepted, carry)])
         commit, remask = top(torch.cat([sure, -support]), torch.cat([eligible, doubtful]), counts).chunk(2)  # one sort
         return Edit(readout.token[:, 0].masked_fill(remask, self.noise_id), commit, remask), carry
+
+    def eligible(self, canvas: Canvas, query: Query, carry: Carry) -> Tensor:
+        """Return `[B, Q] bool`, the queried positions that the step may commit."""
+        return canvas.eligible(query.positions)
 
     def most_back(self, canvas: Canvas, accepted: Tensor, carry: Carry) -> Tensor:
         """`[B]` tokens taken back at most in a step that commits `accepted [B]`: so one is gained."""

@@ -98,19 +98,21 @@ def _lengths(line: Line, setup: Setup) -> str | None:
 
 def _make(line: Line, setup: Setup) -> tuple[list[Tokens], list[Steps], list[Steps]]:
     """Make a run: each row's tokens, and per forward the positions it committed and those it turned back to noise."""
-    size = len(line.prompts)
+    size, mask_id = len(line.prompts), setup.sampler.denoiser.spec.mask_id
     before = torch.ones(size, setup.new_tokens, dtype=torch.bool)
     committed: list[Steps] = [[] for _ in range(size)]
     remasked: list[Steps] = [[] for _ in range(size)]
     last = None
     for last in setup.sampler.stream(line.prompts, max_new_tokens=setup.new_tokens):
+        # Records go by the tokens: a mask token is noise, whether or not the loop takes it for decided.
+        noise = last.masked if mask_id is None else last.masked | (last.tokens == mask_id)
         # What a cut takes away is noise no more, though no forward committed it.
-        opened = before & ~last.masked & (last.step_map == last.step - 1)
+        opened = before & ~noise & (last.step_map == last.step - 1)
         for row in range(size):
             if int(last.nfe[row]) == last.step:
                 committed[row].append(opened[row].nonzero()[:, 0].tolist())
-                remasked[row].append((~before & last.masked)[row].nonzero()[:, 0].tolist())
-        before = last.masked
+                remasked[row].append((~before & noise)[row].nonzero()[:, 0].tolist())
+        before = noise
     assert last is not None and last.result is not None
     trace = last.result.trace
     ids = trace.ids[:, trace.origin :]

@@ -1,13 +1,14 @@
-"""WINO's bound on what a step takes back, as its code has it."""
+"""WINO's bound on what a step takes back, and its record of open positions, as its code has them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.wino import Wino
 
@@ -18,21 +19,44 @@ FIRST = 30  # what the published loop takes for the commits before its first ste
 class PublishedWino(Wino):
     """The bound is one less than the *previous* step's commits, so that a step may lose tokens.
 
-    Source: WINO, arXiv 2507.18578. A step with a single commit takes nothing back.
+    Source: WINO, arXiv 2507.18578. A step with a single commit takes nothing back. The loop has a record of its own of
+    the positions that are open: a mask token written under `compat` is decided, and shadows judge it like any other
+    token. The record is made anew for each block, so masks written in earlier blocks are open again then.
     """
 
+    @property
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`. A mask token may be final."""
+        return replace(super().traits, may_commit_mask=True)
+
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` positions committed in the previous step."""
-        return torch.zeros_like(canvas.start)
+        """`[B]` positions committed in the previous step; `[B, L+1] bool` masks of earlier blocks that are open."""
+        return torch.zeros_like(canvas.start), torch.zeros_like(canvas.masked)
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """Ask about the block, and about the masks of earlier blocks that are open."""
+        return super().ask(canvas, carry).join(canvas, self.reopened(canvas, carry), canvas.longest)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         edit, _ = super().tell(canvas, query, readout, carry)
-        return edit, edit.commit.sum(1)
+        reopened, at = self.reopened(canvas, carry), query.positions
+        left = reopened.scatter(1, at, reopened.gather(1, at) & ~edit.commit)
+        return replace(edit, keep_block=left.any(1)), (edit.commit.sum(1), left)
+
+    def reopened(self, canvas: Canvas, carry: Carry) -> Tensor:
+        """Return `[B, L+1] bool`, the mask tokens written in earlier blocks that this block may still replace."""
+        written = (canvas.ids == self.noise_id) & ~canvas.masked & ~canvas.frozen
+        return torch.where((canvas.age == 0)[:, None], written & (canvas.columns() < canvas.start[:, None]), carry[1])
+
+    def eligible(self, canvas: Canvas, query: Query, carry: Carry) -> Tensor:
+        """See `Wino.eligible`."""
+        at = query.positions
+        return canvas.eligible(at) | self.reopened(canvas, carry).gather(1, at)
 
     def most_back(self, canvas: Canvas, accepted: Tensor, carry: Carry) -> Tensor:
         """See `Wino.most_back`."""
-        return carry.masked_fill(canvas.age == 0, FIRST).where(accepted > 1, 1) - 1
+        return carry[0].masked_fill(canvas.age == 0, FIRST).where(accepted > 1, 1) - 1
 
     def bound(self, tokens: int) -> int:
         """See `Scheduler.bound`. Nothing says that it ends."""
