@@ -1,22 +1,27 @@
 """Which combinations the contract is checked on: everything in `conf/`, found by name.
 
-A new YAML is in the list at once. Their settings stand in `dllm_sampler.eval.testbeds.plugins`.
+A new YAML is in the list at once. Settings are in `dllm_sampler.eval.testbeds.plugins`. `golden.json` has the cases
+that were drawn before, with what they gave (`golden.py`): collecting the tests assembles samplers for new cases only.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError, config
+from dllm_sampler.engine.admission import obstacle
 from dllm_sampler.eval.testbeds.plugins import Settings, settings
 from tests import toys
 from tests.sampling import Draw, sampled
 
 TOKENS = 14
+GROUPS = ("scheduler", "cache", "blocks", "stop", "guide")
+GOLDEN = Path(__file__).parent / "golden.json"
 
 
 def one_each(group: str) -> list[Any]:
@@ -54,11 +59,16 @@ class Case:
 
     @property
     def plugins(self) -> dict[str, Any]:
-        return {group: getattr(self, group) for group in ("scheduler", "cache", "blocks", "stop", "guide")}
+        return {group: getattr(self, group) for group in GROUPS}
+
+    @property
+    def parts(self) -> list[str]:
+        """The toy, and the label of each plug-in."""
+        return [self.toy, *(label(chosen) for chosen in self.plugins.values())]
 
     @property
     def id(self) -> str:
-        return "-".join([self.toy, *(label(chosen) for chosen in self.plugins.values())])
+        return "-".join(self.parts)
 
     @functools.cached_property
     def sampler(self) -> Sampler:
@@ -68,6 +78,28 @@ class Case:
     def scheduling(self) -> Scheduler:
         """The scheduler itself, which declares what it may do."""
         return self.sampler.plugins.scheduler
+
+    @functools.cached_property
+    def facts(self) -> dict[str, bool]:
+        """What tests choose cases by: as recorded, or of the assembled sampler."""
+        return RECORDED[self.id]["facts"] if self.id in RECORDED else self.compute_facts()
+
+    def compute_facts(self) -> dict[str, bool]:
+        """Return the facts of the assembled sampler.
+
+        `reads`: a step may read the device. `static`: a CUDA graph can repeat its steps. `joins`: a row can join a
+        running batch. `moves`: the answer's length changes. `revises`: committed tokens may be replaced, also after
+        an end-of-text token.
+        """
+        plugins, sampler = self.sampler.plugins, self.sampler
+        traits, vetoes = plugins.scheduler.traits, any(guide.vetoes for guide in plugins.guides)
+        return {
+            "reads": plugins.cache.syncs or vetoes or self.scheduler["name"] == "svdd",
+            "static": traits.static and not plugins.cache.syncs and not vetoes,
+            "joins": obstacle(plugins, sampler.noise, sampler.denoiser) is None,
+            "moves": traits.initial is not None,
+            "revises": traits.revises or self.stop["name"] == "fill",
+        }
 
     def generate(self, rows: list[int], **options: Any) -> Result:
         """The answer to some of the toy prompts, as one batch."""
@@ -125,42 +157,67 @@ def fits(kind: str, group: str, plugins: dict[str, Any], one: Settings) -> bool:
     return legal(kind=kind, **plugins, **{group: one})
 
 
+def recorded() -> dict[str, Any]:
+    """Return what `golden.json` has of each case, by its id."""
+    return json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.is_file() else {}
+
+
 def cases() -> list[Case]:
-    """Every scheduler under two caches, and on the block-causal toy, if it can; all other plug-ins are drawn, so that
-    each is met.
+    """Every scheduler under two caches, and on the block-causal toy, if it can. All other plug-ins are drawn, so that
+    each occurs. Recorded cases stay, and more are drawn for what is new.
 
     Every pair of plug-ins, and more, runs in test_product.
     """
-    draws = {group: Draw(settings(group), group) for group in ("cache", "blocks", "stop", "guide")}
+    by_label = {group: {label(one): one for one in settings(group)} for group in GROUPS}
+    found = dict[str, Case]()
+    for name, one in RECORDED.items():
+        toy, *labels = one["parts"]
+        if all(part in by_label[group] for group, part in zip(GROUPS, labels, strict=True)):
+            found[name] = Case(toy, *(by_label[group][part] for group, part in zip(GROUPS, labels, strict=True)))
+
+    def missing(group: str) -> list[Settings]:
+        used = [getattr(case, group) for case in found.values()]
+        return [one for one in settings(group) if one not in used]
+
+    draws = {group: Draw(settings(group), group) for group in GROUPS[1:]}
     causal = {
         "cache": Draw(
             [one for one in settings("cache") if one["name"] in ("block_causal", "sub_block", "none")], "causal cache"
         ),
         "blocks": Draw([one for one in settings("blocks") if one["name"] == "fixed"], "causal blocks"),
     }
-    toy, found = Draw(toys.TOYS, "toy"), dict[str, Case]()
-    for scheduler in settings("scheduler"):
-        kinds = (toy_for(scheduler, toy()), toy_for(scheduler, toy()), "causal")
-        for kind in kinds if legal(kind="causal", scheduler=scheduler) else kinds[:2]:
-            plugins: dict[str, Settings] = {"scheduler": scheduler}
-            for group, draw in (draws | causal if kind == "causal" else draws).items():
+    draw_toy = Draw(toys.TOYS, "toy")
+
+    def add(kind: str, scheduler: Settings, **given: Settings) -> None:
+        plugins: dict[str, Settings] = {"scheduler": scheduler, **given}
+        for group, draw in (draws | causal if kind == "causal" else draws).items():
+            if group not in given:
                 plugins[group] = draw(functools.partial(fits, kind, group, plugins))
-            case = Case(kind, **plugins)
-            found[case.id] = case
+        case = Case(kind, **plugins)
+        found[case.id] = case
+
+    for scheduler in missing("scheduler"):
+        kinds = (toy_for(scheduler, draw_toy()), toy_for(scheduler, draw_toy()), "causal")
+        for kind in kinds if legal(kind="causal", scheduler=scheduler) else kinds[:2]:
+            add(kind, scheduler)
+    for group in GROUPS[1:]:
+        for one in missing(group):
+            kind = toy_of(one) if group == "cache" else "llada"
+            fit = (
+                scheduler
+                for scheduler in settings("scheduler")
+                if legal(kind=kind, scheduler=scheduler, **{group: one})
+            )
+            add(kind, next(fit), **{group: one})
     return list(found.values())
 
 
+RECORDED = recorded()
 CASES = cases()
 
 # Those whose steps read nothing of the device. A cache that `syncs` has to: what it reads decides the shape of its next
 # layer. A guide that `vetoes` looks at texts, and the reward of svdd too: the tests of these count how often.
-SILENT = [
-    case
-    for case in CASES
-    if not case.sampler.plugins.cache.syncs
-    and case.scheduler["name"] != "svdd"
-    and not any(guide.vetoes for guide in case.sampler.plugins.guides)
-]
+SILENT = [case for case in CASES if not case.facts["reads"]]
 
 
 def thinned(chosen: Iterable[Case], *groups: str) -> list[Any]:

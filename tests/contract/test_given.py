@@ -22,7 +22,7 @@ from tests.contract.test_recorded import same
 from tests.contract.test_syncs import no_host_reads
 from tests.taped import pair
 
-SERVED = [case for case in CASES if case.scheduling.traits.initial is None]  # others are refused, see test_lengths
+SERVED = [case for case in CASES if not case.facts["moves"]]  # others are refused, see test_lengths
 ROWS = len(toys.PROMPTS)
 ENDED = {"end", "length"}
 FORMS = ("regex", "choices", "json_schema")

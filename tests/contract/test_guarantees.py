@@ -26,14 +26,11 @@ def test_everything_in_conf_is_covered() -> None:
         assert all(setting in chosen for setting in cases.settings(group)), group
 
 
-def revises(case: Case) -> bool:
-    """Whether what is committed may be replaced; behind an end token too."""
-    return case.scheduling.traits.revises or case.stop["name"] == "fill"
-
-
-FIXED = [case for case in CASES if case.scheduling.traits.initial is None]  # of others columns move: see test_lengths
-once = pytest.mark.parametrize("case", thinned((case for case in FIXED if not revises(case)), "scheduler", "stop"))
-again = pytest.mark.parametrize("case", thinned((case for case in CASES if revises(case)), "scheduler", "stop"))
+FIXED = [case for case in CASES if not case.facts["moves"]]  # of others columns move: see test_lengths
+once = pytest.mark.parametrize(
+    "case", thinned((case for case in FIXED if not case.facts["revises"]), "scheduler", "stop")
+)
+again = pytest.mark.parametrize("case", thinned((case for case in CASES if case.facts["revises"]), "scheduler", "stop"))
 
 
 @again

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from dllm_sampler import Answer, Sampler
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.engine.admission import obstacle
 from dllm_sampler.kernels.backend import FallbackWarning
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
@@ -24,7 +23,7 @@ from tests.contract.cases import CASES, Case, thinned
 from tests.sampling import sampled
 from tests.taped import pair
 
-JOINS = [case for case in CASES if obstacle(case.sampler.plugins, case.sampler.noise, case.sampler.denoiser) is None]
+JOINS = [case for case in CASES if case.facts["joins"]]
 PROMPTS = [toys.PROMPTS[row] for row in (0, 1, 2, 3, 1, 4, 0)]
 
 

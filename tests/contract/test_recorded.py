@@ -31,13 +31,7 @@ def same(found: Result, expected: Result) -> None:
     assert torch.allclose(found.trace.logprob, expected.trace.logprob, rtol=0, atol=1e-12)
 
 
-STATIC = [
-    one
-    for one in CASES
-    if not one.sampler.plugins.cache.syncs
-    and one.scheduling.traits.static
-    and not any(guide.vetoes for guide in one.sampler.plugins.guides)
-]
+STATIC = [case for case in CASES if case.facts["static"]]
 
 
 @pytest.mark.parametrize("case", thinned(STATIC, "cache", "traits"))
