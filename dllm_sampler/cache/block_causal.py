@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
+from dllm_sampler.cache.store_pass import StorePass
 from dllm_sampler.core import grid
 from dllm_sampler.core.checks import check_switch
 from dllm_sampler.core.masks import Visible
@@ -17,7 +18,6 @@ from dllm_sampler.core.protocols import Cache, Context, Denoiser, Scheduler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.stored import StorePass
 
 StorePasses = Literal["ride", "separate"]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, written
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_positive, check_share
+from dllm_sampler.core.density import density
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.certainty import density
 
 
 @dataclass

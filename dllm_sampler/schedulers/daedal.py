@@ -8,9 +8,9 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.length import Resize
 from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.lengthening import Lengthening
-from dllm_sampler.schedulers.rows import choose
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Daedal(Lengthening):
         edit = replace(edit, commit=commit, close_block=close, resize=resize)
         over = ~canvas.apply(query.positions, edit).masked.any(1)  # behind the last mask stand end tokens
         edit = replace(edit, finish=over if edit.finish is None else (edit.finish | over) & ready)
-        return edit, (grows, choose(ready, inner, before, canvas.length))
+        return edit, (grows, where_rows(ready, inner, before, canvas.length))
 
     def _gap(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Tensor, Tensor]:
         """`[B]` the least sure mask that the block is left with, the first of equals, and `[B]` masks it asks for."""

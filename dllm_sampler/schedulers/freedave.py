@@ -9,10 +9,10 @@ from dllm_sampler.core.checks import check_choice, check_count
 from dllm_sampler.core.protocols import Context, Scheduler
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query
-from dllm_sampler.drafting.candidates import Branch
-from dllm_sampler.drafting.pace import Pace
-from dllm_sampler.drafting.run_ahead import State
-from dllm_sampler.drafting.scheduler import Drafting
+from dllm_sampler.schedulers.drafting.candidates import Branch
+from dllm_sampler.schedulers.drafting.pace import Pace
+from dllm_sampler.schedulers.drafting.run_ahead import State
+from dllm_sampler.schedulers.drafting.scheduler import Drafting
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Match = Literal["exact", "subset"]

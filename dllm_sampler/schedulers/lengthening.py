@@ -6,6 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count, check_inner
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
@@ -13,7 +14,6 @@ from dllm_sampler.core.statistics import argmax, significant
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
-from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.threshold import Threshold
 
 

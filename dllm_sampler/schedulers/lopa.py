@@ -7,9 +7,9 @@ import torch
 from dllm_sampler.core.checks import check_choice, check_share
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.drafting.forking import Forking, Held
-from dllm_sampler.drafting.forks import Forks
 from dllm_sampler.schedulers.d2f import Sureness
+from dllm_sampler.schedulers.drafting.forking import Forking, Held
+from dllm_sampler.schedulers.drafting.forks import Forks
 from dllm_sampler.schedulers.score import score_needs
 
 

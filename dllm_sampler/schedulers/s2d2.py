@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.drafting import routing, verify
-from dllm_sampler.schedulers.rows import choose
+from dllm_sampler.schedulers.drafting import routing, verify
 
 
 class Round(NamedTuple):
@@ -82,7 +82,7 @@ class SelfVerified(routing.Routing, verify.Verifying):
 
         some, drafts = span.any(1), span.any(1) & ~verifies
         wanted, routed = self.route(canvas, readout, span, eligible, self.model.vocab_size, carry.routed)
-        routed, waits = choose(drafts, routed, carry.routed, canvas.length), wanted & drafts
+        routed, waits = where_rows(drafts, routed, carry.routed, canvas.length), wanted & drafts
 
         share = (self.share(canvas, length) - stands.commit.sum(1)).clamp(min=0)
         rest = self.chosen(sure, score, eligible & ~stands.commit, share) & (share > 0)[:, None]

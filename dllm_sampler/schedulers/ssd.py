@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Scheduler
-from dllm_sampler.drafting.candidates import Branch
-from dllm_sampler.drafting.scheduler import Drafting
+from dllm_sampler.schedulers.drafting.candidates import Branch
+from dllm_sampler.schedulers.drafting.scheduler import Drafting
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 

@@ -15,10 +15,10 @@ from dllm_sampler.core.noise import PICKS, gumbel, hashed, unit
 from dllm_sampler.core.protocols import Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.drafting.choosing import Choosing
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
 from dllm_sampler.rewards import Reward
+from dllm_sampler.schedulers.drafting.choosing import Choosing
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Value = Literal["fill", "masked"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.none import NoCache
+from dllm_sampler.cache.store_pass import StorePass
 from dllm_sampler.core.protocols import Cache, Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -27,7 +28,6 @@ from dllm_sampler.eval.conformance.published import (
 )
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_tokens import NoStop
 

@@ -9,12 +9,12 @@ from pydantic import Field
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.drafting.routing import Estimator, Policy
 from dllm_sampler.eval.conformance.block_causal import NEVER, SdarLoop, to_block_end
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
 from dllm_sampler.eval.conformance.published import Level, PublishedSelfVerified, StopAt
 from dllm_sampler.sampler import Sampler
+from dllm_sampler.schedulers.drafting.routing import Estimator, Policy
 
 
 class Arguments(SdarLoop):

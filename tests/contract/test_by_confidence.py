@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dllm_sampler import Canvas, Query, UserError, config
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Edit, Readout
-from dllm_sampler.schedulers.around import Around
 from tests import toys
 from tests.contract.cases import Settings, label, one_each
 

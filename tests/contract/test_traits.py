@@ -14,13 +14,11 @@ from torch import Tensor
 
 from dllm_sampler import Canvas, Context, Query, Scheduler, Traits, UserError, config, schedulers
 from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.cache.store_pass import StorePass
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Guide, Paced, Planner, Tempered
 from dllm_sampler.core.values import Edit, Readout
-from dllm_sampler.drafting.choosing import Choosing
-from dllm_sampler.drafting.forking import Forking
-from dllm_sampler.drafting.run_ahead import RunAhead
-from dllm_sampler.drafting.scheduler import Drafting
 from dllm_sampler.engine import layout
 from dllm_sampler.eval import conformance
 from dllm_sampler.eval.conformance import published
@@ -38,8 +36,11 @@ from dllm_sampler.eval.conformance.published import (
 )
 from dllm_sampler.eval.conformance.unmasking import AmongTop
 from dllm_sampler.guides import Temperature
-from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.daedal import Daedal
+from dllm_sampler.schedulers.drafting.choosing import Choosing
+from dllm_sampler.schedulers.drafting.forking import Forking
+from dllm_sampler.schedulers.drafting.run_ahead import RunAhead
+from dllm_sampler.schedulers.drafting.scheduler import Drafting
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.lengthening import Lengthening
@@ -47,7 +48,6 @@ from dllm_sampler.schedulers.lopa import LoPA
 from dllm_sampler.schedulers.random_order import RandomOrder
 from dllm_sampler.schedulers.rho_eos import RhoEos
 from dllm_sampler.schedulers.ssd import SelfSpeculative
-from dllm_sampler.schedulers.stored import StorePass
 from dllm_sampler.schedulers.svdd import SoftValueGuided
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys

@@ -11,8 +11,8 @@ import torch
 
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.drafting.pace import Pace
 from dllm_sampler.eval.drafting import same_path
+from dllm_sampler.schedulers.drafting.pace import Pace
 from dllm_sampler.schedulers.freedave import FreeDave
 from tests import toys
 from tests.sampling import crossed, sampled

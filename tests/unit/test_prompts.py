@@ -118,7 +118,9 @@ def test_text_without_a_tokenizer(given: Any, spec: ModelSpec) -> None:
 def test_chat_without_a_template(checkpoint: Path, spec: ModelSpec) -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match=r"^prompt 1 has chat messages, but .* has no chat template\. Give plain text instead\.$"):
+    with pytest.raises(
+        UserError, match=r"^prompt 1 has chat messages, .* no chat template\. Give plain text instead\.$"
+    ):
         prompts.encode([{"role": "user", "content": "Ada"}], tokenizer, spec, 4)
 
 

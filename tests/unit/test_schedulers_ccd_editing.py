@@ -12,12 +12,13 @@ import torch
 
 from dllm_sampler import Canvas, CounterNoise, Edit, Query, Readout, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
+from dllm_sampler.core.density import bell
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.engine import layout
 from dllm_sampler.result import Result
 from dllm_sampler.schedulers.ccd import Coherent
 from dllm_sampler.schedulers.ccd_marginal import CoherentMarginal
-from dllm_sampler.schedulers.certainty import CertaintyPrior, bell
+from dllm_sampler.schedulers.certainty import CertaintyPrior
 from dllm_sampler.schedulers.credit import Credit
 from dllm_sampler.schedulers.dinfer import DInferThreshold
 from dllm_sampler.schedulers.editing import TokenEditing

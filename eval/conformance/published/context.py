@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dllm_sampler.cache.block_causal import BlockCausalCache, StorePasses
 from dllm_sampler.core import grid
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.around import Around
 from dllm_sampler.stops.end_tokens import BlockStop, finished
 
 

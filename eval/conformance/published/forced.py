@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.around import Around
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.drafting.run_ahead import Round, State
 from dllm_sampler.errors import UserError
+from dllm_sampler.schedulers.drafting.run_ahead import Round, State
 from dllm_sampler.schedulers.freedave import FreeDave
-from dllm_sampler.schedulers.rows import choose
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PublishedFreeDave(FreeDave):
         after = self.step(super().begin(canvas, held, carry), held, carry.readout)
         confidence = torch.zeros(canvas.ids.shape, dtype=after.confidence.dtype, device=canvas.ids.device)
         confidence = confidence.scatter(1, carry.positions, after.confidence).gather(1, query.positions)
-        return choose(carry.start == canvas.start, after._replace(confidence=confidence), state, canvas.length)
+        return where_rows(carry.start == canvas.start, after._replace(confidence=confidence), state, canvas.length)
 
     def propose(self, state: State, query: Query, readout: Readout) -> State:
         """See `Drafting.propose`."""

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dllm_sampler.blocks.multi_block import MultiBlock
 from dllm_sampler.cache.delayed_prefix import DelayedPrefix
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.plan import Plan
 from dllm_sampler.core.protocols import Blocks, Carry, Context
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.around import Around
 from dllm_sampler.schedulers.entropy import EntropyThreshold
 from dllm_sampler.stops.fill import FillStop
 

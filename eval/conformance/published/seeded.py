@@ -10,13 +10,13 @@ from torch import Tensor
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.sub_block import SubBlockCache
 from dllm_sampler.core import grid
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.eval.conformance.published.context import BlockDraws
-from dllm_sampler.schedulers.around import Around
-from dllm_sampler.schedulers.rows import choose
 
 
 def seeds(canvas: Canvas) -> Tensor:
@@ -56,7 +56,7 @@ class SeededBlocks(Around):
         first, idle = seeds(canvas), prefills(canvas)
         edit, inner = self.inner.tell(canvas, query, readout, carry)
         commit = torch.where(first[:, None], canvas.eligible(query.positions), edit.commit & ~idle[:, None])
-        return replace(edit, commit=commit), choose(~first & ~idle, inner, carry, canvas.length)
+        return replace(edit, commit=commit), where_rows(~first & ~idle, inner, carry, canvas.length)
 
     def bound(self, tokens: int) -> int:
         """See `Scheduler.bound`."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.around import Around
 
 
 @dataclass(frozen=True)

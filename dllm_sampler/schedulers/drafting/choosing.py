@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import CounterNoise, candidate_seeds
 from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.statistics import probability
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
 from dllm_sampler.rewards import NOTHING
-from dllm_sampler.schedulers.around import Around
-from dllm_sampler.schedulers.rows import choose
 
 
 class Draft(NamedTuple):
@@ -135,7 +135,7 @@ class Choosing(Around):
         holds = self._waits(canvas, carry)
         taken = self.pick(canvas, carry.step, self._filled(query, readout, carry.drafts), holds & judged)
         held = _taken(carry.drafts, taken, canvas)
-        inner = choose(holds, held.inner, carry.inner, canvas.length)
+        inner = where_rows(holds, held.inner, carry.inner, canvas.length)
         at, write = query.positions, holds[:, None] & canvas.masked & ~held.masked
         now = canvas.apply(at, Edit(held.ids.gather(1, at), write.gather(1, at)))
         now = replace(now, step=carry.step + holds)
@@ -146,7 +146,7 @@ class Choosing(Around):
         full = torch.stack([draft.closed for draft in drafts]).all(0) & judged & ~over & (canvas.noise_left() > 0)
         ids = torch.stack([torch.where(draft.masked, NOTHING, draft.ids) for draft in drafts], 1)
         last = _taken(drafts, self.pick(canvas, now.step, ids, full), canvas)
-        inner = choose(full, last.inner, inner, canvas.length)
+        inner = where_rows(full, last.inner, inner, canvas.length)
         fills = full[:, None] & now.masked & ~last.masked
         ids, sure = torch.where(fills, last.ids, now.ids), torch.where(fills, last.confidence, held.confidence)
         closed = over | full
@@ -203,4 +203,4 @@ class Choosing(Around):
 def _taken(options: Sequence[Any], pick: Tensor, canvas: Canvas) -> Any:
     """Of M trees of tensors the one that `pick [B]` names for each row."""
     numbered = enumerate(options[1:], 1)
-    return reduce(lambda found, one: choose(pick == one[0], one[1], found, canvas.length), numbered, options[0])
+    return reduce(lambda found, one: where_rows(pick == one[0], one[1], found, canvas.length), numbered, options[0])

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dllm_sampler.core import given, select
 from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.drafting.candidates import Branch, Draft
-from dllm_sampler.drafting.run_ahead import Round, RunAhead, State
-from dllm_sampler.schedulers.rows import choose
+from dllm_sampler.schedulers.drafting.candidates import Branch, Draft
+from dllm_sampler.schedulers.drafting.run_ahead import Round, RunAhead, State
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Drafting(RunAhead):
             state = self.verify(canvas, query, readout, state)
         seen = readout.of(state.candidate)
         after = self.step(state, query, seen)
-        state = choose(self.commits_next(canvas, state.canvas, after.canvas), after, state, canvas.length)
+        state = where_rows(self.commits_next(canvas, state.canvas, after.canvas), after, state, canvas.length)
         now, at = state.canvas, query.positions
         closed = now.start > canvas.start  # [B]
         commit = (canvas.masked & ~now.masked).gather(1, at)
@@ -98,7 +98,7 @@ class Drafting(RunAhead):
         if query.step is not None:  # tokens are drawn with the step's noise
             score = score * (query.step == after.canvas.step[:, None])
         accepted = score.any(1) & self.worth_candidate(canvas, state.canvas, after.canvas)
-        return choose(accepted, self.follow(query, state, after, score.argmax(1)), state, canvas.length)
+        return where_rows(accepted, self.follow(query, state, after, score.argmax(1)), state, canvas.length)
 
     def fits(self, query: Query, before: State, after: State) -> Tensor:
         """`[B, K] int64` how well each candidate fits, where the step leads from `before` to `after`; 0: not at all."""

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import grid
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.around import Around
-from dllm_sampler.schedulers.rows import choose
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class StorePass(Around):
             finish=None if edit.finish is None else edit.finish & ~idle,
             end=None if edit.end is None else torch.where(idle, canvas.end, edit.end),
         )
-        return edit, (over, left, carry[2] + idle, carry[3], choose(~idle, inner, carry[4], canvas.length))
+        return edit, (over, left, carry[2] + idle, carry[3], where_rows(~idle, inner, carry[4], canvas.length))
 
     def bound(self, tokens: int) -> int:
         """See `Scheduler.bound`: one more forward per block, and one for the prompt."""

@@ -14,7 +14,7 @@ from dllm_sampler.core.values import Canvas, Edit, Readout
 _PER_ROW = ("ids", "masked", "start", "stop", "age", "step", "done")  # what a step changes of a canvas
 
 
-def choose(which: Tensor, new: Any, old: Any, empty: int) -> Any:
+def where_rows(which: Tensor, new: Any, old: Any, empty: int) -> Any:
     """A tree of tensors, canvases, readouts and edits: `new` in the rows `which [B]`, `old` in the others.
 
     The two sides may come from queries of different widths. The narrower side is filled up: a named tuple's `positions`
@@ -23,11 +23,13 @@ def choose(which: Tensor, new: Any, old: Any, empty: int) -> Any:
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         new, old = _widened(new, old.shape), _widened(old, new.shape)
         return torch.where(which.view(-1, *[1] * (new.dim() - 1)), new, old)
+    names = None
     if isinstance(new, Canvas):
-        return replace(new, **{name: choose(which, getattr(new, name), getattr(old, name), empty) for name in _PER_ROW})
-    if isinstance(new, Readout | Edit) and isinstance(old, type(new)):
+        names = _PER_ROW
+    elif isinstance(new, Readout | Edit) and isinstance(old, type(new)):
         names = [one.name for one in fields(new) if isinstance(getattr(new, one.name), Tensor)]
-        return replace(new, **{name: choose(which, getattr(new, name), getattr(old, name), empty) for name in names})
+    if names is not None:
+        return replace(new, **{one: where_rows(which, getattr(new, one), getattr(old, one), empty) for one in names})
     if isinstance(new, tuple) and isinstance(old, tuple):
         names = getattr(new, "_fields", [""] * len(new))
         parts = []
@@ -35,7 +37,7 @@ def choose(which: Tensor, new: Any, old: Any, empty: int) -> Any:
             if name == "positions":
                 width = max(one.shape[1], other.shape[1])
                 one, other = _padded(one, width, empty), _padded(other, width, empty)
-            parts.append(choose(which, one, other, empty))
+            parts.append(where_rows(which, one, other, empty))
         return type(new)(*parts) if any(names) else tuple(parts)
     return new
 

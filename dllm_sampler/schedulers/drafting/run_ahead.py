@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_inner
 from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.noise import CounterNoise
@@ -16,7 +17,6 @@ from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
-from dllm_sampler.schedulers.around import Around
 
 
 class State(NamedTuple):

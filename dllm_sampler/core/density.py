@@ -1,0 +1,38 @@
+"""How much of a position's neighbourhood is committed (d2Cache, arXiv 2509.23094)."""
+
+import math
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dllm_sampler.core.values import Canvas
+
+
+def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
+    """`[B, Q]` share of committed positions under a Gaussian of width `sigma` around each of `positions [B, Q]`."""
+    offset, weight, total = bell(sigma, canvas.longest, positions.device)
+    near = positions[..., None] + offset  # [B, Q, N]
+    place, length = near - canvas.first[:, None, None], canvas.new_tokens[:, None, None]
+    within = (place >= -length) & (place < 2 * length)  # farther columns count as masked
+    near = torch.minimum(near.clamp(min=0), (canvas.end - 1)[:, None, None])
+    masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
+    # Summed one by one: a row sums more zeros among longer ones, and the same numbers in the same order.
+    return (weight * (within > masked)).cumsum(-1)[..., -1] / total[canvas.new_tokens][:, None]
+
+
+@cache  # for good: a recorded step (`engine/graphs.py`) reads these tensors where they are
+def bell(sigma: float, longest: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets `[N]` from the nearest on, a Gaussian `[N]` over them, and its sums for generations of each length.
+
+    A generation of n tokens sums it over 3 n on either side, as published (`[n]` of the sums). No position is farther
+    than twice the length from what is counted, and what is farther than nine sigma does not change a float64 sum.
+    """
+    near = 2 * min(2 * longest, math.ceil(9 * sigma)) + 1
+    with torch.inference_mode(False):  # other steps may run without it
+        offset = torch.arange(6 * longest, device=device)
+        offset = torch.where(offset % 2 == 0, offset // 2, -(offset // 2) - 1)  # 0, -1, 1, -2, 2, ...
+        weight = torch.exp(-(offset.double() ** 2) / (2 * sigma**2))
+        total = F.pad(weight.cumsum(0)[5::6], (1, 0))
+        return offset[:near].clone(), weight[:near].clone(), total
