@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
 from dllm_sampler import config
+from dllm_sampler.cli import threads
 from dllm_sampler.cli.compose import App, composition, parse, parts, readable
 from dllm_sampler.cli.quoting import TEXTS
 from dllm_sampler.cli.shorthand import spelled_out
@@ -32,7 +33,7 @@ EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."
 MOST_CONFIGURATIONS = 10_000  # of one sweep
 LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
-MOST_PROCESSES = 2**12  # and threads of one
+MOST_PROCESSES = 2**12
 # What changes no answer and no time, or only says where results go: a run is the same run with another of these.
 ELSEWHERE = ("output", "report", "workers", "device")
 # Options that came later: with these values a run is the run that it was without them.
@@ -60,20 +61,21 @@ class Options:
     compat: bool = False
     chat: bool = False
     guided: bool = False
-    threads: int | None = None
+    threads: int | str = "auto"
     output: str = "outputs/eval"
     oracle: bool = True
     report: str | None = None
     workers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "block_length", "batch_size", "max_steps", "threads", "workers"):
+        for name in ("max_new_tokens", "block_length", "batch_size", "max_steps", "workers"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name} should be at least 1, not {value}")
-        for name, most in (("batch_size", MOST_ROWS), ("threads", MOST_PROCESSES), ("workers", MOST_PROCESSES)):
+        for name, most in (("batch_size", MOST_ROWS), ("workers", MOST_PROCESSES)):
             if (getattr(self, name) or 0) > most:
                 raise UserError(f"{name} should be at most {most}, not {getattr(self, name)}")
+        threads.check(self.threads)
         for name in ("output", "report"):
             if (path := getattr(self, name)) is not None:
                 expanded(name, path)
@@ -119,6 +121,8 @@ class Job:
         """Everything that makes this run another one than others, as JSON allows it."""
         given = asdict(self.options).items()
         options = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}
+        if self.options.threads == threads.AUTO:  # before it was written like this
+            options["threads"] = None
         task = {**self.task, "canvas": self.max_new_tokens}  # of the task, unless the options say it for all tasks
         whole = {"task": task, "model": self.model, **self.plugins, **options}
         # The same settings are another run once the files that they name have changed.

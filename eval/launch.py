@@ -27,6 +27,7 @@ from hydra.types import HydraContext, RunMode
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dllm_sampler.cli import threads
 from dllm_sampler.cli.compose import literal
 from dllm_sampler.cli.yours import PACKAGED
 from dllm_sampler.core import files
@@ -114,7 +115,7 @@ def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: b
                 cfg = loader.load_configuration(EVAL.root, [*own, *output], RunMode.MULTIRUN)
             HydraConfig.instance().set_config(cfg)
             context = HydraContext(config_loader=loader, callbacks=_callbacks())
-            piece = Piece(tuple(found), workers, parent)
+            piece = Piece(tuple(found), workers, parent, not threads.are_set())
             try:
                 launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
             except RuntimeError as error:  # Hydra's, for a class outside of the packages of its plug-ins
@@ -220,16 +221,20 @@ class Piece:
     """What a launcher's job does: one worker's share of all jobs.
 
     parent: the process that waits for it; None: it outlives the command, as a job of a cluster does
+    free: the user has not set the threads of torch; joblib sets its variables to each worker's share of the cores
     """
 
     jobs: tuple[Job, ...]
     workers: int
     parent: int | None = None
+    free: bool = True
 
     def __call__(self, cfg: Any) -> dict[str, str]:
         """Run it; `cfg.worker` is the worker's number."""
         if self.parent is not None:
             end_with(self.parent)
+        for name in threads.VARIABLES if self.free else ():
+            os.environ.pop(name, None)  # torch has read it
         share = Share(int(cfg.worker), self.workers)
         gpus = torch.cuda.device_count()
         where = device(self.jobs, share.rank % max(1, gpus))

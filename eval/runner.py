@@ -15,8 +15,10 @@ import transformers
 
 from dllm_sampler import config
 from dllm_sampler.batch import Reader
+from dllm_sampler.cli import threads
 from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import NotFiniteError, NotWrittenError, UserError
 from dllm_sampler.eval import memory
 from dllm_sampler.eval.folders import RunFolder
@@ -63,8 +65,6 @@ def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> 
     samples = job.built_task.samples()
     if folder.finish(job.built_task):
         return None
-    if job.options.threads:
-        torch.set_num_threads(job.options.threads)
     done = folder.done()
     try:
         runner, size = Runner(job, device), job.options.batch_size
@@ -107,6 +107,7 @@ class Runner:
         task, options = job.built_task, job.options
         self.job = job
         self.denoiser, self.tokenizer = _model(job, device)
+        threads.choose(options.threads, threads.parameters(networks(self.denoiser)), device)
         self.plugins = {group: config.build(group, spec) for group, spec in job.plugins.items()}
         self.forms: tuple[str, ...] = ()  # each once
         if options.guided:

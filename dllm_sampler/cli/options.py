@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from dllm_sampler.cli import threads
 from dllm_sampler.config import BATCHING, DTYPES, MOST_ROWS
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.paths import expanded
@@ -11,6 +12,7 @@ OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".xlsx", ".html", ".md", ".yaml", "
 # What changes no sample, or only says where samples go: a file that was begun with others may be continued.
 ELSEWHERE = (
     "output", "resume", "prompts_file", "stream", "stream_delay", "batch_size", "batching", "poll_every", "device",
+    "threads",
 )  # fmt: skip
 LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an int64
 
@@ -40,6 +42,7 @@ class Options:
     draft_scheduled: bool = False
     separator: str | None = None
     device: str = "auto"
+    threads: int | str = "auto"
     dtype: str = "auto"
     backend: str = "auto"
     cuda_graph: bool | str = False
@@ -60,6 +63,7 @@ class Options:
         for name in ("prompts_file", "output", "target"):
             if (path := getattr(self, name)) not in (None, "-"):
                 expanded(name, path)
+        threads.check(self.threads)
         if self.resume and self.output is None:
             raise UserError("resume=true continues a file of samples. Name it as output=FILE.jsonl.")
         if self.batching not in BATCHING:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dllm_sampler import config, infill, prompts
-from dllm_sampler.cli import inputs
+from dllm_sampler.cli import inputs, threads
 from dllm_sampler.cli.compose import Settings
 from dllm_sampler.cli.inputs import Forms, Prompt
 from dllm_sampler.cli.live import Screen, render
@@ -25,6 +25,7 @@ from dllm_sampler.cli.output import Records, Totals
 from dllm_sampler.cli.request import Request
 from dllm_sampler.cli.several import Several, show_answers, stop_strings
 from dllm_sampler.cli.terminal import show
+from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import NotFiniteError, RowError, UserError
 from dllm_sampler.fixed import Fixed
 from dllm_sampler.infill import Task
@@ -47,6 +48,9 @@ def run(asked: Request) -> int:
     options = asked.settings.options
     sampler = load(asked.settings)
     deer = None if options.target is None else verified(sampler, options)
+    if deer is not None:
+        both = [*networks(sampler.denoiser), deer.target.model]
+        threads.choose(options.threads, threads.parameters(both), str(sampler.device))
     total = max(1, len(asked.prompts)) * options.samples
     with _records(asked) or nullcontext() as records:
         try:
@@ -228,7 +232,7 @@ def load(chosen: Settings, like: Sampler | None = None) -> Sampler:
     make = partial(Sampler.from_pretrained, chosen.model, dtype=dtype, device=options.device)
     if like is not None:
         make = partial(Sampler, like.denoiser, tokenizer=like.tokenizer)
-    return make(
+    sampler = make(
         compat=options.compat,
         max_steps=options.max_steps,
         poll_every=options.poll_every,
@@ -244,6 +248,8 @@ def load(chosen: Settings, like: Sampler | None = None) -> Sampler:
         top_k=options.top_k,
         top_p=options.top_p,
     )
+    threads.choose(options.threads, threads.parameters(networks(sampler.denoiser)), str(sampler.device))
+    return sampler
 
 
 def verified(sampler: Sampler, options: Options) -> SpeculativeSampler:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from dllm_sampler import config
 from dllm_sampler._version import __version__
-from dllm_sampler.cli import compose, yours
+from dllm_sampler.cli import compose, threads, yours
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.printing import about, say
@@ -49,12 +50,13 @@ the device.
 """
 ENDING = """
 dllm-train --help train=NAME lists the fields of one: defaults, and what they mean.
+threads=N sets torch's threads on a CPU (auto: 1 for models below 20M parameters).
 Flags: -h, --help   --version   --trust-conf
 Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 130 after Ctrl-C (the state is saved).
 """
 _FIELD = re.compile(r"train\.([\w.]+)=")  # a plain override; + and ~ are left to Hydra
-_OUTPUT = "train.output="
+_OUTPUT, _THREADS = "train.output=", "threads="
 TRAIN = compose.App("dllm-train", "train", ("train",))
 
 
@@ -78,6 +80,11 @@ def trainer(words: Sequence[str]) -> Any:
     Raises:
         UserError: an override that cannot be read, or that names nothing there is.
     """
+    return _read(words)[0]
+
+
+def _read(words: Sequence[str]) -> tuple[Any, int | str]:
+    """The trainer, and what is said of threads."""
     choices = [word.partition("=")[2] for word in words if word.startswith("train=")]
     if not choices:
         raise UserError(f"nothing to train: say train=NAME, with one of {', '.join(yours.choices('train'))}")
@@ -86,12 +93,14 @@ def trainer(words: Sequence[str]) -> Any:
     for word in words:
         if match := _FIELD.match(word):
             _known(name, defaults, match[1].split("."))
-        elif not word.startswith("train="):
+        elif not word.startswith(("train=", _THREADS)):
             _refuse(word)
     paths = [word.removeprefix(_OUTPUT) for word in words if word.startswith(_OUTPUT)]
     words = [_to_the_letter(word, defaults) for word in words if not word.startswith(_OUTPUT)]
     kept = [part for word in words for part in _replacing(word, defaults)]
-    settings = dict(compose.composition(TRAIN, kept).tree["train"])
+    tree = compose.composition(TRAIN, kept).tree
+    settings = dict(tree["train"])
+    threads.check(tree["threads"])
     if paths:
         settings["output"] = None if paths[-1] == "null" else paths[-1]  # a folder of that name is ./null
     if isinstance(output := settings.get("output"), str):
@@ -100,7 +109,7 @@ def trainer(words: Sequence[str]) -> Any:
     cls: Any = function(f"train={name}: _target_", target)
     if not inspect.isclass(cls) or not is_dataclass(cls) or not hasattr(cls, "run"):  # asked before it is called
         raise UserError(f"train={name}: _target_ should name a dataclass with a method run, and {target} is none")
-    return cls(**config.check(f"train={name}", cls, settings, whole=True))
+    return cls(**config.check(f"train={name}", cls, settings, whole=True)), tree["threads"]
 
 
 def _run(words: list[str]) -> int:
@@ -119,12 +128,39 @@ def _run(words: list[str]) -> int:
     elif "--version" in words:
         print(f"dllm-train {__version__}")
     else:
-        chosen = trainer(words)
+        chosen, said = _read(words)
+        threads.choose(said, _parameters(chosen) if said == threads.AUTO else None, _device(chosen))
         with _alone(chosen):
             found = chosen.run()
         if os.environ.get("RANK", "0") == "0":  # of processes that train together one says it
             show(str(found))
     return 0
+
+
+def _device(trainer: Any) -> str:
+    """Return where a trainer computes, as far as its settings say it."""
+    from dllm_sampler.models.loading import as_device  # imports torch: a mistake does not wait for it
+
+    try:
+        return str(as_device(getattr(trainer, "device", "auto")))
+    except UserError:  # the trainer says what is wrong
+        return ""
+
+
+def _parameters(trainer: Any) -> int | None:
+    """Return about how many parameters the model of a trainer has. Returns None if it cannot be known yet."""
+    from dllm_sampler.models import loading, weights
+
+    model: Any = getattr(trainer, "model", None)
+    if isinstance(model, Mapping) and "hidden_size" in model:  # a shape, of a model that begins at random
+        size, inner = model["hidden_size"], model["intermediate_size"]
+        return model["num_layers"] * size * (4 * size + 3 * inner)
+    try:
+        settings = config.model(model)
+        folder = loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))
+        return sum(map(prod, weights.shapes(folder).values()))
+    except (UserError, TypeError):  # the trainer says what is wrong, or has no model of ours
+        return None
 
 
 @contextmanager

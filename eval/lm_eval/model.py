@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import Progress, track
 
 from dllm_sampler import chat
+from dllm_sampler.cli import threads
+from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.eval.lm_eval import likelihood
 from dllm_sampler.eval.lm_eval.settings import Settings, parse
@@ -56,7 +58,10 @@ class SamplerLM(LM):
     ) -> SamplerLM:
         """What stands in `--model_args` comes before the harness's own arguments, which have defaults."""
         others = {key: value for key, value in (additional_config or {}).items() if value is not None}
-        return cls(**{**others, **arg_dict})
+        made = cls(**{**others, **arg_dict})
+        size = threads.parameters(networks(made.sampler.denoiser))
+        threads.choose(made.settings.threads, size, str(made.sampler.device))
+        return made
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> SamplerLM:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from dllm_sampler import config
+from dllm_sampler.cli import threads
 from dllm_sampler.config import BATCHING
 from dllm_sampler.errors import UserError, installing, unknown
 
@@ -31,6 +32,7 @@ class Settings:
     check_greedy: whether a likelihood also says if one token per step, greedily, would give that text (a forward for
         each of its tokens); without, the answer is no, and metrics that count it (LAMBADA's accuracy) are void
     add_bos: begin prompts with the tokenizer's first-token mark where it does not do so itself (Dream's base model)
+    threads: as of `dllm-sample`; the harness alone sets them, this class called from Python does not
     plugins, shortcuts, model: for `Sampler.from_pretrained`
     """
 
@@ -45,11 +47,13 @@ class Settings:
     add_bos: bool = False
     dtype: str | None = None
     device: str = "auto"
+    threads: int | str = "auto"
     plugins: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     shortcuts: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        threads.check(self.threads)
         for name in ("batch_size", "max_new_tokens", "mc_num", "mc_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -46,7 +46,7 @@ def test_what_changes_no_answer_is_the_same_run() -> None:
         (["task.count=0"], "task.count should be at least 1"),
         (["workers=0"], "workers should be at least 1"),
         (["workers=5000"], "workers should be at most 4096, not 5000"),
-        (["threads=99999999999"], "threads should be at most 4096"),
+        (["threads=99999999999"], "threads should be auto or a number from 1 to 4096"),
         (["batch_size=x"], "batch_size should be a valid integer"),
         (["suite=copare"], "unknown suite 'copare', did you mean 'compare'"),
         (["scheduler=glob(x*)"], "matches nothing"),
