@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas
+from dllm_sampler.errors import UserError, short
+from dllm_sampler.naming import named
 
 if TYPE_CHECKING:
     from dllm_sampler.core.protocols import Guide
@@ -21,6 +23,43 @@ def is_random(guides: Iterable[Guide]) -> bool:
     """Return True if tokens are drawn under these guides. A temperature of 0 makes every choice greedy."""
     given = tuple(guides)
     return any(guide.draws for guide in given) and all(guide.temperature != 0 for guide in given)
+
+
+class Barred(NamedTuple):
+    """Tokens that no answer may have: the mask, and end tokens before a given token."""
+
+    mask_id: int | None  # None: it may be chosen, or there is none
+    ends: tuple[int, ...] = ()
+
+    def exclude(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+        """Set their logits in `[R, V]` to minus infinity, in place."""
+        if self.mask_id is not None:
+            logits[..., self.mask_id].fill_(-torch.inf)
+        if canvas.given is not None and self.ends:
+            inner = answers.position < canvas.given[answers.row]  # [R]
+            for end in self.ends:
+                logits[..., end] = logits[..., end].masked_fill(inner, -torch.inf)
+        return logits
+
+
+def rewritten(guide: Guide, logits: Tensor, canvas: Canvas, answers: Answers, barred: Barred) -> Tensor:
+    """Return `[R, V]` logits as a guide rewrites them, without the tokens that are barred.
+
+    Raises:
+        UserError: the guide returned something else than logits of this shape.
+    """
+    found: Any = guide(logits, canvas, answers)
+    if guide.keeps_excluded:
+        return found
+    if found is logits:
+        return barred.exclude(logits, canvas, answers)
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        what = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else short(repr(found))
+        raise UserError(f"guide={named(guide)} returned {what} in place of logits. Return a floating-point tensor.")
+    if found.shape != logits.shape or found.device != logits.device:
+        was, now = (f"{list(one.shape)} on {one.device}" for one in (logits, found))
+        raise UserError(f"guide={named(guide)} returned logits of shape {now}, given {was}. Return one for each.")
+    return barred.exclude(found.clone(), canvas, answers)
 
 
 @dataclass(frozen=True)
@@ -34,15 +73,16 @@ class Draw:
     canvas: Canvas
     answers: Answers
     vocab: int
+    barred: Barred
     noise: Tensor | None = None  # [R, V] of the step; None: drawn with the canvas's row seeds when it is wanted
     draws: bool = True  # False: the best token is taken
 
     @staticmethod
-    def of(guides: tuple[Guide, ...], canvas: Canvas, answers: Answers, vocab: int) -> Draw:
+    def of(guides: tuple[Guide, ...], canvas: Canvas, answers: Answers, vocab: int, barred: Barred) -> Draw:
         """The step's own: its noise is drawn once, so that further choices are coupled to the first."""
         draws = is_random(guides)
         noise = canvas.noise.tokens(canvas, answers, vocab) if draws else None
-        return Draw(guides, canvas, answers, vocab, noise, draws)
+        return Draw(guides, canvas, answers, vocab, barred, noise, draws)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """`[B, K, Q]` tokens chosen from `[B, K, Q, V]`."""
@@ -63,7 +103,12 @@ class Draw:
             # NaN and +inf are each the highest: the score of the choice alone tells whether the whole row is sound.
             return token, noised[1].gather(-1, token[..., None])[..., 0].isfinite()
         rest = None if whole is choice else _noised(whole, noise)
-        token = joint.choose(*noised, rest, self.canvas, self.answers)
+        token: Any = joint.choose(*noised, rest, self.canvas, self.answers)
+        if not isinstance(token, Tensor) or (token.shape, token.dtype) != (choice.shape[:-1], torch.int64):
+            raise UserError(
+                f"guide={named(joint)} did not choose one token for each of {len(choice)} rows of logits. Return their"
+                " ids from choose, as int64."
+            )
         # Where nothing is left of `choice`, the joint guide chooses by `whole`.
         return token, (choice.amax(-1) < torch.inf) & whole.amax(-1).isfinite()
 
@@ -92,9 +137,10 @@ class Draw:
         for guide in self.guides:
             if guide.joint or not guide.chooses:
                 continue
-            before, choice = choice, guide(choice, self.canvas, self.answers)
+            before, choice = choice, rewritten(guide, choice, self.canvas, self.answers, self.barred)
             if joint and not (guide.truncates or guide.excludes):
-                whole = choice if whole is before else guide(whole, self.canvas, self.answers)
+                same = whole is before
+                whole = choice if same else rewritten(guide, whole, self.canvas, self.answers, self.barred)
         return choice, whole
 
     def _noise(self) -> Tensor | None:

@@ -181,6 +181,7 @@ class Guide:
 
     truncates: ClassVar[bool] = False  # keeps the likeliest tokens only: a greedy choice does not feel it
     excludes: ClassVar[bool] = False  # takes given tokens away, which must not be all that another guide left
+    keeps_excluded: ClassVar[bool] = False  # a logit of -inf stays one; else the mask is excluded again after it
     joint: ClassVar[bool] = False  # the tokens of a step belong together: it `choose`s them, and none is replaced
     vetoes: ClassVar[bool] = False  # it `settle`s what is committed, for which it reads the device inside a step
     forms: int = 0  # of answers, one of which each prompt names (`Canvas.form`); 0: none is named

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.draw import Draw
+from dllm_sampler.core.draw import Barred, Draw, rewritten
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
@@ -131,16 +131,12 @@ def read(
         or no finite logit.
     """
     spec, guides, needs, allow_mask = rule
-    if spec.mask_id is not None and not allow_mask:
-        logits[..., spec.mask_id].fill_(-torch.inf)
-    if canvas.given is not None:  # an answer does not end before a token of it that is given
-        inner = answers.position < canvas.given[answers.row]  # [R]
-        logits[..., spec.eos_id] = logits[..., spec.eos_id].masked_fill(inner, -torch.inf)
-    measured = logits
+    barred = Barred(None if allow_mask else spec.mask_id, (spec.eos_id,))
+    measured = logits = barred.exclude(logits, canvas, answers)
     for guide in guides:
         if guide.measures:
-            measured = guide(measured, canvas, answers)
-    draw = Draw.of(guides, canvas, answers, spec.vocab_size)
+            measured = rewritten(guide, measured, canvas, answers, barred)
+    draw = Draw.of(guides, canvas, answers, spec.vocab_size, barred)
     law = any(guide.joint and guide.measures for guide in guides)
     bound = (measured != logits).any(-1) if law else None  # [R] answers of which a form says something
     token, sound = draw.chosen(logits)

@@ -1,6 +1,7 @@
 """A temperature that falls while a block is decoded."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ class LinearTemperature(Guide):
         high: of the forward that opens it.
         steps: forwards planned for a block.
     """
+
+    keeps_excluded: ClassVar[bool] = True
 
     low: float
     high: float

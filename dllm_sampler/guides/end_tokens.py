@@ -27,6 +27,7 @@ class EndTokens(Guide):
     """
 
     excludes: ClassVar[bool] = True
+    keeps_excluded: ClassVar[bool] = True
 
     mode: Mode = "ban"
     ids: tuple[int, ...] | None = None

@@ -15,6 +15,8 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass(frozen=True)
 class _Rewrite(Guide):
+    keeps_excluded: ClassVar[bool] = True
+
     measured: bool = field(default=False, kw_only=True)  # so that Temperature(0.7) means its value
 
     @property

@@ -14,7 +14,7 @@ from dllm_sampler import prompts
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.draw import is_random
+from dllm_sampler.core.draw import Barred, is_random, rewritten
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import argmax
@@ -204,8 +204,9 @@ class SpeculativeSampler:
     def _law(self, logits: Tensor, canvas: Canvas, at: Tensor) -> Tensor:
         """`[B, N, V]` logits as the guides rewrite them."""
         answers, flat = Answers.every(Query.at(canvas, at)), logits.flatten(0, 1)
+        barred = Barred(self.drafter.denoiser.spec.mask_id)
         for guide in self.guides:
-            flat = guide(flat, canvas, answers)
+            flat = rewritten(guide, flat, canvas, answers, barred)
         return flat.view_as(logits)
 
     def _widths(self, text: Canvas) -> list[int]:

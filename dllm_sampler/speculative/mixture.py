@@ -21,6 +21,7 @@ class KnownTokens(Guide):
     """
 
     excludes: ClassVar[bool] = True
+    keeps_excluded: ClassVar[bool] = True
 
     size: int
 

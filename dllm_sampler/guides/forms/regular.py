@@ -47,6 +47,7 @@ class Form(Guide):
     """
 
     joint: ClassVar[bool] = True
+    keeps_excluded: ClassVar[bool] = True
 
     forms: int = field(init=False, default=0, repr=False, compare=False)
     posterior: bool = field(default=False, kw_only=True)
