@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Sequence
 from inspect import getattr_static, signature
 from os import PathLike
 from typing import Any
@@ -14,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler import config
 from dllm_sampler.core.checks import check_count, check_switch
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.errors import UserError, first_line, nearest, short
+from dllm_sampler.naming import named
 
 
 def check_name(model: object) -> None:
@@ -28,11 +28,12 @@ def check_name(model: object) -> None:
         raise UserError(f"model must be a name, a folder, a hub id or a settings dict, not a {type(model).__name__}")
 
 
-def check_known(options: Iterable[str], *calls: Callable[..., Any]) -> None:
+def check_known(options: Mapping[str, Any], *calls: Callable[..., Any], current: Mapping[str, Any]) -> None:
     """Refuse options that a sampler does not have.
 
     Args:
         calls: methods whose parameters may have been meant, too.
+        current: options that hold where these say nothing.
 
     Raises:
         TypeError: as Python's own for an argument that a function does not have.
@@ -44,8 +45,36 @@ def check_known(options: Iterable[str], *calls: Callable[..., Any]) -> None:
     others = {other: call for call in calls for other in signature(call).parameters if other not in ("self", "options")}
     if name in others:
         raise TypeError(f"'{name}' is an option of {others[name].__name__}, and not of this call")
-    near = get_close_matches(name, [*known, *others], n=1)
-    raise TypeError(f"there is no option '{name}'" + (f", did you mean '{near[0]}'?" if near else ""))
+    fields = _plugin_fields()
+    near = [name] if name in fields else nearest(name, [*known, *others], 1) or nearest(name, fields, 1, 0.8)
+    meant = [_as_setting(fields[one], one, options[name], {**current, **options}) for one in near if one in fields]
+    hint = meant[0] if meant else f"'{near[0]}'" if near else ""
+    raise TypeError(f"there is no option '{name}'" + (f", did you mean {hint}?" if hint else ""))
+
+
+def _plugin_fields() -> dict[str, dict[str, list[str]]]:
+    """The fields of all plug-ins: for each the groups, and their choices, that have it."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for group in config.GROUPS[1:]:
+        for choice in config.names(group):
+            for one in config.entry(group, choice).settings:
+                if one != "_target_":
+                    found.setdefault(one, {}).setdefault(group, []).append(choice)
+    return found
+
+
+def _as_setting(owners: Mapping[str, Sequence[str]], name: str, value: object, options: Mapping[str, Any]) -> str:
+    """A field as it is written, in the settings of the plug-in that was chosen if that has it."""
+    for group, choices in owners.items():
+        spec = options.get(group)
+        chosen = spec.get("name") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else named(spec)
+        if chosen in choices:
+            break
+    else:
+        group, choices = next(iter(owners.items()))
+        chosen = choices[0] if len(choices) == 1 else "NAME"
+    text = f'{group}={{"name": "{chosen}", "{name}": {short(repr(value))}}}'
+    return text if chosen != "NAME" else f"{text}, where NAME is one of {', '.join(choices)}"
 
 
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:

@@ -76,10 +76,17 @@ def short(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}... ({len(text)} characters)"
 
 
+def nearest(word: str, names: Iterable[str], most: int = 2, cutoff: float = 0.6) -> list[str]:
+    """The names that were probably meant by a word: those that it shortens, else those that are spelt like it."""
+    known, word = list(dict.fromkeys(names)), word[:200]
+    short_for = sorted((name for name in known if len(word) > 1 and name.startswith(word)), key=len)
+    return short_for[:most] or get_close_matches(word, known, most, cutoff)
+
+
 def unknown(kind: str, word: str, choices: Iterable[str]) -> UserError:
     """The error for a word that is none of the choices: it names the nearest ones and lists them all."""
     known = list(choices)
-    near = " or ".join(f"'{name}'" for name in get_close_matches(word[:200], known, n=2))
+    near = " or ".join(f"'{name}'" for name in nearest(word, known))
     word = short(word)
     what = "fields" if kind.startswith("field") else "choices"
     listing = f"the {what} are {', '.join(known)}" if known else "it has none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 from os import PathLike
 from typing import Literal, Unpack, cast
 
@@ -106,7 +107,7 @@ class Sampler:
         Args:
             options: as the constructor's; the others stay. CUDA graphs are recorded once for each sampler: keep it.
         """
-        arguments.check_known(options, self.generate_many, self.generate)
+        arguments.check_known(options, self.generate_many, self.generate, current=self._options)
         return Sampler(self.denoiser, tokenizer=self.tokenizer, **cast(config.Options, {**self._options, **options}))
 
     def __repr__(self) -> str:
@@ -138,7 +139,7 @@ class Sampler:
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
         # Refuse mistakes before a checkpoint is read, which may take minutes.
-        arguments.check_known(options, cls.from_pretrained)
+        arguments.check_known(options, cls.from_pretrained, current=_defaults(cls))
         backends.check(options.get("backend", "auto"))
         graphs.check(options.get("cuda_graph", False))
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
@@ -181,7 +182,7 @@ class Sampler:
             UserError: a token outside the vocabulary, or as the constructor does. A generation raises it if the
                 function returns no logits of this shape.
         """
-        arguments.check_known(options, cls.from_callable)
+        arguments.check_known(options, cls.from_callable, current=_defaults(cls))
         place = None if device is None else loading.as_device(device)
         denoiser = FunctionDenoiser.of(
             logits_fn, vocab_size=vocab_size, mask_id=mask_id, eos_id=eos_id, pad_id=pad_id,
@@ -396,3 +397,7 @@ class Sampler:
             self._told.add(sentence)
             warnings.warn(sentence, UntrainedWarning, stacklevel=3)
         return own, plugins
+
+
+def _defaults(cls: type[Sampler]) -> dict[str, object]:
+    return {name: one.default for name, one in signature(cls).parameters.items()}

@@ -20,7 +20,7 @@ from dllm_sampler.cli.quoting import TEXTS, as_text, quoted, unreadable
 from dllm_sampler.cli.shorthand import spelled_out
 from dllm_sampler.cli.yours import PACKAGED, check, choices, entry, holders, own
 from dllm_sampler.core.files import uninterrupted
-from dllm_sampler.errors import UserError, first_line, unknown
+from dllm_sampler.errors import UserError, first_line, short, unknown
 
 # What Hydra raises for input it does not like; from YAMLError on they come from its own code, unprepared for it.
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, OSError, RecursionError)
@@ -246,7 +246,8 @@ def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:
         return UserError(first_line(error))
     known = OmegaConf.to_container(cfg, resolve=False)
     for override in parsed:
-        if not override.is_add() and (wrong := missing(app, override.key_or_group, known, named)):
+        value = short(str(override.input_line).partition("=")[2])
+        if not override.is_add() and (wrong := missing(app, override.key_or_group, known, named, value)):
             return wrong
     inner = getattr(error.__cause__, "full_key", None)  # of a field inside a value, as a in guide.choices={a: b}
     return (missing(app, inner, known, named) if inner else None) or UserError(first_line(error))

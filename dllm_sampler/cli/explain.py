@@ -163,16 +163,22 @@ def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> N
         say(console, "")
 
 
+def _documentation(cls: Any) -> str:
+    """The docstring of a class. Returns "" if it has none: a dataclass without one gets its signature."""
+    text = inspect.cleandoc(cls.__doc__ or "")
+    return "" if text.startswith(f"{cls.__name__}(") else text
+
+
 def _prose(cls: Any) -> Iterator[str]:
     """The paragraphs of a docstring before its arguments."""
-    text = inspect.cleandoc(cls.__doc__ or "").partition("\nArgs:")[0]
+    text = _documentation(cls).partition("\nArgs:")[0]
     for paragraph in re.split(r"\n\s*\n", text):
         yield " ".join(paragraph.split())
 
 
 def _arguments(cls: Any) -> dict[str, str]:
     """What the docstring's `Args:` say of each name; several names may share a line. Without them: its last lines."""
-    doc = inspect.cleandoc(cls.__doc__ or "")
+    doc = _documentation(cls)
     before, _, text = doc.partition("\nArgs:\n")
     if not text:
         text = before.rpartition("\n\n")[2]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_sampler.cli.yours import check, choices, holders, own
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, nearest, unknown
 
 if TYPE_CHECKING:
     from dllm_sampler.cli.compose import App
@@ -18,7 +17,13 @@ LISTS = ("guide", "experiment", "stop_strings", "forms")  # what can be a list
 
 
 def check_named(group: str, names: object) -> None:
-    """Refuse a user's own guide or experiment that is not trusted, or whose YAML does not say where its settings go."""
+    """Refuse a guide that is named twice, and a user's own guide or experiment that is not trusted, or whose YAML does
+    not say where its settings go."""
+    repeated = next((name for name in names if names.count(name) > 1), None) if isinstance(names, list) else None
+    if group == "guide" and repeated is not None:
+        raise UserError(
+            f"guide=[...] names {repeated} twice, and a command has one set of settings for it: name it once"
+        )
     package = "_global_" if group == "experiment" else "guide."
     for name in names if isinstance(names, list) else [names]:
         check(group, str(name))
@@ -43,8 +48,8 @@ def several(app: App, word: str) -> UserError:
     return UserError(f"{word} gives several values: give one{f', or a list as {key}=[{value}]' * listed}{sweep}")
 
 
-def missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> UserError | None:
-    """The error for a dotted key that `known` does not have, or None."""
+def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value: str = "VALUE") -> UserError | None:
+    """The error for a dotted key that `known` does not have, or None; `value` is what was to be set."""
     first, *rest = key.split(".")
     if first not in known:
         paths = {name: name for name in known}
@@ -57,10 +62,15 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> Use
             name = others[0] if len(others) == 1 else "NAME"
             return UserError(
                 f"unknown option '{first}': {where}={chosen.get(where)} has no such field; say {where}={name}"
-                f" {where}{inside.replace('NAME', name)}.{first}=VALUE"
+                f" {where}{inside.replace('NAME', name)}.{first}={value}"
                 + (f", where NAME is one of {', '.join(others)}" if len(others) > 1 else "")
             )
-        near = [paths[name] for name in get_close_matches(first, paths, n=2)]
+        if app.name == "dllm-sample" and first in ("prompt", "prompts"):
+            return UserError(
+                f"unknown option '{first}': a prompt is written without a name. Type it alone in quotes, after -- if it"
+                " looks like an option, or name a file with several by prompts_file=FILE"
+            )
+        near = [paths[name] + f"={value}" * (paths[name] != name) for name in nearest(first, paths)]
         hint = f", did you mean {' or '.join(near)}?" if near else ""
         prompt = "; a prompt may follow --" if app.name == "dllm-sample" else ""
         return UserError(f"unknown option '{first}'{hint} ({app.name} --help lists them{prompt})")
@@ -75,7 +85,7 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object]) -> Use
                     return unknown("guide", part, choices(first))
                 # Names of guides may be left out before their fields.
                 names, fields = fields, [*dict.fromkeys(leaf for one in node.values() for leaf in _leaves(one))]
-                if get_close_matches(part, names) and not get_close_matches(part, fields):
+                if nearest(part, names) and not nearest(part, fields):
                     return unknown("guide", part, choices(first))
             wrong = unknown(f"field of {at}", part, fields)
             others = holders(first, part) if node is known[first] else []

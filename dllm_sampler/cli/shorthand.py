@@ -30,7 +30,7 @@ def spelled_out(words: Sequence[str], holders: Callable[[str, str], Sequence[str
 def guides(words: Sequence[str]) -> list[str]:
     """The guides that the last `guide=A` or `guide=[A,B]` of the words names; empty: there is none."""
     named = [match for word in words if (match := _GUIDES.fullmatch(word))]
-    return re.findall(r"\w+", named[-1][1] or named[-1][2]) if named else []
+    return [*dict.fromkeys(re.findall(r"\w+", named[-1][1] or named[-1][2]))] if named else []
 
 
 def _spelled_out(word: str, chosen: Sequence[str], holders: Callable[[str, str], Sequence[str]]) -> str:

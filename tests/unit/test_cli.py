@@ -110,7 +110,13 @@ def test_stream_without_a_terminal(words: list[str], capsys: pytest.CaptureFixtu
 
 
 WRONG = [
-    (["treshold=1"], "unknown option 'treshold', did you mean scheduler.threshold?"),
+    (["treshold=1"], "unknown option 'treshold', did you mean scheduler.threshold=1?"),
+    (["threshold=0.9"], "unknown option 'threshold', did you mean scheduler.threshold=0.9?"),
+    (["temp=1"], "unknown option 'temp', did you mean temperature?"),
+    (["prompt=Ada"], "unknown option 'prompt': a prompt is written without a name."),
+    (["prompts=Ada"], "name a file with several by prompts_file=FILE"),
+    (["guide=[regex,regex]", "guide.pattern=a"], "guide=[...] names regex twice"),
+    (["guide=[top_k,temperature,'top_k']"], "guide=[...] names top_k twice"),
     (["scheduler.treshold=1"], "unknown field of scheduler=threshold 'treshold', did you mean 'threshold'?"),
     (["scheduler=treshold"], "unknown scheduler 'treshold', did you mean 'threshold'?"),
     (["schedular=fixed"], "unknown option 'schedular', did you mean scheduler?"),
@@ -134,10 +140,10 @@ WRONG = [
     (["stop_strings=3"], "stop_strings should be a list as [a,b], or a valid string, not 3; a number in quotes is"),
     (["stop_strings=[1]"], "stop_strings should be a list of valid strings, or a valid string, not [1]"),
     (["stream=yes"], "stream should be true or false, not 'yes'"),
-    (["steps=4"], "'steps': scheduler=threshold has no such field; say scheduler=NAME scheduler.steps=VALUE, where"),
-    (["scheduler=fixed", "steps=4"], "unknown option 'steps', did you mean scheduler.steps"),
+    (["steps=4"], "'steps': scheduler=threshold has no such field; say scheduler=NAME scheduler.steps=4, where"),
+    (["scheduler=fixed", "steps=4"], "unknown option 'steps', did you mean scheduler.steps=4?"),
     (["cache.every=4"], "those that have it are cache=periodic_dual, periodic_prefix"),
-    (["k=4"], "say guide=top_k guide.top_k.k=VALUE"),
+    (["k=4"], "say guide=top_k guide.top_k.k=4"),
     (["guide.top_k.k=4"], "guide.top_k sets a guide that is not chosen: add guide=top_k"),
     (["-m", "scheduler=fixed,threshold"], "dllm-eval takes several values"),
     (["--stream"], "--stream is no flag: options are written name=value, here stream=true"),
