@@ -167,7 +167,7 @@ def milliseconds(
 
     Also the seconds of the first choice of each kind.
     """
-    made = automaton.build(JsonSchema(LARGE).expressions()[0], tokens(vocab), vocab, 0, 1)
+    made = automaton.build(JsonSchema(LARGE).expressions()[0], tokens(vocab), vocab, (0,), 1)
     listed = joined((made,))
     spec = replace(Sampler.from_pretrained("mini", device="cpu").denoiser.spec, vocab_size=vocab, mask_id=1)
     prompts = [[2] * 8] * rows

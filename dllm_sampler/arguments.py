@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
-from dllm_sampler.core.checks import check_count, check_switch
+from dllm_sampler.core.checks import check_count, check_switch, is_whole
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError, first_line, nearest, short
 from dllm_sampler.naming import named
@@ -131,6 +131,29 @@ def check_options(given: Mapping[str, Any]) -> None:
         raise UserError(f"temperature must be at most {2**31 - 1}, not {given['temperature']}")
     if not isinstance(given["compile"], bool) and given["compile"] != "step":
         raise UserError(f"compile must be true, false or step, not {given['compile']!r}")
+
+
+def stop_token_ids(given: Any, spec: ModelSpec) -> tuple[int, ...]:
+    """Return a user's end tokens as a tuple. None is none.
+
+    Raises:
+        UserError: something else than a token id of the model's or a list of them, or the mask token.
+    """
+    given = given.tolist() if hasattr(given, "tolist") else () if given is None else given
+    listed = [given] if isinstance(given, int) else given
+    if not isinstance(listed, list | tuple) or not all(is_whole(one) for one in listed):
+        raise UserError(f"stop_token_ids={given!r} is no token id or list of token ids. Write [5, 6], for example.")
+    for token in listed:
+        if not 0 <= token < spec.vocab_size:
+            raise UserError(
+                f"stop_token_ids has the token id {token}, outside the vocabulary of {spec.vocab_size}. Give ids of"
+                " this model's tokens."
+            )
+        if token == spec.mask_id:
+            raise UserError(
+                f"stop_token_ids has {token}, the mask token, which no answer contains. Leave it out of the list."
+            )
+    return tuple(listed)
 
 
 def check_progress(progress: object) -> None:

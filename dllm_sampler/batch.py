@@ -119,7 +119,7 @@ def commits(
     forms: Sequence[int] | None = None,
 ) -> Iterator[Commits]:
     """The steps of one batch; one in `every` is transferred, with 0 only the last."""
-    engine, spec = sampler.engine(plugins, samples), sampler.denoiser.spec
+    engine, spec = sampler.engine(plugins, samples), sampler.spec
     rows, new_tokens, given = zip(*tasks, strict=True)
     canvas = layout.canvas(
         rows, new_tokens, seeds, spec, plugins.blocks, sampler.noise, plugins.stop.cuts, engine.multiple, forms=forms,
@@ -178,8 +178,8 @@ class Reader:
         rows = torch.cat([head[:, None], known], 1).tolist()
         texts = [row[: row.index(-1)] if -1 in row else row for _, *row in rows]
         heads = None if canvas.given is None else [row[0] for row in rows]  # what is given stays
-        found = prompts.cut(texts, self.tokenizer, self.stop_strings, heads)
-        hit = [not done and stopped for done, (_, stopped) in zip(state.done, found, strict=True)]
+        found = prompts.stopped(texts, self.tokenizer, self.stop_strings, heads)
+        hit = [not done and stopped for done, stopped in zip(state.done, found, strict=True)]
         if any(hit):
             state.canvas = replace(canvas, done=canvas.done | torch.tensor(hit, device=canvas.done.device))
             engine.ask(state)

@@ -57,6 +57,7 @@ class Options(TypedDict, total=False):
     top_p: float | None
     noise: Noise | None
     compat: bool
+    stop_token_ids: int | Sequence[int] | None
     max_steps: int | None
     poll_every: int
     backend: str

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config, prompts
+from dllm_sampler.core.ends import first_end
 from dllm_sampler.core.given import FREE
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.engine.plugins import Plugins
@@ -273,7 +274,8 @@ def _check(task: Task, plugins: Plugins, number: int) -> None:
             f"prompt {number} begins with a gap, and this model predicts a token from the one before it: give text in"
             " front of the gap"
         )
-    if spec.eos_id in given and FREE in given[given.index(spec.eos_id) :]:
+    end = first_end(given, spec.eos_ids)
+    if end is not None and FREE in given[end:]:
         raise UserError(
             f"prompt {number} has an end token before a gap, and an answer ends there: leave one of them out"
         )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -277,7 +278,15 @@ def _known(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def decode(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, stop_strings: Sequence[str]) -> list[str]:
     """Text of each row of ids, cut before the first stop string; without end and other special tokens."""
-    return [text for text, _ in cut(rows, tokenizer, stop_strings)]
+    return [one.text for one in cut(rows, tokenizer, stop_strings)]
+
+
+class Kept(NamedTuple):
+    """What is left of an answer before its first stop string."""
+
+    text: str  # without special tokens
+    tokens: int  # how many of the answer's tokens it is made of
+    stopped: bool  # there is a stop string
 
 
 def cut(
@@ -285,13 +294,53 @@ def cut(
     tokenizer: PreTrainedTokenizerBase | None,
     stop_strings: Sequence[str],
     heads: Sequence[int] | None = None,
-) -> list[tuple[str, bool]]:
-    """As `decode`, and whether there was a stop string. They are looked for behind the first `heads` tokens of each."""
+) -> list[Kept]:
+    """Cut each row of ids before its first stop string, which is looked for behind the first `heads` tokens.
+
+    Stop strings are looked for in what was generated, with its special tokens, so that one may be spelled like these;
+    the text that is left is shown without them.
+    """
     assert tokenizer is not None
-    found = []
-    for row, head in zip(rows, heads or [0] * len(rows), strict=True):
-        text = str(tokenizer.decode(row, skip_special_tokens=True))
-        start = len(str(tokenizer.decode(row[:head], skip_special_tokens=True))) if head and stop_strings else 0
-        places = [at for stop in stop_strings if (at := text.find(stop, start)) >= 0]
-        found.append((text[: min(places)], True) if places else (text, False))
-    return found
+    return [_cut(row, tokenizer, stop_strings, head) for row, head in zip(rows, heads or [0] * len(rows), strict=True)]
+
+
+def stopped(
+    rows: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    stop_strings: Sequence[str],
+    heads: Sequence[int] | None = None,
+) -> list[bool]:
+    """Return for each row of ids whether it has a stop string behind its first `heads` tokens, as `cut` sees it."""
+    assert tokenizer is not None
+    pairs = zip(rows, heads or [0] * len(rows), strict=True)
+    return [_before(row, tokenizer, stop_strings, head) is not None for row, head in pairs]
+
+
+def _before(row: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], head: int) -> str | None:
+    """The text of a row, special tokens included, before its first stop string; None: there is none."""
+    if not stop_strings:
+        return None
+    whole = _said(row, tokenizer)
+    start = len(_said(row[:head], tokenizer)) if head else 0
+    places = [at for stop in stop_strings if (at := whole.find(stop, start)) >= 0]
+    return whole[: min(places)] if places else None
+
+
+def _cut(row: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], head: int) -> Kept:
+    before = _before(row, tokenizer, stop_strings, head)
+    if before is None:
+        return Kept(_shown(row, tokenizer), len(row), False)
+    # The fewest tokens whose text has all of it. The last may be the stop string's first, and have some of its signs.
+    covers = bisect_left(range(len(row)), True, key=lambda size: _said(row[:size], tokenizer).startswith(before))
+    whole = next(size for size in range(covers, -1, -1) if before.startswith(_said(row[:size], tokenizer)))
+    rest = before[len(_said(row[:whole], tokenizer)) :]
+    text = _shown(row[:covers], tokenizer)[: len(_shown(row[:whole], tokenizer)) + len(rest)]
+    return Kept(text, covers if rest.strip() else whole, True)
+
+
+def _said(row: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(row, skip_special_tokens=False))
+
+
+def _shown(row: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(row, skip_special_tokens=True))

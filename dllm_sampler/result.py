@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import prompts
+from dllm_sampler.core.ends import first_end, is_end
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
@@ -28,8 +29,13 @@ FinishReason = Literal["end", "stop_string", "length", "max_steps", "constraint"
 class Result:
     """Answers of a batch, on the CPU."""
 
-    tokens: Tensor  # [B, max_new_tokens] int64; what was never decoded is padding
-    lengths: Tensor  # [B] tokens up to and with the first end token, or to the first hole of an unfinished row
+    # [B, max_new_tokens] int64. Padding follows the first end token, or what a stop string has left; it also fills the
+    # positions that were never decoded. `trace.decoded` has all that was decoded.
+    tokens: Tensor
+    # [B] tokens up to and with the first end token, or to the first hole of an unfinished row. Where a stop string
+    # ended the text: the tokens before it. A token that has both the text's end and the stop string's beginning counts,
+    # unless the text has nothing but white space of it.
+    lengths: Tensor
     texts: list[str] | None  # cut at the first end token and stop string; None without a tokenizer
     nfe: Tensor  # [B] int64 forwards the row took part in
     complete: Tensor  # [B] bool: False where max_steps or a guide ended the row before its time
@@ -153,9 +159,9 @@ def summarise(
     width = tokens.shape[1]
     place, gone = torch.arange(width), gone[:, trace.origin :]
     hole = torch.where(gone, place, width).amin(1)  # an unfinished row's answer ends before its first noise
-    ended = torch.where((tokens == spec.eos_id) & ~gone, place, width).amin(1)
+    ended = torch.where(is_end(tokens, spec.eos_ids) & ~gone, place, width).amin(1)
     lengths = torch.minimum(ended + 1, hole)
-    texts, gaps, stopped = None, None, [False] * len(tokens)
+    texts, gaps, stopped, kept = None, None, [False] * len(tokens), [0] * len(tokens)
     known = (torch.zeros_like(masked) if ends.given is None else ends.given)[:, trace.origin :]
     sizes = trace.end - trace.origin
     if tokenizer is not None:
@@ -163,7 +169,7 @@ def summarise(
         rows = [row[:stop] for row, stop in zip(tokens.tolist(), stops, strict=True)]
         heads = torch.where(known, place + 1, 0).amax(1).tolist()
         found = prompts.cut(rows, tokenizer, stop_strings, heads)
-        texts, stopped = [text for text, _ in found], [hit for _, hit in found]
+        texts, kept, stopped = ([*each] for each in zip(*found, strict=True))
         if ends.given is not None:
             marks = [own[:size] for own, size in zip(known.tolist(), sizes.tolist(), strict=True)]
             parts = zip(rows, marks, heads, strict=True)
@@ -183,9 +189,14 @@ def summarise(
         elif stopped[row]:
             reasons.append("stop_string")
         else:
-            reasons.append("end" if spec.eos_id in answer or closed[row] else "length")
+            has_end = first_end(answer, spec.eos_ids) is not None
+            reasons.append("end" if has_end or closed[row] else "length")
     found = [_valid(guides, answer, form) for answer, form in zip(answers, ends.forms.tolist(), strict=True)]
     valid = None if None in found else complete & torch.tensor(found)
+    cut = torch.tensor(stopped)
+    lengths = torch.where(cut, torch.tensor(kept), lengths)
+    over = torch.where(cut, lengths, ended + 1)
+    tokens = tokens.masked_fill(place >= over[:, None], spec.pad_id)
     return Result(tokens, lengths, texts, trace.nfe, complete, trace, reasons, ends.rejected, valid, gaps)
 
 
@@ -210,7 +221,7 @@ class Speculation:
     """Verified answers of a batch, on the CPU. R rounds, each one pass of the target."""
 
     tokens: Tensor  # [B, max_new_tokens] int64; padding behind the answer
-    lengths: Tensor  # [B] tokens up to and with the first end token
+    lengths: Tensor  # [B] tokens up to and with the first end token; after a stop string as in `Result`
     texts: list[str] | None  # cut at the end token and at a stop string; None without a tokenizer
     accepted: Tensor  # [B, R] int64 drafted tokens taken in each round; -1: the row was done
     step_map: Tensor  # [B, max_new_tokens] the round that emitted each token, from 0; -1: none
@@ -244,8 +255,8 @@ class Answer:
     index: int  # of the prompt, from 0
     sample: int  # of the answers to that prompt, from 0
     finish_reason: FinishReason
-    tokens: Tensor  # [max_new_tokens] int64; what was never decoded is padding
-    length: int = 0  # tokens up to and with the first end token, or to the first hole of an unfinished answer
+    tokens: Tensor  # [max_new_tokens] int64; see `Result.tokens`
+    length: int = 0  # see `Result.lengths`
     text: str | None = None  # cut at the end token and at a stop string; None without a tokenizer
     nfe: int = 0  # forwards that the answer took part in
     trace: Trace | None = None  # of this answer alone; None if the prompt was refused

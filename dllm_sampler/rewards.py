@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import prompts
+from dllm_sampler.core.ends import first_end
 from dllm_sampler.core.functions import function
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import RowError, UserError
@@ -48,16 +49,16 @@ class Reward:
         call: the function.
         name: what an error calls it.
         tokenizer: None: it gets ids alone.
-        eos_id: answers are cut before the first one; None: they are not cut.
+        end_ids: answers are cut before the first of these tokens; empty: they are not cut.
     """
 
     call: Callable[..., Sequence[float]]
     name: str
     tokenizer: PreTrainedTokenizerBase | None
-    eos_id: int | None
+    end_ids: tuple[int, ...]
 
     @staticmethod
-    def of(given: Any, setting: str, tokenizer: PreTrainedTokenizerBase | None, eos_id: int | None) -> Reward:
+    def of(given: Any, setting: str, tokenizer: PreTrainedTokenizerBase | None, end_ids: tuple[int, ...]) -> Reward:
         """From a function or the `package.module:function` that names one, as `setting` has it.
 
         Raises:
@@ -67,7 +68,7 @@ class Reward:
             raise UserError(f"{setting} must be a function, or package.module:function that names one, not {given!r}")
         name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
         call: Any = function(f"{setting}:", given) if isinstance(given, str) else given
-        return Reward(call, f"{setting}={name}", tokenizer, eos_id)
+        return Reward(call, f"{setting}={name}", tokenizer, end_ids)
 
     def __call__(self, canvas: Canvas, ids: Tensor, judged: Tensor) -> Tensor:
         """`[B, M] float64` rewards of the answers in `ids [B, M, L+1]`, `NOTHING` at what is left out.
@@ -102,7 +103,7 @@ class Reward:
         """An answer up to its first end token, without what is left out."""
         if NOTHING in answer:
             answer = [token for token in answer if token != NOTHING]
-        return answer[: answer.index(self.eos_id)] if self.eos_id in answer else answer
+        return answer[: first_end(answer, self.end_ids)]
 
     def _judge(self, rows: list[_Row]) -> list[float]:
         """One number for each answer of the rows."""

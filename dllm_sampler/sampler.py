@@ -17,6 +17,7 @@ from dllm_sampler.batch import Progress
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Noise
 from dllm_sampler.engine import graphs
 from dllm_sampler.engine.graphs import StaticEngine
@@ -46,6 +47,8 @@ class Sampler:
         tokenizer: None: token prompts only, and no texts.
         noise: where randomness comes from; counter-based by default.
         compat: let the mask id be chosen as a token (the position then stays masked), as published code does.
+        stop_token_ids: further end-of-text tokens, one id or several: an answer ends at any of them as it does at the
+            model's own (`spec.eos_ids`).
         max_steps: give up after this many steps; None: the scheduler's own bound.
         poll_every: steps from one look for finished rows to the next (1 under a cache that stores keys).
         backend: `triton` or `torch` kernels; `auto`: Triton's on a GPU for bfloat16, float16 and float32 (see
@@ -74,6 +77,7 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         noise: Noise | None = None,
         compat: bool = False,
+        stop_token_ids: int | Sequence[int] | None = None,
         max_steps: int | None = None,
         poll_every: int = 1,
         backend: str = "auto",
@@ -88,12 +92,13 @@ class Sampler:
         if compile is True:
             denoiser = compiled(denoiser)
         self.denoiser, self.tokenizer = denoiser, tokenizer
+        self.stop_token_ids = arguments.stop_token_ids(stop_token_ids, denoiser.spec)
         self.noise: Noise = CounterNoise() if noise is None else noise
         backends.check(backend)
         self.max_steps, self.poll_every = max_steps, poll_every
         self.backend, self.entropy, self.compile = backend, entropy, bool(compile)
         self.plugins: Plugins = assemble(
-            denoiser.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat, tokenizer
+            self.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat, tokenizer
         )
         graphs.check(cuda_graph)
         self.cuda_graph = cuda_graph
@@ -154,7 +159,7 @@ class Sampler:
         *,
         vocab_size: int,
         mask_id: int,
-        eos_id: int,
+        eos_id: int | Sequence[int],
         pad_id: int | None = None,
         max_positions: int = 2**20,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -169,8 +174,8 @@ class Sampler:
                 `[B, L, vocab_size]`: row i predicts token i. Shorter rows of a batch are padded at the right. If no
                 real token sees padding, each row comes out as if it were alone.
             vocab_size: size of the last axis of the logits.
-            mask_id, eos_id, pad_id: the mask token, the end-of-text token, and what fills shorter rows (default:
-                `eos_id`).
+            mask_id, eos_id, pad_id: the mask token, the end-of-text token (or a sequence of several), and what fills
+                shorter rows (default: the first end-of-text token).
             max_positions: longest row that the function takes.
             tokenizer: None: token prompts only, and no texts.
             dtype: of the logits, a torch dtype or its name; None: of the parameters of a module, else float32.
@@ -189,6 +194,11 @@ class Sampler:
             max_positions=max_positions, dtype=loading.as_dtype(dtype), device=place,
         )  # fmt: skip
         return cls(denoiser, tokenizer=tokenizer, **options)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model's numbers and facts at this moment, with `stop_token_ids` among its end tokens."""
+        return self.denoiser.spec.with_ends(self.stop_token_ids)
 
     @property
     def kernels(self) -> Backend:
@@ -243,7 +253,7 @@ class Sampler:
             NotFiniteError: the model returned NaN; its `result` holds what was done.
         """
         own, plugins = self._call(options, block_length)
-        fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec)
+        fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.spec)
         arguments.check_progress(progress)
         steps = batch.steps(
             own, plugins, prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
@@ -351,7 +361,7 @@ class Sampler:
             own, plugins, prompts, places=batch_size, new_tokens=max_new_tokens, forms=forms,
             seed=seed, stops=stop_strings, samples=samples, order=order, max_length=max_length, on_error=on_error,
             batching=batching, progress=progress,
-            fixed=Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec),
+            fixed=Fixed.of(prefix, suffix, pinned, self.tokenizer, self.spec),
         )  # fmt: skip
 
     def stream(
@@ -373,7 +383,7 @@ class Sampler:
         last item carries the result."""
         check_count("every", every)
         own, plugins = self._call(options, block_length)
-        fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.denoiser.spec)
+        fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.spec)
         return batch.steps(
             own, plugins, prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
             samples=1, forms=forms, fixed=fixed, every=every,

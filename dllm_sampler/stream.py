@@ -70,7 +70,7 @@ class Stream:
     @property
     def reader(self) -> Reader:
         """What reads answers out of a flight."""
-        return Reader(self.sampler.denoiser.spec, self.sampler.tokenizer, self.stops, self.plugins.guides)
+        return Reader(self.sampler.spec, self.sampler.tokenizer, self.stops, self.plugins.guides)
 
     @property
     def group(self) -> int:
@@ -260,7 +260,7 @@ class Stream:
 
     def _flight(self) -> Flight:
         sampler, plugins = self.sampler, self.plugins
-        engine, spec, length = sampler.engine(plugins), sampler.denoiser.spec, self.capacity
+        engine, spec, length = sampler.engine(plugins), sampler.spec, self.capacity
         self.known = lengths = self._lengths()
         pins = self.given
 

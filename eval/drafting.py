@@ -89,7 +89,7 @@ def subjects(model: str, count: int) -> list[Subject]:
         if (TINY / name).is_dir():
             sampler = Sampler.from_pretrained(str(TINY / name), dtype="float64")
             random, spec = Random(name), sampler.denoiser.spec
-            plain = [token for token in range(spec.vocab_size) if token not in (spec.mask_id, spec.eos_id, spec.pad_id)]
+            plain = [one for one in range(spec.vocab_size) if one not in (spec.mask_id, *spec.eos_ids, spec.pad_id)]
             ids = [random.choices(plain, k=random.randint(4, 40)) for _ in asked]
             found.append(Subject(name, sampler, ids))
     return found

@@ -37,7 +37,10 @@ MOST_PROCESSES = 2**12
 # What changes no answer and no time, or only says where results go: a run is the same run with another of these.
 ELSEWHERE = ("output", "report", "workers", "device")
 # Options that came later: with these values a run is the run that it was without them.
-LATER = {"backend": "auto", "cuda_graph": False, "compile": False, "batching": "static", "guided": False}
+LATER = {
+    "backend": "auto", "cuda_graph": False, "compile": False, "batching": "static", "guided": False,
+    "stop_token_ids": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Options:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    stop_token_ids: list[int] | int | None = None
     seed: int = 0
     batch_size: int = 8
     batching: str = "in_flight"

@@ -118,6 +118,7 @@ class Runner:
             self.denoiser,
             tokenizer=self.tokenizer,
             compat=options.compat,
+            stop_token_ids=options.stop_token_ids,
             max_steps=options.max_steps,
             backend=options.backend,
             cuda_graph=options.cuda_graph,
@@ -196,7 +197,7 @@ class Runner:
         """One batch whose scheduler takes tokens back, looked at after each step."""
         begun, found = time.perf_counter(), []
         memory.reset(self.denoiser.spec.device)
-        reader, size = Reader(self.denoiser.spec, self.tokenizer, ()), self.job.max_new_tokens
+        reader, size = Reader(self.sampler.spec, self.tokenizer, ()), self.job.max_new_tokens
         left = list(batch)
         while left:
             history, result, bad = History(), None, set()
@@ -249,7 +250,12 @@ class Runner:
         plugins = {**self.plugins, "scheduler": known, "stop": stop if legal else PrefixStop()}
         try:
             oracle = Sampler(
-                self.denoiser, tokenizer=self.tokenizer, backend=self.job.options.backend, **plugins, **self.guides
+                self.denoiser,
+                tokenizer=self.tokenizer,
+                stop_token_ids=self.job.options.stop_token_ids,
+                backend=self.job.options.backend,
+                **plugins,
+                **self.guides,
             )
             if is_random(oracle.plugins.guides):
                 return [None] * len(batch)  # a draw is not the same at another step
@@ -265,9 +271,10 @@ class Runner:
 
     def _record(self, answered: Answered, fewest: int | None) -> Record:
         sample, given = answered.sample, answered.answer
-        trace, tokens, answer, text = given.trace, given.tokens.tolist(), given.length, given.text
+        trace, answer, text = given.trace, given.length, given.text
         assert trace is not None
-        ended = answer > 0 and tokens[answer - 1] == self.denoiser.spec.eos_id
+        tokens = trace.decoded[0].tolist()  # what stands behind the end, too: a record shows all that was done
+        ended = answer > 0 and tokens[answer - 1] in self.sampler.spec.eos_ids
         steps, sure = trace.generated[0].tolist(), trace.logprob[0, trace.origin :].exp().tolist()
         grades = self.job.built_task.grade(sample, Graded(text or "", tokens[: answer - ended]))
         seconds, batch, peak = answered.times

@@ -41,7 +41,7 @@ class Subject:
     def __init__(self, scheduler: str, count: int):
         self.denoiser = Sampler.from_pretrained(str(TINY / CHECKPOINTS[scheduler]), dtype="float64").denoiser
         random, spec = Random(count), self.denoiser.spec
-        plain = [token for token in range(spec.vocab_size) if token not in (spec.mask_id, spec.eos_id, spec.pad_id)]
+        plain = [one for one in range(spec.vocab_size) if one not in (spec.mask_id, *spec.eos_ids, spec.pad_id)]
         self.prompts = [random.choices(plain, k=random.randint(1, 40)) for _ in range(count)]
         self.alone, _ = self.decode("fixed", 1, "block_causal")
 

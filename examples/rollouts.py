@@ -32,7 +32,7 @@ def main(words: list[str] | None = None) -> float:
 
     sampler = Sampler.from_pretrained("mini", dtype="float32", device="cpu", scheduler="ascending", temperature=1.0)
     check(sampler)  # can its trajectories be scored again?
-    model, spec = sampler.denoiser.transformer, sampler.denoiser.spec  # pyright: ignore[reportAttributeAccessIssue]
+    model, spec = sampler.denoiser.transformer, sampler.spec  # pyright: ignore[reportAttributeAccessIssue]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     mean = 0.0
     for step in range(options.steps):

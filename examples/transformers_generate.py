@@ -28,8 +28,8 @@ def diffusion(
 ) -> Tensor:
     """Prompts `[B, L]` and answers behind them, `[B, L + max_new_tokens]`."""
     eos = generation_config.eos_token_id
-    eos = eos[0] if isinstance(eos, list) else eos
-    denoiser = MaskedLMDenoiser(model, mask_token_id, eos, eos)
+    pad = eos[0] if isinstance(eos, list) else eos
+    denoiser = MaskedLMDenoiser(model, mask_token_id, eos, pad)
     temperature = generation_config.temperature if generation_config.do_sample else None
     sampler = Sampler(denoiser, scheduler=scheduler, cache="none", temperature=temperature)
     prompts = [row[seen.bool()] for row, seen in zip(input_ids, inputs["attention_mask"], strict=True)]

@@ -80,7 +80,7 @@ class DiffusionGRPOTrainer(GRPOTrainer):
         """`[B, logits_to_keep]` of the tokens, each by the state it was committed from, and the entropies there."""
         trace = self._traces[self.network.training]
         blocks = self._sampler.plugins.blocks.lookahead(trace.generated.shape[1])  # a causal context asks about it
-        view = trajectories(trace.row(*self._rows.tolist()), self._sampler.denoiser.spec, blocks=blocks)
+        view = trajectories(trace.row(*self._rows.tolist()), self._sampler.spec, blocks=blocks)
         found: list[Tensor] = [torch.zeros(len(input_ids), trace.generated.shape[1], device=input_ids.device)] * 2
         for chunk in view.chunks(batch_tokens=8192):
             one = chunk.to(input_ids.device)

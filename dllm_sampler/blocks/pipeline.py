@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.blocks.multi_block import MultiBlock
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.protocols import Context
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas
@@ -26,11 +27,11 @@ class Pipeline(MultiBlock):
     hides: ClassVar[bool] = True
 
     full_threshold: float = 0.95
-    eos: int = field(init=False, default=-1, repr=False, compare=False)
+    end_ids: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
 
     def bind(self, context: Context) -> Self:
-        """Take the end token."""
-        return learned(super().bind(context), eos=context.spec.eos_id)
+        """Take the end tokens."""
+        return learned(super().bind(context), end_ids=context.spec.eos_ids)
 
     def move(self, after: Canvas) -> tuple[Tensor, Tensor]:
         """See `Blocks.move`."""
@@ -44,4 +45,4 @@ class Pipeline(MultiBlock):
 
     def ended(self, after: Canvas) -> Tensor:
         """`[B] bool` rows with an end token."""
-        return ((after.ids == self.eos) & ~after.masked & ~after.frozen).any(1)
+        return (is_end(after.ids, self.end_ids) & ~after.masked & ~after.frozen).any(1)

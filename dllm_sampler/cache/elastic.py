@@ -13,6 +13,7 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, written
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_number
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.masks import visible
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import LayerParts, Plan
@@ -98,7 +99,7 @@ class ElasticCache(BaseCache):
     def ahead(self, canvas: Canvas) -> Tensor:
         """`[B, L+1] bool` the window: the leftmost masks of the block, those behind an end of text last."""
         masked = canvas.masked & canvas.in_block()
-        ended = (canvas.ids == self.spec.eos_id) & ~canvas.masked & ~canvas.frozen
+        ended = is_end(canvas.ids, self.spec.eos_ids) & ~canvas.masked & ~canvas.frozen
         behind = ended.cumsum(1) > 0
         first = masked & ~behind
         among = torch.where(first.any(1, keepdim=True), first, masked)

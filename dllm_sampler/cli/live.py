@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler.cli.terminal import visible
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.result import Commits
 
 NOISE = "░░"
@@ -62,9 +63,9 @@ class Screen:
         labels: list[str],
         tokenizer: PreTrainedTokenizerBase | None,
         delay: float,
-        eos_id: int,
+        end_ids: tuple[int, ...],
     ):
-        self.console, self.labels, self.tokenizer, self.delay, self.eos_id = console, labels, tokenizer, delay, eos_id
+        self.console, self.labels, self.tokenizer, self.delay, self.end_ids = console, labels, tokenizer, delay, end_ids
         self.live = Live(console=console, auto_refresh=False, vertical_overflow="ellipsis")
 
     def __enter__(self) -> Self:
@@ -85,7 +86,7 @@ class Screen:
                 Text(f"{label}: ", "bold") + line if several else line
                 for label, line in zip(self.labels, lines, strict=True)
             ]
-            self.live.update(Group(*shown, Text(figures(commits, self.eos_id), "bright_black")), refresh=True)
+            self.live.update(Group(*shown, Text(figures(commits, self.end_ids), "bright_black")), refresh=True)
             time.sleep(max(0.0, self.delay - (time.perf_counter() - begun)))
         else:
             for label, line in zip(self.labels, lines, strict=True):
@@ -95,14 +96,16 @@ class Screen:
         return time.perf_counter() - begun
 
 
-def figures(commits: Commits, eos_id: int) -> str:
+def figures(commits: Commits, end_ids: tuple[int, ...]) -> str:
     """The line below the canvas: step, NFE, tokens of the answers, tokens per forward, counted as in the last line.
 
     What stands behind an end token is no part of an answer.
     """
     width = commits.tokens.shape[1]
     column = torch.arange(width)
-    ended = torch.where((commits.tokens == eos_id) & ~commits.masked, column, width - 1).amin(1, keepdim=True)  # [B, 1]
+    ended = torch.where(is_end(commits.tokens, end_ids) & ~commits.masked, column, width - 1).amin(
+        1, keepdim=True
+    )  # [B, 1]
     free = commits.there & (column <= ended)
     free = free if commits.given is None else free & ~commits.given
     done, whole = int((~commits.masked & free).sum()), int(free.sum())

@@ -13,7 +13,7 @@ from dllm_sampler.errors import UserError, nearest, unknown
 if TYPE_CHECKING:
     from dllm_sampler.cli.compose import App
 
-LISTS = ("guide", "experiment", "stop_strings", "forms")  # what can be a list
+LISTS = ("guide", "experiment", "stop_strings", "stop_token_ids", "forms")  # what can be a list
 
 
 def check_named(group: str, names: object) -> None:

@@ -31,6 +31,7 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     stop_strings: list[str] | str | None = None
+    stop_token_ids: list[int] | int | None = None
     seed: int = 0
     forms: list[int] | int | None = None
     batch_size: int = 8

@@ -25,6 +25,7 @@ from dllm_sampler.cli.output import Records, Totals
 from dllm_sampler.cli.request import Request
 from dllm_sampler.cli.several import Several, show_answers, stop_strings
 from dllm_sampler.cli.terminal import show
+from dllm_sampler.core.ends import first_end
 from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import NotFiniteError, RowError, UserError
 from dllm_sampler.fixed import Fixed
@@ -99,7 +100,7 @@ def respond(
     # every prompt is checked before the first answer is printed
     asked = asks(given, options)
     if deer is None:
-        spec, tokenizer = sampler.denoiser.spec, sampler.tokenizer
+        spec, tokenizer = sampler.spec, sampler.tokenizer
         if options.infill is not None:  # said of infill=, and not of each prompt
             infill.answer(options.infill, tokenizer, spec, "infill", alone=not given)
         fixed = Fixed.of(options.prefix, options.suffix, None, tokenizer, spec)
@@ -174,7 +175,7 @@ def check(sampler: Sampler, options: Options) -> None:
     Raises:
         UserError: the first of them, and what to do instead.
     """
-    spec, tokenizer = sampler.denoiser.spec, sampler.tokenizer
+    spec, tokenizer = sampler.spec, sampler.tokenizer
     asks([], options)
     Fixed.of(options.prefix, options.suffix, None, tokenizer, spec)
     if options.infill is None:
@@ -234,6 +235,7 @@ def load(chosen: Settings, like: Sampler | None = None) -> Sampler:
         make = partial(Sampler, like.denoiser, tokenizer=like.tokenizer)
     sampler = make(
         compat=options.compat,
+        stop_token_ids=options.stop_token_ids,
         max_steps=options.max_steps,
         poll_every=options.poll_every,
         backend=options.backend,
@@ -310,8 +312,8 @@ def _denoise(
         forms=forms,
     )
     labels = [str(first + row + 1) for row in range(len(rows))]
-    eos, delay = sampler.denoiser.spec.eos_id, options.stream_delay
-    screen = Screen(Console(stderr=True), labels, sampler.tokenizer, delay, eos) if options.stream else None
+    ends, delay = sampler.spec.eos_ids, options.stream_delay
+    screen = Screen(Console(stderr=True), labels, sampler.tokenizer, delay, ends) if options.stream else None
     commits: Commits | None = None
     begun, shown = time.perf_counter(), 0.0
     try:
@@ -338,9 +340,10 @@ def _denoise(
 
 def _interrupted(commits: Commits, sampler: Sampler, file: TextIO) -> None:
     """The canvas of a batch that was cut short, noise shown as blocks; a row that had ended, up to its end token."""
-    eos, missing = sampler.denoiser.spec.eos_id, 0
+    ends, missing = sampler.spec.eos_ids, 0
     for tokens, masked, steps in commits.rows():
-        ended = tokens.index(eos) if eos in tokens else len(tokens)
+        first = first_end(tokens, ends)
+        ended = len(tokens) if first is None else first
         end = len(tokens) if any(masked[:ended]) else ended
         missing += sum(masked[:end])
         show(render(tokens[:end], masked[:end], steps[:end], sampler.tokenizer).plain, file)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
+
+from dllm_sampler.core.ends import end_ids
 
 Made = TypeVar("Made")
 # What a token sees: everything; its own block, on a grid, and earlier ones; or, in the active block, that block and all
@@ -21,7 +24,7 @@ class ModelSpec:
 
     vocab_size: int
     mask_id: int | None  # None: uniform diffusion, no mask token
-    eos_id: int
+    eos_id: int  # the end-of-text token that is written; it is the first of `eos_ids`
     pad_id: int
     max_positions: int
     num_layers: int
@@ -41,6 +44,17 @@ class ModelSpec:
     self_conditioning: bool = False  # wants the logits of the last step back (`Query.previous`)
     branches: int = 1  # 2 under classifier-free guidance: a cache keeps a twin
     folder: Path | None = None  # of the checkpoint, which may ship what was learnt for the model (Learn2PD's filter)
+    other_eos_ids: tuple[int, ...] = ()  # further tokens that end an answer
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """All tokens that end an answer, `eos_id` first."""
+        return end_ids((self.eos_id, *self.other_eos_ids))
+
+    def with_ends(self, more: int | Iterable[int]) -> ModelSpec:
+        """Return the same model with `more` end-of-text tokens, after those that it has."""
+        found = end_ids((*self.eos_ids, *end_ids(more)))
+        return self if found == self.eos_ids else replace(self, other_eos_ids=found[1:])
 
 
 @dataclass(frozen=True)

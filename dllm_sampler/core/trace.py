@@ -180,6 +180,16 @@ class Trace:
         return self.step_map[:, self.origin :]
 
     @property
+    def decoded(self) -> Tensor:
+        """`[B, N]` tokens of the generated part as decoding left them, also after an end token.
+
+        Padding where nothing was decoded.
+        """
+        noise = self.step_map < 0 if self.mask_id is None else self.ids == self.mask_id
+        gone = noise | (torch.arange(self.ids.shape[1]) >= self.end[:, None])
+        return self.ids.masked_fill(gone, self.pad_id)[:, self.origin :]
+
+    @property
     def real(self) -> Tensor:
         """`[B, L] bool` the columns that are no padding, those that were cut off included."""
         column = torch.arange(self.ids.shape[1])

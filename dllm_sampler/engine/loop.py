@@ -79,7 +79,8 @@ class Engine:
 
     def fresh(self, canvas: Canvas, samples: int = 1) -> Generation:
         """The state before anything is asked; each `samples` consecutive rows have the same prompt."""
-        p, spec = self.plugins, self.denoiser.spec
+        p = self.plugins
+        spec = self.denoiser.spec.with_ends(p.context.spec.eos_ids)
         cache = p.cache.init(canvas, spec)
         if samples > 1 and isinstance(cache, Prefills):
             computed = cache.prefill(p.cache, canvas, samples, self.denoiser)

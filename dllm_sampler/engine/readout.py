@@ -131,7 +131,7 @@ def read(
         or no finite logit.
     """
     spec, guides, needs, allow_mask = rule
-    barred = Barred(None if allow_mask else spec.mask_id, (spec.eos_id,))
+    barred = Barred(None if allow_mask else spec.mask_id, spec.eos_ids)
     measured = logits = barred.exclude(logits, canvas, answers)
     for guide in guides:
         if guide.measures:

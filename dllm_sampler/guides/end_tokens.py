@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, checked_tokens
+from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.values import Canvas
@@ -22,7 +23,7 @@ class EndTokens(Guide):
     `confidence_eos_eot_inf`.
 
     Args:
-        mode: `ban` never chooses the end token; `defer` may choose end and end-of-turn tokens, at confidence 0.
+        mode: `ban` never chooses an end token; `defer` may choose end and end-of-turn tokens, at confidence 0.
         ids: token ids to act on; None: those of the model.
     """
 
@@ -53,7 +54,7 @@ class EndTokens(Guide):
             return self
         spec = context.spec
         turn = () if self.mode == "ban" or spec.eot_id is None else (spec.eot_id,)
-        return replace(self, ids=(spec.eos_id, *turn))
+        return replace(self, ids=end_ids((*spec.eos_ids, *turn)))
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""

@@ -32,6 +32,7 @@ THEIRS = {
     "chat": "the engine's API applies the chat template",
     "max_new_tokens": "each request says it",
     "stop_strings": "each request says it",
+    "stop_token_ids": "each request says it",
     "seed": "draws follow the request's id",
     "samples": "each request says it, as n",
 }

@@ -120,7 +120,9 @@ class BlockRule:
             raise UserError(why)
         bound = self.plugins.scheduler, *self.plugins.guides
         _check_ends(spec, bound)
-        self.ends = any(spec.eos_id in _ends(one) for one in bound)  # it matters which token ends an answer
+        self.ends = any(
+            not {*spec.eos_ids}.isdisjoint(_ends(one)) for one in bound
+        )  # it matters which token ends an answer
         self.form = next((guide for guide in self.plugins.guides if guide.joint), None)
         if self.form is not None:
             if max_new_tokens is None:
@@ -238,9 +240,9 @@ def _columns(canvas: Canvas) -> Tensor:
     return select.numbers(canvas.length, canvas.ids.device).expand(len(canvas.ids), -1)
 
 
-def _ends(plugin: Scheduler | Guide) -> tuple[int | None, ...]:
+def _ends(plugin: Scheduler | Guide) -> tuple[int, ...]:
     """The end tokens that a bound plug-in treats in a way of its own."""
-    return getattr(plugin, "eos", None), *(getattr(plugin, "ids", None) or ())
+    return *getattr(plugin, "end_ids", ()), *(getattr(plugin, "ids", None) or ())
 
 
 def check_text(spec: ModelSpec, guides: Iterable[Guide], tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -267,13 +269,15 @@ def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
         )
 
 
-def model(vocab_size: int, mask_id: int | None, eos_id: int | None, length: int, device: torch.device) -> ModelSpec:
-    """What a scheduler must know of a block-causal model that another engine runs; `eos_id` None: it is not known."""
+def model(vocab_size: int, mask_id: int | None, ends: tuple[int, ...], length: int, device: torch.device) -> ModelSpec:
+    """What a scheduler must know of a block-causal model that another engine runs; no `ends`: they are not known."""
+    eos_id, *others = ends or (NO_END,)
     return ModelSpec(
         vocab_size=vocab_size,
         mask_id=mask_id,
-        eos_id=NO_END if eos_id is None else eos_id,
-        pad_id=eos_id or 0,
+        eos_id=eos_id,
+        other_eos_ids=tuple(others),
+        pad_id=eos_id if ends else 0,
         max_positions=2**31 - 1,
         num_layers=0,
         num_kv_heads=0,

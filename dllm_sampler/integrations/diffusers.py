@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.errors import NotFiniteError, UserError, installing
 from dllm_sampler.integrations.block import BlockRule, BlockState, model
@@ -48,7 +49,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         block_length: W, positions of a block, where the pipeline is not told.
         mask_token_id: the token that stands for noise, where the pipeline does not tell. None, from both: noise are
             random tokens (DiffusionGemma).
-        eos_token_id: the end token, for schedulers and guides that treat it in a way of its own; None: the tokenizer's.
+        eos_token_id: the end token, or a list of them, for schedulers and guides that treat it in a way of its own;
+            None: the tokenizer's.
         guide, temperature, top_k, top_p, compat: as `BlockRule`'s. What a pipeline is given of these has no effect.
         tokenizer, max_new_tokens: for a guide on the form of answers, the pipeline's `tokenizer` and `gen_length`. A
             file holds no tokenizer: give it again, `from_pretrained(folder, tokenizer=...)`.
@@ -66,7 +68,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         *,
         block_length: int = 32,
         mask_token_id: int | None = None,
-        eos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
         guide: object = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -77,12 +79,14 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
     ):
         check_count("block_length", block_length)
         check_count("mask_token_id", mask_token_id, 0, optional=True)
-        check_count("eos_token_id", eos_token_id, 0, optional=True)
+        ends = [eos_token_id] if eos_token_id is None or isinstance(eos_token_id, int) else eos_token_id
+        for end in ends:
+            check_count("eos_token_id", end, 0, optional=True)
         given = {"scheduler": written("scheduler", scheduler), "guide": written("guide", guide)}
         # A config must not take what was given by position for a default.
         self.register_to_config(**given, _use_default_values=[])
         # The vocabulary is known when the first logits are there; a mistake should show before the model is loaded.
-        known = max(mask_token_id or 0, eos_token_id or 0, 0 if tokenizer is None else len(tokenizer))
+        known = max(mask_token_id or 0, *(end or 0 for end in ends), 0 if tokenizer is None else len(tokenizer))
         noise = known + 1 if mask_token_id is None else mask_token_id
         self._rule = self._built(known + 2, noise, block_length, torch.device("cpu"))
         self._built_for: tuple[Any, ...] = ()
@@ -92,7 +96,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         """The rule for blocks of a length and a model's tokens."""
         told, tokenizer = self.config, self.config["tokenizer"]
         eos = getattr(tokenizer, "eos_token_id", None) if told["eos_token_id"] is None else told["eos_token_id"]
-        spec = replace(model(vocab, mask_id, eos, length, device), self_conditioning=mask_id is None)
+        ends = () if eos is None else end_ids(eos)
+        spec = replace(model(vocab, mask_id, ends, length, device), self_conditioning=mask_id is None)
         names = ("guide", "temperature", "top_k", "top_p", "compat", "tokenizer", "max_new_tokens")
         return BlockRule(told["scheduler"], spec, length, **{name: told[name] for name in names})
 
@@ -191,12 +196,18 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         return output if return_dict else output.to_tuple()
 
     def check_eos_finished(
-        self, cur_x: Tensor, finished: Tensor, eos_token_id: int, mask_token_id: int, prompt_length: int, **_: Any
+        self,
+        cur_x: Tensor,
+        finished: Tensor,
+        eos_token_id: int | list[int],
+        mask_token_id: int,
+        prompt_length: int,
+        **_: Any,
     ) -> Tensor:
         """`[B] bool` rows of text `cur_x [B, L]` that end: `finished` ones, and those with an end token and no mask
         before it. With a scheduler that takes tokens back, once the block is decoded. Called by diffusers 0.42."""
         answer = cur_x[:, prompt_length:]
-        ends = ((answer == eos_token_id) & ((answer == mask_token_id).cumsum(1) == 0)).any(1)
+        ends = (is_end(answer, end_ids(eos_token_id)) & ((answer == mask_token_id).cumsum(1) == 0)).any(1)
         self._finished = finished | (ends & self._over if self._rule.plugins.scheduler.traits.revises else ends)
         return self._finished
 

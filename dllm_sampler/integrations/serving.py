@@ -19,7 +19,6 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.protocols import Carry, Context, Guide
 from dllm_sampler.engine.tree import walk
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides.end_tokens import EndTokens
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.integrations.block import BlockRule, BlockState, check_text
 from dllm_sampler.integrations.block import model as spec_of
@@ -69,8 +68,7 @@ class Model(NamedTuple):
     """What requests tell of the model."""
 
     vocab_size: int
-    eos_id: int | None = None
-    ends: frozenset[int] = frozenset()  # all tokens at which the engine ends an answer
+    ends: tuple[int, ...] = ()  # tokens at which the engine ends an answer, the model's own first
     tokenizer: Any = None
 
 
@@ -215,7 +213,7 @@ class Serving:
             self.mask_id,
             chosen._replace(length=None if least is None else max(least, sampling.length or 0)),
             vocab_size=vocab_size,
-            eos_id=model.eos_id,
+            ends=_within(model.ends, vocab_size),
             device=device,
             kernels=select("auto", device, dtype),
             guides=guides,
@@ -227,13 +225,15 @@ class Serving:
         guides = config.build("guide", self.settings.guide)
         if not self.formed:
             return guides
-        spec = spec_of(vocab_size, self.mask_id, model.eos_id, self.length, device)
+        spec = spec_of(vocab_size, self.mask_id, _within(model.ends, vocab_size), self.length, device)
         context = Context(spec, FixedBlocks(self.length), tokenizer=model.tokenizer)
         check_text(spec, guides, model.tokenizer)
-        bound = [one.bind(context) if of_text(one) else one for one in guides]
-        # A form knows one end token, and the engine ends an answer at others too, whether it has the form or not.
-        others = tuple(sorted(one for one in model.ends if one < vocab_size and one != model.eos_id))
-        return (*([EndTokens(ids=others)] if others else []), *bound)
+        return tuple(one.bind(context) if of_text(one) else one for one in guides)
+
+
+def _within(ends: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """The end tokens that a model's logits have; a tokenizer may know more tokens."""
+    return tuple(end for end in ends if end < vocab_size)
 
 
 def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:

@@ -90,7 +90,7 @@ class Settings:
         mask_id: int = 0,
         sampling: Sampling | None = None,
         vocab_size: int = 1,
-        eos_id: int | None = 0,
+        ends: tuple[int, ...] = (0,),
         device: torch.device = CPU,
         kernels: Backend = TORCH,
         guides: Sequence[Guide] | None = None,
@@ -100,6 +100,7 @@ class Settings:
         """What decides over blocks of `length`.
 
         Args:
+            ends: tokens that end an answer; none: they are not known.
             sampling: of a request; None: that of these settings.
             guides: in place of those of these settings; one on the form of answers needs the `tokenizer`.
             warn: whether it warns, as `BlockRule` does; `checked` has warned already.
@@ -107,7 +108,7 @@ class Settings:
         Raises:
             UserError: see `BlockRule`.
         """
-        spec = model(vocab_size, mask_id, eos_id, length, device)
+        spec = model(vocab_size, mask_id, ends, length, device)
         chosen = self.sampling if sampling is None else sampling
         with warnings.catch_warnings():
             if not warn:
@@ -135,8 +136,8 @@ class Settings:
         guides = config.build("guide", self.guide)
         if not any(of_text(one) for one in guides):
             return self.rule(length, guides=guides, warn=True)
-        sampling, (vocab_size, mask_id, eos_id) = self.sampling._replace(length=STATES), OF_BYTES
-        return self.rule(length, mask_id, sampling, vocab_size, eos_id, guides=guides, tokenizer=of_bytes(), warn=True)
+        sampling, (vocab_size, mask_id, end) = self.sampling._replace(length=STATES), OF_BYTES
+        return self.rule(length, mask_id, sampling, vocab_size, (end,), guides=guides, tokenizer=of_bytes(), warn=True)
 
     @property
     def sampling(self) -> Sampling:

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.ends import end_ids
 from dllm_sampler.errors import UserError
 
 if TYPE_CHECKING:
@@ -202,9 +203,10 @@ def _model(request: Any) -> Model:
 
     tokenizer, listed = request.tokenizer, request.eos_token_ids or ()
     also = [getattr(tokenizer, "eos_token_id", None), *(getattr(tokenizer, "additional_stop_token_ids", None) or ())]
-    ends = frozenset(one for one in (*listed, *also) if one is not None)
-    own = also[0] if also[0] is not None and len(listed) != 1 else next(iter(listed), None)
-    return Model(request.vocab_size, own, ends, tokenizer)
+    # SGLang lists them in no order: of several, the tokenizer says which comes first.
+    found = (*(also[:1] if len(listed) != 1 else ()), *sorted(listed), *also)
+    ends = end_ids(one for one in found if one is not None)
+    return Model(request.vocab_size, ends, tokenizer)
 
 
 def _seed(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from dllm_sampler.cache.base import PaddedPlan
+from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.shift import predictors
 from dllm_sampler.core.spec import Attention, ModelSpec
@@ -35,7 +37,8 @@ class TransformerDenoiser:
     sharded model must then sample the same number of steps, which `Sampler.generate_many` sees to.
 
     model: the module
-    mask_id, eos_id, pad_id, eot_id: its special tokens; `pad_id` is `eos_id` by default
+    mask_id, eos_id, pad_id, eot_id: its special tokens; `eos_id` may be a sequence: each of them ends an answer, and
+        the first is the one that is written; `pad_id` is the first end token by default
     shift: raw row i predicts the token at i + 1 (Dream)
     seeds: the row before a block predicts the block's first token (Nemotron-Labs-Diffusion)
     attention: what a token sees
@@ -52,7 +55,7 @@ class TransformerDenoiser:
 
     model: nn.Module
     mask_id: int
-    eos_id: int
+    eos_id: int | Sequence[int]
     pad_id: int | None = None
     eot_id: int | None = None
     shift: bool = False
@@ -67,10 +70,8 @@ class TransformerDenoiser:
 
     def __post_init__(self) -> None:
         size = self.transformer.config.vocab_size
-        for name in ("mask_id", "eos_id", "pad_id", "eot_id"):
-            token = getattr(self, name)
-            if token is not None and not 0 <= token < size:
-                raise UserError(f"{name} {shown(token)} lies outside the model's vocabulary of {size} tokens")
+        vars(self)["eos_id"] = checked_ends(self.eos_id, size)
+        check_tokens(size, mask_id=self.mask_id, pad_id=self.pad_id, eot_id=self.eot_id)
 
     @property
     def transformer(self) -> Transformer:
@@ -89,13 +90,15 @@ class TransformerDenoiser:
         model = self.transformer
         config, weight = model.config, model.embed.weight
         device, dtype = self.device or weight.device, weight.dtype
+        eos_id, *others = end_ids(self.eos_id)
         if dtype != torch.float64 and torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)  # keys and values come in it
         return ModelSpec(
             vocab_size=config.vocab_size,
             mask_id=self.mask_id,
-            eos_id=self.eos_id,
-            pad_id=self.eos_id if self.pad_id is None else self.pad_id,
+            eos_id=eos_id,
+            other_eos_ids=tuple(others),
+            pad_id=eos_id if self.pad_id is None else self.pad_id,
             eot_id=self.eot_id,
             max_positions=config.max_positions,
             num_layers=config.num_layers,
@@ -181,6 +184,27 @@ class TransformerDenoiser:
         weight, device = head.weight.detach(), head.weight.device.type
         alone = type(head) is nn.Linear and head.bias is None and not fused.hooked(head)
         return weight if alone and type(weight) is Tensor and not torch.is_autocast_enabled(device) else None
+
+
+def check_tokens(size: int, **tokens: int | None) -> None:
+    """Refuse special tokens outside a vocabulary of `size` tokens; None is no token."""
+    for name, token in tokens.items():
+        if token is not None and not 0 <= token < size:
+            raise UserError(f"{name} {shown(token)} lies outside the model's vocabulary of {size} tokens")
+
+
+def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...]:
+    """Return the end tokens of a model as its denoiser stores them: one number, or several in a tuple.
+
+    Raises:
+        UserError: there is none, or one lies outside a vocabulary of `size` tokens.
+    """
+    ends = end_ids(eos_id)
+    if not ends:
+        raise UserError("eos_id is an empty list, and something must end an answer: give one token id or several")
+    for end in ends:
+        check_tokens(size, eos_id=end)
+    return ends[0] if len(ends) == 1 else ends
 
 
 def spent(canvas: Canvas, plan: Plan) -> Spent:

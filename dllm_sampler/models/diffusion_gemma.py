@@ -6,6 +6,7 @@ sees the encoder's keys and values of everything before the active block, and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dllm_sampler.core.checks import is_whole
+from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import huggingface, weights
-from dllm_sampler.models.fields import Fields
+from dllm_sampler.models.denoiser import check_tokens, checked_ends
+from dllm_sampler.models.fields import Fields, end_tokens
 
 if TYPE_CHECKING:
     from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
@@ -75,15 +79,19 @@ class DiffusionGemmaDenoiser:
     decoder's passes, `computed` the positions of both.
 
     model: the module
-    eos_id, pad_id, eot_id: its special tokens
+    eos_id, pad_id, eot_id: its special tokens; `eos_id` may be a sequence, see `TransformerDenoiser`
     folder: of the checkpoint it was loaded from
     """
 
     model: DiffusionGemmaForBlockDiffusion
-    eos_id: int
+    eos_id: int | Sequence[int]
     pad_id: int
     eot_id: int | None = None
     folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        vars(self)["eos_id"] = checked_ends(self.eos_id, self.text.vocab_size)
+        check_tokens(self.text.vocab_size, pad_id=self.pad_id, eot_id=self.eot_id)
 
     @property
     def text(self) -> Any:
@@ -94,10 +102,12 @@ class DiffusionGemmaDenoiser:
     def spec(self) -> ModelSpec:
         """What the loop must know; layers differ in their heads, so caches that store cannot serve it."""
         text, first = self.text, self.text.per_layer_config[0]
+        eos_id, *others = end_ids(self.eos_id)
         return ModelSpec(
             vocab_size=text.vocab_size,
             mask_id=None,
-            eos_id=self.eos_id,
+            eos_id=eos_id,
+            other_eos_ids=tuple(others),
             pad_id=self.pad_id,
             eot_id=self.eot_id,
             max_positions=text.max_position_embeddings,
@@ -275,28 +285,27 @@ def wrap(
 ) -> DiffusionGemmaDenoiser:
     """A live DiffusionGemma as a denoiser.
 
-    Its end token is the end of a turn where the generation config lists that among the end tokens and the tokenizer
-    knows it (as in instruction-tuned checkpoints), else the first that is listed.
+    All end tokens that the generation config, the config and the tokenizer name end an answer. The first of them, which
+    is the one that is written, is the end of a turn where that is listed and the tokenizer knows it (as in
+    instruction-tuned checkpoints); else the first of the first source that names one, in that order.
 
     Raises:
-        UserError: it has no end token, or its encoder is not causal.
+        UserError: it has no end token, or one that is no token id, or its encoder is not causal.
     """
     text: Any = model.config.text_config
     if text.use_bidirectional_attention == "all":
         raise UserError("a DiffusionGemma whose encoder attends in both directions is not implemented")
-    listed = next(
-        (ids for source in (model.generation_config, text) if (ids := _ids(source.eos_token_id))),
-        _ids(getattr(tokenizer, "eos_token_id", None)),
-    )
+    sources = {
+        "generation_config.json": model.generation_config,
+        "config.json": model.config,
+        "text_config of config.json": text,
+        "the tokenizer": tokenizer,
+    }
+    listed = tuple(end_tokens({place: getattr(one, "eos_token_id", None) for place, one in sources.items()}))
     if not listed:
         raise UserError("this DiffusionGemma names no end token: nothing could end an answer")
     turn = None if tokenizer is None else tokenizer.get_vocab().get(END_OF_TURN)
-    eos_id = turn if turn in listed else listed[0]
-    pad_id = next(iter(_ids(text.pad_token_id)), eos_id)
+    ends = end_ids((turn, *listed)) if turn is not None and turn in listed else listed
+    pad_id = text.pad_token_id if is_whole(text.pad_token_id) else ends[0]
     huggingface.multiply_experts(model)
-    return DiffusionGemmaDenoiser(model, eos_id, pad_id)
-
-
-def _ids(value: object) -> list[int]:
-    found = value if isinstance(value, list) else [value]
-    return [token for token in found if isinstance(token, int)]
+    return DiffusionGemmaDenoiser(model, ends, pad_id)

@@ -41,6 +41,25 @@ SHARED = 1000  # layers that may share their tensors
 BOTH = ("rope_parameters", "rope_scaling")  # transformers 5 and 4
 
 
+def end_tokens(places: Mapping[str, object]) -> dict[int, str]:
+    """Return the end tokens that several files name, those of the first file first, and what an error calls each.
+
+    Args:
+        places: `eos_token_id` of each file: a token id, a list of them, or None.
+
+    Raises:
+        UserError: one is no token id.
+    """
+    found: dict[int, str] = {}
+    for place, value in places.items():
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None and not is_whole(one):
+                raise UserError(f"{place}: eos_token_id should be a token id, or a list of them, not {shown(value)}")
+            if one is not None:
+                found.setdefault(one, f"{place}: eos_token_id")
+    return found
+
+
 @dataclass(frozen=True)
 class Fields:
     """Typed reading of a parsed `config.json`, with one sentence for what is wrong in it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import NoEffectWarning, UserError, first_line
 from dllm_sampler.models import weights
-from dllm_sampler.models.fields import check_numbers, ignorable, shown
+from dllm_sampler.models.denoiser import check_tokens, checked_ends
+from dllm_sampler.models.fields import check_numbers, end_tokens, ignorable, shown
 from dllm_sampler.models.rows import RowsDenoiser, RowsModule
 
 
@@ -29,25 +32,32 @@ class MaskedLMDenoiser(RowsDenoiser):
     Rows are right-padded: then each model's own default positions, relative or absolute, are right.
 
     model: the module, used as it is (weights, mode and `requires_grad` untouched)
-    mask_id, eos_id, pad_id: its special tokens
+    mask_id, eos_id, pad_id: its special tokens; `eos_id` may be a sequence, see `TransformerDenoiser`
     folder: of the checkpoint it was loaded from
     """
 
     model: PreTrainedModel
     mask_id: int
-    eos_id: int
+    eos_id: int | Sequence[int]
     pad_id: int
     folder: Path | None = None
+
+    def __post_init__(self) -> None:
+        size = self.model.config.vocab_size
+        vars(self)["eos_id"] = checked_ends(self.eos_id, size)
+        check_tokens(size, mask_id=self.mask_id, pad_id=self.pad_id)
 
     @property
     def spec(self) -> ModelSpec:
         """What the loop must know; no layer can be driven from outside, so `cacheable` is False."""
         config = self.model.config
         heads = getattr(config, "num_attention_heads", 1)
+        eos_id, *others = end_ids(self.eos_id)
         return ModelSpec(
             vocab_size=config.vocab_size,
             mask_id=self.mask_id,
-            eos_id=self.eos_id,
+            eos_id=eos_id,
+            other_eos_ids=tuple(others),
             pad_id=self.pad_id,
             max_positions=_max_positions(self.model),
             num_layers=getattr(config, "num_hidden_layers", 0),
@@ -97,7 +107,9 @@ def load(
         UserError: the checkpoint does not fit its config, or there is no mask token.
     """
     model = pretrained(AutoModelForMaskedLM, folder, "a masked language model", dtype)
-    return replace(wrap(model.eval().to(device), tokenizer), folder=folder)
+    generation = folder / "generation_config.json"
+    listed = weights.read_json(generation).get("eos_token_id") if generation.is_file() else None
+    return replace(wrap(model.eval().to(device), tokenizer, listed), folder=folder)
 
 
 def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **options: Any) -> Any:
@@ -186,11 +198,19 @@ def multiply_experts(model: PreTrainedModel) -> None:
         model.set_experts_implementation("batched_mm")
 
 
-def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> MaskedLMDenoiser:
+def wrap(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, eos_id: int | Sequence[int] | None = None
+) -> MaskedLMDenoiser:
     """A live masked LM as a denoiser; its special tokens are the tokenizer's, or else stand in its config.
 
+    All end tokens that the tokenizer and the config name end an answer, the tokenizer's first; without any, it is the
+    separator, with which BERT ends texts, or else the padding token.
+
+    Args:
+        eos_id: further end tokens, before those of the config.
+
     Raises:
-        UserError: there is no mask token.
+        UserError: there is no mask token, nothing that could end an answer, or an end token that is no token id.
     """
 
     def token(*names: str) -> int | None:
@@ -204,17 +224,27 @@ def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> M
     if mask_id is None:
         raise UserError(f"{type(model).__name__} has no mask token: masked diffusion needs one")
     pad_id = token("pad_token_id")
-    eos_id = token("eos_token_id", "sep_token_id")  # BERT ends texts with its separator
-    if eos_id is None and pad_id is None:
-        raise UserError(f"{type(model).__name__} names neither an end nor a padding token: nothing could end an answer")
-    eos_id = pad_id if eos_id is None else eos_id
-    if mask_id == eos_id:
+    places: dict[str, object] = {
+        "the tokenizer": getattr(tokenizer, "eos_token_id", None),
+        "generation_config.json": eos_id,
+        "the model's config": getattr(model.config, "eos_token_id", None),
+    }
+    ends = tuple(end_tokens(places))
+    if not ends:
+        last = token("sep_token_id")
+        last = pad_id if last is None else last
+        if last is None:
+            raise UserError(
+                f"{type(model).__name__} names neither an end nor a padding token: nothing could end an answer"
+            )
+        ends = (last,)
+    if mask_id in ends:
         raise UserError(
             f"{type(model).__name__}: mask_token_id is {mask_id}, which is the end-of-text token too. Correct the"
             " tokenizer or the model's config"
         )
     multiply_experts(model)
-    return MaskedLMDenoiser(model, mask_id, eos_id, eos_id if pad_id is None else pad_id)  # pyright: ignore
+    return MaskedLMDenoiser(model, mask_id, ends, ends[0] if pad_id is None else pad_id)
 
 
 def _max_positions(model: PreTrainedModel) -> int:

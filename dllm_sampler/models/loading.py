@@ -22,7 +22,7 @@ from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family
-from dllm_sampler.models.fields import Fields, shown
+from dllm_sampler.models.fields import Fields, end_tokens, shown
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.paths import expanded
 
@@ -245,19 +245,20 @@ def _denoiser(
     device: torch.device,
     mask_id: int | None,
 ) -> TransformerDenoiser:
-    """The model with its special tokens: as given, else by `config.json`, the generation config or the tokenizer."""
+    """The model with its special tokens: as given, else by `config.json`, the generation config or the tokenizer.
+
+    All end tokens that any of the three names end an answer. The generation config's come first: what ends an answer is
+    for it to say, since a chat model's answer ends before the text does. The tokenizer's is left out where a file names
+    one and the model has no token with that id, or masks with it.
+    """
     generation = folder / "generation_config.json"
     generating = weights.read_json(generation) if generation.is_file() else {}
+    files = {str(folder / "config.json"): raw, str(generation): generating}
+    tokens = f"the tokenizer of {folder}"
 
     def token(name: str) -> _Token | None:
-        places = {str(folder / "config.json"): raw.get(name), str(generation): generating.get(name)}
-        if name == "eos_token_id":
-            # What ends an answer is for the generation config to say: of a chat model it is not the end of a text.
-            places = dict(reversed(places.items()))
-        places[f"the tokenizer of {folder}"] = getattr(tokenizer, name, None)
-        for place, value in places.items():
-            if name == "eos_token_id" and isinstance(value, list):
-                value = next(iter(value), None)
+        places = {place: file.get(name) for place, file in files.items()}
+        for place, value in {**places, tokens: getattr(tokenizer, name, None)}.items():
             if value is None:
                 continue
             if not is_whole(value):
@@ -272,19 +273,25 @@ def _denoiser(
     mask = None if mask_id is None else _Token(mask_id, "model.mask_id")
     for look in (partial(token, "mask_token_id"), partial(token, "mask_id"), partial(spelt, family.mask_token)):
         mask = mask or look()
-    eos, pad, turn = token("eos_token_id"), token("pad_token_id"), spelt(family.end_of_turn)
-    if eos is None:
+    pad, turn = token("pad_token_id"), spelt(family.end_of_turn)
+    places = {place: files[place].get("eos_token_id") for place in reversed(files)}
+    own = getattr(tokenizer, "eos_token_id", None)
+    serves = is_whole(own) and own < model.config.vocab_size and (mask is None or own != mask.id)
+    if serves or not end_tokens(places):
+        places[tokens] = own
+    ends = end_tokens(places)
+    if not ends:
         raise UserError(f"{folder / 'config.json'} names no eos_token_id, which sampling needs")
     if mask is None:
         raise UserError(f"{folder / 'config.json'} names no mask_token_id, which sampling needs: give model.mask_id")
-    if mask.id == eos.id:
+    if mask.id in ends:
         raise UserError(
-            f"{mask.place} is {mask.id}, which is the end-of-text token too ({eos.place}). Correct the file, or give"
-            " model.mask_id"
+            f"{mask.place} is {mask.id}, which is the end-of-text token too ({ends[mask.id]}). Correct the file, or"
+            " give model.mask_id"
         )
     source = Fields(raw, str(folder / "config.json"))
     return TransformerDenoiser(
-        model, mask_id=mask.id, eos_id=eos.id, pad_id=pad and pad.id, eot_id=turn and turn.id,
+        model, mask_id=mask.id, eos_id=tuple(ends), pad_id=pad and pad.id, eot_id=turn and turn.id,
         shift=family.shift, seeds=family.seeds, attention=family.attention,
         block_length=None if family.block_length is None else family.block_length(source), device=device,
         folder=folder,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from dllm_sampler.core.checks import check_count, is_whole
+from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.masks import visible
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
@@ -76,7 +78,7 @@ class FunctionDenoiser(RowsDenoiser):
         *,
         vocab_size: int,
         mask_id: int,
-        eos_id: int,
+        eos_id: int | Sequence[int],
         pad_id: int | None = None,
         max_positions: int = 2**20,
         device: torch.device | None = None,
@@ -85,7 +87,9 @@ class FunctionDenoiser(RowsDenoiser):
         """Return a denoiser with a spec of these numbers.
 
         Args:
-            pad_id: default: `eos_id`.
+            eos_id: the end-of-text token, or a sequence of them: each ends an answer, and the first is the one that is
+                written.
+            pad_id: default: the first end-of-text token.
             max_positions: longest row that the function takes.
             device: of `ids` and `mask`; default: of the function's parameters if it is a module, else the CPU.
             dtype: of the logits; default: of the function's parameters if it is a module, else float32.
@@ -97,16 +101,19 @@ class FunctionDenoiser(RowsDenoiser):
             raise UserError(f"logits_fn should be a function (ids, mask) -> logits, not a {type(function).__name__}")
         check_count("vocab_size", vocab_size)
         check_count("max_positions", max_positions)
-        pad_id = eos_id if pad_id is None else pad_id
-        for name, token in (("mask_id", mask_id), ("eos_id", eos_id), ("pad_id", pad_id)):
+        ends = tuple(eos_id) if isinstance(eos_id, list | tuple) and eos_id else (eos_id,)
+        given = [("mask_id", mask_id), *(("eos_id", end) for end in ends)]
+        for name, token in given if pad_id is None else [*given, ("pad_id", pad_id)]:
             if not is_whole(token) or not 0 <= token < vocab_size:
                 raise UserError(f"{name} should be a token id from 0 to {vocab_size - 1}, not {shown(token)}")
+        first, *others = end_ids(cast("tuple[int, ...]", ends))
         weight = next(function.parameters(), None) if isinstance(function, nn.Module) else None
         spec = ModelSpec(
             vocab_size=vocab_size,
             mask_id=mask_id,
-            eos_id=eos_id,
-            pad_id=pad_id,
+            eos_id=first,
+            other_eos_ids=tuple(others),
+            pad_id=first if pad_id is None else pad_id,
             max_positions=max_positions,
             num_layers=0,
             num_kv_heads=1,

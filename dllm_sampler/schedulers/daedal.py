@@ -61,7 +61,7 @@ class Daedal(Lengthening):
         more = torch.where(grows, self.expand, self.eos_tokens // 2)
         resize = Resize(
             end=canvas.end + torch.where(early, more, count),
-            ids=torch.where(grows, self.mask, self.eos),
+            ids=torch.where(grows, self.mask, self.end_ids[0]),
             masked=grows,
             behind=behind,
             count=count,

@@ -9,6 +9,7 @@ from torch import Tensor
 from dllm_sampler.core import given
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_inner, check_number
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -39,7 +40,7 @@ class Eoser(Around):
     high: float = 1.0
     progress: Progress = "committed"
     steps: int | None = None
-    eos: int = field(init=False, default=-1)
+    end_ids: tuple[int, ...] = field(init=False, default=())
 
     def __post_init__(self) -> None:
         check_number("scheduler.low", self.low, finite=True)
@@ -71,13 +72,13 @@ class Eoser(Around):
         return replace(inner, scope=scope, scheduled=inner.scheduled or self.progress == "step")
 
     def bind(self, context: Context) -> Self:
-        """Take the end token."""
-        return learned(super().bind(context), eos=context.spec.eos_id)
+        """Take the end tokens."""
+        return learned(super().bind(context), end_ids=context.spec.eos_ids)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         factor = (self.low + (self.high - self.low) * self._progress(canvas))[:, None, None]
-        held = torch.where(readout.token == self.eos, readout.confidence * factor, readout.confidence)
+        held = torch.where(is_end(readout.token, self.end_ids), readout.confidence * factor, readout.confidence)
         edit, carry = self.inner.tell(canvas, query, replace(readout, confidence=held), carry)
         return replace(edit, score=held[:, 0] if edit.score is None else edit.score), carry
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count, check_inner
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.statistics import argmax, significant
@@ -32,7 +33,7 @@ class Lengthening(Around):
     initial: int = 64
     expand: int = 8
     eos_tokens: int = 32
-    eos: int = field(init=False, default=-1, repr=False, compare=False)
+    end_ids: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
     mask: int = field(init=False, default=-1, repr=False, compare=False)
     draws: bool = field(init=False, default=False, repr=False, compare=False)
 
@@ -65,10 +66,10 @@ class Lengthening(Around):
         return super().needs | {"probabilities"} if self.draws else super().needs
 
     def bind(self, context: Context) -> Self:
-        """Take the end token and the mask token."""
+        """Take the end tokens and the mask token."""
         spec = context.spec
         mask = spec.pad_id if spec.mask_id is None else spec.mask_id  # without a mask token it is refused
-        return learned(super().bind(context), eos=spec.eos_id, mask=mask, draws=context.draws)
+        return learned(super().bind(context), end_ids=spec.eos_ids, mask=mask, draws=context.draws)
 
     def inside(self, carry: Carry) -> Carry:
         """See `Around.inside`: behind what the rule remembers of each row."""
@@ -84,12 +85,12 @@ class Lengthening(Around):
         """See `Planner.ahead`: what is inserted is not known before."""
 
     def ends(self, canvas: Canvas, query: Query, readout: Readout) -> tuple[Tensor, Tensor]:
-        """`[B, Q]` the queried positions at which the end token is the best one, and how sure it is."""
+        """`[B, Q]` the queried positions at which an end token is the best one, and how sure it is."""
         token, sure = readout.token[:, 0], readout.confidence[:, 0]
         if readout.probabilities is not None:
             token = argmax(readout.probabilities[:, 0])
             sure = readout.probabilities[:, 0].gather(-1, token[..., None])[..., 0].double()
-        return (token == self.eos) & (sure > 0) & (query.positions < canvas.end[:, None]), sure
+        return is_end(token, self.end_ids) & (sure > 0) & (query.positions < canvas.end[:, None]), sure
 
     def signal(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """`[B] float64` sum of the probabilities of the last `eos_tokens` predicted end tokens, over that number."""

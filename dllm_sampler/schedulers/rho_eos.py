@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, check_count, check_share
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.length import Resize
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -74,7 +75,7 @@ class RhoEos(Lengthening):
         end = canvas.end + count
         if self.min_length is not None:
             after, column = canvas.apply(query.positions, edit), canvas.columns()
-            text = (column < canvas.end[:, None]) & ~after.masked & ((after.ids != self.eos) | canvas.frozen)
+            text = (column < canvas.end[:, None]) & ~after.masked & (~is_end(after.ids, self.end_ids) | canvas.frozen)
             least = torch.maximum(canvas.start, canvas.first + self.min_length)
             least = torch.where(text, column + 1, 0).amax(1).maximum(least)
             end = torch.where(count < 0, torch.maximum(end, torch.minimum(least, canvas.end)), end)

@@ -86,8 +86,8 @@ class SoftValueGuided(Choosing):
                 f"scheduler=svdd chooses among candidates, and {named(self.inner)} draws nothing, so that all"
                 " are the same: use temperature=1, say, or scheduler.inner={name: fixed, score: random}"
             )
-        eos = spec.eos_id if self.looks_ahead else None
-        judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, eos)
+        ends = spec.eos_ids if self.looks_ahead else ()
+        judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, ends)
         return learned(bound, judge=judge, mask_id=spec.mask_id, draws=draws)
 
     def pick(self, canvas: Canvas, step: Tensor, ids: Tensor, judged: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> 
         found = Verifier(verifier, spec, name=name)
     else:
         raise UserError(f"{name} should be a folder, a hub id or a model of transformers, not {verifier!r:.60}")
-    if abs(found.vocab_size - spec.vocab_size) >= PADDING or found.vocab_size <= spec.eos_id:
+    if abs(found.vocab_size - spec.vocab_size) >= PADDING or found.vocab_size <= max(spec.eos_ids):
         raise UserError(
             f"{name} has a vocabulary of {found.vocab_size} tokens and the model one of {spec.vocab_size}:"
             " use a causal LM with the model's tokenizer"

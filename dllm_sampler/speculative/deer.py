@@ -15,6 +15,7 @@ from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.draw import Barred, is_random, rewritten
+from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import argmax
@@ -186,7 +187,7 @@ class SpeculativeSampler:
             raise error
         taken, emitted = verify(replace(text, step=text.step + 1), at, draft, target, width, draws=self.draws)
 
-        ends = (emitted[..., None] == torch.tensor(self.ends, device=at.device)).any(-1) & (place <= taken[:, None])
+        ends = is_end(emitted, self.ends) & (place <= taken[:, None])
         count = torch.where(ends, place, taken[:, None]).amin(1) + 1  # up to and with the first end token
         write = (place < count[:, None]) & ~text.done[:, None]
         run.accepted.append(torch.where(text.done, -1, torch.minimum(taken, count)).cpu())
@@ -196,8 +197,7 @@ class SpeculativeSampler:
         done = text.done | ends.any(1) | (start >= text.end)
         run.text = replace(text, start=start, done=done)
         if stops:
-            said = prompts.decode(self._answers(run.text), self.drafter.tokenizer, ())
-            hit = [any(stop in answer for stop in stops) for answer in said]
+            hit = prompts.stopped(self._answers(run.text), self.drafter.tokenizer, stops)
             run.text = replace(run.text, done=done | torch.tensor(hit, device=done.device))
         return bool(run.text.done.all())
 
@@ -272,17 +272,20 @@ class SpeculativeSampler:
 
     def _result(self, run: _Run, stops: Sequence[str]) -> Speculation:
         text, spec = run.text, self.drafter.denoiser.spec
-        decided = text.columns() < text.start[:, None]
-        answer = text.asked()
-        texts = None
+        lengths, texts = text.start - text.first, None
         if self.drafter.tokenizer is not None:
             rows = self._answers(text)
             ended = [row[:-1] if row and row[-1] in self.ends else row for row in rows]
-            texts = prompts.decode(ended, self.drafter.tokenizer, stops)
+            found = prompts.cut(ended, self.drafter.tokenizer, stops)
+            texts = [one.text for one in found]
+            sizes = [one.tokens if one.stopped else len(row) for one, row in zip(found, rows, strict=True)]
+            lengths = torch.tensor(sizes, device=lengths.device)
+        decided = text.columns() < (text.first + lengths)[:, None]
+        answer = text.asked()
         accepted = torch.stack(run.accepted, 1) if run.accepted else torch.empty(len(run.seeds), 0, dtype=torch.long)
         return Speculation(
             tokens=torch.where(decided, text.ids, spec.pad_id).gather(1, answer).cpu(),
-            lengths=(text.start - text.first).cpu(),
+            lengths=lengths.cpu(),
             texts=texts,
             accepted=accepted,
             step_map=run.step_map.gather(1, answer).cpu(),
@@ -303,11 +306,11 @@ class SpeculativeSampler:
         return separator
 
     def _end_tokens(self) -> tuple[int, ...]:
-        """What ends an answer: the target says so, else the drafter."""
+        """What ends an answer: the target says so, else the drafter; and what the user adds to that."""
         config = getattr(self.target.model, "generation_config", None)
         named = getattr(config, "eos_token_id", None)
         if named is None:
             named = self.target.model.config.get_text_config().eos_token_id
         if named is None:
-            named = self.drafter.denoiser.spec.eos_id
-        return tuple(named) if isinstance(named, list) else (named,)
+            named = self.drafter.denoiser.spec.eos_ids
+        return end_ids((*end_ids(named), *self.drafter.stop_token_ids))

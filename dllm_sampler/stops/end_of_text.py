@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, check_number
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.stops.end_tokens import TruncateStop
 
@@ -43,10 +44,10 @@ class EndOfText(TruncateStop):
         if self.mode == "resolved":
             return super().__call__(canvas, after, query, readout, edit)
         at, nowhere = query.positions, canvas.length + 1  # [B, Q]
-        wrote = edit.commit & (edit.ids == self.eos) & (at < canvas.length)
+        wrote = edit.commit & is_end(edit.ids, self.end_ids) & (at < canvas.length)
         cut = torch.where(wrote, at + 1, nowhere).amin(1)
         open_ = after.masked.gather(1, at)
-        likely = open_ & (readout.token[:, 0] == self.eos) & (readout.confidence[:, 0] >= self.min_conf)
+        likely = open_ & is_end(readout.token[:, 0], self.end_ids) & (readout.confidence[:, 0] >= self.min_conf)
         sure, surest = readout.confidence[:, 0].masked_fill(~likely, -1.0).max(1)  # first on a tie
         guess = torch.where(sure >= 0, at.gather(1, surest[:, None])[:, 0] + 1, nowhere)
         cut = torch.where(cut < nowhere, cut, guess)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.protocols import Context, Stop
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -27,15 +28,15 @@ class NoStop(Stop):
 
 @dataclass(frozen=True)
 class _EosStop(Stop):
-    eos: int = field(init=False, default=-1)
+    end_ids: tuple[int, ...] = field(init=False, default=())
 
     def bind(self, context: Context) -> Self:
         """See `Stop.bind`."""
-        return learned(self, eos=context.spec.eos_id)
+        return learned(self, end_ids=context.spec.eos_ids)
 
     def ends(self, after: Canvas) -> Tensor:
         """`[B, L+1] bool` end tokens that stand committed in the generation."""
-        return (after.ids == self.eos) & ~after.masked & ~after.frozen & after.seen()
+        return is_end(after.ids, self.end_ids) & ~after.masked & ~after.frozen & after.seen()
 
 
 def finished(edit: Edit, finish: Tensor) -> Edit:
@@ -75,7 +76,7 @@ class PrefixStop(_EosStop):
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         reached = (after.masked.cumsum(1) == 0) & after.seen() & ~after.frozen
-        fire = (reached & (after.ids == self.eos)).any(1)
+        fire = (reached & is_end(after.ids, self.end_ids)).any(1)
         return finished(edit, fire if edit.remask is None else fire & after.block_over(edit))
 
 

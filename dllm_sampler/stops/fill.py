@@ -6,13 +6,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.stops.end_tokens import PrefixStop, first_of
 
 
 @dataclass(frozen=True)
 class FillStop(PrefixStop):
-    """Write the end token everywhere behind a committed one; stop once no mask remains before it.
+    """Write the (first) end token everywhere behind a committed one; stop once no mask remains before it.
 
     Source: the early stop of d3LLM, arXiv 2601.07568. The model sees end tokens where masks were (with `stop=truncate`
     it sees nothing there). An end token that is committed farther left fills again. In the published code masks behind
@@ -31,14 +32,14 @@ class FillStop(PrefixStop):
         """See `Stop.__call__`."""
         stopped = super().__call__(canvas, after, query, readout, edit)
         at, ended = query.positions, first_of(self.ends(after))  # [B, Q], [B]
-        other = (after.ids.gather(1, at) != self.eos) | after.masked.gather(1, at)
+        other = ~is_end(after.ids.gather(1, at), self.end_ids) | after.masked.gather(1, at)
         fill = other & (at > ended[:, None]) & ~canvas.frozen.gather(1, at)
         if edit.remask is not None:
             fill = fill & after.block_over(edit)[:, None]
         sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
         return replace(
             stopped,
-            ids=edit.ids.masked_fill(fill, self.eos),
+            ids=edit.ids.masked_fill(fill, self.end_ids[0]),
             commit=edit.commit | fill,
             remask=torch.zeros_like(fill) if edit.remask is None else edit.remask & ~fill,
             confidence=sure.masked_fill(fill, 1),

@@ -197,7 +197,7 @@ class DeerTrainer:
 
     def _token(self, separator: str) -> int:
         found = self.tokenizer.get_vocab().get(separator)
-        if found is None or found in (self.spec.mask_id, self.spec.eos_id):
+        if found is None or found in (self.spec.mask_id, *self.spec.eos_ids):
             usual = (token for token in self.tokenizer.all_special_tokens if token != separator)
             raise unknown("train.separator", separator, [*usual, "another token of the model's", "null"])
         return found
@@ -239,7 +239,7 @@ class DeerTrainer:
     def cut(self, prompt: list[int], answer: list[int], rng: Random) -> Pair:
         """A prompt, and its answer and the end tokens behind it up to a random token, the separator behind that."""
         room = self.spec.max_positions - len(prompt) - len(answer) - len(self.behind)
-        tail = max(0, min(self.draft_length - 1, room)) if answer[-1] == self.spec.eos_id else 0
+        tail = max(0, min(self.draft_length - 1, room)) if answer[-1] in self.spec.eos_ids else 0
         whole: Sequence[int] = [*answer, *[self.spec.eos_id] * tail]
         whole = whole[: self.spec.max_positions - len(prompt) - len(self.behind)]
         return prompt, [*whole[: rng.randint(1, len(whole))], *self.behind]

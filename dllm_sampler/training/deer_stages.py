@@ -83,7 +83,11 @@ class Target(Stage):
         start = self._trainer.start
         assert start.tokenizer is not None
         spec = start.denoiser.spec
-        ends = {"bos_token_id": None, "eos_token_id": spec.eos_id, "pad_token_id": None}
+        ends = {
+            "bos_token_id": None,
+            "eos_token_id": [*spec.eos_ids] if spec.other_eos_ids else spec.eos_id,
+            "pad_token_id": None,
+        }
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self.seed)
             made = LlamaForCausalLM(LlamaConfig(vocab_size=spec.vocab_size, **ends, **self._trainer.shape))

@@ -135,7 +135,8 @@ class DistillTrainer(FineTuner):
             answers = self.answered(sampler, [example.prompt for example in examples], done=advance)
         for example, answer in zip(examples, answers, strict=True):
             if self.right(example, answer) == 1 if self.keep else answer.complete:
-                tokens = answer.tokens if self.tail else answer.tokens[: answer.length]
+                assert answer.trace is not None
+                tokens = answer.trace.decoded[0] if self.tail else answer.tokens[: answer.length]
                 spec, tokenizer = self.trained.denoiser.spec, self.trained.tokenizer
                 found.append((encode_one(example.prompt, tokenizer, spec, len(tokens), 1), tokens.tolist()))
         return found

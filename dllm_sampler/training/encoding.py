@@ -99,8 +99,8 @@ class Encoder:
             prompt = self._ids(example.prompt, example.where)
             answer = self._answer(example.answer, example.where)
         self._check_tokens(prompt + answer, example.where)
-        eos = self.spec.eos_id
-        found = prompt, answer if answer[-1] == eos else [*answer, eos]
+        ended = answer[-1] in self.spec.eos_ids  # by a chat template, for example
+        found = prompt, answer if ended else [*answer, self.spec.eos_id]
         if not example.task:
             self._known[id(example)] = example, found
         return found

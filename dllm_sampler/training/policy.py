@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.naming import named
 from dllm_sampler.result import Result
@@ -19,14 +20,14 @@ def distinct(result: Result, group: int) -> float:
     return sum(len(set(some)) / len(some) for some in groups) / len(groups)
 
 
-def entropy(trace: Trace, eos_id: int) -> float:
+def entropy(trace: Trace, end_ids: tuple[int, ...]) -> float:
     """Mean over the tokens up to the first end token of each answer: nats of the prediction that it was drawn from.
 
     trace: with a recorded entropy.
     """
     assert trace.entropy is not None
     there = (trace.step_map >= 0) & (trace.gone < 0)
-    ends = (trace.ids == eos_id) & there
+    ends = is_end(trace.ids, end_ids) & there
     there &= ends.cumsum(1) - ends.long() == 0
     return float(trace.entropy[there].double().mean()) if there.any() else 0.0
 

@@ -192,7 +192,7 @@ class PolicyTrainer(FineTuner):
             "unscored": int((~there).sum()),
             "equal_groups": flat / self.prompts,
             "distinct": policy.distinct(result, self.group),
-            "entropy": policy.entropy(result.trace, self.trained.denoiser.spec.eos_id),
+            "entropy": policy.entropy(result.trace, self.trained.denoiser.spec.eos_ids),
             "rollout_nfe": float(result.nfe.double().mean()),
             "rollout_tokens": float(result.lengths.double().mean()),
         }

@@ -9,7 +9,7 @@ Letters: B rows of the trace, L its columns, T forwards' rows ("items"), n items
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler.core import select
+from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.masks import block_causal, clean_and_noisy
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ModelSpec
@@ -33,7 +34,7 @@ class Trajectories:
 
     Args:
         trace: of a sampler that `check` accepts.
-        eos_id: tokens behind a row's first end token do not count, that token does.
+        eos_id: the end token, or a sequence of several: tokens behind a row's first one do not count, that one does.
         after_eos: they do (published CJ-GRPO code computes the mask that drops them and does not use it).
         shift: the model predicts token i from row i-1 (Dream).
         parallel: block-causal models only: states of different blocks that have the same number inside their block
@@ -51,7 +52,7 @@ class Trajectories:
     """
 
     trace: Trace
-    eos_id: int
+    eos_id: int | Sequence[int]
     after_eos: bool = False
     shift: bool = False
     parallel: bool = False
@@ -81,7 +82,7 @@ class Trajectories:
         column = torch.arange(trace.ids.shape[1])
         valid = (column >= trace.origin) & (trace.step_map >= 0) & (trace.gone < 0)
         if not self.after_eos:
-            ends = (trace.ids == self.eos_id) & valid
+            ends = is_end(trace.ids, end_ids(self.eos_id)) & valid
             valid = valid & (ends.cumsum(1) - ends.long() == 0)
         self._select(valid)
 
@@ -243,7 +244,7 @@ def trajectories(
             "this model's context is causal: say blocks=, the length of the blocks that the sampler decoded"
         )
     return Trajectories(
-        trace, spec.eos_id, after_eos=after_eos, shift=spec.shift, parallel=parallel, single=single, blank=blank,
+        trace, spec.eos_ids, after_eos=after_eos, shift=spec.shift, parallel=parallel, single=single, blank=blank,
         blocks=blocks if causal else None, seeds=spec.seeds,
     )  # fmt: skip
 

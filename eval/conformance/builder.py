@@ -34,6 +34,8 @@ class Checkpoints:
     def load(self, name: str, mask_id: int | None = None, eos_id: int | None = None) -> Denoiser:
         """The checkpoint `name`, on the CPU in the traces' float32, with the special tokens that a line names.
 
+        Published loops know one end token: that of the line, or else the checkpoint's first.
+
         Raises:
             NoCheckpoint: there is no such folder, or it is no checkpoint.
         """
@@ -47,8 +49,8 @@ class Checkpoints:
                 raise NoCheckpoint(str(error)) from None
         denoiser = self.loaded[name]
         if isinstance(denoiser, TransformerDenoiser):
-            named = {"mask_id": mask_id, "eos_id": eos_id}
-            return replace(denoiser, **{name: token for name, token in named.items() if token is not None})
+            mask_id = denoiser.mask_id if mask_id is None else mask_id
+            return replace(denoiser, mask_id=mask_id, eos_id=denoiser.spec.eos_id if eos_id is None else eos_id)
         return denoiser
 
 

@@ -173,7 +173,7 @@ class SamplerLM(LM):
             return True
         room = self.sampler.denoiser.spec.max_positions - len(answer)
         result = self.one_by_one.generate([list(prompt[-room:])], max_new_tokens=len(answer))
-        return result.tokens[0].tolist() == list(answer)
+        return result.trace.decoded[0].tolist() == list(answer)
 
     def _encode(self, text: str, room: int) -> list[int]:
         """Token ids of a prompt, its end where it is too long."""

@@ -14,7 +14,7 @@ from dllm_sampler.errors import UserError, installing, unknown
 
 PLUGINS = ("scheduler", "blocks", "stop", "cache", "guide")
 SHORTCUTS = {"temperature": float, "top_k": int, "top_p": float, "compat": bool, "max_steps": int, "poll_every": int}
-KERNELS = ("backend", "cuda_graph", "compile")  # which the sampler checks
+CHECKED = ("backend", "cuda_graph", "compile", "stop_token_ids")  # by the sampler
 MODEL = ("revision", "trust_remote_code", "mask_id", "cfg_scale", "device_map", "causal_context")
 
 
@@ -99,7 +99,7 @@ def parse(given: Mapping[str, Any]) -> Settings:
             own[key] = value
         elif key in SHORTCUTS:
             shortcuts[key] = _number(key, SHORTCUTS[key], value)
-        elif key in KERNELS:
+        elif key in CHECKED:
             shortcuts[key] = value
         elif key in MODEL:
             model[key] = _number(key, float, value) if key == "cfg_scale" else value
@@ -131,7 +131,7 @@ def _place(key: str, named: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
         raise UserError(f"model_args: {' and '.join(found)} both have a {key}: write {found[0]}.{key}")
     if not found:
         fields_of = [name for names in owned.values() for name in names]
-        raise unknown("model argument", key, [*OWN, "block_length", *PLUGINS, *SHORTCUTS, *KERNELS, *MODEL, *fields_of])
+        raise unknown("model argument", key, [*OWN, "block_length", *PLUGINS, *SHORTCUTS, *CHECKED, *MODEL, *fields_of])
     return found[0], key
 
 

@@ -44,7 +44,7 @@ def cuts_the_context(one: Result, two: Result) -> bool:
 
 def fills_the_end(one: Result, two: Result) -> bool:
     """Some row has more end tokens in fewer forwards, as many columns as before, and other predictions."""
-    more = (one.tokens == toys.EOS).sum(1) > (two.tokens == toys.EOS).sum(1)
+    more = (one.trace.decoded == toys.EOS).sum(1) > (two.trace.decoded == toys.EOS).sum(1)
     apart = (one.trace.logprob - two.trace.logprob).abs().amax() > 0.01
     return bool((more & (one.nfe < two.nfe)).any() and apart) and torch.equal(one.trace.end, two.trace.end)
 
@@ -93,7 +93,7 @@ def serves_and_changes(one: Result, two: Result) -> bool:
 
 def more_kinds(one: Result, two: Result) -> bool:
     """More kinds of tokens in the answers, in as many forwards."""
-    kinds = [toys.reward([row.tolist() for row in found.tokens]) for found in (one, two)]
+    kinds = [toys.reward([row.tolist() for row in found.trace.decoded]) for found in (one, two)]
     return sum(kinds[0]) > sum(kinds[1]) and torch.equal(one.nfe, two.nfe)
 
 

@@ -54,7 +54,7 @@ def test_against_the_network_driven_by_hand(plugins: dict[str, Any]) -> None:
     result = generate(**plugins)
     for row, prompt in enumerate(PROMPTS):
         tokens, step_map = by_hand(prompt)
-        assert result.tokens[row].tolist() == tokens
+        assert result.trace.decoded[row].tolist() == tokens
         assert result.trace.generated[row].tolist() == step_map
 
 

@@ -91,7 +91,7 @@ def test_against_the_network_driven_by_hand(plugins: dict[str, Any], shape: tupl
     result = generate(scheduler=rule, blocks={"name": "fixed", "length": block}, **plugins)
     for row, prompt in enumerate(PROMPTS):
         tokens, step_map = by_hand(prompt, block, threshold)
-        assert result.tokens[row].tolist() == tokens
+        assert result.trace.decoded[row].tolist() == tokens
         assert result.trace.generated[row].tolist() == step_map
 
 
@@ -101,14 +101,14 @@ def test_it_is_greedy_autoregressive_decoding(count: int) -> None:
     alone = [read(prompt) for prompt in prompts]
     for length in (1, 2, 4, TOKENS):
         found = generate(prompts, blocks={"name": "fixed", "length": length})
-        assert found.tokens.tolist() == alone
+        assert found.trace.decoded.tolist() == alone
         if length == 1:  # a forward computes one column, the first one the prompt's
             assert (found.nfe == TOKENS).all()
             assert found.trace.rows.tolist() == [len(prompt) + TOKENS - 1 for prompt in prompts]
         elif length == 4:
             assert int(found.nfe.min()) < int(found.nfe.max()), "no draft stands"
     other = generate(prompts, scheduler="threshold", blocks={"name": "fixed", "length": 1})
-    assert other.tokens.tolist() == alone and (other.nfe == TOKENS).all()
+    assert other.trace.decoded.tolist() == alone and (other.nfe == TOKENS).all()
     assert generate(prompts, scheduler="threshold").tokens.tolist() != alone
 
 
@@ -152,7 +152,7 @@ def test_drawn_answers_have_the_law_of_the_causal_model() -> None:
     """The first two tokens, enumerated."""
     prompt, count = [3, 1], 3000
     sampler = toys.sampler("context", scheduler="linear_spec", temperature=0.7)
-    found = sampler.generate([prompt] * count, max_new_tokens=3, seed=list(range(count))).tokens[:, :2]
+    found = sampler.generate([prompt] * count, max_new_tokens=3, seed=list(range(count))).trace.decoded[:, :2]
     first = (logits(prompt, below(2))[-1] / 0.7).softmax(-1)
     both = torch.stack([(logits([*prompt, token], below(3))[-1] / 0.7).softmax(-1) for token in range(toys.VOCAB)])
     law = (first[:, None] * both).flatten()
@@ -164,7 +164,7 @@ def test_a_given_beginning() -> None:
     sampler = toys.sampler("context", scheduler="linear_spec")
     alone = read([1, 2, 3])
     found = sampler.generate([Infill([1, 2, 3, *alone[:2], *[FREE] * (TOKENS - 2)])])
-    assert found.tokens[0].tolist()[-TOKENS:] == alone
+    assert found.trace.decoded[0].tolist()[-TOKENS:] == alone
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def transfer(steps: int) -> Rule:
 
 def assert_same(result: Result, row: int, expected: tuple[list[int], list[int]]) -> None:
     tokens, step_map = expected
-    assert result.tokens[row].tolist() == tokens
+    assert result.trace.decoded[row].tolist() == tokens
     assert result.trace.generated[row].tolist() == step_map
     assert int(result.nfe[row]) == max(step_map) + 1
 

@@ -73,7 +73,7 @@ def test_against_the_network_driven_by_hand(kept: Any) -> None:
     result = generate(cache=kept)
     for row, prompt in enumerate(PROMPTS):
         tokens, step_map = by_hand(prompt, kept == CAUSAL)
-        assert result.tokens[row].tolist() == tokens
+        assert result.trace.decoded[row].tolist() == tokens
         assert result.trace.generated[row].tolist() == step_map
 
 

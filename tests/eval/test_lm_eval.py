@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from importlib.resources import files
@@ -150,6 +151,17 @@ def test_answers_do_not_depend_on_batches(model: Any) -> None:
     found = model.generate_until(requests, disable_tqdm=True)
     assert found == alone.generate_until(requests, disable_tqdm=True)
     assert found[1] in ("Eve", "Ada"), "cut at the stop string"
+
+
+def test_a_task_may_stop_at_a_special_token(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gsm8k_cot does at `<|im_end|>`, whatever its text is."""
+    tokenizer = deepcopy(model.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["Ben"]})
+    monkeypatch.setattr(model.sampler, "tokenizer", tokenizer)
+    tokens = model.tokens
+    asked = request("copy: Ada, Ben, Cal", {"until": ["Ben"], "max_gen_toks": 16})
+    assert model.generate_until([asked], disable_tqdm=True) == ["Ada, "]
+    assert model.tokens - tokens == len(tokenizer("Ada,", add_special_tokens=False)["input_ids"])
 
 
 def test_greedy_and_likelihood(model: Any) -> None:

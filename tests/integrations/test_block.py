@@ -62,7 +62,7 @@ def test_engine_decides_as_sampler_does(scheduler: Settings, temperature: float 
     for seed, ((prompt, tokens), one) in enumerate(zip(PROMPTS, answers, strict=True)):
         sampler = toys.sampler("causal", scheduler=in_blocks(scheduler, tokens), temperature=temperature)
         alone = sampler.generate([prompt], max_new_tokens=tokens, seed=[seed])
-        assert (one.answer, one.forwards) == (alone.tokens[0, -tokens:].tolist(), int(alone.nfe[0]))
+        assert (one.answer, one.forwards) == (alone.trace.decoded[0, -tokens:].tolist(), int(alone.nfe[0]))
 
 
 def test_only_rows_without_finite_logits_fail() -> None:
@@ -104,7 +104,7 @@ def test_forms_of_answers_hold_across_blocks(scheduler: Any, temperature: float 
         serve(mine, causal(), [one], [0])
         sampler = toys.sampler("causal", scheduler=scheduler, guide=guide, temperature=temperature)
         alone = sampler.generate([prompt], max_new_tokens=tokens, seed=[seed])
-        assert (one.answer, one.forwards) == (alone.tokens[0, -tokens:].tolist(), int(alone.nfe[0]))
+        assert (one.answer, one.forwards) == (alone.trace.decoded[0, -tokens:].tolist(), int(alone.nfe[0]))
         assert alone.valid is not None and alone.valid.all()
 
 

@@ -53,7 +53,7 @@ def test_served_requests_equal_sampler(registered: str, scheduler: Settings, fdf
     for (prompt, tokens), one in zip(PROMPTS, found, strict=True):
         sampler = toys.sampler("causal", scheduler=in_blocks(scheduler, tokens))
         alone = sampler.generate([prompt], max_new_tokens=tokens, seed=[sglang._seed(one.rid)])
-        assert one.answer == alone.tokens[0, -tokens:].tolist()
+        assert one.answer == alone.trace.decoded[0, -tokens:].tolist()
         blocks = -(-(len(prompt) + tokens) // LENGTH) - len(prompt) // LENGTH
         if fdfo:  # a forward per block that sees the final tokens, unless the last one changed nothing
             assert int(alone.nfe[0]) <= one.forwards <= int(alone.nfe[0]) + blocks
@@ -94,7 +94,7 @@ def test_rows_of_one_batch_have_temperatures_of_their_own(registered: str, fdfo:
             top_p=options.get("top_p"),
         )
         found = sampler.generate([one.prompt], max_new_tokens=one.tokens, seed=[sglang._seed(one.rid)])
-        assert one.answer == found.tokens[0, -one.tokens :].tolist()
+        assert one.answer == found.trace.decoded[0, -one.tokens :].tolist()
     other = server(settings, fdfo).serve([Request(every[0].prompt, 3, rid="another", **wanted[0])])
     assert every[0].answer != other[0].answer, "draws of two requests differ"
     seeded = server(settings, fdfo).serve(
@@ -104,7 +104,7 @@ def test_rows_of_one_batch_have_temperatures_of_their_own(registered: str, fdfo:
     found = toys.sampler("causal", scheduler=settings["scheduler"], temperature=3.0, top_k=20).generate(
         [every[0].prompt] * 2, max_new_tokens=3, seed=[7, 0]
     )
-    assert [first, zero] == found.tokens[:, -3:].tolist() and again == first != zero
+    assert [first, zero] == found.trace.decoded[:, -3:].tolist() and again == first != zero
 
 
 def test_settings_may_fix_how_all_tokens_are_chosen(registered: str) -> None:

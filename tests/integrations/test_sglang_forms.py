@@ -43,7 +43,7 @@ def alone(settings: Settings, one: Request, **options: Any) -> list[int]:
     sampler = toys.sampler("causal", **settings, **options)
     found = sampler.generate([one.prompt], max_new_tokens=one.tokens, seed=[sglang._seed(one.rid)])
     assert found.valid is not None and found.valid.all()
-    return found.tokens[0, -one.tokens :].tolist()
+    return found.trace.decoded[0, -one.tokens :].tolist()
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,14 @@ def test_an_answer_too_short_for_its_form_is_the_beginning_of_one(registered: st
 
 
 def test_tokens_that_end_an_answer_do_so_where_its_form_ends(registered: str) -> None:
-    """SGLang ends answers at tokens of which a form knows one only."""
-    settings = {"scheduler": "threshold", "guide": {"name": "regex", "pattern": "(?s).*"}}
-    engine = server(settings)
-    other = max({token for one in engine.serve(requests()) for token in one.answer} - {toys.EOS})
-    banned = server(settings, ends=(toys.EOS, other))
-    assert all(other not in one.answer for one in banned.serve(requests()))
-    assert banned.algorithm.serving.model.eos_id == toys.EOS
+    settings = {"scheduler": "threshold", "guide": {"name": "regex", "pattern": "[d-f]{5}"}}
+    (plain,) = server(settings).serve([Request([5, 11], 16)])
+    other = plain.answer[0]  # a letter of the form, which ends answers now
+    engine = server(settings, ends=(toys.EOS, other))
+    assert engine.algorithm.serving.model.ends == (toys.EOS, other)
+    (one,) = engine.serve([Request([5, 11], 16)])
+    answer = one.answer[: next(at for at, token in enumerate(one.answer) if token in (toys.EOS, other))]
+    assert re.fullmatch("[d-f]{5}", text(answer)) and other not in answer
 
 
 def test_a_schema_and_choices_are_forms_too(registered: str) -> None:
@@ -135,7 +136,7 @@ def test_a_scheduler_may_know_the_end_token(registered: str) -> None:
     eoser = engine.algorithm.serving._rule(
         Sampling(), engine.algorithm.serving.model, toys.VOCAB, CPU, torch.float64
     ).plugins.scheduler
-    assert eoser.eos == toys.EOS
+    assert eoser.end_ids == (toys.EOS,)
     assert "scheduler=eoser must know" in engine.algorithm.validate_request(Req(Request([5], 9), None, ()))
 
 

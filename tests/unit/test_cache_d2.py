@@ -141,7 +141,7 @@ def test_it_is_its_paper(case: dict[str, Any], kind: str, block: int) -> None:
     for row, prompt in enumerate(toys.PROMPTS):
         paper = Paper(model, block, **case)
         tokens, steps = paper.decode(prompt)
-        assert result.tokens[row].tolist() == tokens
+        assert result.trace.decoded[row].tolist() == tokens
         assert result.trace.generated[row].tolist() == steps
         assert int(result.trace.rows[row]) == sum(paper.computed)
         fewer |= min(paper.computed) < len(prompt) + TOKENS

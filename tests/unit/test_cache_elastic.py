@@ -158,7 +158,7 @@ def decodes_as(kind: type[Paper], cache: ElasticCache, case: dict[str, Any], shi
     for row, prompt in enumerate(toys.PROMPTS):
         paper = kind(model, **case)
         tokens, steps = paper.decode(prompt)
-        assert result.tokens[row].tolist() == tokens
+        assert result.trace.decoded[row].tolist() == tokens
         assert result.trace.generated[row].tolist() == steps
         some |= set(paper.refreshed[1:])
         known = set(range(len(prompt)))
@@ -225,9 +225,9 @@ def test_a_whole_forward_in_each_step_is_no_cache(shift: bool) -> None:
     model = network(shift=shift)
     full = run(ElasticCache(window=99, full_every=1), model)
     for row, (tokens, steps) in enumerate(windowed(99, shift, LAYERS)):
-        assert (full.tokens[row].tolist(), full.trace.generated[row].tolist()) == (tokens, steps)
+        assert (full.trace.decoded[row].tolist(), full.trace.generated[row].tolist()) == (tokens, steps)
     none = run("none", model)
-    unended = [row for row in range(len(toys.PROMPTS)) if toys.EOS not in none.tokens[row].tolist()]
+    unended = [row for row in range(len(toys.PROMPTS)) if toys.EOS not in none.trace.decoded[row].tolist()]
     assert unended
     for row in unended:
         assert torch.equal(full.trace.ids[row], none.trace.ids[row])
@@ -240,7 +240,7 @@ def test_a_whole_forward_in_each_step_is_no_cache(shift: bool) -> None:
 def test_one_layer_is_exact_whatever_gamma_is(gamma: float, shift: bool) -> None:
     result = run(ElasticCache(gamma=gamma, window=4), network(1, shift))
     for row, (tokens, steps) in enumerate(windowed(4, shift, 1)):
-        assert (result.tokens[row].tolist(), result.trace.generated[row].tolist()) == (tokens, steps)
+        assert (result.trace.decoded[row].tolist(), result.trace.generated[row].tolist()) == (tokens, steps)
 
 
 def test_the_window_is_inside_shorter_blocks() -> None:

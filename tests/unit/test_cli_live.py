@@ -17,6 +17,6 @@ def test_the_streams_figures_are_those_of_the_last_line(stop: str) -> None:
     *_, last = mini.stream(["copy: Ada, Ben", "reverse: Ada, Ben, Cal, Dan"], max_new_tokens=32, block_length=8)
     assert last.result is not None
     totals.add(0, last.result, 1.0)
-    shown = figures(last, mini.denoiser.spec.eos_id)
+    shown = figures(last, mini.denoiser.spec.eos_ids)
     assert re.search(r"[\d.]+ tokens per forward", shown)[0] in totals.line("cpu")  # type: ignore[index]
     assert "12/12 tokens" in shown and "12 tokens in" in totals.line("cpu")

@@ -70,20 +70,20 @@ def test_several_patterns_by_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path:
     run, calls = library.run, []
     monkeypatch.setattr(library, "run", lambda *given: calls.append(given) or run(*given))
     tokens, patterns = [b"", b"", b"a", b"b", b"ab"], ["a+", "(ab)*", "a+", "b{3}"]
-    together = automaton.build_all(patterns, tokens, 5, 0, 1)
+    together = automaton.build_all(patterns, tokens, 5, (0,), 1)
     assert len(calls) == 1 and together[0] is together[2]
     automaton.lifted.cache_clear()
-    again = automaton.build_all(patterns, tokens, 5, 0, 1)
+    again = automaton.build_all(patterns, tokens, 5, (0,), 1)
     assert len(calls) == 1, "from disk"
     monkeypatch.setenv("DLLM_SAMPLER_CACHE", str(tmp_path / "other"))
     automaton.lifted.cache_clear()
     for one, other, pattern in zip(together, again, patterns, strict=True):
-        alone = automaton.build(pattern, tokens, 5, 0, 1)
+        alone = automaton.build(pattern, tokens, 5, (0,), 1)
         for found in (one, other):
             assert torch.equal(found.moves, alone.moves) and torch.equal(found.accepts, alone.accepts)
             assert torch.equal(found.classes, alone.classes) and found.shortest == alone.shortest
     with pytest.raises(UserError, match=r"'\(c' cannot be used as a form: missing \)"):
-        automaton.build_all(["c", "(c", "d"], tokens, 5, 0, 1)
+        automaton.build_all(["c", "(c", "d"], tokens, 5, (0,), 1)
 
 
 def test_a_form_is_bound_to_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def test_the_best_of_each_class(
     monkeypatch.setattr(compiled, "MANY", 0)
     generator = torch.Generator().manual_seed(5)
     words = [bytes(word) for size in (1, 2) for word in itertools.product(b"abcdefghijklmn,", repeat=size)]
-    listed = joined((automaton.build(pattern, [*words, b"", b""], len(words) + 2, 240, 241),))
+    listed = joined((automaton.build(pattern, [*words, b"", b""], len(words) + 2, (240,), 241),))
     assert (listed.main >= 0) == main
     assert int(listed.sizes[: listed.stays].exp().max()) >= edges.TILE - 15 and int(listed.sizes.exp().min()) == 0
     logits = torch.randn(9, len(listed.classes), generator=generator).to(dtype)
@@ -64,7 +64,7 @@ def test_numba_and_torch_agree(vocab: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(compiled, "MANY", 0)
     words = [bytes([byte]) for byte in range(256)]
     words += [b"x%d" % number for number in range(vocab - 258)]
-    listed = joined((automaton.build("[a-z0-9]{3,9}|#[0-9]", [*words, b"", b""], vocab, vocab - 2, vocab - 1),))
+    listed = joined((automaton.build("[a-z0-9]{3,9}|#[0-9]", [*words, b"", b""], vocab, (vocab - 2,), vocab - 1),))
     logits = 40 * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
     logits[3] = logits[3].sort().values  # each block raises the best one
     expected, weight = tops.Tops.of(listed, logits), tops.masses(listed, logits)[1]
@@ -87,7 +87,7 @@ def test_numba_and_torch_agree(vocab: int, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("numba", [True, False], ids=["numba", "torch"])
 def test_logits_of_other_tokens(numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba would read what lies behind them."""
-    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, 256, 257),))
+    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, (256,), 257),))
     monkeypatch.setattr(compiled, "MANY", 0 if numba else 999)
     for width in (250, 300):
         with pytest.raises(UserError, match=f"logits are of {width} tokens, and its spec has a vocabulary of 258"):
@@ -109,7 +109,7 @@ def test_sums_of_many_equal_numbers() -> None:
 
 def test_what_numba_keeps_goes_with_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "MANY", 0)
-    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, 256, 257),))
+    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, (256,), 257),))
     tops.Tops.of(listed, torch.zeros(2, 258))
     assert listed.made
     gone = ref(listed)
@@ -121,7 +121,7 @@ def test_what_numba_keeps_goes_with_the_form(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, also where numba itself refuses to be imported, and torch does the same."""
-    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, 256, 257),))
+    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, (256,), 257),))
     logits = torch.randn(3, 258, generator=torch.Generator().manual_seed(7))
     monkeypatch.setattr(compiled, "MANY", 0)
     expected = tops.Tops.of(listed, logits)

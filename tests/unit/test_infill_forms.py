@@ -56,7 +56,7 @@ def canvas_of(given: Sequence[int], rows: int = 1) -> Canvas:
 
 def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bool = False) -> Tensor:
     rule = ruled(pattern, draws)
-    vars(rule.guides[-1]).update(eos_id=END)
+    vars(rule.guides[-1]).update(end_ids=(END,))
     return read(logits.clone(), logits[:, :1], canvas, Answers.every(query), rule).token
 
 
@@ -65,7 +65,7 @@ def test_what_no_answer_can_meet(pattern: str) -> None:
     automaton = built(pattern)
     every = list(product([FREE, FREE, 0, 2, 3, 4, END], repeat=LENGTH))
     for given in Random(pattern).sample(every, 120):
-        assert completable(automaton, given, END) == bool(fitting(pattern, given)), given
+        assert completable(automaton, given, (END,)) == bool(fitting(pattern, given)), given
 
 
 @pytest.mark.parametrize("pattern", FORMS)
@@ -118,7 +118,7 @@ def test_draws_have_the_law_of_the_model(pattern: str, given: list[int], asked: 
 def test_where_another_guide_leaves_nothing_that_fits() -> None:
     """Even then an answer does not end in its gap: it would be the shorter way."""
     canvas, rule = canvas_of([FREE, FREE, FREE, 0]), ruled("a*")
-    vars(rule.guides[-1]).update(eos_id=END)
+    vars(rule.guides[-1]).update(end_ids=(END,))
     logits = torch.zeros(3, VOCAB, dtype=torch.float64)
     logits[:, 1], logits[:, END] = 2, 5  # the best is no `a`
     query, rule = Query.at(canvas, torch.tensor([[0, 1, 2]])), rule._replace(guides=(TopK(k=1), *rule.guides))
@@ -133,7 +133,7 @@ def test_the_posterior(pattern: str) -> None:
     logits[:, MASK] = logits[:, END] = -torch.inf  # as the readout has it
     edges = ruled(pattern).guides[-1].edges  # type: ignore[attr-defined]
     query = Query.at(canvas, torch.tensor([asked]))
-    law = posterior(edges, logits, canvas, Answers.every(query), MASK, END).softmax(-1)
+    law = posterior(edges, logits, canvas, Answers.every(query), MASK, (END,)).softmax(-1)
     wanted = torch.zeros(2, VOCAB, dtype=torch.float64)
     for one in fitting(pattern, given):
         weight = torch.tensor(sum(float(logits[i, one[at]]) for i, at in enumerate(asked))).exp()

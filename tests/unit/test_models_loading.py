@@ -88,7 +88,7 @@ def test_dream_round_trip(tmp_path: Path):
     write_json(tmp_path / "generation_config.json", {"eos_token_id": [22, 21]})
     loaded = load(tmp_path)
     assert loaded.transformer.config == config
-    assert (loaded.eos_id, loaded.shift) == (22, True)
+    assert (loaded.spec.eos_id, loaded.spec.eos_ids, loaded.shift) == (22, (22, 21), True)
     ids = torch.randint(0, 24, (2, 9))
     torch.testing.assert_close(loaded.transformer(ids), model(ids), atol=0, rtol=0)
 

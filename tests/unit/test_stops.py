@@ -90,7 +90,7 @@ def test_none():
 def test_a_plug_in_is_bound_to_one_model_at_a_time():
     unbound = PrefixStop()
     bound = unbound.bind(toys.context())
-    assert bound.eos == toys.EOS and unbound.eos == -1
+    assert bound.end_ids == (toys.EOS,) and unbound.end_ids == ()
 
 
 def filled(canvas: Canvas, edit: Edit) -> tuple[Edit, list[int], list[int]]:

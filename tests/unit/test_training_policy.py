@@ -94,7 +94,7 @@ def test_entropy_is_that_of_the_tokens_that_count() -> None:
         length = answer.index(toys.EOS) + 1 if toys.EOS in answer else len(answer)
         found += trace.entropy[row, trace.origin : trace.origin + length].tolist()
     assert len(found) < 18
-    assert policy.entropy(trace, toys.EOS) == pytest.approx(sum(found) / len(found))
+    assert policy.entropy(trace, (toys.EOS,)) == pytest.approx(sum(found) / len(found))
 
 
 @pytest.mark.parametrize(("cache", "exact"), [pytest.param("none", True, marks=pytest.mark.slow), ("dual", False)])

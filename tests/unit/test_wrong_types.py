@@ -54,6 +54,7 @@ def refused(what: Callable[[Any], Any], *right: Any) -> None:
         ("temperature", (*NUMBERS, None)),
         ("top_k", (None,)),
         ("max_steps", (3, 10**30, None)),
+        ("stop_token_ids", (3, 0, [], (), None)),
         ("poll_every", (3, 10**30)),
         ("cuda_graph", ()),
         ("backend", ()),

@@ -54,20 +54,21 @@ class Automaton:
         return bool(self.accepts[state])
 
 
-def build(pattern: str, tokens: Sequence[bytes], vocab: int, eos_id: int, mask_id: int) -> Automaton:
+def build(pattern: str, tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int) -> Automaton:
     """The automaton of a regular expression, see `build_all`."""
-    (found,) = build_all([pattern], tokens, vocab, eos_id, mask_id)
+    (found,) = build_all([pattern], tokens, vocab, end_ids, mask_id)
     return found
 
 
 def build_all(
-    patterns: Sequence[str], tokens: Sequence[bytes], vocab: int, eos_id: int, mask_id: int
+    patterns: Sequence[str], tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int
 ) -> tuple[Automaton, ...]:
     """The automata of regular expressions, from disk where they were built before.
 
     Args:
         tokens: the bytes of each token.
         vocab: V of the model.
+        end_ids: tokens that end an answer.
         mask_id: never chosen.
 
     Raises:
@@ -82,7 +83,7 @@ def build_all(
         if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
             raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
         about, make = f"{library.installed()} {pattern}", partial(_made, made, pattern)
-        recipes[pattern] = Recipe.of(_short(pattern), about, make, tokens, vocab, eos_id, mask_id)
+        recipes[pattern] = Recipe.of(_short(pattern), about, make, tokens, vocab, end_ids, mask_id)
     new = [pattern for pattern, one in recipes.items() if not one.path.exists()]
     for first in range(0, len(new) if len(new) > 1 else 0, TOGETHER):
         part = new[first : first + TOGETHER]
@@ -106,7 +107,7 @@ class Recipe:
     make: Callable[[], ByteAutomaton]
     tokens: tuple[bytes, ...]
     vocab: int
-    eos_id: int
+    end_ids: tuple[int, ...]
     mask_id: int
 
     @staticmethod
@@ -116,7 +117,7 @@ class Recipe:
         make: Callable[[], ByteAutomaton],
         tokens: Sequence[bytes],
         vocab: int,
-        eos_id: int,
+        end_ids: tuple[int, ...],
         mask_id: int,
     ) -> Recipe:
         """The recipe of an automaton over bytes.
@@ -125,11 +126,11 @@ class Recipe:
             name: what errors call it.
             about: what it is made from: equal texts are the same automaton.
             make: builds the automaton over bytes.
-            tokens, vocab, mask_id: as in `build_all`.
+            tokens, vocab, end_ids, mask_id: as in `build_all`.
         """
-        known = json.dumps([FORMAT, about, vocab, eos_id, mask_id]).encode()
+        known = json.dumps([FORMAT, about, vocab, end_ids, mask_id]).encode()
         digest = hashlib.sha256(known + _joined(tuple(tokens))).hexdigest()
-        return Recipe(digest, name, make, tuple(tokens), vocab, eos_id, mask_id)
+        return Recipe(digest, name, make, tuple(tokens), vocab, end_ids, mask_id)
 
     @property
     def path(self) -> Path:
@@ -243,7 +244,7 @@ def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int,
     accepts = torch.zeros(size + 2, dtype=torch.bool)
     accepts[[names[state] for state in finals if state in names] + [end]] = True
     kinds, classes = _kinds(step, recipe)
-    kinds[:, classes[recipe.eos_id]] = torch.where(accepts, end, dead)
+    kinds[:, classes[recipe.end_ids[0]]] = torch.where(accepts, end, dead)
     used, classes = classes.unique(return_inverse=True)
     kinds = kinds[:, used]  # a kind without a token would be a way that nothing can go
     moved, accepts, first = _minimal(kinds, accepts, names[start])
@@ -268,9 +269,9 @@ def _shortest(moves: Tensor, accepts: Tensor, start: int) -> int:
 
 
 def _kinds(step: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """`[S, C]` where each kind of token leads, and `[V]` the kind of each; end token and mask have their own.
+    """`[S, C]` where each kind of token leads, and `[V]` the kind of each; end tokens and mask have their own.
 
-    The end token's column is the last one, and empty.
+    The end tokens' column is the last one, and empty.
     """
     dead = len(step) - 1
     texts = sorted({*recipe.tokens, b""})
@@ -295,7 +296,9 @@ def _kinds(step: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     classes = torch.full((recipe.vocab,), of_text[number[b""]])  # ids without a token, too, add nothing
     for token, text in enumerate(recipe.tokens[: recipe.vocab]):
         classes[token] = of_text[number[text]]
-    classes[recipe.mask_id], classes[recipe.eos_id] = len(table), len(table) + 1
+    classes[recipe.mask_id] = len(table)
+    for end in recipe.end_ids:
+        classes[end] = len(table) + 1
     never = torch.full((len(step),), dead)
     return torch.stack([*table, never, never], 1), classes
 

@@ -75,7 +75,7 @@ class Lattice:
     sizes: Tensor  # [C+2] `Edges.sizes`; [N, L+1, C+2] where given tokens say at which positions no answer ends
 
     @staticmethod
-    def of(edges: Edges, canvas: Canvas, answers: Answers, mask_id: int, eos_id: int | None) -> Lattice:
+    def of(edges: Edges, canvas: Canvas, answers: Answers, mask_id: int, end_ids: tuple[int, ...]) -> Lattice:
         """The lattice of a query's strings."""
         strings = Strings.of(canvas, answers.query, mask_id)
         there = answers.spread(torch.ones_like(answers.row)).flatten(0, 1)  # [N, Q]
@@ -87,9 +87,9 @@ class Lattice:
         state = window.entered(edges, form, strings.token)
         unasked = window.cut(strings.exists & strings.free & ~asked)
         sizes = edges.sizes
-        if canvas.given is not None and eos_id is not None:
+        if canvas.given is not None and end_ids:
             inner = pad(canvas.answer() < canvas.given[:, None], (0, 1))[..., None]  # [B, L+1, 1]
-            sizes = torch.where(inner, inner_sizes(edges, eos_id), sizes)
+            sizes = torch.where(inner, inner_sizes(edges, end_ids), sizes)
             sizes = sizes.repeat_interleave(len(place) // len(sizes), 0)
             sizes = torch.cat([window.cut(sizes), sizes[:, -1:]], 1)
         exists, token, free = (window.cut(one) for one in (strings.exists, strings.token, strings.free))
@@ -233,14 +233,14 @@ class Lattice:
 
 
 def posterior(
-    edges: Edges, logits: Tensor, canvas: Canvas, answers: Answers, mask_id: int, eos_id: int | None = None
+    edges: Edges, logits: Tensor, canvas: Canvas, answers: Answers, mask_id: int, end_ids: tuple[int, ...] = ()
 ) -> Tensor:
     """`[R, V]` logits whose softmax is the law of each answer's token, given what stands and that the string is valid.
 
     To the model's logits `[R, V]` it adds the logarithm of the weight of all that may stand before and behind a token:
     certain where something stands, the model's where it was asked, uniform elsewhere. -inf for tokens that do not fit.
     """
-    lattice, (classes, weight) = Lattice.of(edges, canvas, answers, mask_id, eos_id), masses(edges, logits)
+    lattice, (classes, weight) = Lattice.of(edges, canvas, answers, mask_id, end_ids), masses(edges, logits)
     mass = lattice.values(_relative(weight, weight.amax(1, keepdim=True)), lattice.sizes)
     factor = answers.pick(lattice.factors(*lattice.around(mass)).view(*answers.query.ids.shape, -1))  # [R, C+2]
     factor[:, -2:] = -torch.inf
@@ -260,15 +260,15 @@ def choose(
     mask_id: int,
     draws: bool,
     whole: Whole | None = None,
-    eos_id: int | None = None,
+    end_ids: tuple[int, ...] = (),
 ) -> Tensor:
     """`[R]` tokens of logits `[R, V]`, in a draw with noise: those of one string for each row and candidate.
 
     Args:
         whole: logits and noisy logits from which no guide took a token away, to choose by where none that fits is left.
-        eos_id: the end token, where it must not stand before given tokens (`Canvas.given`).
+        end_ids: the end tokens, where they must not stand before given tokens (`Canvas.given`).
     """
-    lattice, tops = Lattice.of(edges, canvas, answers, mask_id, eos_id), Tops.of(edges, noisy)
+    lattice, tops = Lattice.of(edges, canvas, answers, mask_id, end_ids), Tops.of(edges, noisy)
     score = _relative(tops.classes, noisy.gather(1, tops.free[:, None]))
     full = None if whole is None else Tops.of(edges, whole[1])
     if full is not None:

@@ -13,17 +13,17 @@ from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.edges import Edges
 
 
-def completable(automaton: Automaton, given: Sequence[int], eos_id: int) -> bool:
+def completable(automaton: Automaton, given: Sequence[int], end_ids: tuple[int, ...]) -> bool:
     """Whether the automaton accepts some answer that has the given tokens, `FREE` where any may stand.
 
-    The end token does not stand before a given token, unless it is given.
+    An end token does not stand before a given token, unless it is given.
     """
     last = max((at for at, token in enumerate(given) if token != FREE), default=-1)
     states = torch.zeros(len(automaton.moves), dtype=torch.bool)
     states[automaton.start] = True
     for at, token in enumerate(given):
         if token == FREE:
-            source, target = _pairs(automaton, None if at > last else eos_id)
+            source, target = _pairs(automaton, () if at > last else end_ids)
             reached = target[states[source]]
         else:
             reached = automaton.moves[states, automaton.classes[token]]
@@ -32,19 +32,19 @@ def completable(automaton: Automaton, given: Sequence[int], eos_id: int) -> bool
 
 
 @lru_cache(maxsize=8)
-def _pairs(automaton: Automaton, without: int | None) -> tuple[Tensor, Tensor]:
-    """States of which the second follows the first by some token, but for the token `without`."""
+def _pairs(automaton: Automaton, without: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """States of which the second follows the first by some token, but for the end tokens `without`."""
     moves, classes = automaton.moves, automaton.classes
-    if without is not None:
-        own = classes[without]
-        if int((classes == own).sum()) == 1:
+    if without:
+        own = classes[without[0]]  # end tokens are of one class
+        if int((classes == own).sum()) == len(without):
             moves = moves[:, torch.arange(moves.shape[1]) != own]
     size = len(moves)
     found = (torch.arange(size)[:, None] * size + moves).unique()
     return found // size, found % size
 
 
-def inner_sizes(edges: Edges, eos_id: int) -> Tensor:
-    """`[C+2]` as `Edges.sizes`, without the end token."""
-    own = torch.arange(len(edges.sizes), device=edges.sizes.device) == edges.classes[eos_id]
-    return torch.where(own, (edges.sizes.exp().round() - 1).clamp(min=0).log(), edges.sizes)
+def inner_sizes(edges: Edges, end_ids: tuple[int, ...]) -> Tensor:
+    """`[C+2]` as `Edges.sizes`, without the end tokens."""
+    own = torch.arange(len(edges.sizes), device=edges.sizes.device) == edges.classes[end_ids[0]]
+    return torch.where(own, (edges.sizes.exp().round() - len(end_ids)).clamp(min=0).log(), edges.sizes)

@@ -55,7 +55,7 @@ class Form(Guide):
     edges: Edges | None = field(init=False, default=None, repr=False, compare=False)
     shortest: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
     mask_id: int = field(init=False, default=-1, repr=False, compare=False)
-    eos_id: int = field(init=False, default=-1, repr=False, compare=False)
+    end_ids: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
     drawn: bool = field(init=False, default=False, repr=False, compare=False)
     bound_to: tuple[object, ModelSpec] | None = field(init=False, default=None, repr=False, compare=False)
 
@@ -75,7 +75,7 @@ class Form(Guide):
             UserError: one cannot be built.
         """
         assert spec.mask_id is not None
-        numbers = spec.vocab_size, spec.eos_id, spec.mask_id
+        numbers = spec.vocab_size, spec.eos_ids, spec.mask_id
         return automaton.build_all(self.expressions(), tokens, *numbers)
 
     def bind(self, context: Context) -> Self:
@@ -102,7 +102,7 @@ class Form(Guide):
             edges=joined(found).to(spec.device),
             shortest=shortest,
             mask_id=spec.mask_id,
-            eos_id=spec.eos_id,
+            end_ids=spec.eos_ids,
             drawn=context.draws,
             bound_to=(context.tokenizer, spec),
         )
@@ -115,7 +115,7 @@ class Form(Guide):
                 f"{name}: the shortest answer of {self._name(form)} has {least} tokens, and max_new_tokens is"
                 f" {len(given)}"
             )
-        if any(token != FREE for token in given) and not completable(self.automata[form], given, self.eos_id):
+        if any(token != FREE for token in given) and not completable(self.automata[form], given, self.end_ids):
             raise UserError(f"{name}: no answer of {self._name(form)} has the given tokens where they are")
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
@@ -128,12 +128,12 @@ class Form(Guide):
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`: the logits of the posterior."""
         assert self.edges is not None
-        return posterior(self.edges, logits, canvas, answers, self.mask_id, self.eos_id)
+        return posterior(self.edges, logits, canvas, answers, self.mask_id, self.end_ids)
 
     def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.choose`."""
         assert self.edges is not None
-        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn, whole, self.eos_id)
+        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn, whole, self.end_ids)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Grammar(Guide):
         language = Language.load(self.grammar)
         if self.depth is not None or language.regular:
             return BoundedGrammar(language, self.depth).bind(context)
-        ends = frozenset({spec.eos_id})  # where texts are cut; an end of turn has no text
+        ends = frozenset(spec.eos_ids)  # where texts are cut; an end of turn has no text
         tokens = tuple(token_bytes(context.tokenizer))
         never = {*ends, spec.mask_id}
         known = [(text, token) for token, text in enumerate(tokens[: spec.vocab_size]) if text and token not in never]
@@ -222,7 +222,7 @@ class BoundedGrammar(Form):
         made = self.language.automaton(self.depth)
         about = f"grammar {json.dumps(made)}"
         assert spec.mask_id is not None
-        numbers = spec.vocab_size, spec.eos_id, spec.mask_id
+        numbers = spec.vocab_size, spec.eos_ids, spec.mask_id
         return (lifted(Recipe.of(self.language.name, about, lambda: made, tokens, *numbers)),)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -40,5 +41,5 @@ class EndsAnywhere(BlockStop):
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        finish = ((after.ids == self.eos) & ~after.masked & after.seen()).any(1)
+        finish = (is_end(after.ids, self.end_ids) & ~after.masked & after.seen()).any(1)
         return replace(edit, finish=finish if edit.finish is None else edit.finish | finish)

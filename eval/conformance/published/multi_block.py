@@ -11,6 +11,7 @@ from torch import Tensor
 from dllm_sampler.blocks.multi_block import MultiBlock
 from dllm_sampler.cache.delayed_prefix import DelayedPrefix
 from dllm_sampler.core.around import Around
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.plan import Plan
 from dllm_sampler.core.protocols import Blocks, Carry, Context
 from dllm_sampler.core.spec import learned
@@ -46,11 +47,11 @@ class StaleMasks(Around):
     """
 
     blocks: Blocks | None = field(init=False, default=None, repr=False, compare=False)
-    eos: int = field(init=False, default=-1, repr=False, compare=False)
+    end_ids: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
 
     def bind(self, context: Context) -> Self:
         """See `PlugIn.bind`."""
-        return learned(super().bind(context), blocks=context.blocks, eos=context.spec.eos_id)
+        return learned(super().bind(context), blocks=context.blocks, end_ids=context.spec.eos_ids)
 
     def init(self, canvas: Canvas) -> Carry:
         """The inner carry, and `[B, L+1] bool` what was masked before the last fill."""
@@ -75,7 +76,7 @@ class StaleMasks(Around):
 
     def _before(self, canvas: Canvas, masked: Tensor) -> Canvas:
         """The canvas with the masks that the last fill took; once there is an end token all blocks are open."""
-        ended = ((canvas.ids == self.eos) & ~canvas.masked & ~canvas.frozen & canvas.seen()).any(1)
+        ended = (is_end(canvas.ids, self.end_ids) & ~canvas.masked & ~canvas.frozen & canvas.seen()).any(1)
         stop = torch.where(ended, canvas.end, canvas.stop)
         return replace(canvas, masked=masked, stop=stop)
 

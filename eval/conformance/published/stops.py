@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import grid
+from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.stops.end_tokens import BlockStop, PrefixStop
 
@@ -41,9 +42,9 @@ class EarlyStop(PrefixStop):
         """See `Stop.__call__`."""
         before, edit = edit.finish, super().__call__(canvas, after, query, readout, edit)
         assert edit.finish is not None
-        committed = (edit.commit & (edit.ids == self.eos)).any(1)  # [B]
+        committed = (edit.commit & is_end(edit.ids, self.end_ids)).any(1)  # [B]
         looks = committed | after.block_over(edit)
-        asked = ((canvas.ids == self.eos) & (canvas.columns() < canvas.first[:, None])).any(1)
+        asked = (is_end(canvas.ids, self.end_ids) & (canvas.columns() < canvas.first[:, None])).any(1)
         finish = edit.finish & looks | asked & committed
         return replace(edit, finish=finish if before is None else before | finish)
 
@@ -65,5 +66,5 @@ class AllEnd(BlockStop):
         columns = canvas.columns()
         first = grid.start(canvas)
         outside = (columns < first[:, None]) | (columns >= canvas.stop[:, None])
-        over = after.block_over(edit) & (outside | (after.ids == self.eos) & ~after.masked).all(1)
+        over = after.block_over(edit) & (outside | is_end(after.ids, self.end_ids) & ~after.masked).all(1)
         return replace(edit, finish=over & (canvas.age > 0) if self.drafting else over)
