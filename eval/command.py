@@ -20,6 +20,7 @@ from dllm_sampler.core.files import write as write_file
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import tables
 from dllm_sampler.eval.jobs import EVAL, Job, jobs
+from dllm_sampler.eval.lm_eval import names as harness_names
 from dllm_sampler.eval.report.headline import METHOD, interval
 from dllm_sampler.eval.tables import Column
 
@@ -84,6 +85,7 @@ def _run(words: list[str]) -> int:
     for word in words:
         if "=" not in word and not word.startswith("~"):
             raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-eval --help")
+    check_tasks(words)
     found = jobs(words)
     # These import torch and transformers: seconds that the page above and a mistake do not wait for.
     from dllm_sampler.eval.folders import RunFolder
@@ -112,6 +114,25 @@ def _run(words: list[str]) -> int:
                 write_file(file, content)
                 print(file, file=sys.stderr)
     return 0
+
+
+def check_tasks(words: Sequence[str]) -> None:
+    """Refuse tasks of lm-evaluation-harness.
+
+    Raises:
+        UserError: a task is not ours but the harness's; it names the command that runs it.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        if key != "task":
+            continue
+        for name in value.split(","):
+            if name not in choices("task") and harness_names.is_task(name):
+                line = harness_names.command(name, words)
+                raise UserError(
+                    f"task={name} is a task of lm-evaluation-harness. Run `{line} --output_path {name}`, and give that"
+                    " folder to dllm-report."
+                )
 
 
 def number(value: float | None, form: str, factor: float = 1, unit: str = "") -> str:

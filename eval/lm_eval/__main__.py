@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 from dllm_sampler.eval.arguments import command
 from dllm_sampler.eval.lm_eval.settings import harness
@@ -18,13 +20,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, before = list(sys.argv[1:] if arguments is None else arguments), sys.argv
     try:
         harness()
+        harness_module: Any = import_module("lm_eval")
         from lm_eval.__main__ import cli_evaluate
 
+        from dllm_sampler.eval.lm_eval.counters import counted
         from dllm_sampler.eval.lm_eval.model import register
 
         register()
         sys.argv = ["lm-eval", *given]
-        cli_evaluate()
+        evaluate = harness_module.simple_evaluate
+        # The harness looks it up when it starts: so the table and the file have what our model counted.
+        harness_module.simple_evaluate = lambda *args, **kwargs: counted(evaluate(*args, **kwargs))
+        try:
+            cli_evaluate()
+        finally:
+            harness_module.simple_evaluate = evaluate
     finally:
         sys.argv = before
     return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from dllm_sampler import chat
 from dllm_sampler.cli import threads
 from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.eval.folders import environment
 from dllm_sampler.eval.lm_eval import likelihood
+from dllm_sampler.eval.lm_eval.counters import KEY, SCHEMA, Counter
 from dllm_sampler.eval.lm_eval.settings import Settings, parse
 from dllm_sampler.sampler import Sampler
 
@@ -48,7 +52,7 @@ class SamplerLM(LM):
         self._device = self.sampler.device
         self.drawing: dict[tuple[tuple[str, float], ...], Sampler] = {}
         self.templated = False
-        self.tokens = self.forwards = 0
+        self.counters: defaultdict[str, Counter] = defaultdict(Counter)  # by task
         plain = {"stop": "none", "cache": "none", "blocks": "full", "scheduler": "fixed"}
         self.one_by_one = Sampler(self.sampler.denoiser, tokenizer=self.tokenizer, **plain)  # pyright: ignore
 
@@ -85,9 +89,16 @@ class SamplerLM(LM):
         return chat.text(chat_history, self.tokenizer, "a sample", add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results say of the run."""
-        rate = self.tokens / self.forwards if self.forwards else None
-        return {"answer_tokens": self.tokens, "forwards": self.forwards, "tokens_per_forward": rate}
+        """Return what the results say of the run: its settings, where it ran, and counts of each task."""
+        tasks = {name: counter.summary() for name, counter in self.counters.items()}
+        tokens, forwards = (sum(one[name] for one in tasks.values()) for name in ("answer_tokens", "forwards"))
+        ours = {"schema": SCHEMA, **self.settings.described(), "environment": environment(str(self._device))}
+        return {
+            "answer_tokens": tokens,
+            "forwards": forwards,
+            "tokens_per_forward": tokens / forwards if forwards else None,
+            KEY: {**ours, "tasks": tasks},
+        }
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Texts cut at the stop strings; answers do not depend on batches."""
@@ -105,14 +116,16 @@ class SamplerLM(LM):
                 given = [prompts[i] for i in members]
                 options: dict[str, Any] = {"seed": [self.settings.seed + i for i in members], "stop_strings": until}
                 options |= {"batch_size": self.settings.batch_size, "batching": self.settings.batching}
+                began = perf_counter()
                 for answer in sampler.generate_many(given, max_new_tokens=rooms, **options):
                     i, text = members[answer.index], answer.text or ""
                     progress.advance(shown)
                     if answer.finish_reason == "not_finite":
                         bad = bad or NotFiniteError(answer.nfe, [i + 1])
                         continue
-                    self.tokens += answer.length
-                    self.forwards += answer.nfe
+                    counter = self.counters[str(getattr(requests[i], "task_name", None))]
+                    counter.add(answer.length, answer.nfe, wanted[i][1], perf_counter() - began)
+                    began = perf_counter()
                     answers[i] = text
                     self.cache_hook.add_partial("generate_until", requests[i].args, text)
         if bad is not None:

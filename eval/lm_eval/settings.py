@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from dllm_sampler import config
@@ -60,6 +61,19 @@ class Settings:
                 raise UserError(f"model_args: {name} must be at least 1, not {value}")
         if self.batching not in BATCHING:
             raise UserError(f"model_args: batching must be {' or '.join(BATCHING)}, not {self.batching!r}")
+
+    def described(self) -> dict[str, Any]:
+        """Return the choice of each group, and all settings that decide about answers, as `run.json` has them."""
+        model = {"path": self.pretrained, **self.model}
+        choices = {"model": Path(self.pretrained).name}
+        settings: dict[str, Any] = {"model": model, "max_new_tokens": self.max_new_tokens}
+        settings |= {"seed": self.seed, "batching": self.batching}
+        for group, default in _defaults().items():
+            chosen = self.plugins.get(group, {"name": default})
+            choices[group] = chosen["name"]
+            settings[group] = {**config.entry(group, chosen["name"]).settings, **chosen}
+        settings["guide"] = [] if choices["guide"] == "none" else [settings["guide"]]
+        return {"choices": choices, "config": {**settings, **self.shortcuts}}
 
 
 OWN = [one.name for one in fields(Settings) if one.default is not MISSING or one.name == "pretrained"]

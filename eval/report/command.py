@@ -14,6 +14,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.folders import ABOUT
 from dllm_sampler.eval.report.data import load, read
+from dllm_sampler.eval.report.harness import PATTERN as RESULTS
 from dllm_sampler.eval.report.rows import rows, text
 from dllm_sampler.eval.state import running
 from dllm_sampler.paths import expanded
@@ -48,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page = options.output is not None or not any(parts)
         for line in (lines := running(runs)):
             show(line, sys.stderr)
-        there = (file for path in options.runs if os.path.isdir(path) for file in files.under(path, ABOUT))
+        known = (ABOUT, RESULTS)
+        there = (file for path in options.runs if os.path.isdir(path) for file in files.under(path, *known))
         if lines and not any(parts) and options.output is None and next(there, None) is None:
             return 0  # of a training that is all there is to say
         if options.csv is not None:

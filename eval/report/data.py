@@ -17,6 +17,7 @@ from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.folders import ABOUT, RunFolder
 from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.records import Record
+from dllm_sampler.eval.report import harness
 from dllm_sampler.eval.report.labels import Label, named, usual
 from dllm_sampler.eval.state import running
 
@@ -31,11 +32,32 @@ class Run:
     about: Mapping[str, Any]
     records: Sequence[Record]
     folder: Path = Path()  # the one that dllm-eval was told to write to
+    counted: harness.Result | None = None  # figures without samples, of lm-evaluation-harness
 
     @cached_property
     def figures(self) -> Figures:
         """Every measure."""
+        if self.counted is not None and self.counted.figures is not None:
+            return self.counted.figures
         return summary(self.records, self.about["score"]) | self.together
+
+    @property
+    def is_measured(self) -> bool:
+        """True if it has figures."""
+        return bool(self.records) or (self.counted is not None and self.counted.figures is not None)
+
+    @property
+    def samples(self) -> int:
+        """Samples that are there."""
+        return self.about["samples"] if self.counted is not None else len(self.records)
+
+    @property
+    def grades(self) -> dict[str, float]:
+        """The mean of every grade but the score, over the samples that have it."""
+        if self.counted is not None:
+            return dict(self.counted.grades)
+        names = dict.fromkeys(name for record in self.records for name in record.scores if name != self.about["score"])
+        return {name: fmean(one.scores[name] for one in self.records if name in one.scores) for name in names}
 
     @property
     def together(self) -> Figures:
@@ -50,7 +72,7 @@ class Run:
     @property
     def missing(self) -> int:
         """Samples that are not there yet."""
-        return self.about["samples"] - len(self.records)
+        return self.about["samples"] - self.samples
 
 
 @dataclass(frozen=True)
@@ -84,8 +106,11 @@ class Method:
         def away(bound: str) -> float:
             return math.sqrt(sum((_number(one["score"]) - _number(one[bound])) ** 2 for one in each)) / len(each)
 
-        scored = {id(record): run.about["score"] for run in runs for record in run.records}
-        found = summary(everything, lambda record: record.scores[scored[id(record)]])
+        if any(run.counted is not None for run in runs):
+            found = harness.pooled(each) if len(each) > 1 else dict(each[0])
+        else:
+            scored = {id(record): run.about["score"] for run in runs for record in run.records}
+            found = summary(everything, lambda record: record.scores[scored[id(record)]])
         # Rounding must not carry a bound past the mean of the tasks' bounds, below 0 say.
         low, high = (fmean(_number(one[name]) for one in each) for name in ("score_low", "score_high"))
         bounds = {
@@ -161,14 +186,14 @@ class Comparison:
     def front(self, view: str, rate: str) -> set[str]:
         """The methods that no other one beats in score and rate."""
         found = self.figures[view]
-        return front({label: (_number(one[rate]), _number(one["score"])) for label, one in found.items()})
+        return front({label: (one[rate] or 0.0, _number(one["score"])) for label, one in found.items()})
 
     def oracle(self, view: str) -> tuple[float, float] | None:
         """Tokens per forward with perfect knowledge of the reference's answers, and their score."""
         if self.reference is None:
             return None
         figures = self.figures[view].get(self.reference.label)
-        rate = None if figures is None else figures["oracle_tokens_per_forward"]
+        rate = None if figures is None else figures.get("oracle_tokens_per_forward")
         return None if figures is None or rate is None else (rate, _number(figures["score"]))
 
     @cached_property
@@ -186,6 +211,12 @@ def load(paths: Sequence[Path]) -> Comparison:
     return compare(read(paths))
 
 
+def results_files(paths: Sequence[Path]) -> list[Path]:
+    """Return the files under these folders that lm-evaluation-harness names so, each once."""
+    found = (file.resolve() for path in paths for file in sorted(files.under(path, harness.PATTERN)))
+    return list(dict.fromkeys(found))
+
+
 def run_folders(paths: Sequence[Path]) -> list[Path]:
     """Return the directories of runs under these folders, at any depth, each once."""
     found = (file.parent.resolve() for path in paths for file in sorted(files.under(path, ABOUT)))
@@ -193,7 +224,7 @@ def run_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def read(paths: Sequence[Path]) -> list[Run]:
-    """Read runs, and folders of runs, at any depth; those that have no samples too.
+    """Read runs, and folders of runs, at any depth; those that have no samples too. And what the harness wrote there.
 
     Raises:
         UserError: there is none, or none has samples.
@@ -210,7 +241,9 @@ def read(paths: Sequence[Path]) -> list[Run]:
         about = RunFolder(folder).about()
         assert about is not None
         runs.append(Run(about, RunFolder(folder).records(), folder.parent))
-    if not any(run.records for run in runs):
+    for file in results_files(paths):
+        runs += [Run(one.about, (), file.parent, one) for one in harness.results(file)]
+    if not any(run.is_measured for run in runs):
         where = ", ".join(map(str, paths))
         if lines := running(paths):
             raise UserError(f"there are no samples under {where} yet, ask again later: {lines[0]}")
@@ -227,7 +260,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     for run, label in zip(runs, labels, strict=True):
         if run.about["refused"] is not None:
             refused.setdefault((label.method, run.about["refused"]), []).append(label.task)
-        elif run.records:
+        elif run.is_measured:
             tasks.setdefault(label.task, run.about["dependency"])
             methods.setdefault(label.method, (label, {}))[1][label.task] = run
     places = {json.dumps(place, sort_keys=True): place for run in runs for place in run.about["environments"]}

@@ -126,7 +126,7 @@ def family_rows(found: Comparison) -> list[dict[str, object]]:
             ]
             for method in methods
         ]
-        if len({len(run) for run in runs}) == 1:
+        if len(runs[0]) > 0 and len({len(run) for run in runs}) == 1:
             forwards, score = adaptive_oracle(runs)
             row["best setting per sample: forwards"] = forwards
             row["best setting per sample: score"] = 100 * score

@@ -209,6 +209,7 @@ function after(replay, step) {
 
 function canvas() {
   const replay = data.methods[state.method].runs[state.task].replays[state.sample], box = find("canvas"), last = Number(find("step").max);
+  if (!replay) return;
   box.replaceChildren();
   after(replay, state.step).forEach((token, place) => {
     const made = element("span", {}, token ? token.piece.replaceAll("\n", "⏎\n") : "░░", box);

@@ -51,7 +51,7 @@ def notes(found: Comparison) -> list[str]:
         lines.append(f"Unfinished: {found.missing} samples are still to come; the figures are of those that are there.")
     if found.unsaid:
         lines.append(found.unsaid)
-    lines += [f"Could not run: {label}: {reason}" for label, reason in found.refused]
+    lines += [f"No figures: {label}: {reason}" for label, reason in found.refused]
     whole = set(found.figures["all tasks"])
     lines += [
         f"Not on all tasks, so only under its own: {method.label}."

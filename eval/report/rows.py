@@ -6,7 +6,6 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 from dllm_sampler.eval.measures import MEASURES
@@ -29,12 +28,12 @@ def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     shown = (*FIGURES, *(measure.name for measure in MEASURES))
     found = []
     for run, label in zip(runs, named(runs), strict=True):
-        figures = run.figures if run.records else {}
+        figures = run.figures if run.is_measured else {}
         found.append(
             {"configuration": label.method, "task": label.task, "dependency": run.about["dependency"]}
-            | {"samples": len(run.records), "missing": run.missing}
+            | {"samples": run.samples, "missing": run.missing}
             | {name: figures.get(name) for name in dict.fromkeys((*shown, *run.together))}
-            | _grades(run)
+            | {f"grade.{name}": value for name, value in run.grades.items()}
             | {group: run.about["choices"][group] for group in GROUPS}
             | _settings(run.about["config"])
             | {"folder": str(run.folder / run.about["name"]), "refused": run.about["refused"]}
@@ -72,12 +71,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _grades(run: Run) -> dict[str, float]:
-    """The mean of every grade but the score, over the samples that have it."""
-    names = dict.fromkeys(name for record in run.records for name in record.scores if name != run.about["score"])
-    return {f"grade.{n}": fmean(one.scores[n] for one in run.records if n in one.scores) for n in names}
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:

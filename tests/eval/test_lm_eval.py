@@ -25,12 +25,15 @@ pytest.importorskip("lm_eval")
 import lm_eval
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
+from lm_eval.utils import simple_parse_args_string
 
 from dllm_sampler import UserError, config
+from dllm_sampler.eval.command import main as evaluate
 from dllm_sampler.eval.lm_eval.__main__ import main
 from dllm_sampler.eval.lm_eval.likelihood import check, log_likelihood, masks
 from dllm_sampler.eval.lm_eval.model import SamplerLM
 from dllm_sampler.eval.lm_eval.settings import parse
+from dllm_sampler.eval.report.data import load
 from dllm_sampler.eval.testbeds.chain import MarkovChain
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import LAWS
@@ -83,13 +86,31 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     return go
 
 
-def test_generation_choice_and_perplexity(run: Callable[..., dict[str, Any]]) -> None:
+def test_generation_choice_and_perplexity(
+    run: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = run("pretrained=mini,scheduler=threshold,threshold=0.9,mc_num=32,mc_batch_size=32,check_greedy=false")
     results = found["results"]
     assert results["mini_generate"]["exact_match,none"] == 1.0
     assert results["mini_choose"]["acc,none"] == 1.0
     assert results["mini_roll"]["byte_perplexity,none"] > 1
-    assert found["config"]["tokens_per_forward"] > 2
+    rate = found["config"]["tokens_per_forward"]
+    assert rate > 2 and found["config"]["device"] == ("cuda:0" if torch.cuda.is_available() else "cpu")
+    counts = found["config"]["dllm_sampler"]["tasks"]["mini_generate"]
+    assert counts["answers"] == 12 and counts["tokens_per_forward_low"] <= rate <= counts["tokens_per_forward_high"]
+    assert counts["canvas_tokens"] == 12 * 32 and counts["answer_tokens"] / counts["forwards"] == rate
+    assert results["mini_generate"]["tokens_per_forward,none"] == rate, "a metric of the task"
+    assert "tokens_per_forward,none" not in results["mini_choose"], "which generates nothing"
+    shown = re.search(r"\|tokens_per_forward *\|↑ *\| *([\d.]+)\|", capsys.readouterr().out)
+    assert shown is not None and float(shown[1]) == pytest.approx(rate, abs=1e-3), "in the table"
+    # and a run of dllm-eval of the same configuration is the same method
+    words = ["scheduler=threshold", "scheduler.threshold=0.9", "task.count=1", "oracle=false", "device=cpu"]
+    assert evaluate([*words, f"output={tmp_path / 'runs'}"]) == 0
+    both = load([tmp_path])
+    assert set(both.tasks) == {"mini", "mini_generate"}
+    (method,) = both.methods
+    assert method.figures(["mini_generate"])["answer_tokens_per_forward"] == rate
+    assert {reason.partition(", ")[0] for _, reason in both.refused} == {"lm-evaluation-harness asked for likelihoods"}
 
 
 def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +152,18 @@ def test_settings_find_their_plugin() -> None:
     assert found.shortcuts == {"temperature": 1.0}
     with pytest.raises(UserError, match="scheduler and blocks both have a threshold"):
         parse({"pretrained": "mini", "scheduler": "threshold", "blocks": "adablock", "threshold": 0.9})
+
+
+def test_a_task_of_the_harness_is_named_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=llada-8b", "scheduler=threshold,fixed", "scheduler.threshold=0.9", "block_length=32"]
+    assert evaluate(["task=mini,gsm8k", *words, "batch_size=4"]) == 2
+    arguments = "pretrained=llada-8b,scheduler=threshold,scheduler.threshold=0.9,block_length=32"
+    line = f"python -m dllm_sampler.eval.lm_eval --model dllm_sampler --model_args {arguments} --tasks gsm8k"
+    said = capsys.readouterr().err
+    assert f"task=gsm8k is a task of lm-evaluation-harness. Run `{line} --output_path gsm8k`" in said
+    assert parse(simple_parse_args_string(arguments)).pretrained == "llada-8b", "the model takes them"
+    assert evaluate(["task=minni"]) == 2
+    assert "unknown task 'minni', did you mean 'mini'?" in capsys.readouterr().err
 
 
 def request(*args: Any) -> Any:

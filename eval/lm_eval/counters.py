@@ -1,0 +1,67 @@
+"""What the answers to each task of the harness took, in the harness's results: `dllm-report` reads it there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dllm_sampler.eval.statistics import bootstrap
+
+KEY = "dllm_sampler"  # of `config` in the results
+SCHEMA = 1
+
+
+@dataclass
+class Counter:
+    """Counts of the answers to one task.
+
+    tokens, forwards: of each answer, up to and with its first end token
+    canvas: tokens of all canvases
+    seconds: from one answer to the next, summed
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    forwards: list[int] = field(default_factory=list)
+    canvas: int = 0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, forwards: int, canvas: int, seconds: float) -> None:
+        """Count an answer."""
+        self.tokens.append(tokens)
+        self.forwards.append(forwards)
+        self.canvas += canvas
+        self.seconds += seconds
+
+    def summary(self) -> dict[str, Any]:
+        """Sums over the answers, and tokens per forward with its 95 % interval."""
+        tokens, forwards = sum(self.tokens), sum(self.forwards)
+        low, high = bootstrap(self.tokens, self.forwards)
+        return {
+            "answers": len(self.tokens),
+            "answer_tokens": tokens,
+            "canvas_tokens": self.canvas,
+            "forwards": forwards,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_forward": tokens / forwards if forwards else None,
+            "tokens_per_forward_low": low,
+            "tokens_per_forward_high": high,
+        }
+
+
+def counted(results: Any) -> Any:
+    """Return the harness's results with tokens per forward among the metrics of each task, and the device of the model.
+
+    The harness names the device that its command line names, `cuda:0` by default. Returns None for None, which the
+    harness's other processes have.
+    """
+    if results is None or (ours := results["config"].get(KEY)) is None:
+        return results
+    results["config"]["device"] = ours["environment"]["device"]
+    for task, one in ours["tasks"].items():
+        if one["forwards"] and task in results["results"]:
+            added = {"tokens_per_forward": one["tokens_per_forward"], "forwards": one["forwards"] / one["answers"]}
+            results["results"][task] |= {f"{name},none": value for name, value in added.items()}
+            better: Mapping[str, bool] = {"tokens_per_forward": True, "forwards": False}
+            results.setdefault("higher_is_better", {}).setdefault(task, {}).update(better)
+    return results
