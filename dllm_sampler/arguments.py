@@ -86,9 +86,9 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
             " masked LM of transformers by dllm_sampler.models.huggingface.wrap. Any other module or function is a"
             " model for Sampler.from_callable"
         )
-    if spec.mask_id == spec.eos_id:
+    if spec.mask_id in spec.eos_ids:
         raise UserError(
-            f"{type(denoiser).__name__}: mask_id and eos_id are both {spec.eos_id}. Give each the token that the model"
+            f"{type(denoiser).__name__}: mask_id and eos_id are both {spec.mask_id}. Give each the token that the model"
             " was trained with"
         )
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -119,7 +119,7 @@ def test_the_pipeline_decides_as_sampler_does(rule: Settings) -> None:
     noise = Drawn(begin=torch.tensor([-len(PROMPTS[0])]), generator=torch.Generator().manual_seed(3))
     sampler = Sampler(load(CHECKPOINT, device="cpu").denoiser, scheduler=rule, stop="none", noise=noise)
     expected = sampler.generate(PROMPTS[:1], max_new_tokens=2 * LENGTH, seed=seeds(3))
-    assert torch.equal(tokens, expected.tokens)
+    assert torch.equal(tokens, expected.trace.decoded)
     assert forwards == int(expected.nfe[0]) == 2 * STEPS
 
 

@@ -111,8 +111,8 @@ def test_tokens_that_end_an_answer_do_so_where_its_form_ends(registered: str) ->
     (plain,) = server(settings).serve([Request([5, 11], 16)])
     other = plain.answer[0]  # a letter of the form, which ends answers now
     engine = server(settings, ends=(toys.EOS, other))
-    assert engine.algorithm.serving.model.ends == (toys.EOS, other)
     (one,) = engine.serve([Request([5, 11], 16)])
+    assert engine.algorithm.serving.model.ends == (toys.EOS, other)
     answer = one.answer[: next(at for at, token in enumerate(one.answer) if token in (toys.EOS, other))]
     assert re.fullmatch("[d-f]{5}", text(answer)) and other not in answer
 
