@@ -89,6 +89,7 @@ class ModelSettings:
         device_map: where the layers go, on several devices: auto, balanced, balanced_low_0, or modules and devices.
         quantize: int8: the weights of the layers as 8-bit integers (docs/kernels.md); null: as stored.
         causal_context: Nemotron-Labs-Diffusion; false: the prompt and each finished block see themselves whole.
+        adapter: folder or hub id of an adapter of peft (LoRA), merged into the weights; null: the model's own, if any.
     """
 
     path: str
@@ -99,6 +100,7 @@ class ModelSettings:
     device_map: str | dict[str, Any] | None = None
     quantize: str | None = None
     causal_context: bool | None = None
+    adapter: str | None = None
 
 
 def names(group: str) -> list[str]:
@@ -170,7 +172,7 @@ def build(group: str, spec: object) -> Any:
 
 def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
     """The settings of a model: `path`, `revision`, `trust_remote_code`, `mask_id`, `cfg_scale`, `device_map`,
-    `quantize`, `causal_context`.
+    `quantize`, `causal_context`, `adapter`.
 
     Args:
         spec: a name of the group `model`, a checkpoint folder, a hub id (`org/name`), or a dict with `name` or

@@ -41,6 +41,7 @@ LATER = {
     "backend": "auto", "cuda_graph": False, "compile": False, "batching": "static", "guided": False,
     "stop_token_ids": None,
 }  # fmt: skip
+LATER_OF_MODEL = {"adapter": None}  # the same of settings of a model
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ class Job:
         if self.options.threads == threads.AUTO:  # before it was written like this
             options["threads"] = None
         task = {**self.task, "canvas": self.max_new_tokens}  # of the task, unless the options say it for all tasks
-        whole = {"task": task, "model": self.model, **self.plugins, **options}
+        model = {name: value for name, value in self.model.items() if (name, value) not in LATER_OF_MODEL.items()}
+        whole = {"task": task, "model": model, **self.plugins, **options}
         # The same settings are another run once the files that they name have changed.
         of_task = sources.digest(sources.files("task", self.task), self.built_task.content)
         if of_task is not None:

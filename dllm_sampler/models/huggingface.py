@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import NoEffectWarning, UserError, first_line
+from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import weights
 from dllm_sampler.models.denoiser import check_tokens, checked_ends
 from dllm_sampler.models.fields import check_numbers, end_tokens, ignorable, shown
@@ -99,21 +100,28 @@ def knows(model_type: str) -> bool:
 
 
 def load(
-    folder: Path, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype | None, device: torch.device
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    adapter: Path | None = None,
 ) -> MaskedLMDenoiser:
-    """A masked LM from a checkpoint folder, safetensors only.
+    """A masked LM from a checkpoint folder, safetensors only, with an adapter merged into it.
 
     Raises:
         UserError: the checkpoint does not fit its config, or there is no mask token.
     """
     model = pretrained(AutoModelForMaskedLM, folder, "a masked language model", dtype)
+    model = model.eval().to(device)
+    if adapter is not None:
+        adapters.merge(model, adapter)
     generation = folder / "generation_config.json"
     listed = weights.read_json(generation).get("eos_token_id") if generation.is_file() else None
-    return replace(wrap(model.eval().to(device), tokenizer, listed), folder=folder)
+    return replace(wrap(model, tokenizer, listed), folder=folder)
 
 
 def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **options: Any) -> Any:
-    """`kind.from_pretrained` of a checkpoint folder, safetensors only; None: dtype as stored.
+    """`kind.from_pretrained` of a checkpoint folder, safetensors only; None: dtype as stored. No adapter is taken.
 
     Raises:
         UserError: the checkpoint does not fit its config; `what` says what it should have been.
@@ -125,9 +133,10 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     raw = weights.read_json(source)
     check_numbers(raw, weights.shapes(folder), str(source))
     try:
-        model, report = kind.from_pretrained(
-            folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
-        )
+        with adapters.base_alone(folder) as alone:
+            model, report = kind.from_pretrained(
+                alone, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
+            )
     except Exception as error:  # transformers raises many kinds for a checkpoint that does not fit
         raise UserError(f"transformers cannot load {folder} as {what} ({first_line(error)})") from None
     if report["missing_keys"]:

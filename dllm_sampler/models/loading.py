@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from dllm_sampler.core.checks import is_real, is_whole
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import UserError, first_line, short, unknown
+from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
@@ -27,7 +28,13 @@ from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.paths import expanded
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DOWNLOADS = ["*.json", "model*.safetensors", "filter.safetensors", "*.txt", "*.model", "*.jinja"]
+DOWNLOADS = ["*.json", "model*.safetensors", "filter.safetensors", adapters.WEIGHTS, "*.txt", "*.model", "*.jinja"]
+# What a generation config asks of sampling and no option of ours has: of draws, and of any answer.
+FILTERS = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+PENALTIES = (
+    "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+    "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty", "guidance_scale",
+)  # fmt: skip
 BALANCED = ("auto", "balanced", "balanced_low_0")
 Places = dict[str, str | int | torch.device]  # one of our modules to where it goes
 
@@ -57,10 +64,12 @@ def load(
     mask_id: int | None = None,
     quantize: str | None = None,
     causal_context: bool | None = None,
+    adapter: str | Path | None = None,
 ) -> Loaded:
     """Load a checkpoint.
 
-    path: a folder, or a hub id `org/name`
+    path: a folder, or a hub id `org/name`. It may hold an adapter of peft, beside the weights or alone: it is merged
+        into the weights, or into those of the base that it names
     dtype: of the weights, or its name; default as stored, but float32 for float16 weights on a CPU, which has no fast
         and exact arithmetic for them
     device: `auto` is the GPU where there is one, else the CPU
@@ -72,6 +81,8 @@ def load(
     quantize: `int8`: the weights of the layers as 8-bit integers (`models.quantized`), for inference alone
     causal_context: False: a model with a causal context (Nemotron-Labs-Diffusion) goes without. The prompt and each
         finished block see themselves whole, and no block is seeded; None: as the model has it
+    adapter: folder or hub id of an adapter of peft, which is merged into the weights. Where its folder has a tokenizer,
+        this replaces the model's
 
     Raises:
         UserError: with one sentence, whatever is wrong with the checkpoint or the arguments.
@@ -81,14 +92,16 @@ def load(
     quantized.check(quantize)
     if quantize is not None and device_map is not None:
         raise UserError("model.quantize and device_map exclude each other: quantise what fits one device, or map it")
-    folder = find(path, revision, trust_remote_code)
+    folder, added = with_adapter(find(path, revision, trust_remote_code), adapter, trust_remote_code)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no checkpoint: it has no config.json")
     raw = weights.read_json(folder / "config.json")
     family = find_family(raw, folder)
     if causal_context is not None and (family is None or family.attention != "causal_context"):
         raise UserError(f"{folder}: model.causal_context is for models with a causal context, Nemotron-Labs-Diffusion")
-    tokenizer = load_tokenizer(folder, trust_remote_code, None if family is None else PreTrainedConfig())
+    known = None if family is None else PreTrainedConfig()
+    tokenizer = None if added is None else load_tokenizer(added, trust_remote_code, known or PreTrainedConfig())
+    tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code, known)
     if family is None and quantize is not None:
         raise UserError(f"{folder}: model.quantize is for the families {_known()}, which run on our own layers")
     if family is None and mask_id is not None:
@@ -97,10 +110,12 @@ def load(
         from dllm_sampler.models import diffusion_gemma, huggingface
 
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
+            if added is not None:  # encoder and decoder share weights, which would get it twice
+                raise UserError(f"{added} cannot be merged into DiffusionGemma. Use a checkpoint that has it merged")
             return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, device_map), tokenizer)
         if device_map is not None:
             raise UserError(f"{folder}: device_map is for models of the families {_known()}, not for a masked LM")
-        return Loaded(huggingface.load(folder, tokenizer, wanted, target), tokenizer)
+        return Loaded(huggingface.load(folder, tokenizer, wanted, target, added), tokenizer)
 
     source = str(folder / "config.json")
     config = family.config(raw, source, weights.shapes(folder))
@@ -114,15 +129,21 @@ def load(
         if wanted == torch.float16 and target.type == "cpu":
             wanted = torch.float32
     places = None if device_map is None else _places(model, device_map, wanted)
+
+    def fill(place: Callable[[str], torch.device]) -> None:
+        weights.fill(model, folder, family, wanted, place)
+        if added is not None:
+            adapters.merge(model, added, family)
+
     if quantize is not None:
         if wanted not in (torch.bfloat16, torch.float32):  # sums of integers leave float16's range
             raise UserError(f"model.quantize=int8 is for bfloat16 and float32, not {wanted}: give a dtype")
-        weights.fill(model, folder, family, wanted, lambda name: torch.device("cpu"))
+        fill(lambda name: torch.device("cpu"))
         quantized.quantize(model, target)
     elif places is None:
-        weights.fill(model, folder, family, wanted, lambda name: target)
+        fill(lambda name: target)
     else:
-        weights.fill(model, folder, family, wanted, lambda name: _place(name, places))
+        fill(lambda name: _place(name, places))
         used = {_place(module, places) for module in places}
         target = min((device for device in used if device.type != "cpu"), key=str, default=torch.device("cpu"))
         dispatch_model(model, places, main_device=target)  # inputs and the cache live on the first accelerator
@@ -132,9 +153,66 @@ def load(
     return Loaded(made, tokenizer)
 
 
-def find(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> Path:
+def with_adapter(
+    folder: Path, adapter: str | Path | None = None, trust_remote_code: bool = False
+) -> tuple[Path, Path | None]:
+    """Return the folder of a model's weights, and that of the adapter to merge into them.
+
+    Raises:
+        UserError: two adapters, an adapter without a base, or a folder without an adapter.
+    """
+    own = None
+    if adapters.has_adapter(folder):
+        own = folder
+        if not weights.present(folder):
+            base = adapters.find_base(folder)
+            try:
+                folder = find(base.path, base.revision, trust_remote_code)
+            except UserError as error:
+                raise UserError(
+                    f"{own / adapters.CONFIG}: base_model_name_or_path cannot be loaded ({first_line(error)}). Give the"
+                    f" base as model=BASE, with model.adapter={own}"
+                ) from None
+            if adapters.has_adapter(folder):
+                raise UserError(
+                    f"{own} is an adapter, and so is its base {folder}. Merge one of them into a checkpoint"
+                )
+    if adapter is None:
+        return folder, own
+    if own is not None:
+        raise UserError(f"model.adapter={adapter}: the model {own} has an adapter of its own. Leave one of them out")
+    own = find(adapter, None, trust_remote_code, "model.adapter")
+    if not adapters.has_adapter(own):
+        raise UserError(f"model.adapter={adapter} has no {adapters.CONFIG}. Give the folder of an adapter of peft")
+    return folder, own
+
+
+def unused_sampling(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return what a checkpoint asks of sampling, which is for the options to say: the file, and its values.
+
+    The first values have options of the same names, the second ones have none. Values without effect on answers are
+    left out: `temperature` counts only where the file does not switch drawing off.
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        file = folder / "config.json"
+    raw = weights.read_json(file)
+    sure = raw.get("do_sample")
+    draws = sure is True or (sure is None and is_real(raw.get("temperature")) and raw["temperature"] not in (0, 1))
+    optional: dict[str, Any] = {"temperature": raw.get("temperature") or 1.0} if draws else {}
+    for name, neutral in (("top_k", 0), ("top_p", 1)):
+        if draws and raw.get(name) not in (None, neutral):
+            optional[name] = raw[name]
+    others = {name: raw[name] for name in FILTERS if draws and raw.get(name) not in (None, 0, 1)}
+    others |= {name: raw[name] for name in PENALTIES if raw.get(name) not in (None, 0, 1, [], {})}
+    return str(file), optional, others
+
+
+def find(
+    path: str | Path, revision: str | None = None, trust_remote_code: bool = False, option: str = "model.path"
+) -> Path:
     """The checkpoint's folder; a hub id is downloaded (config, safetensors, tokenizer, filter) unless it is cached."""
-    folder = expanded("model.path", path)
+    folder = expanded(option, path)
     if folder.is_dir():
         return folder
     name = str(path)

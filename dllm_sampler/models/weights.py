@@ -188,6 +188,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
+def present(folder: Path) -> bool:
+    """Return True if a folder holds weights of a whole model, of any format."""
+    names = {file.name for pattern in (SINGLE, INDEX, *PICKLES) for file in folder.glob(pattern)}
+    return any(not name.startswith("adapter_") for name in names)
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file.
 

@@ -16,6 +16,7 @@ from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
+from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import huggingface, loading
 from dllm_sampler.speculative.mixture import KnownTokens
 
@@ -179,9 +180,12 @@ def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifi
     Raises:
         UserError: nothing to load there.
     """
-    folder = loading.find(path)
+    folder, adapter = loading.with_adapter(loading.find(path))
     model = huggingface.pretrained(AutoModelForCausalLM, folder, "a causal language model", spec.dtype)
-    return Verifier(model.eval().to(spec.device), spec, folder, name)
+    model = model.eval().to(spec.device)
+    if adapter is not None:
+        adapters.merge(model, adapter)
+    return Verifier(model, spec, folder, name)
 
 
 def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -86,7 +86,8 @@ class Chunk:
         model in train mode with dropout warns once, since its scores are random.
         """
         model = scorable(model)
-        _warn_of_dropout(model)
+        if isinstance(model, nn.Module):
+            _warn_of_dropout(model)
         logits = self.logits(model)
         mask = torch.arange(logits.shape[-1], device=logits.device) == self.mask_id
         sure = logits.masked_fill(mask, -torch.inf).log_softmax(-1)
@@ -111,9 +112,12 @@ def scorable(model: nn.Module | Denoiser) -> nn.Module:
     if isinstance(model, RowsDenoiser):
         return model.module()
     if not isinstance(model, nn.Module):
-        raise UserError(
-            f"a {type(model).__name__} cannot be scored. Give the module, or the denoiser of a sampler without guidance"
-        )
+        if hasattr(model, "spec"):
+            raise UserError(
+                f"a {type(model).__name__} cannot be scored. Give the module, or the denoiser of a sampler without"
+                " guidance"
+            )
+        return cast(Any, model)  # a function that is called as one is
     ours = any(isinstance(one, Transformer | RowsModule) for one in model.modules())
     if ours or "rows" in signature(model.forward).parameters:
         return model

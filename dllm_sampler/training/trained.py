@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler import config
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import loading, saving, weights
+from dllm_sampler.models.adapter import has_adapter
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.diffusion_gemma import MODEL_TYPE, DiffusionGemmaDenoiser
 from dllm_sampler.models.huggingface import MaskedLM, MaskedLMDenoiser
@@ -27,7 +28,7 @@ T = TypeVar("T")
 ADAPTER = "adapter"  # folder of the adapters, inside that of the run
 FROZEN = (".router.", "vision")  # of DiffusionGemma: as its public recipe has it, and texts alone are learned
 SHARED = "model.decoder.layers", "model.encoder.language_model.layers"  # its layers, which have the same weights
-UNTRAINABLE = ("quantize", "device_map", "cfg_scale")  # settings of a model that is only sampled from
+UNTRAINABLE = ("quantize", "device_map", "cfg_scale", "adapter")  # settings of a model that is only sampled from
 
 
 @dataclass
@@ -86,6 +87,11 @@ class Trained:
                 raise UserError(f"train.model has {name}, which is for sampling alone: leave it out")
         if settings["causal_context"] is False:
             raise UserError("train.model has causal_context=false, which is for sampling alone: leave it out")
+        if has_adapter(loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))):
+            raise UserError(
+                f"train.model={named} has an adapter, and training begins with the weights of a checkpoint. Merge it"
+                " first, as merge_and_unload of peft does"
+            )
         if not uniform:
             check_masks(model)
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)

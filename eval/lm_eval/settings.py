@@ -16,7 +16,7 @@ from dllm_sampler.errors import UserError, installing, unknown
 PLUGINS = ("scheduler", "blocks", "stop", "cache", "guide")
 SHORTCUTS = {"temperature": float, "top_k": int, "top_p": float, "compat": bool, "max_steps": int, "poll_every": int}
 CHECKED = ("backend", "cuda_graph", "compile", "stop_token_ids")  # by the sampler
-MODEL = ("revision", "trust_remote_code", "mask_id", "cfg_scale", "device_map", "causal_context")
+MODEL = ("revision", "trust_remote_code", "mask_id", "cfg_scale", "device_map", "causal_context", "adapter")
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ def test_what_no_function_can_be() -> None:
         ({"mask_id": 40}, "^mask_id should be a token id from 0 to 39, not 40"),
         ({"eos_id": True}, "^eos_id should be a token id"),
         ({"mask_id": toys.EOS}, "mask_id and eos_id are both 34"),
+        ({"eos_id": (toys.EOS, toys.MASK)}, "mask_id and eos_id are both 39"),
         ({"cache": "dual"}, "cache=dual cannot serve this model.*: use cache=none"),
     ]
     for changes, sentence in cases:

@@ -1,0 +1,260 @@
+"""Adapters of peft (LoRA, arXiv 2106.09685, and its kin), merged into the weights of a model that was loaded."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dllm_sampler.errors import UserError, first_line, installing
+from dllm_sampler.models import weights
+from dllm_sampler.models.family import Family, Part
+from dllm_sampler.models.fields import shown
+from dllm_sampler.models.transformer import Transformer
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
+PREFIX = "base_model.model."  # of all names in the file of weights
+Held = dict[str, list[tuple[str, Part]]]  # a tensor of a checkpoint to what of our parameters lies in it
+
+
+class Base(NamedTuple):
+    """The model that an adapter belongs to: a folder or a hub id, and a revision of the latter."""
+
+    path: str
+    revision: str | None
+
+
+def has_adapter(folder: Path) -> bool:
+    """Return True if a folder holds an adapter, with or without a base."""
+    return (folder / CONFIG).is_file()
+
+
+def find_base(folder: Path) -> Base:
+    """Return the base that an adapter names. A relative path counts from the adapter's folder, or else from here.
+
+    Raises:
+        UserError: it names none.
+    """
+    raw = weights.read_json(folder / CONFIG)
+    path, revision = raw.get("base_model_name_or_path"), raw.get("revision")
+    if not isinstance(path, str) or not path:
+        raise UserError(
+            f"{folder / CONFIG}: base_model_name_or_path should name the adapter's base, not {shown(path)}. Give the"
+            f" base as model=BASE, with model.adapter={folder}"
+        )
+    near = folder / Path(path).expanduser()
+    if near.is_dir():
+        return Base(str(near), None)
+    local = Path(path).expanduser().is_dir()
+    return Base(path, revision if isinstance(revision, str) and not local else None)
+
+
+@contextmanager
+def base_alone(folder: Path) -> Iterator[Path]:
+    """Give a folder of the same files without the adapter, which transformers would load by a rule of its own."""
+    if not has_adapter(folder):
+        yield folder
+        return
+    with TemporaryDirectory() as made:
+        for file in folder.iterdir():
+            if not file.name.startswith("adapter_"):
+                (Path(made) / file.name).symlink_to(file.resolve())
+        yield Path(made)
+
+
+def merge(network: nn.Module, folder: Path, family: Family | None = None) -> None:
+    """Add an adapter to the weights of a network, in place.
+
+    peft does all of it, so that every kind of adapter that it can merge is one here. A network of ours is shown to it
+    under the names of its checkpoint.
+
+    Args:
+        network: a `Transformer`, or a model of transformers.
+        folder: of the adapter.
+        family: of a `Transformer`.
+
+    Raises:
+        UserError: peft is missing, or the adapter is damaged, belongs to another model or cannot be merged.
+    """
+    raw = weights.read_json(folder / CONFIG)
+    if find_spec("peft") is None:
+        raise UserError(f"{folder} is an adapter, which needs the package peft: {installing('train')}")
+    tensors = _tensors(folder)
+    if isinstance(network, Transformer):
+        assert family is not None
+        held = _held(network, family)
+        touched = _modules(tensors, {name.rpartition(".")[0] for name in held}, folder)
+        _refuse_shared(network, held, touched, folder)
+        with torch.no_grad():
+            merged = _merged(_as_checkpoint(network, held, touched, family), raw, tensors, folder)
+            _take_back(network, held, touched, merged)
+        return
+    touched = _modules(tensors, {name for name, _ in network.named_modules()} - {""}, folder)
+    _refuse_shared(network, {}, touched, folder)
+    learns = {name for name, weight in network.named_parameters() if weight.requires_grad}
+    with torch.no_grad():
+        _merged(network, raw, tensors, folder)
+    for name, weight in network.named_parameters():
+        weight.requires_grad_(name in learns)
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    file = folder / WEIGHTS
+    if not file.is_file():
+        pickles = sorted(found.name for found in folder.glob("adapter_model.*"))
+        other = f", only {pickles[0]}: convert it to safetensors" if pickles else ": copy it there"
+        raise UserError(f"{folder} has no {WEIGHTS}{other}")
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is truncated or corrupt ({first_line(error)}): copy or download it again") from None
+
+
+def _modules(tensors: Collection[str], known: set[str], folder: Path) -> set[str]:
+    """Return the layers of the base that the tensors of an adapter belong to."""
+    touched = set[str]()
+    for name in tensors:
+        module = name.removeprefix(PREFIX)
+        while module and module not in known:
+            module = module.rpartition(".")[0]
+        if not module:
+            raise UserError(
+                f"{folder / WEIGHTS}: {name} belongs to no layer of the model. Apply the adapter to the model that it"
+                " was trained on"
+            )
+        touched.add(module)
+    return touched
+
+
+def _held(network: Transformer, family: Family) -> Held:
+    """Return what of our parameters lies in each tensor of the checkpoint."""
+    held: Held = {}
+    for name in network.state_dict():
+        for part in family.parts(name, network.config):
+            held.setdefault(part.name, []).append((name, part))
+    return held
+
+
+def _refuse_shared(network: nn.Module, held: Held, touched: set[str], folder: Path) -> None:
+    """Refuse an adapter on weights that two layers share: merged into one, it would change the other."""
+    own = {one: name for name, parts in held.items() for one, _ in parts}
+    names = {own.get(name, name): weight for name, weight in network.named_parameters(remove_duplicate=False)}
+    count = Counter(id(weight) for weight in names.values())
+    for name, weight in names.items():
+        if count[id(weight)] > 1 and name.rpartition(".")[0] in touched:
+            raise UserError(
+                f"{folder} changes {name}, whose numbers another layer of this model shares (tied embeddings). Merge it"
+                " into a checkpoint that is not tied"
+            )
+
+
+def _as_checkpoint(network: Transformer, held: Held, touched: set[str], family: Family) -> nn.Module:
+    """Return the touched layers under the names that the checkpoint has for them, on the same memory if possible."""
+    root, own = nn.Module(), network.state_dict()
+    embeddings = {part.name for part in family.parts("embed.weight", network.config)}
+    for name in touched:
+        found = {one.rpartition(".")[2]: _whole(own, parts) for one, parts in held.items() if _inside(one, name)}
+        made = _layer(found, f"{name}.weight" in embeddings)
+        for kind, tensor in found.items():
+            made.register_parameter(kind, nn.Parameter(tensor, requires_grad=False))
+        parent, _, last = name.rpartition(".")
+        node = root
+        for part in parent.split(".") if parent else ():
+            if part not in node._modules:
+                node.add_module(part, nn.Module())
+            node = node.get_submodule(part)
+        old = node._modules.get(last)
+        for child, module in () if old is None else old.named_children():
+            made.add_module(child, module)
+        node.add_module(last, made)
+    return root
+
+
+def _inside(tensor: str, module: str) -> bool:
+    return tensor.rpartition(".")[0] == module
+
+
+def _layer(tensors: dict[str, Tensor], embeds: bool) -> nn.Module:
+    """Return an empty layer of the kind that has these tensors."""
+    weight = tensors.get("weight")
+    if weight is None or weight.dim() != 2:
+        return nn.Module()
+    rows, columns = weight.shape
+    if embeds:
+        return nn.Embedding(rows, columns, device="meta")
+    return nn.Linear(columns, rows, "bias" in tensors, device="meta")
+
+
+def _whole(own: dict[str, Tensor], parts: list[tuple[str, Part]]) -> Tensor:
+    """Return a tensor of the checkpoint, made of our parameters."""
+    (name, part), *more = parts
+    if part.expert is not None:
+        return own[name][part.expert]
+    if not more:
+        return own[name]
+    ordered = sorted(parts, key=lambda one: one[1].rows.start if one[1].rows else 0)
+    return torch.cat([own[one].to(own[name].device) for one, _ in ordered])
+
+
+def _take_back(network: Transformer, held: Held, touched: set[str], merged: nn.Module) -> None:
+    """Copy merged tensors into our parameters."""
+    own, found = network.state_dict(), merged.state_dict()
+    for name, parts in held.items():
+        if name.rpartition(".")[0] not in touched:
+            continue
+        for one, part in parts:
+            target = own[one] if part.expert is None else own[one][part.expert]
+            target.copy_(found[name] if part.rows is None else found[name][part.rows])
+
+
+def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> nn.Module:
+    """Return the network with the adapter in its weights."""
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict  # takes seconds to import
+    from peft.utils import set_peft_model_state_dict
+
+    source = folder / CONFIG
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        config.task_type, config.inference_mode = None, True  # a task would ask for a model of transformers
+        if config.is_prompt_learning:
+            raise UserError(
+                f"{source}: peft_type {shown(raw.get('peft_type'))} adds a prompt and no weights, which is not"
+                " supported. Use an adapter that can be merged, LoRA for example"
+            )
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong is an error below
+            model = PeftModel(network, config)
+            wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
+            wrong = [name for name in wanted if name in tensors and tensors[name].shape != wanted[name].shape]
+            _complain(folder, "lacks", wanted.keys() - tensors.keys())
+            _complain(folder, "has wrongly shaped", wrong)
+            found: Any = set_peft_model_state_dict(model, tensors)
+            _complain(folder, "has unknown", found.unexpected_keys)
+            merged = model.merge_and_unload()
+    except UserError:
+        raise
+    except Exception as error:  # peft raises many kinds for a config that does not fit
+        raise UserError(f"peft cannot merge {folder} into this model ({first_line(error)})") from None
+    left = next((name for name, _ in merged.named_modules() if re.search(r"lora_|modules_to_save", name)), None)
+    if left is not None:
+        raise UserError(f"peft has no way to merge {folder}, which changes more than weights ({left})")
+    return merged
+
+
+def _complain(folder: Path, what: str, names: Collection[str]) -> None:
+    if names:
+        raise UserError(
+            f"{folder / WEIGHTS} {what} tensors for this model and {CONFIG}, among them {min(names)}. Apply the adapter"
+            " to the model that it was trained on"
+        )
