@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler import infill, prompts
 from dllm_sampler.config import MOST_ROWS
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Recorder, Trace, aligned
@@ -26,6 +27,7 @@ from dllm_sampler.errors import NotFiniteError, RowError
 from dllm_sampler.fixed import Fixed
 from dllm_sampler.infill import Task
 from dllm_sampler.kernels.backend import warn
+from dllm_sampler.naming import named
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Ends, Result, summarise
 
@@ -33,6 +35,12 @@ if TYPE_CHECKING:
     from dllm_sampler.sampler import Sampler
 
 SAME = "samples={}: the answers to each prompt are the same, since nothing is drawn; set temperature=1, say"
+
+ALIKE = (
+    "samples={}: the answers to a prompt differ less than the model's own draws, because scheduler={} chooses positions"
+    " by the confidence of the tokens that it drew. Use scheduler=random_order or scheduler=leftright for answers"
+    " without this bias."
+)
 
 Progress = Callable[[int, int, int], None]  # forwards, tokens committed, tokens wanted
 
@@ -52,6 +60,12 @@ def warn_of_copies(plugins: Plugins, found: Result, samples: int) -> None:
     """Warn where the answers to each prompt are the same because nothing is drawn."""
     if samples > 1 and not plugins.context.draws and alike(found.tokens, samples):
         warn(SAME.format(samples))
+
+
+def warn_of_bias(plugins: Plugins, samples: int) -> None:
+    """Warn where likely tokens come more often than they are drawn: an unlikely one waits and is drawn again."""
+    if samples > 1 and plugins.scheduler.traits.ranks_by_confidence and is_random(plugins.guides):
+        warn(ALIKE.format(samples, named(plugins.scheduler)))
 
 
 def warn_of_steps(plugins: Plugins, tasks: Iterable[Task]) -> bool:

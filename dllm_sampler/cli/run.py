@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dllm_sampler import config, infill, prompts
+from dllm_sampler.batch import warn_of_bias
 from dllm_sampler.cli import inputs, threads
 from dllm_sampler.cli.compose import Settings
 from dllm_sampler.cli.inputs import Forms, Prompt
@@ -121,6 +122,8 @@ def respond(
         records.resume(given)
     there = records.there if records else set()
     missing = [number for number in range(len(rows) * options.samples) if number not in there]
+    if deer is None:
+        warn_of_bias(sampler.plugins, options.samples)
     # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
     quiet = options.stream or len(missing) <= options.batch_size or not sys.stderr.isatty() or sys.stdout.isatty()
     bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet)

@@ -14,6 +14,7 @@ from dllm_sampler.cli import interactive, run
 from dllm_sampler.cli.interactive import merged, typed
 from dllm_sampler.cli.main import main
 from dllm_sampler.errors import UserError
+from dllm_sampler.kernels import backend
 
 
 class Terminal(io.StringIO):
@@ -58,6 +59,29 @@ def test_a_beginning_an_end_and_gaps(words: list[str], capsys: pytest.CaptureFix
     said = ["copy: Ada", "infill={gap:3}"]
     assert main(fitting(words, said)) == 0 and "cut" not in capsys.readouterr().err, "nor is an answer that is a gap"
     assert main([*words, "copy: Ada", "prefix=Ben"]) == 0 and "cut at max_new_tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "biased"),
+    [
+        (["scheduler=threshold"], True),
+        (["scheduler=fixed", "stream=true", "stream_delay=0"], True),
+        (["scheduler=random_order"], False),
+        (["scheduler=leftright"], False),
+        (["scheduler=fixed", "scheduler.score=random"], False),
+        (["temperature=0"], False),
+        (["temperature=null"], False),
+        (["samples=1"], False),
+    ],
+)
+def test_samples_that_differ_too_little_are_warned_of_once(
+    words: list[str], capsys: pytest.CaptureFixture[str], more: list[str], biased: bool
+) -> None:
+    backend.forget()
+    assert main([*words, "temperature=1", "samples=2", *more, "copy: Ada", "copy: Ben"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("by the confidence of the tokens that it drew") == biased
+    assert said.count("Use scheduler=random_order or scheduler=leftright") == biased
 
 
 def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
