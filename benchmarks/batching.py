@@ -35,12 +35,11 @@ from options import add_json, among, command, numbers, parser, quantity
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
+from untrained import llada
 
 from dllm_sampler import config
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import positive
-from dllm_sampler.eval.untrained import llada
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
@@ -207,7 +206,8 @@ def table(rows: Sequence[Row], timed: bool) -> str:
     """The rows in Markdown, with time or without."""
     head = ["scheduler", "cache", "loop", "batch", "forwards"]
     head += ["positions", "positions / needed", "head rows", "head rows / needed"]
-    lines = []
+    head += [*(["seconds", "time"] if timed else []), "differ"]
+    lines = [head, ["---"] * len(head)]
     for row in rows:
         line = [row.scheduler, row.cache, row.loop, str(row.batch), str(row.forwards)]
         line += [str(row.positions), ratio(row.positions, row.needed)]
@@ -215,7 +215,7 @@ def table(rows: Sequence[Row], timed: bool) -> str:
         if timed:
             line += [f"{statistics.median(row.seconds):.2f}", spread(row.ratios)]
         lines.append([*line, str(row.differ)])
-    return markdown.table([*head, *(["seconds", "time"] if timed else []), "differ"], lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,7 +8,7 @@
 Each stage is a benchmark of this folder in a process of its own, stopped at a time limit: a stage that hangs or fails
 does not stop the others. A line is printed after each, and `campaign.json` written; the stage's own file and what it
 printed lie next to it. A stage for which no time is left is not begun; `--continue` runs it. The last lines say what
-the figures decide, by the rules of docs/benchmarks.md.
+the figures decide, by the rules of `campaign_rules.py`.
 
 Exit status: 0 if something was measured, 1 if nothing was, 2 for a mistake in the arguments.
 """
@@ -28,18 +28,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from campaign_rules import decisions, table
+from campaign_rules import decisions
 from campaign_stages import STAGES, Figures, Stage
 from options import add_smoke, among, check_gpu, command, parser, quantity
 
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval import markdown
-from dllm_sampler.eval.arguments import output
 
 HERE = Path(__file__).parent
 FILE = "campaign.json"
-SECTION = "decisions"
 ENDED = 10  # seconds that a stopped stage has to end by itself
 
 
@@ -168,10 +165,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE",
         help="LLaDA's own generate.py, for `uncached` (default: a loop like it)",
     )
-    add("--docs", type=output, metavar="FILE", help="fill this page's table of decisions, run nothing (default: none)")
     add_smoke(it, "every stage tiny on the CPU: does it run?")
     options = it.parse_args(argv)
-    if options.list or options.docs:
+    if options.list:
         return options
     check_gpu(it, options)
     if options.official and not options.official.is_file():
@@ -188,10 +184,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [stage for stage in STAGES if not options.only or stage.name in options.only]
     if options.list:
         listed(chosen)
-        return 0
-    if options.docs:
-        page = markdown.read(options.docs, SECTION)
-        files.write(options.docs, markdown.fill(page, SECTION, markdown.table(*table())))
         return 0
     stages = earlier(options) if options.resume else {}
     over = time.monotonic() + 60 * options.minutes

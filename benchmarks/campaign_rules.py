@@ -69,9 +69,3 @@ def decisions(measured: Measured) -> Iterator[tuple[Rule, float, str]]:
         except KeyError:
             continue
         yield rule, value, rule.above if value > rule.most else rule.within
-
-
-def table() -> tuple[list[str], list[list[str]]]:
-    """Head and rows, for a document."""
-    rows = [[rule.figure, f"{rule.most:g}", rule.above, rule.within] for rule in RULES]
-    return ["figure", "limit", "above it", "else"], rows

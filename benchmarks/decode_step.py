@@ -10,9 +10,9 @@ knows what came of it; figures are medians over steps and repeats, with the rang
 `--json`, as soon as it is measured; the sides of one size follow one another. What fails is a line that says so, and a
 side that fell back to torch says that too.
 
-`floor`     what `roofline.py` says of the same work at the bandwidth of reading and the rate of a matrix product, both
-            measured in this run. `over read` is the time over it, a tenth above it 1.10; `over copy` is the time over
-            the floor at the bandwidth of a copy, which is lower than that of reading.
+`floor`     what `roofline.py` computes for the same work at the bandwidth of reading and the rate of a matrix product,
+            both measured in this run. `over read` is the time over it, a tenth above it 1.10; `over copy` is the time
+            over the floor at the bandwidth of a copy, which is lower than that of reading.
 `outside`   the share of a step that is not the model: its time without the body and the head, over its time. The model
             alone does what it does in the step: where the readout's kernel multiplies the head, it counts as the
             model, and where the step is a graph, so is the model. A graph is good for one size of step; steps of more
@@ -55,6 +55,7 @@ from options import accepted, add_json, add_smoke, among, check_gpu, command, nu
 from rich.console import Console
 from spy import Spy
 from torch import Tensor
+from untrained import llada
 
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.capture import cuda as record
@@ -62,7 +63,6 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.graphs import MOST, StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.arguments import positive
-from dllm_sampler.eval.untrained import llada
 from dllm_sampler.kernels.backend import TORCH, select
 from dllm_sampler.kernels.sampling import Sampling
 from dllm_sampler.models import fused, quantized

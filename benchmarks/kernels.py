@@ -3,6 +3,8 @@
     python benchmarks/kernels.py                        # on a GPU
     python benchmarks/kernels.py --smoke                # tiny sizes, once: does it run?
     python benchmarks/kernels.py --only readout --json kernels.json
+    python benchmarks/kernels.py --aot                  # what each kernel takes of four GPUs, compiled without one
+    python benchmarks/kernels.py --aot --target sm_90 --only "head bf16" --json report.json
 
 Kernel and reference are measured in turns. On a GPU each is replayed in a CUDA graph of many calls, every call on data
 of its own, a gigabyte in all, so that its inputs are not in the cache (`clocks.py`).
@@ -14,6 +16,9 @@ of its own, a gigabyte in all, so that its inputs are not in the cache (`clocks.
 
 A kernel that fails or falls back to torch says so in its line. Each line is in `--json` as soon as it is measured.
 Without a GPU there is no figure for a kernel: then only the references are timed, on the CPU, at small sizes.
+
+With `--aot` every configuration of every kernel is compiled, and nothing is measured (`ahead_of_time.py`).
+Exit status: 1 if a kernel does not compile or needs more shared memory than a program may have.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 
+import ahead_of_time
 import torch
 from circumstances import attempt, circumstances, save, show
 from clocks import Bandwidth, Clock, bandwidth
@@ -94,22 +100,33 @@ def table(rows: list[Row], moves: Bandwidth) -> Table:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     it = parser(__doc__)
     add = it.add_argument
-    add("--only", default="", metavar="TEXT", help="cases whose name contains it (default: all)")
+    add("--only", action="append", metavar="TEXT", help="cases whose name contains it; may be repeated (default: all)")
     add("--repeats", type=positive, default=7, help="replays of a graph (default %(default)s)")
+    targets = ", ".join(ahead_of_time.TARGETS)
+    add("--aot", action="store_true", help="compile the kernels ahead of time, and measure nothing")
+    add("--target", action="append", metavar="NAME", help=f"of --aot: {targets}; may be repeated (default: all)")
+    add("--processes", type=positive, default=2, help="of --aot: compilers at work at once (default %(default)s)")
     add_json(it)
     add_smoke(it, "tiny sizes, once: does it run?")
-    return parsed(it, argv, repeats=1)
+    options = parsed(it, argv, repeats=1)
+    if options.target and not options.aot:
+        it.error("--target is an option of --aot: add it")
+    return options
 
 
 @command
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
+    only = options.only or [""]
+    if options.aot:
+        targets = options.target or list(ahead_of_time.TARGETS)
+        return ahead_of_time.report(targets, only, options.processes, options.json)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = (case for case in cases(device, options.smoke) if options.only in case.name)
+    chosen = (case for case in cases(device, options.smoke) if any(text in case.name for text in only))
     first = next(chosen, None)
     if first is None:
-        raise UserError(f"no case's name contains {options.only!r}: without --only the table has them all")
+        raise UserError(f"no case's name contains {' or '.join(only)}: without --only the table has them all")
     clock, console = Clock(device), Console(width=max(Console().width, 100))
     moves = bandwidth(clock)
     about = circumstances() | moves.about()

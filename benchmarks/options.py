@@ -14,8 +14,6 @@ import torch
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import arguments
 from dllm_sampler.eval.arguments import Parser, output, positive
-from dllm_sampler.naming import named
-from dllm_sampler.sampler import Sampler
 
 Value = TypeVar("Value")
 
@@ -48,18 +46,6 @@ def check_gpu(it: Parser, options: argparse.Namespace, why: str = "a GPU is what
     """End with a mistake in the arguments where there is no GPU, unless it is a smoke run."""
     if not options.smoke and not torch.cuda.is_available():
         it.error(f"{why}: run it on one, or with --smoke")
-
-
-def check_recorded(sampler: Sampler) -> None:
-    """Refuse a sampler whose steps no graph can repeat.
-
-    Raises:
-        UserError: it is one.
-    """
-    scheduler, cache = sampler.plugins.scheduler, sampler.plugins.cache
-    if cache.syncs or not scheduler.traits.static:
-        names = f"scheduler={named(scheduler)} under cache={named(cache)}"
-        raise UserError(f"steps of {names} are never recorded: leave it out")
 
 
 def command(main: arguments.Main) -> Callable[..., int]:

@@ -31,6 +31,7 @@ from options import among, command, parser
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
+from untrained import llada
 
 from dllm_sampler import config
 from dllm_sampler.core import packing
@@ -42,7 +43,6 @@ from dllm_sampler.engine import layout, readout
 from dllm_sampler.engine.buffers import Buffers
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.eval.untrained import llada
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.sampler import Sampler

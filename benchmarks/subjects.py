@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from untrained import llada, llada_157m
 
 import dllm_sampler
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.eval.untrained import llada, llada_157m
 from dllm_sampler.models import fused, loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer

@@ -34,9 +34,9 @@ from xml.etree import ElementTree
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, output, positive
 from dllm_sampler.eval.folders import commit
+from tests.tables import markdown
 from tests.versions import ENVIRONMENTS, PINNED, ROOT, Environment, interpreter, requirements
 
 COMMAND, FILE, SECTION = "python -m tests.environments", "environments.json", "environments"

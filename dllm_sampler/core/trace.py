@@ -30,8 +30,8 @@ class Recorder:
     """Device buffers of a running generation; nothing is transferred before the end.
 
     Costs 20 bytes per column of a row, 24 with the entropy (24 and 32 for float64 models), and per step some ten
-    small operations on the queried positions (`benchmarks/recording.py`). The entropy is one
-    more reduction of the logits, unless a plug-in needs it anyway.
+    small operations on the queried positions. The entropy is one more reduction of the logits, unless a plug-in needs
+    it anyway.
 
     Args:
         canvas: before the first step.

@@ -34,7 +34,7 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {
         "temperature": NO_REAL, "top_k": NO_COUNT, "top_p": (*NO_REAL, "0", "1.5"), "max_steps": NO_COUNT,
         "poll_every": (*NO_COUNT, "None"), "backend": ("'x'", "3", "None", "True"), "compile": ("'x'", "3", "None"),
         "cuda_graph": ("'x'", "3", "None", "True"), "compat": NO_TRUTH, "entropy": NO_TRUTH, "noise": ("3", "'x'"),
-        "tokenizer": ("3", "'x'", "object()"), "stop_token_ids": ("'x'", "-1", "[10**9]", "[True]", "1.5", "{}"),
+        "tokenizer": ("3", "'x'", "object()"),
     },
     "generate": {
         "prompts": NO_PROMPT, "max_new_tokens": (*NO_COUNT, "None", "10**30"), "block_length": NO_COUNT,

@@ -72,9 +72,9 @@ def check(output: str) -> Path:
         UserError: it does not end in .html, or no picture can be drawn.
     """
     target = _target(output)
-    from dllm_sampler.eval.scheduler_plot import available  # imports torch: a mistake does not wait for it
+    from dllm_sampler.eval.report.figure import require_matplotlib  # imports torch: a mistake does not wait for it
 
-    available()
+    require_matplotlib()
     return target
 
 
@@ -85,7 +85,6 @@ def check_figure(output: str) -> tuple[Path, str]:
         UserError: its suffix is none of a figure, or no picture can be drawn.
     """
     from dllm_sampler.eval.report import figure
-    from dllm_sampler.eval.scheduler_plot import available
 
     target = expanded("--figure", output)
     if (form := target.suffix.removeprefix(".").lower()) not in figure.FORMATS:
@@ -94,7 +93,7 @@ def check_figure(output: str) -> tuple[Path, str]:
             f" .{figure.FORMATS[-1]}."
         )
     _check_folder("the figure", target, output)
-    available()
+    figure.require_matplotlib()
     return target, form
 
 

@@ -9,9 +9,11 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from dllm_sampler.errors import UserError, installing
 from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.report.data import Comparison, Figures, Method
 
@@ -77,6 +79,12 @@ class Panel:
     def front(self) -> set[str]:
         """The methods that no other one beats."""
         return front(self.points)
+
+
+def require_matplotlib() -> None:
+    """Refuse to begin a run whose picture cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise UserError(f"the picture needs matplotlib: {installing('eval')}")
 
 
 def draw(found: Comparison, form: str, rates: Sequence[str] = ("answer_tokens_per_forward",)) -> bytes:

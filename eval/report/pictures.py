@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dllm_sampler.eval.report import markov
 from dllm_sampler.eval.report.data import Comparison
-from dllm_sampler.eval.report.figure import TITLES, draw, scale_rates
-from dllm_sampler.eval.scheduler_plot import available
+from dllm_sampler.eval.report.figure import TITLES, draw, require_matplotlib, scale_rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +19,7 @@ LOW, HIGH = "#2563eb", "#c2410c"
 
 def pictures(found: Comparison) -> dict[str, bytes]:
     """Every picture that the runs allow, by the word that its file name ends in."""
-    available()
+    require_matplotlib()
     drawn = {}
     if found.methods:
         drawn["front"] = draw(found, "png", ("answer_tokens_per_forward", "tokens_per_second"))

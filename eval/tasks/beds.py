@@ -25,7 +25,7 @@ class Ideal(Drawn):
     """An operation on a list, one token per item, by a model that knows every marginal exactly.
 
     Sampled at temperature 1 (`guide=temperature`) with `blocks=full`, the score has a closed form for many schedulers
-    (`python -m dllm_sampler.eval.closed_form`).
+    (`tests/tables/closed_form.py`).
 
     Args:
         operation: shuffle, replace_random, ...

@@ -7,16 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import log2
+from random import Random
 from typing import Any, ClassVar, Literal
 
 from dllm_sampler.errors import unknown
-from dllm_sampler.eval.exact_match import CANVAS, held_out_prompts
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
-from dllm_sampler.training.tasks import TASKS
+from dllm_sampler.training.tasks import TASKS, draw_example
+from dllm_sampler.training.tasks import Task as Operation
 from dllm_sampler.training.tokenizer import OTHERS
 
+CANVAS = 32  # tokens: no answer needs more
 # Several answers are right. The steps of a sum determine one another, but its C(Y|X) is 0: the prompt determines all.
 MANY = ("shuffle", "insert randomly", "remove randomly", "replace randomly", "latin")
+
+
+def held_out_prompts(task: Operation, count: int, seed: int = 0) -> list[str]:
+    """Draw prompts that training never saw, always the same ones for a seed (0: those of the model card)."""
+    rng = Random(f"card/{task.name}" + f"/{seed}" * bool(seed))
+    return [draw_example(task.draw, rng, held=True)[0] for _ in range(count)]
 
 
 @dataclass

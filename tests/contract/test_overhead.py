@@ -1,6 +1,5 @@
 """A decision takes few operations, what a GPU that waits for launches feels: a count that is the same everywhere."""
 
-import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +9,8 @@ import pytest
 import torch
 
 from dllm_sampler import config
+from dllm_sampler.schedulers.threshold import Threshold
+from tests.contract.decisions import Scene, decision, operations, scheduler
 
 # Above twice threshold's count, each with the count that it has; whoever lowers one lowers it here.
 DEARER = {
@@ -31,6 +32,7 @@ DEARER = {
     "rho_eos": 62,  # the same sum
     "slowfast": 77,  # two phases
     "ssd": 341,  # as freedave
+    "wino": 35,  # a choice of tokens and one of those to take back, each among the positions open to it
 }
 
 
@@ -44,16 +46,18 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-        yield import_module("scheduler_overhead")
+LIMIT = 2  # what a decision may take, as a multiple of threshold's
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return import_module("step_operations")
 
 
 @pytest.fixture(scope="module")
-def scene(bench: Any) -> Any:
-    return bench.Scene(batch=8, block=32, vocab=640)  # the count does not depend on them
+def scene() -> Scene:
+    return Scene(batch=8, block=32, vocab=640)  # the count does not depend on them
 
 
 ELSEWHERE = ("apd", "svdd", "s2d2", "s2d2_editing", "linear_spec")  # a verifier, a reward, a model of a kind
@@ -61,48 +65,34 @@ METHODS = [name for name in config.names("scheduler") if name not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_decision_takes_few_operations(bench: Any, scene: Any, name: str) -> None:
-    base = bench.Judge(scene, bench.Threshold()).operations
-    found = bench.Judge(scene, bench.schedulers(scene, [name])[name]).operations
-    allowed = bench.LIMIT * base
+def test_a_decision_takes_few_operations(scene: Scene, name: str) -> None:
+    found, allowed = decision(scene, scheduler(scene, name)), LIMIT * decision(scene, Threshold())
     assert found <= DEARER.get(name, allowed)
     assert DEARER.get(name, allowed + 1) > allowed, "it is within the rule: take it off the list"
 
 
 @pytest.mark.parametrize("plugins", STEPS, ids="-".join)
-def test_a_step_takes_few_operations(plugins: tuple[str, str, str], bench: Any) -> None:
-    step = import_module("step_operations")
+def test_a_step_takes_few_operations(plugins: tuple[str, str, str], step: Any) -> None:
     found = step.operations(*plugins)
     assert step.outside(found) - found["readout"] == STEPS[plugins]
 
 
-def test_the_page_has_the_counts(bench: Any) -> None:
+def test_the_page_has_the_counts(step: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
-    for (scheduler, cache, stop), count in STEPS.items():
-        assert (cache, stop) != ("dual", "prefix") or re.search(rf"\b{count}( operations)? \({scheduler}\)", page)
-    found = import_module("step_operations").operations("threshold", "dual", "prefix")
-    every, readout = import_module("step_operations").outside(found), found["readout"]
+    for (rule, cache, stop), count in STEPS.items():
+        assert (cache, stop) != ("dual", "prefix") or re.search(rf"\b{count}( operations)? \({rule}\)", page)
+    found = step.operations("threshold", "dual", "prefix")
+    every, readout = step.outside(found), found["readout"]
     assert f"they are {every} in torch, {readout} of them the readout" in page
     assert f"the other {every - readout} are" in page
 
 
-def test_the_table_of_operations(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert import_module("step_operations").main(["--schedulers", "fixed", "--caches", "dual", "--stops", "none"]) == 0
+def test_the_table_of_operations(step: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert step.main(["--schedulers", "fixed", "--caches", "dual", "--stops", "none"]) == 0
     assert "observe" in capsys.readouterr().out
 
 
-def test_views_are_not_counted(bench: Any) -> None:
+def test_views_are_not_counted() -> None:
     x = torch.ones(2, 3)
-    assert bench.operations(lambda: x[:, None].expand(2, 4, 3).transpose(0, 1)) == 0
-    assert bench.operations(lambda: (x + 1).sum()) == 2
-
-
-def test_the_benchmark_runs(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "measured.json"
-    threads = torch.get_num_threads()
-    assert bench.main(["--smoke", "--json", str(file)]) == 0
-    torch.set_num_threads(threads)
-    found = {row["name"] for row in json.loads(file.read_text())["rows"]}
-    groups = {f"{group}={name}" for group in ("blocks", "stop") for name in config.names(group)}
-    assert found == set(METHODS) | groups
-    assert "read+tell" in capsys.readouterr().out
+    assert operations(lambda: x[:, None].expand(2, 4, 3).transpose(0, 1)) == 0
+    assert operations(lambda: (x + 1).sum()) == 2

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Result, Sampler, UserError
-from dllm_sampler.eval import verified
 from dllm_sampler.eval.conformance.published import Level, PublishedSelfVerified
-from dllm_sampler.eval.markdown import tables
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.packed import PackedAttention
 from tests import toys
 from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same
 from tests.sampling import sampled
+from tests.tables import verified
+from tests.tables.markdown import tables
 
 TOKENS, BLOCK = 14, 6
 CAUSAL = {"name": "block_causal", "token_causal": True}

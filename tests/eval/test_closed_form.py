@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from dllm_sampler.eval import closed_form
-from dllm_sampler.eval.testbeds import exact, formulas
 from dllm_sampler.eval.testbeds.laws import LAWS, Listed
-from dllm_sampler.eval.testbeds.orders import GivenParts
 from tests.sampling import sampled
+from tests.tables import closed_form, exact, formulas
 
 REFERENCE: dict[str, Any] = json.loads((Path(__file__).parent / "data/closed_form.json").read_text())
 TABLES, ADAPTIVE = REFERENCE["tables"], REFERENCE["adaptive_samplers"]
@@ -173,7 +171,7 @@ def test_a_shuffle_depends_on_sizes_only(score: str) -> None:
 
 def test_even_and_odd_make_two_steps_of_an_insertion_better() -> None:
     valid = Fraction(TABLES["insert_random"]["3"]["best_T"]["2"]["acc_star"]["exact"])
-    cell = closed_form.Cell("insert_random", 3, "dilated", GivenParts(((0, 2), (1, 3))), valid, Fraction(2))
+    cell = closed_form.Cell("insert_random", 3, "dilated", closed_form.GivenParts(((0, 2), (1, 3))), valid, Fraction(2))
     assert valid == Fraction(7, 8)
     assert abs(closed_form.run(cell, 4000).z) < closed_form.FAR
 

@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from dllm_sampler.eval import length_table, markdown
+from tests.tables import lengths, markdown
 
 
 def test_it_writes_its_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- length table -->\n<!-- /length table -->\nbehind\n")
-    assert length_table.main(["--prompts", "2", "--tasks", "copy", "--docs", str(page)]) == 0
+    assert lengths.main(["--prompts", "2", "--tasks", "copy", "--docs", str(page)]) == 0
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("behind\n")
     (head, *rows), *_ = markdown.tables(text)
-    assert tuple(head) == length_table.HEAD and len(rows) == len(length_table.FIXED) + len(length_table.GROWING)
+    assert tuple(head) == lengths.HEAD and len(rows) == len(lengths.FIXED) + len(lengths.GROWING)
     columns = {row[0]: float(row[5]) for row in rows}
     assert columns["`daedal(initial=16, eos_tokens=8)`"] < 64 and columns["`rho_eos`"] == 0, "cut as published"
-    assert length_table.COMMAND in capsys.readouterr().out
-    assert length_table.main(["--tasks", "copie", "--docs", str(page)]) == 2
+    assert lengths.COMMAND in capsys.readouterr().out
+    assert lengths.main(["--tasks", "copie", "--docs", str(page)]) == 2
     assert "did you mean 'copy'" in capsys.readouterr().err
 
 
 def test_the_document_has_the_table() -> None:
-    (head, *rows), *_ = markdown.tables(markdown.section(length_table.DOCS.read_text(), length_table.SECTION) or "")
-    assert tuple(head) == length_table.HEAD and len(rows) == len(length_table.FIXED) + len(length_table.GROWING)
+    (head, *rows), *_ = markdown.tables(markdown.section(lengths.DOCS.read_text(), lengths.SECTION) or "")
+    assert tuple(head) == lengths.HEAD and len(rows) == len(lengths.FIXED) + len(lengths.GROWING)

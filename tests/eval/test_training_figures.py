@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dllm_sampler import UserError
-from dllm_sampler.eval import distilled, rl_curve
 from dllm_sampler.training.comparison import Figures
+from tests.tables import distilled, learning_curves
 
 
 def run(folder: Path, right: dict[int, float]) -> str:
@@ -26,7 +26,7 @@ def test_a_curve_is_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture
     one, two = run(tmp_path / "a", {0: 0.25, 2: 0.5}), run(tmp_path / "b", {0: 0.5, 2: 0.5})
     page = tmp_path / "page.md"
     page.write_text("# Runs\n<!-- rl -->\nold\n<!-- /rl -->\n")
-    assert rl_curve.main([f"first={one} {two}", f"second={two}", "--docs", str(page)]) == 0
+    assert learning_curves.main([f"first={one} {two}", f"second={two}", "--docs", str(page)]) == 0
     text = page.read_text()
     assert capsys.readouterr().out.strip() in text
     assert "old" not in text
@@ -38,20 +38,22 @@ def test_a_curve_is_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_range_takes_eight_runs(tmp_path: Path) -> None:
     runs = [run(tmp_path / str(number), {0: 0.25, 1: 0.5 + 0.01 * number, 2: 0.5}) for number in range(8)]
-    table = rl_curve.content([rl_curve.curve("x", runs)])
+    table = learning_curves.content([learning_curves.curve("x", runs)])
     assert "| x, 7 | 25.0 | 50.0 | +25.0 | 57.0 at 1 | -7.0 |" in table
     mean = "| x, 8 runs | 25.0 (25.0 to 25.0) | 50.0 (50.0 to 50.0) | 25.0 (25.0 to 25.0) | 53.5 (50.0 to 57.0) | -3.5"
     assert mean in table
-    assert rl_curve.draw([rl_curve.curve("x", runs)]) != rl_curve.draw([rl_curve.curve("x", runs[:7])])
+    assert learning_curves.draw([learning_curves.curve("x", runs)]) != learning_curves.draw(
+        [learning_curves.curve("x", runs[:7])]
+    )
 
 
 def test_runs_that_do_not_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = run(tmp_path / "a", {0: 0.25, 2: 0.5}), run(tmp_path / "b", {0: 0.5, 1: 0.5})
     with pytest.raises(UserError, match="were not measured at the same steps"):
-        rl_curve.curve("x", [one, two])
-    assert rl_curve.main([one]) == 2
+        learning_curves.curve("x", [one, two])
+    assert learning_curves.main([one]) == 2
     assert "curves are written NAME=FOLDERS" in capsys.readouterr().err
-    assert rl_curve.main([f"x={tmp_path / 'none'}"]) == 2
+    assert learning_curves.main([f"x={tmp_path / 'none'}"]) == 2
     assert "holds no log" in capsys.readouterr().err
 
 

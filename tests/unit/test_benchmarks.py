@@ -86,8 +86,8 @@ def test_a_loop_of_other_forwards_is_no_comparison(tmp_path: Path, monkeypatch: 
 
 
 COMMANDS = (
-    "decode_step", "kernels", "roofline", "step_overhead", "scheduler_overhead", "step_operations", "branches",
-    "recording", "batching", "forms", "rewards", "in_flight", "ceilings", "products", "timeline", "campaign",
+    "campaign", "ceilings", "decode_step", "products", "timeline", "kernels", "branches", "in_flight",
+    "step_overhead", "step_operations", "batching",
 )  # fmt: skip
 
 
@@ -113,7 +113,6 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("decode_step --smoke --kinds official", "say where it is with --official FILE"),
         ("products", "a GPU is what this measures"),
         ("timeline", "a GPU is what this measures"),
-        ("roofline --copy 4.3", "--bandwidth, --copy and --peak are figures of one GPU"),
         ("in_flight --shortest 65", "--shortest 65: should be at most --tokens 64"),
         ("in_flight --graph", "--graph needs a model on a GPU, which mini is not"),
         ("campaign", "a GPU is what this measures"),
@@ -122,10 +121,10 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("campaign --smoke --official generate.py", "--official: there is no file generate.py"),
         ("step_overhead --smoke --caches elastic --kinds overhead", "computes one run of columns, and cache=elastic"),
         ("step_overhead --models llada-8b", "llada-8b needs a GPU"),
-        ("scheduler_overhead --wanted nan", "--wanted: should be a number above 0, not 'nan'"),
+        ("step_overhead --models smoke --steps 64", "--steps 64 does not suit smoke"),
         ("step_operations --stops non", "unknown stop 'non', did you mean 'none'"),
         ("branches --branches 2,4", "--branches 2,4: should begin with 1"),
-        ("recording --models smoke --steps 64", "--steps 64 does not suit smoke"),
+        ("branches --slack nan", "--slack: should be a number above 0, not 'nan'"),
         ("batching --caches dul", "unknown cache 'dul', did you mean 'dual'"),
         ("batching --schedulers fixd", "unknown scheduler 'fixd', did you mean 'fixed'"),
         ("batching --batches 4,8", "--batches 4,8: should begin with 1"),
@@ -198,16 +197,8 @@ def generate(model, prompt, attention_mask=None, steps=128, gen_length=128, bloc
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("recording --models smoke --batch 1 --steps 2 --repeats 1", "bytes per column: 20, with the entropy 24"),
         ("branches --model smoke --branches 1,4 --repeats 1", "over one branch"),
-        ("block_rule --smoke --schedulers threshold,klass", "ratio to plain"),
         ("ceilings --smoke", "driver: "),
-        pytest.param(
-            "forms --count 1 --vocab 300 --length 32 --repeats 1",
-            "ms per step and row: 300 tokens",
-            marks=pytest.mark.slow,
-        ),
-        ("rewards --count 1 --candidates 2", "sudoku"),
         ("in_flight --model smoke --prompts 6 --batch 2 --caches none --tokens 16 --repeats 1", "in flight"),
         ("decode_step --smoke --windows 4 --slots 16 --kinds uncached,official --official a.py", "of them differ from"),
         (

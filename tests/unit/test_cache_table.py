@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,32 +12,30 @@ import torch
 from dllm_sampler import config
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval import cache_runs, markdown
-from dllm_sampler.eval.cache_runs import APART, Figures, Row, bytes_held, caches
-from dllm_sampler.eval.cache_table import DOCS, HEAD, SECTION, main
 from tests import toys
+from tests.tables import caches as table
+from tests.tables import markdown
+from tests.tables.caches import APART, DOCS, HEAD, SECTION, Figures, Row, bytes_held, caches, main
 
-documented = pytest.mark.skipif(not DOCS.exists(), reason="an installed package has no docs")
 MARKS = f"<!-- {SECTION} -->\n<!-- /{SECTION} -->\n"
 
 
 RUN = ["none", "dual", "dllm", "elastic", "sparse", "none random_order"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_caches() -> Iterator[None]:
+def few_caches(patch: pytest.MonkeyPatch) -> None:
     """A run of all takes long; that the document has a row for each is what `--check` says."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_runs, "caches", lambda: RUN)
-        yield
+    patch.setattr(table, "caches", lambda: RUN)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, _few_caches: None) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A document filled by a run on two prompts."""
     folder = tmp_path_factory.mktemp("table")
     (folder / "caches.md").write_text(f"before\n{MARKS}after\n")
-    assert command(folder, "--smoke") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        few_caches(patch)
+        assert command(folder, "--smoke") == 0
     return folder
 
 
@@ -74,14 +71,15 @@ def test_every_cache_has_a_row(folder: Path) -> None:
 
 def test_a_cut_run_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
-    measure = cache_runs.measure
+    measure = table.measure
 
     def noted(*arguments: object) -> Figures:
         if arguments[-1].max_steps is None:  # type: ignore[attr-defined] # else it warms up
             measured.append(arguments[1]["cache"])  # type: ignore[index]
         return measure(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cache_runs, "measure", noted)
+    few_caches(monkeypatch)
+    monkeypatch.setattr(table, "measure", noted)
     before, file = rows(folder), folder / "out" / "results.jsonl"
     assert command(folder, "--smoke") == 0
     assert measured == [] and rows(folder) == before
@@ -97,7 +95,6 @@ def test_a_cut_run_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ]
 
 
-@documented
 def test_the_document_is_up_to_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check"]) == 0
     text = DOCS.read_text()
@@ -124,7 +121,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_figures_of_a_row() -> None:
     def figures(answers: tuple[tuple[int, ...], ...], **given: float) -> Figures:
-        sums = dict.fromkeys(cache_runs.SUMS, 0) | {"steps": 4, "columns": 80, "computed": 80} | given
+        sums = dict.fromkeys(table.SUMS, 0) | {"steps": 4, "columns": 80, "computed": 80} | given
         return Figures(answers=answers, bytes_per_token=1.0, **sums)  # type: ignore[arg-type]
 
     true = figures(((5, 6, 7, 0), (8,)))
@@ -141,7 +138,7 @@ def test_figures_of_a_row() -> None:
 def test_the_divergence_of_two_models() -> None:
     """Though a readout overwrites the logits of a step."""
     networks, it = [toys.transformer(), toys.transformer(sharp=3.0)], toys.sampler(scheduler="threshold")
-    spies = [cache_runs.Spy(toys.wrapped(network)) for network in networks]
+    spies = [table.Spy(toys.wrapped(network)) for network in networks]
     rows, spec = [[5, 11, 3], [7, 1, 30]], spies[0].spec
     canvas = layout.canvas(rows, 12, [0, 1], spec, it.plugins.blocks, it.noise, cuts=False)
     with torch.no_grad():
@@ -149,7 +146,7 @@ def test_the_divergence_of_two_models() -> None:
             engine = Engine(spy, it.plugins, 1)
             engine.step(engine.begin(canvas))
         true, other = (network(canvas.ids[:, :-1])[:, 3:9].log_softmax(-1) for network in networks)  # blocks of 6
-        found, count = cache_runs.divergence(canvas, *spies)
+        found, count = table.divergence(canvas, *spies)
     assert count == 12
     assert found == pytest.approx(float((true.exp() * (true - other)).sum()))
     assert found > 1

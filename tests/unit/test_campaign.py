@@ -172,16 +172,12 @@ def test_every_stage_is_a_command_of_its_benchmark(
         options = import_module(script.removesuffix(".py")).arguments([*words, "--json", str(tmp_path / "a.json")])
         if script == "kernels.py":
             cases = import_module("kernel_cases").cases(torch.device("cpu" if smoke else "cuda"), smoke)
-            assert any(options.only in case.name for case in cases), stage.name
+            assert any(text in case.name for case in cases for text in options.only), stage.name
 
 
-def test_the_page_has_the_rules(campaign: Any, tmp_path: Path) -> None:
-    page, copy = ROOT / "docs" / "benchmarks.md", tmp_path / "benchmarks.md"
-    copy.write_text(page.read_text())
-    assert campaign.main(["--docs", str(copy)]) == 0
-    assert copy.read_text() == page.read_text(), "python benchmarks/campaign.py --docs docs/benchmarks.md"
-    named = [stage.name for stage in campaign.STAGES if f"`{stage.name}`" not in page.read_text()]
-    assert not named
+def test_the_page_names_every_stage(campaign: Any) -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert not [stage.name for stage in campaign.STAGES if f"`{stage.name}`" not in page]
 
 
 @pytest.mark.slow
@@ -274,7 +270,7 @@ def test_reading_compiles_to_loads_of_sixteen_bytes(
     campaign: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
-    from dllm_sampler.eval.kernel_table import TARGETS, build, resources
+    from benchmarks.ahead_of_time import TARGETS, build, resources
     from dllm_sampler.kernels.configuration import Configuration
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -11,11 +11,11 @@ import torch
 
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.eval.drafting import same_path
 from dllm_sampler.schedulers.drafting.pace import Pace
 from dllm_sampler.schedulers.freedave import FreeDave
 from tests import toys
 from tests.sampling import crossed, sampled
+from tests.tables.drafting import same_path
 
 TOKENS, BLOCK = 18, 6
 Settings = dict[str, Any]
@@ -40,7 +40,7 @@ def random_prompts(seed: int, count: int = 4) -> list[list[int]]:
 
 @pytest.mark.parametrize(("toy", "base"), crossed(toys.TOYS, list(BASES), together=0))
 def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str) -> None:
-    """FreeDave's invariants 1, 4 and 7, SSD's 1 and 4; `python -m dllm_sampler.eval.drafting` has many more prompts."""
+    """FreeDave's invariants 1, 4 and 7, SSD's 1 and 4; `python -m tests.tables.drafting` has many more prompts."""
     turn = list(BASES).index(base) + toys.TOYS.index(toy)
     cache, draft, prompts = ("none", "prefix", "dual")[turn % 3], 3 + turn % 4, random_prompts(turn)
     alone = run(BASES[base], toy, prompts, cache=cache)

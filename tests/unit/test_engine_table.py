@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dllm_sampler.eval import engine_table
+from tests.tables import engines
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 
@@ -15,13 +15,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 def test_the_page_has_the_table_that_the_command_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "engines.md"
     shutil.copy(PAGE, copy)
-    assert engine_table.main(["--docs", str(copy)]) == 0
-    assert copy.read_text() == PAGE.read_text(), f"{engine_table.COMMAND} --docs docs/engines.md"
-    assert engine_table.main([]) == 0
+    assert engines.main(["--docs", str(copy)]) == 0
+    assert copy.read_text() == PAGE.read_text(), f"{engines.COMMAND} --docs docs/engines.md"
+    assert engines.main([]) == 0
     assert capsys.readouterr().out.strip() in PAGE.read_text()
 
 
 def test_a_page_without_a_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.md").write_text("text\n")
-    assert engine_table.main(["--docs", str(tmp_path / "x.md")]) == 2
+    assert engines.main(["--docs", str(tmp_path / "x.md")]) == 2
     assert "it needs lines <!-- engines -->" in capsys.readouterr().err

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from dllm_sampler.eval import markdown
 from tests import environments
+from tests.tables import markdown
 from tests.unit.test_campaign import runs
 from tests.versions import ENVIRONMENTS, PINNED, ROOT, interpreter, requirements
 

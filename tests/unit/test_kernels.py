@@ -23,6 +23,7 @@ from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import TORCH, select
 from dllm_sampler.kernels.sampling import GREEDY, Sampling
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -182,7 +183,7 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "dllm_sampler.eval.kernel_table", *arguments],
+        [sys.executable, BENCHMARKS / "kernels.py", "--aot", *arguments],
         env={**clean, "TRITON_CACHE_DIR": str(tmp_path / "cache"), **environment},
         capture_output=True,
         text=True,
@@ -208,7 +209,7 @@ def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
 def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One of each family, for NVIDIA's GPUs and AMD's by turns."""
     pytest.importorskip("triton")
-    from dllm_sampler.eval import kernel_table as report
+    from benchmarks import ahead_of_time as report
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     places = {it.name: (module, place) for module, place, it in report.discover()}
@@ -239,18 +240,15 @@ def test_an_interpreter_cannot_compile(tmp_path: Path) -> None:
     [
         (("--target", "sm_9"), "did you mean 'sm_90'"),
         (("--only", "nothing"), "no kernel's name contains nothing"),
-        (("--docs", "nowhere.md"), "nowhere.md cannot be read"),
-        (("--docs", "pyproject.toml", "--only", "head"), "leave out --only and --target"),
-        (("--docs", "pyproject.toml", "--target", "sm_90"), "leave out --only and --target"),
-        (("--docs", "nowhere/kernels.md"), "nowhere/kernels.md cannot be written: there is no folder nowhere"),
         (("--json", "tests"), "tests cannot be written: it is no file"),
     ],
 )
 def test_mistakes_are_one_sentence(
-    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    assert importlib.import_module("dllm_sampler.eval.kernel_table").main(arguments) == 2
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    assert importlib.import_module("kernels").main(["--aot", *arguments]) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
 
@@ -261,7 +259,7 @@ def test_what_fails_fails_the_report(
 ) -> None:
     """A kernel that needs too much shared memory, and one that is no kernel for such arguments."""
     pytest.importorskip("triton")
-    from dllm_sampler.eval import kernel_table as report
+    from benchmarks import ahead_of_time as report
     from dllm_sampler.kernels import head
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -278,7 +276,7 @@ def test_what_fails_fails_the_report(
     jobs = [(module.__name__, place, fits) for place in (0, 1)]
     monkeypatch.setattr(report, "discover", lambda: iter(jobs))
     monkeypatch.setattr(report, "compile_all", lambda *_: found)
-    assert report.main(["--target", target]) == 1
+    assert report.report([target], [""], 1, None) == 1
     said = capsys.readouterr().out
     assert f"large on {target}: needs" in said and "2 compiled: 2 failed, 0 spill to memory, 1 not known" in said
 
@@ -289,7 +287,8 @@ def test_a_document_has_the_whole_table_or_is_left(
     fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("triton")
-    from dllm_sampler.eval import kernel_table as report
+    from benchmarks import ahead_of_time as report
+    from tests.tables import kernels as table
 
     def compile_all(jobs: list[tuple[str, int, str]], *_: Any) -> list[report.Compiled]:
         return [report.Compiled(f"k{place}", target, 1, 2, 0, 0, "no" if fails else None) for _, place, target in jobs]
@@ -300,7 +299,7 @@ def test_a_document_has_the_whole_table_or_is_left(
     monkeypatch.setattr(report, "compile_all", compile_all)
     document = tmp_path / "kernels.md"
     document.write_text(before := "<!-- ahead-of-time table -->\n<!-- /ahead-of-time table -->\n")
-    assert report.main(["--docs", str(document)]) == fails
+    assert table.main(["--docs", str(document)]) == fails
     after, error = document.read_text(), capsys.readouterr().err
     if fails:
         assert after == before and f"{document} was left as it is" in error
@@ -310,7 +309,7 @@ def test_a_document_has_the_whole_table_or_is_left(
 
 def test_resources_that_are_not_known() -> None:
     pytest.importorskip("triton")
-    from dllm_sampler.eval.kernel_table import Compiled, resources
+    from benchmarks.ahead_of_time import Compiled, resources
 
     assert resources({"amdgcn": "nothing"}) == (None, None, 0)
     spills = ".private_segment_fixed_size: 16\n .sgpr_spill_count: 4\n .vgpr_count: 30\n .vgpr_spill_count: 3\n"

@@ -14,8 +14,8 @@ from safetensors import safe_open
 
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.config import entry
-from dllm_sampler.eval.markdown import fill, table
 from dllm_sampler.training.comparison import rows
+from tests.tables.markdown import fill, table
 
 MINI = Path(str(files("dllm_sampler") / "models/mini"))
 SHIPPED: dict[str, Any] = json.loads((MINI / "filter.json").read_text(encoding="utf-8"))

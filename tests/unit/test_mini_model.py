@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.exact_match import held_out_prompts
-from dllm_sampler.eval.markdown import fill
-from dllm_sampler.eval.mini_card import DECODERS, operations, score, words
+from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import NAMES, TASKS
 from dllm_sampler.training.tokenizer import build_tokenizer, vocabulary
 from tests.sampling import sampled
+from tests.tables.markdown import fill
+from tests.tables.mini_card import DECODERS, operations, score, words
 
 FOLDER = Path(str(files("dllm_sampler") / "models/mini"))
 EASY = ["copy", "reverse", "sort", "insert at", "remove at", "replace at", "json", "brackets"]

@@ -2,24 +2,19 @@
 
 import json
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from benchmarks import roofline
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import TransformerConfig
+from tests.tables.roofline import main
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def roofline(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return import_module("roofline")
-
-
-def test_parts_by_hand(roofline):
+def test_parts_by_hand():
     # 10 words, stream 4, inner 6, 3 layers, 2 heads over 1 of keys, 2 wide; 2 rows of 5 positions over 7 slots.
     model = TransformerConfig(10, 4, 6, 3, 2, 1, 2)
     work = roofline.Work(batch=2, window=5, slots=7, asked=3)
@@ -40,7 +35,7 @@ def test_parts_by_hand(roofline):
     assert spilled == {name: known[0] + 10 * 3 * more.get(name, 0) * 2 for name, known in found.items()}
 
 
-def test_weights_of_integers_by_hand(roofline):
+def test_weights_of_integers_by_hand():
     model = TransformerConfig(10, 4, 6, 3, 2, 1, 2)
     work = roofline.Work(batch=2, window=5, slots=7, asked=3)
     plain, found = (
@@ -51,7 +46,7 @@ def test_weights_of_integers_by_hand(roofline):
     assert found == plain | {name: (size, plain[name][1]) for name, size in weights.items()}
 
 
-def test_experts_by_hand(roofline):
+def test_experts_by_hand():
     # 4 experts, 2 per token, one dense layer of two: two tokens reach 4 (1 - 1/4) = 3 experts.
     model = TransformerConfig(10, 4, 6, 2, 2, 1, 2, moe=MoeConfig(4, 2, 5, frozenset([1]), 3))
     every = 3 * 4 * 3 + 4 * 4
@@ -60,7 +55,7 @@ def test_experts_by_hand(roofline):
     assert mlp.flops == 2 * 2 * (72 + 2 * 60 + every)
 
 
-def test_llada_8b_on_an_h200(roofline):
+def test_llada_8b_on_an_h200():
     """15.0 GB of weights and 0.54 GB of stored keys and values over the 4.3 TB/s that a copy reaches there."""
     gpu = replace(roofline.GPUS["h200"], bandwidth=4.3e12)
     model, work = roofline.MODELS["llada-8b"], roofline.Work()
@@ -73,14 +68,14 @@ def test_llada_8b_on_an_h200(roofline):
     assert roofline.refresh(model, gpu, work) == pytest.approx(flops / gpu.peak, rel=0.1)
 
 
-def test_floors_by_both_bandwidths(roofline, capsys: pytest.CaptureFixture[str]):
+def test_floors_by_both_bandwidths(capsys: pytest.CaptureFixture[str]):
     """As docs/kernels.md quotes them: 3.24 ms where memory is read at 4.8 TB/s, 3.62 at a copy's 4.3."""
     words = ["--models", "llada-8b", "--gpus", "h200", "--batch", "1", "--windows", "32", "--fused-head"]
-    assert roofline.main([*words, "--bandwidth", "4.8", "--copy", "4.3"]) == 0
+    assert main([*words, "--bandwidth", "4.8", "--copy", "4.3"]) == 0
     assert "3.24 / 3.62" in capsys.readouterr().out
 
 
-def test_free_positions_are_where_the_floor_bends(roofline):
+def test_free_positions_are_where_the_floor_bends():
     model, gpu, work = roofline.MODELS["llada-8b"], roofline.GPUS["h200"], roofline.Work()
     edge = roofline.free(model, gpu, work)
     first = roofline.floor(model, gpu, replace(work, window=1))
@@ -89,10 +84,11 @@ def test_free_positions_are_where_the_floor_bends(roofline):
     assert edge == pytest.approx(gpu.peak / gpu.bandwidth, rel=0.2)  # the ridge of a weight in bfloat16
 
 
-def test_smoke_writes_json_and_fills_a_page(roofline, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_it_writes_json_and_fills_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     page = tmp_path / "page.md"
     page.write_text((ROOT / "docs" / "roofline.md").read_text())
-    assert roofline.main(["--smoke", "--parts", "--json", str(tmp_path / "a.json"), "--docs", str(page)]) == 0
+    words = ["--models", "llada-8b", "--gpus", "h200", "--batch", "1,2", "--windows", "8,32", "--parts", "--json"]
+    assert main([*words, str(tmp_path / "a.json"), "--docs", str(page)]) == 0
     found = json.loads((tmp_path / "a.json").read_text())
     assert {(f["work"]["batch"], f["work"]["window"]) for f in found} == {(b, w) for b in (1, 2) for w in (8, 32)}
     assert found[0]["seconds"] == roofline.floor(
@@ -117,8 +113,8 @@ def test_smoke_writes_json_and_fills_a_page(roofline, tmp_path: Path, capsys: py
         (["--docs", "pyproject.toml"], "pyproject.toml has no place for the results"),
     ],
 )
-def test_wrong_options_are_said(roofline, given, said, capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_wrong_options_are_said(given, said, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert roofline.main(given) == 2
+    assert main(given) == 2
     error = capsys.readouterr().err
-    assert said in error and error.startswith("roofline.py: ") and error.count("\n") == 1
+    assert said in error and error.startswith("python -m tests.tables.roofline: ") and error.count("\n") == 1

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dllm_sampler import config
-from dllm_sampler.eval import markdown, scheduler_plot, scheduler_runs
-from dllm_sampler.eval.exact_match import HARD, Tally, held_out_prompts
-from dllm_sampler.eval.scheduler_runs import NEEDS, ORACLE, Row, front
-from dllm_sampler.eval.scheduler_table import DOCS, SECTION, entries, main
+from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
+from tests.tables import markdown, schedulers
+from tests.tables.answers import HARD, Tally
+from tests.tables.schedulers import DOCS, NEEDS, ORACLE, SECTION, Row, entries, front, main
 
-pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="an installed package has no docs")
 FEW = ["--prompts", "2", "--tasks", "copy", "shuffle", "--max-new-tokens", "16", "--block-length", "16"]
 
 
 RUN = {"fixed", "fixed steps=1", "threshold", "klass", "wino", "threshold blocks=adablock", ORACLE}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _few_methods() -> Iterator[None]:
+def few_methods(patch: pytest.MonkeyPatch) -> None:
     """A run of all takes long; that the document has a row for each is what `--check` says."""
-    methods = scheduler_runs.methods
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler_runs, "methods", lambda setup: {name: methods(setup)[name] for name in RUN})
-        yield
+    methods = schedulers.methods
+    patch.setattr(schedulers, "methods", lambda setup: {name: methods(setup)[name] for name in RUN})
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, _few_methods: None) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the document, filled by a run on two prompts."""
     folder = tmp_path_factory.mktemp("table")
     (folder / "schedulers.md").write_text(markdown.fill(DOCS.read_text(), SECTION, ""))
-    assert command(folder, *FEW) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        few_methods(patch)
+        assert command(folder, *FEW) == 0
     return folder
 
 
@@ -48,15 +45,16 @@ def command(folder: Path, *arguments: str) -> int:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Takes down what is measured and not found in the store; the picture, which takes longer, is not drawn again."""
-    monkeypatch.setattr(scheduler_plot, "draw", lambda rows: b"")
+    few_methods(monkeypatch)
+    monkeypatch.setattr(schedulers, "draw", lambda rows: b"")
     seen: list[str] = []
-    answering = scheduler_runs.answering
+    answering = schedulers.answering
 
-    def noted(base: Sampler, plugins: scheduler_runs.Plugins, setup: scheduler_runs.Setup) -> scheduler_runs.Answer:
+    def noted(base: Sampler, plugins: schedulers.Plugins, setup: schedulers.Setup) -> schedulers.Answer:
         seen.append(str(plugins["scheduler"]))
         return answering(base, plugins, setup)
 
-    monkeypatch.setattr(scheduler_runs, "answering", noted)
+    monkeypatch.setattr(schedulers, "answering", noted)
     return seen
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dllm_sampler.eval import verified
+from tests.tables import verified
 
 
 @pytest.mark.parametrize("wrong", [False, True])

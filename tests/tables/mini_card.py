@@ -1,6 +1,6 @@
 """Measures `mini` on held-out prompts and writes the figures into its model card.
 
-`python -m dllm_sampler.eval.mini_card [--model NAME] [--prompts 200] [--card FILE]`
+`python -m tests.tables.mini_card [--model NAME] [--prompts 200] [--card FILE]`
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from rich.progress import track
 
 from dllm_sampler.core.files import write
 from dllm_sampler.eval.arguments import Parser, command, positive
-from dllm_sampler.eval.exact_match import CANVAS, Tally, held_out_prompts
-from dllm_sampler.eval.markdown import fill, read, table
+from dllm_sampler.eval.tasks.mini import CANVAS, held_out_prompts
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import CITIES, COLORS, NAMES, TASKS, Task
 from dllm_sampler.training.tokenizer import vocabulary
+from tests.tables.answers import Tally
+from tests.tables.markdown import fill, read, table
 
-COMMAND = "python -m dllm_sampler.eval.mini_card"
+COMMAND = "python -m tests.tables.mini_card"
 LONGER = (64, 128)
 DECODERS: dict[str, dict[str, object]] = {
     "one per step": {"name": "fixed"},

@@ -1,6 +1,6 @@
 """Checks that drafting changes no token, and measures what it saves; writes the figures of docs/drafting.md.
 
-`python -m dllm_sampler.eval.drafting`; a cut run goes on from what it has compared.
+`python -m tests.tables.drafting`; a cut run goes on from what it has compared.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch import Tensor
 
 from dllm_sampler import __version__
 from dllm_sampler.core import files
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, command, positive
-from dllm_sampler.eval.exact_match import held_out_prompts
-from dllm_sampler.eval.store import Store
+from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
+from tests.tables import markdown
+from tests.tables.store import Store
 
 CANVAS, BLOCK, BATCH = 32, 16, 25
 SECTION = "drafting"
-COMMAND = "python -m dllm_sampler.eval.drafting"
+COMMAND = "python -m tests.tables.drafting"
 OUTPUT = Path("outputs/drafting")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "drafting.md"
 TINY = ROOT / "tests" / "conformance" / "data"  # tiny checkpoints, not part of the wheel
 CHECKPOINTS = ("tiny-llada", "tiny-dream", "tiny-sdar")

@@ -1,7 +1,7 @@
 """Which schedulers run inside other engines, by their traits.
 
-    python -m dllm_sampler.eval.engine_table
-    python -m dllm_sampler.eval.engine_table --docs docs/engines.md
+    python -m tests.tables.engines
+    python -m tests.tables.engines --docs docs/engines.md
 
 The first column of engines is for models with a mask token (LLaDA2, SDAR), the second for uniform diffusion
 (DiffusionGemma).
@@ -17,11 +17,11 @@ from pathlib import Path
 from dllm_sampler import config
 from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Scheduler
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, command
 from dllm_sampler.integrations.scope import reason
+from tests.tables import markdown
 
-COMMAND = "python -m dllm_sampler.eval.engine_table"
+COMMAND = "python -m tests.tables.engines"
 SECTION = "engines"
 HEAD = ("scheduler", "SGLang, and `LLaDA2Pipeline` of diffusers", "`DiffusionGemmaPipeline` of diffusers")
 

@@ -1,6 +1,6 @@
 """What distilling a model bought: forwards at equal accuracy before and after, several seeds.
 
-`python -m dllm_sampler.eval.distilled --before mini --after runs/distill-0 runs/distill-1 runs/distill-2`
+`python -m tests.tables.distilled --before mini --after runs/distill-0 runs/distill-1 runs/distill-2`
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import torch
 
 from dllm_sampler.core import files
 from dllm_sampler.errors import unknown
-from dllm_sampler.eval import markdown, statistics
+from dllm_sampler.eval import statistics
 from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.curves import pbx
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.comparison import Figures, compare
 from dllm_sampler.training.rewards import solved
 from dllm_sampler.training.tasks import LESSONS, draw_example
+from tests.tables import markdown
 
 SECTION, BATCH = "distilled", 64
-COMMAND = "python -m dllm_sampler.eval.distilled"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
+COMMAND = "python -m tests.tables.distilled"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 BOUNDS: Mapping[str, tuple[float, ...]] = {
     "entropy": (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7),
     "threshold": (0.998, 0.99, 0.98, 0.97, 0.95, 0.92, 0.88, 0.8),

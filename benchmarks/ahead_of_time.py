@@ -1,7 +1,4 @@
-"""Compile every kernel for every kind of GPU, on a machine without one, and report what each takes.
-
-    python -m dllm_sampler.eval.kernel_table
-    python -m dllm_sampler.eval.kernel_table --target sm_90 --only "head bf16" --json report.json
+"""Compiles every kernel for every kind of GPU, on a machine without one: `kernels.py --aot`.
 
 The table has shared memory, registers of a thread, and what it spills to memory, in bytes. On AMD scalar registers may
 go to vector ones, which is no memory: "n s". Registers and spills are read from the binaries. Compiled kernels stay in
@@ -10,7 +7,6 @@ Triton's cache, where a later run finds them.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import json
@@ -18,11 +14,11 @@ import multiprocessing
 import pkgutil
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -32,12 +28,7 @@ from rich.table import Table
 from dllm_sampler import kernels
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.eval import markdown
-from dllm_sampler.eval.arguments import Parser, command, output, positive
 from dllm_sampler.kernels.configuration import Configuration
-
-COMMAND = "python -m dllm_sampler.eval.kernel_table"
-SECTION = "ahead-of-time table"
 
 
 class Target(NamedTuple):
@@ -184,43 +175,24 @@ def check() -> str:
     return __version__
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = Parser(
-        prog=COMMAND,
-        description="Compile every kernel ahead of time and report shared memory, registers and spills.",
-        epilog="Exit status: 0; 1: a kernel does not compile or does not fit; 2: a mistake in the arguments.",
-    )
-    add = parser.add_argument
-    add("--target", action="append", metavar="NAME", help=f"one of {', '.join(TARGETS)}; may be repeated (all)")
-    add("--only", action="append", metavar="TEXT", help="kernels whose name contains it; may be repeated (all)")
-    add("--json", type=output, metavar="FILE", help="write the report there")
-    add("--docs", type=output, metavar="FILE", help=f"fill the whole {SECTION} of this document (docs/kernels.md)")
-    add("--processes", type=positive, default=2, metavar="N", help="at work at once (2)")
-    options = parser.parse_args(arguments)
-    if options.docs and (options.target or options.only):
-        parser.error("--docs writes every kernel and target: leave out --only and --target")
-    return options
+def report(targets: Sequence[str], words: Sequence[str], processes: int, file: Path | None) -> int:
+    """Compile the kernels whose name contains one of `words` for each target; print the table, write it to `file`.
 
+    Returns the exit status: 1 if a kernel does not compile or does not fit.
 
-@command(COMMAND)
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command, but for its mistakes."""
-    options = parse(arguments)
-    targets = options.target or list(TARGETS)
+    Raises:
+        UserError: a target or a name is unknown, or nothing can be compiled here.
+    """
     for target in targets:
         if target not in TARGETS:
             raise unknown("target", target, TARGETS)
     version = check()
-    if options.docs:
-        markdown.read(options.docs, SECTION)
-    words = options.only or [""]
     chosen = [(module, place) for module, place, it in discover() if any(word in it.name for word in words)]
     if not chosen:
         raise UserError(f"no kernel's name contains {' or '.join(words)}")
     console = Console(width=max(Console().width, 120))
     jobs = [(module, place, target) for module, place in chosen for target in targets]
-    found = compile_all(jobs, options.processes, Console(stderr=True))
+    found = compile_all(jobs, processes, Console(stderr=True))
     head, rows = cells(found)
     table = Table(*head, title=f"Triton {version}: shared memory of a program, registers of a thread, spills")
     for row in rows:
@@ -233,17 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unread = sum(one.spills is None for one in found)
     said = f"{len(found)} compiled: {len(failed)} failed, {spilling} spill to memory"
     console.print(f"{said}, {unread} not known" if unread else said, highlight=False)
-    if options.json:
-        report = {"triton": version, "kernels": [asdict(one) for one in found]}
-        files.write(options.json, json.dumps(report, indent=1) + "\n")
-    if options.docs and failed:
-        print(f"{options.docs} was left as it is: not every kernel compiles and fits", file=sys.stderr)
-    elif options.docs:
-        note = f"Triton {version}; `{COMMAND} --docs docs/kernels.md`.\n\n"
-        text = markdown.read(options.docs, SECTION)
-        files.write(options.docs, markdown.fill(text, SECTION, note + markdown.table(head, rows)))
+    if file:
+        written = {"triton": version, "kernels": [asdict(one) for one in found]}
+        files.write(file, json.dumps(written, indent=1) + "\n")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

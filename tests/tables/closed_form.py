@@ -1,6 +1,6 @@
 """Runs real schedulers on exact test beds and compares validity with what it must be: expected, measured, z.
 
-`python -m dllm_sampler.eval.closed_form [--rows 4000] [--items 2 3 4 5] [--seed 0] [--only shuffle]`
+`python -m tests.tables.closed_form [--rows 4000] [--items 2 3 4 5] [--seed 0] [--only shuffle]`
 """
 
 from __future__ import annotations
@@ -15,19 +15,65 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.select import top
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.arguments import Parser, command, positive
-from dllm_sampler.eval.testbeds import exact, formulas
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import LAWS, Listed, Shuffle
-from dllm_sampler.eval.testbeds.orders import GivenParts, GivenSizes
 from dllm_sampler.sampler import Sampler
+from dllm_sampler.schedulers.score import Score, rate, score_needs
+from tests.tables import exact, formulas
 
-COMMAND = "python -m dllm_sampler.eval.closed_form"
+COMMAND = "python -m tests.tables.closed_form"
 EVEN_TIES = 1e-3  # a temperature so low that it decides nothing but ties
 LARGE = (10, 20)  # items where only closed forms say what is right
 FAR = 4.5  # standard deviations; one cell in 150,000 lies further by chance
+
+
+@dataclass(frozen=True)
+class GivenSizes(Scheduler):
+    """This many positions per step, the best by a score; more steps than sizes repeat the last size.
+
+    `fixed` divides a block evenly and gives the remainder to its first steps; here the sizes are free.
+    """
+
+    sizes: tuple[int, ...]
+    score: Score = "random"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The score's statistic."""
+        return score_needs(self.score)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        sizes = torch.tensor(self.sizes, device=canvas.ids.device)
+        count = sizes[canvas.age.clamp(max=len(self.sizes) - 1)]
+        score = rate(self.score, canvas, query, readout)
+        return Edit(readout.token[:, 0], top(score, canvas.eligible(query.positions), count)), carry
+
+
+@dataclass(frozen=True)
+class GivenParts(Scheduler):
+    """Positions of the generation, counted from 0, that each step commits."""
+
+    parts: tuple[tuple[int, ...], ...]
+
+    def init(self, canvas: Canvas) -> Carry:
+        """`[B, L+1]` the step of each column."""
+        turn = torch.zeros_like(canvas.ids)
+        for step, part in enumerate(self.parts):
+            turn.scatter_(1, canvas.first[:, None] + torch.tensor(part, device=turn.device), step)
+        return turn
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Tensor) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        due = carry.gather(1, query.positions) <= canvas.step[:, None]
+        return Edit(readout.token[:, 0], due & canvas.eligible(query.positions)), carry
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Checks that S2D2 where it verifies all, and linear_spec, decode one token after another; figures of docs/drafting.md.
 
-`python -m dllm_sampler.eval.verified` takes some minutes on one core.
+`python -m tests.tables.verified` takes some minutes on one core.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from random import Random
 import torch
 
 from dllm_sampler.core import files
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, command, positive
-from dllm_sampler.eval.drafting import PAGE, TINY
 from dllm_sampler.sampler import Sampler
+from tests.tables import markdown
+from tests.tables.drafting import PAGE, TINY
 
 SECTION = "verified"
-COMMAND = "python -m dllm_sampler.eval.verified"
+COMMAND = "python -m tests.tables.verified"
 CANVAS, BATCH = 32, 50
 Settings = Mapping[str, object]
 CHECKPOINTS = {"s2d2": "tiny-sdar", "linear_spec": "tiny-nemotron-labs-diffusion"}

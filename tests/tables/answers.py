@@ -1,23 +1,15 @@
-"""Held-out prompts of `mini`'s tasks, and how answers to them are counted."""
+"""How answers to `mini`'s tasks are counted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from random import Random
 
 from dllm_sampler.result import Result
-from dllm_sampler.training.tasks import Task, draw_example
+from dllm_sampler.training.tasks import Task
 
-CANVAS = 32  # tokens: no answer needs more
 # Tasks whose tokens have to agree with one another: many right answers, or one that a single look does not deduce.
 HARD = ("shuffle", "insert randomly", "remove randomly", "replace randomly", "arithmetic", "latin")
-
-
-def held_out_prompts(task: Task, count: int, seed: int = 0) -> list[str]:
-    """Prompts that training never saw, always the same ones for a seed (0: those of the model card)."""
-    rng = Random(f"card/{task.name}" + f"/{seed}" * bool(seed))
-    return [draw_example(task.draw, rng, held=True)[0] for _ in range(count)]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Answers that find their length against canvases of one length, on `mini`: writes the table of docs/lengths.md.
 
-`python -m dllm_sampler.eval.length_table [--prompts 40] [--tasks NAME ...] [--seed 0]`
+`python -m tests.tables.lengths [--prompts 40] [--tasks NAME ...] [--seed 0]`
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from rich.progress import track
 
 from dllm_sampler.core import files
 from dllm_sampler.errors import unknown
-from dllm_sampler.eval import markdown
 from dllm_sampler.eval.arguments import Parser, command, positive
-from dllm_sampler.eval.exact_match import Tally, held_out_prompts
+from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.naming import described
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
+from tests.tables import markdown
+from tests.tables.answers import Tally
 
 SECTION = "length table"
 HEAD = ("`scheduler=`", "columns", "exact match", "forwards", "positions computed", "last canvas", "tokens of it")
-COMMAND = "python -m dllm_sampler.eval.length_table"
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "lengths.md"
+COMMAND = "python -m tests.tables.lengths"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "lengths.md"
 FIXED = (16, 32, 64, 128)
 BOUND, BATCH, BLOCK = 128, 8, 32
 # Answers of `mini` have some 10 tokens: settings that suit canvases of 16 to 32, and the published ones of rho-EOS.

@@ -1,6 +1,6 @@
 """Draws how runs of dllm-train learnt, several seeds to a line, and writes the figures into a document.
 
-`python -m dllm_sampler.eval.rl_curve "CJ-GRPO=runs/cj-0 runs/cj-1 runs/cj-2" "diffu-GRPO=runs/grpo-0 runs/grpo-1"`
+`python -m tests.tables.learning_curves "CJ-GRPO=runs/cj-0 runs/cj-1 runs/cj-2" "diffu-GRPO=runs/grpo-0 runs/grpo-1"`
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from statistics import median
 
 from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval import markdown, statistics
+from dllm_sampler.eval import statistics
 from dllm_sampler.eval.arguments import Parser, command
-from dllm_sampler.eval.scheduler_plot import available
+from dllm_sampler.eval.report.figure import require_matplotlib
 from dllm_sampler.training import journal
+from tests.tables import markdown
 
 SECTION = "rl"
 COLORS = ("#2563eb", "#c2410c", "#15803d", "#7c3aed")
-COMMAND = "python -m dllm_sampler.eval.rl_curve"
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "training.md"
+COMMAND = "python -m tests.tables.learning_curves"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--docs", type=Path, default=PAGE, metavar="FILE", help="document whose figures are replaced")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG file (the document's name with .png)")
     options = parser.parse_args(words)
-    available()
+    require_matplotlib()
     named: Mapping[str, str] = dict(each.split("=", 1) for each in options.curves if "=" in each)
     if len(named) < len(options.curves) or not all(map(str.split, named.values())):
         raise UserError("curves are written NAME=FOLDERS, each name once, as in 'CJ-GRPO=runs/cj-0 runs/cj-1'")

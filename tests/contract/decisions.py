@@ -1,25 +1,30 @@
-"""Logits and a canvas on which `scheduler_overhead.py` has each scheduler judge."""
+"""Logits and a canvas on which each scheduler decides, and a count of the tensor operations of a decision."""
 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core import files
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.protocols import Context
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.engine import layout, readout
 
 PROMPT, BLOCKS = 64, 4  # prompt tokens, blocks on the canvas
+WARM = 2  # steps played before the counted one
 
 
 @dataclass
@@ -96,3 +101,48 @@ class Scene:
         path = Path(tempfile.mkdtemp()) / "filter.safetensors"
         files.write(path, save(tensors))
         return str(path)
+
+
+class Operations(TorchDispatchMode):
+    """Counts tensor operations other than views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def operations(run: Callable[[], object]) -> int:
+    """Count the tensor operations of a call."""
+    with torch.no_grad(), Operations() as seen:
+        run()
+    return seen.count
+
+
+def scheduler(scene: Scene, name: str) -> Scheduler:
+    """Build a scheduler of `conf/` with its defaults."""
+    settings = {"name": name} | ({"filter": scene.filter()} if name == "learn2pd" else {})
+    return config.build("scheduler", settings)
+
+
+def decision(scene: Scene, scheduler: Scheduler) -> int:
+    """Count the tensor operations of a scheduler's decision in the middle of a block."""
+    scheduler = scheduler.bind(scene.context)
+    canvas = scene.canvas()
+    carry: Carry = scheduler.init(canvas)
+    for _ in range(WARM):
+        query = scheduler.ask(canvas, carry)
+        seen = scene.read(scene.fresh(query), canvas, query, scheduler.needs)
+        edit, carry = scheduler.tell(canvas, query, seen, carry)
+        edit = replace(edit, commit=edit.commit)  # makes a choice that the scheduler left open
+        after = canvas.apply(query.positions, edit)
+        canvas = after.advance(after.block_over(edit), scene.block, edit.finish)
+    query = scheduler.ask(canvas, carry)
+    seen = scene.read(scene.fresh(query), canvas, query, scheduler.needs)
+
+    def tell() -> None:
+        edit, _ = scheduler.tell(canvas, query, seen, carry)
+        replace(edit, commit=edit.commit)
+
+    return operations(tell)

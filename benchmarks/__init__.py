@@ -1,0 +1,1 @@
+"""Programs that measure this project's own speed. Run as scripts; `tests` import some of their parts."""

@@ -1,0 +1,1 @@
+"""Programs that make the tables and pictures of `docs/`. Run as `python -m tests.tables.NAME`."""
