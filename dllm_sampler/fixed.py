@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import prompts
 from dllm_sampler.core.checks import is_whole
-from dllm_sampler.core.given import FREE
 from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import FREE
 from dllm_sampler.errors import UserError
 
 Piece = str | Sequence[int] | Tensor  # of an answer, as text or as token ids

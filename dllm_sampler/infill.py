@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config, prompts
 from dllm_sampler.core.ends import first_end
-from dllm_sampler.core.given import FREE
 from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import FREE
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import UserError
 from dllm_sampler.fixed import Fixed, piece_ids

@@ -6,7 +6,6 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import given
 from dllm_sampler.core.checks import check_count, check_number, check_positive
 from dllm_sampler.core.protocols import Blocks, Context
 from dllm_sampler.core.select import numbers, rank
@@ -69,7 +68,7 @@ class MultiBlock(Blocks):
     def move(self, after: Canvas) -> tuple[Tensor, Tensor]:
         """See `Blocks.move`."""
         first = self.begins(after, after.frontier())  # of the first block with masks
-        start = torch.where(after.masked.any(1), given.following(after, first), after.end)
+        start = torch.where(after.masked.any(1), after.next_free(first), after.end)
         wanted = after.stop + self.length * self.adds(after)
         stop = torch.minimum(torch.maximum(wanted, first + self.length), after.end)
         return torch.where(after.done, after.start, start), torch.where(after.done, after.stop, stop)

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.store_pass import StorePass
-from dllm_sampler.core import grid
 from dllm_sampler.core.checks import check_switch
-from dllm_sampler.core.masks import Visible
 from dllm_sampler.core.packing import request, sized
 from dllm_sampler.core.protocols import Cache, Context, Denoiser, Scheduler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.visibility import Visible
 from dllm_sampler.errors import UserError
 
 StorePasses = Literal["ride", "separate"]
@@ -98,7 +97,7 @@ class BlockCausalCache(BaseCache):
             return None
         rows = {name: value[::samples] for name, value in vars(canvas).items() if isinstance(value, Tensor)}
         one = replace(canvas, **rows)
-        one = replace(one, end=grid.start(one))
+        one = replace(one, end=one.grid_start())
         cache = template.init(one, self.spec)
         assert isinstance(cache, BlockCausalCache)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
@@ -109,25 +108,25 @@ class BlockCausalCache(BaseCache):
         for mine, its in ((self.slots.keys, cache.slots.keys), (self.slots.values, cache.slots.values)):
             for buffer, source in zip(mine, its, strict=True):
                 buffer.copy_(source.repeat_interleave(samples, 0))
-        self.clean = grid.start(canvas)
+        self.clean = canvas.grid_start()
         return torch.stack([spent.computed, *[torch.zeros_like(spent.computed)] * (samples - 1)], 1).flatten()
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`. A block that begins with the prompt's last tokens is computed whole."""
-        begin, column = grid.start(canvas), canvas.columns()
+        begin, column = canvas.grid_start(), canvas.columns()
         first = torch.minimum(self.clean, begin)
         if self.spec.shift or self.spec.seeds:
             unknown = canvas.masked.gather(1, begin[:, None])[:, 0] & (begin > 0)
             first = torch.minimum(first, begin - unknown.long())
-        return (column >= first[:, None]) & (column < grid.end(canvas)[:, None])
+        return (column >= first[:, None]) & (column < canvas.grid_end()[:, None])
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`. A block that was full, and stayed as it was, is stored as it is."""
         written = (edit.commit if edit.remask is None else edit.commit | edit.remask).any(1)
-        full = ~(canvas.masked & grid.inside(canvas)).any(1) & ~written
+        full = ~(canvas.masked & canvas.in_grid_block()).any(1) & ~written
         if self.spec.attention == "causal_context":  # a finished block is computed again, as context
             full = torch.zeros_like(full)
-        clean = torch.where(full, grid.end(canvas), grid.start(canvas))
+        clean = torch.where(full, canvas.grid_end(), canvas.grid_start())
         if query.shifted is not None:  # what it computed is context as far as it saw what stands there now
             void = canvas.eligible(query.positions) & ~(edit.commit & (edit.ids == query.ids[:, 0]))
             sound = query.positions.masked_fill(~void, canvas.length).amin(1).minimum(canvas.stop)

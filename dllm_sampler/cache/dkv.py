@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache, changed
 from dllm_sampler.core.checks import check_choice, check_count
-from dllm_sampler.core.masks import visible
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.visibility import visible
 from dllm_sampler.errors import UserError
 
 Mode = Literal["decode", "prefill", "pd"]

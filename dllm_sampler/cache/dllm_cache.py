@@ -12,11 +12,11 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, changed
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_share
-from dllm_sampler.core.masks import Visible
 from dllm_sampler.core.packing import Answers, Request
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.visibility import Visible
 
 
 @dataclass(frozen=True, kw_only=True)

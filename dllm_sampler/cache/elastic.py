@@ -14,12 +14,12 @@ from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, written
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.ends import is_end
-from dllm_sampler.core.masks import visible
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import significant
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.visibility import visible
 
 
 @dataclass(frozen=True, kw_only=True)

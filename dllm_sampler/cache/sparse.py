@@ -12,11 +12,11 @@ from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_share
-from dllm_sampler.core.masks import visible
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
+from dllm_sampler.core.visibility import visible
 from dllm_sampler.errors import UserError
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import grid
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.rows import where_rows
@@ -62,7 +61,7 @@ class StorePass(Around):
         """See `Scheduler.tell`."""
         canvas, due, idle = self._counted(canvas, *carry[:4])
         edit, inner = self.inner.tell(canvas, query, readout, carry[4])
-        over = canvas.apply(query.positions, edit).block_over(edit) & ~idle & (canvas.stop == grid.end(canvas))
+        over = canvas.apply(query.positions, edit).block_over(edit) & ~idle & (canvas.stop == canvas.grid_end())
         left = over & (torch.zeros_like(over) if edit.close_block is None else edit.close_block)
         edit = replace(
             edit,
@@ -86,10 +85,10 @@ class StorePass(Around):
         """The canvas with the forwards that the inner scheduler counts; `[B]` the rows whose block waits to be stored,
         and `[B]` those whose forward only stores."""
         assert canvas.grid is not None
-        prefilled = grid.line(canvas, begun, canvas.grid) > 0
+        prefilled = canvas.grid_line(begun, canvas.grid) > 0
         late = prefilled & (canvas.start == begun)
         # One that opens full was filled from before it. A part of a block is not stored: a later part may change it.
-        over = over | (canvas.age == 0) & (canvas.stop == grid.end(canvas))
+        over = over | (canvas.age == 0) & (canvas.stop == canvas.grid_end())
         due = left | (over & (canvas.noise_left() == 0))  # a mask token that was chosen is still noise
         idle = due | (prefilled & (canvas.step == 0))
         return replace(canvas, age=(canvas.age - late.long()).clamp(min=0), step=canvas.step - made), due, idle

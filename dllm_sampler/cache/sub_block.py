@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.core import grid
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
@@ -51,10 +50,10 @@ class SubBlockCache(BlockCausalCache):
     def whole(self, canvas: Canvas, first: Tensor) -> Tensor:
         """`[B] bool` rows whose whole block is computed; `first [B]`: where the active part begins."""
         open_ = canvas.masked.gather(1, first[:, None])[:, 0]
-        full = ~(canvas.masked & grid.inside(canvas)).any(1)
-        return open_ | full | (self.held != grid.start(canvas))
+        full = ~(canvas.masked & canvas.in_grid_block()).any(1)
+        return open_ | full | (self.held != canvas.grid_start())
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`."""
         super().observe(canvas, query, edit, readout)
-        self.held = torch.where(canvas.done, self.held, grid.start(canvas))
+        self.held = torch.where(canvas.done, self.held, canvas.grid_start())

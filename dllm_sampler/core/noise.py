@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import grid
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.statistics import rows_at_once
 from dllm_sampler.core.values import Canvas
@@ -204,7 +203,7 @@ class ReplayNoise:
         if not bool(asked.any()):
             return torch.zeros(*positions.shape, vocab, device=positions.device)
         drawn = -torch.log(torch.empty(canvas.grid, vocab).exponential_(generator=self.generator))
-        inside = (positions - grid.start(canvas)[:, None]).clamp(max=canvas.grid - 1)
+        inside = (positions - canvas.grid_start()[:, None]).clamp(max=canvas.grid - 1)
         return drawn[inside.cpu()].to(positions.device)
 
     def _gather(self, row: Tensor, canvas: Canvas, positions: Tensor) -> Tensor:

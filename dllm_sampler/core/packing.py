@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.masks import visible
-from dllm_sampler.core.shift import predictors
-from dllm_sampler.core.stretch import stretch
 from dllm_sampler.core.values import Canvas, Query, Sizes
+from dllm_sampler.core.visibility import predictors, visible
 
 if TYPE_CHECKING:
     from dllm_sampler.core.spec import ModelSpec
@@ -107,6 +105,25 @@ def measure(canvas: Canvas, wanted: Request, bad: Tensor, joint: bool = False) -
         begin, over = stretch(canvas, wanted.query.positions)
         more.append(over - begin)
     return torch.cat([entries, answers, queried, block, end, canvas.age, canvas.done.long(), bad, *more])
+
+
+def stretch(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `[B]` where the stretch of each answer begins and `[B]` where it ends, counted from the answer's start.
+
+    A choice of tokens that belong together (`Guide.joint`) goes through the positions of the stretch one after the
+    other. It is what is between the decided beginning of an answer and the end that nothing is asked about: before it
+    one way is left, and after it all ways are open, whatever the step decides.
+
+    Args:
+        positions: `[B, Q]` columns that are asked about.
+    """
+    answer = canvas.answer()  # [B, N]
+    asked = torch.zeros_like(canvas.masked).scatter(1, positions, torch.ones_like(positions, dtype=torch.bool))
+    asked, free = asked.gather(1, answer), canvas.masked.gather(1, answer)
+    there, place = answer < canvas.end[:, None], select.numbers(answer.shape[1], answer.device)
+    end = torch.where(there & (asked | ~free), place + 1, 0).amax(1)
+    begin = torch.where(there & (asked | free), place, answer.shape[1]).amin(1)
+    return torch.minimum(begin, end), end
 
 
 def sized(canvas: Canvas, wanted: Request) -> Canvas:

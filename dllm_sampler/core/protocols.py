@@ -15,17 +15,59 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkab
 from torch import Tensor
 
 from dllm_sampler.core.draw import is_random
-from dllm_sampler.core.layers import LayerParts
-from dllm_sampler.core.packing import Answers, Request
-from dllm_sampler.core.plan import Plan
+from dllm_sampler.core.packing import Answers, Pack, Request
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
+from dllm_sampler.core.visibility import Visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Carry = Any  # a scheduler's own state: a (possibly empty) tree of tensors with leading dimension B
 Whole = tuple[Tensor, Tensor]  # logits and noisy ones, as they are before a guide takes tokens away; None: none does
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one forward computes a request, and what each position sees. Made by a cache."""
+
+    cache: Cache
+    wanted: Request
+    answers: Answers  # which queried places the forward answers
+    visible: Visible
+    computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
+    pack: Pack | None = None  # None: the padded form (`PaddedPlan`)
+    attention: Any = None  # of the pack; None: the denoiser's (`models.packed.PackedAttention`)
+    pairs: list[tuple[Tensor, Tensor]] | None = None  # [T, Hkv, Dh] each layer's keys and values; None: not kept
+    last: bool = False  # in the last layer of a pack: only `pack.answers` go on behind attention
+
+
+class LayerParts(Protocol):
+    """One transformer layer, taken apart so that a cache can drive it. A pack has N = 1 and M = T."""
+
+    def qkv(self, hidden: Tensor, rope: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed and rotated heads of `[N, M, D]`: q `[N, H, M, Dh]`, k and v `[N, Hkv, M, Dh]`."""
+        ...
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """Values alone `[N, Hkv, M, Dh]` of `[N, M, D]`, as in `qkv`."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention and output projection `[N, M, D]`, residual not added; mask bool, broadcast to `[N, 1, M, S]`."""
+        ...
+
+    def output(self, heads: Tensor) -> Tensor:
+        """The output projection `[N, M, D]` of attention `[N, H, M, Dh]`."""
+        ...
+
+    def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention probabilities `[N, H, M, S]`, for caches that look at them; arguments as `attend`."""
+        ...
+
+    def mlp(self, hidden: Tensor) -> Tensor:
+        """Norm and feed-forward `[N, M, D]`, residual not added."""
+        ...
 
 
 class Denoiser(Protocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,13 +24,14 @@ def where_rows(which: Tensor, new: Any, old: Any, empty: int) -> Any:
     if isinstance(new, Tensor) and isinstance(old, Tensor):
         new, old = _widened(new, old.shape), _widened(old, new.shape)
         return torch.where(which.view(-1, *[1] * (new.dim() - 1)), new, old)
-    names = None
+    names: Sequence[str] = ()
     if isinstance(new, Canvas):
         names = _PER_ROW
     elif isinstance(new, Readout | Edit) and isinstance(old, type(new)):
         names = [one.name for one in fields(new) if isinstance(getattr(new, one.name), Tensor)]
-    if names is not None:
-        return replace(new, **{one: where_rows(which, getattr(new, one), getattr(old, one), empty) for one in names})
+    if names:
+        picked = {one: where_rows(which, getattr(new, one), getattr(old, one), empty) for one in names}
+        return replace(cast(Any, new), **picked)
     if isinstance(new, tuple) and isinstance(old, tuple):
         names = getattr(new, "_fields", [""] * len(new))
         parts = []

@@ -2,23 +2,70 @@
 
 Letters: B rows, K candidates per row, Q queried positions, L canvas length, V vocabulary, D width. Slot L of every
 `[B, L+1]` tensor is the *empty slot*: frozen, never noise, its key never seen. A row with fewer than Q positions pads
-with L, so nothing needs a "valid" flag. Rows are left-aligned: a prompt begins at column 0, its answer right behind it.
+with L, so nothing needs a "valid" flag. Rows are left-aligned: a prompt begins at column 0, and its answer follows.
+
+Tokens of an answer may be given (`Canvas.given`). They are on the canvas from the start, frozen like the prompt. No
+step commits them: schedules count the *free* columns of an answer. Where nothing is given, all are free.
+
+Block-causal attention has a grid (`Canvas.grid`): no block crosses one of its lines. Without a grid the active block
+stands for the grid's. With `Canvas.part` a block of the grid is decoded in parts, each of which is the active block in
+turn.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import given, grid, select
-from dllm_sampler.core.sizes import Noise, Sizes, Spent
+from dllm_sampler.core import select
 
-if TYPE_CHECKING:
-    from dllm_sampler.core.draw import Draw
-    from dllm_sampler.core.length import Resize
+FREE = -1  # in place of a given token: the position is to be generated
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the host reads between two steps: the static sizes of the next one. See `packing.measure`."""
+
+    queries: int  # no row asks about more positions
+    block: int  # no live row's block is wider
+    computed: int  # T: entries of the pack, over all rows
+    answers: int  # R: rows of the head, over all rows
+    longest: int  # no row has more entries
+    whole: bool  # every live row computes all columns that it has, and the query hides none
+    opens: bool = True  # some live row opens a block
+    rows: tuple[tuple[int, int], ...] | None = None  # entries and end of each row; None: not fixed
+    stretch: int | None = None  # no live row's is longer (`packing.stretch`); None: not measured
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a forward cost each row, nothing for finished ones; the loop adds it up."""
+
+    nfe: Tensor  # [B] passes
+    computed: Tensor  # [B] positions computed, candidates and guidance branches included
+
+
+class Noise(Protocol):
+    """A source of noise for one batch. `positions` is `[B, Q]`; its padding may get any value."""
+
+    def tokens(self, canvas: Canvas, answers: Any, vocab: int) -> Tensor:
+        """`[R, V]` standard Gumbel noise for `answers` (`packing.Answers`): argmax(logits + noise) samples softmax."""
+        ...
+
+    def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
+        """`[B, Q]` Gumbel noise for ranking positions: a top-k of score + noise samples without replacement."""
+        ...
+
+    def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
+        """`[B, Q]` uniform in (0, 1)."""
+        ...
+
+    def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        """`[B, Q] int64` token ids, each as likely as any other: the noise of uniform diffusion."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +140,7 @@ class Canvas:
     def block_end(self, start: Tensor, width: int | Tensor) -> Tensor:
         """`[B]` provisional end of blocks that begin at `start [B]`: `width` columns on, or at the grid's next line."""
         stop, length = torch.minimum(start + width, self.end), self.part or self.grid
-        return stop if length is None else torch.minimum(stop, grid.line(self, start, length) + length)
+        return stop if length is None else torch.minimum(stop, self.grid_line(start, length) + length)
 
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
@@ -105,6 +152,54 @@ class Canvas:
         column = self.columns()
         noise = self.masked & (column >= self.start[:, None])
         return torch.where(noise, column, self.end[:, None]).amin(1)
+
+    def free_before(self, until: Tensor) -> Tensor:
+        """`[B]` free columns of each answer before `until [B]`."""
+        if self.given is None:
+            return until - self.first
+        return (~self.frozen & (self.columns() < until[:, None])).sum(1)
+
+    def free_total(self) -> Tensor:
+        """`[B]` free columns of each answer, before a stop cuts it."""
+        return self.new_tokens if self.given is None else self.free_before(self.first + self.new_tokens)
+
+    def free_in_block(self) -> Tensor:
+        """`[B]` free columns of the active block."""
+        if self.given is None:
+            return self.stop - self.start
+        return (~self.frozen & self.in_block()).sum(1)
+
+    def progress(self) -> Tensor:
+        """`[B]` share of each answer's free columns that is committed."""
+        return 1 - self.masked.sum(1) / self.free_before(self.end)
+
+    def next_free(self, column: Tensor) -> Tensor:
+        """`[B]` start of the next block when one ends at `column [B]`: the first free column from there on, or `end`.
+
+        It does not ask for noise, since a drafting scheduler may have written into the block already.
+        """
+        if self.given is None:
+            return column
+        columns = self.columns()
+        free = ~self.frozen & (columns >= column[:, None])
+        return torch.where(free, columns, self.end[:, None]).amin(1)
+
+    def grid_line(self, column: Tensor, length: int) -> Tensor:
+        """`[B]` the last line of a grid of `length` up to each `column [B]` of an answer."""
+        return column - (column if self.origin is None else column - self.origin) % length
+
+    def grid_start(self) -> Tensor:
+        """`[B]` first column of the grid's block that contains the active block."""
+        return self.start if self.grid is None else self.grid_line(self.start, self.grid)
+
+    def grid_end(self) -> Tensor:
+        """`[B]` end of the grid's block that contains the active block."""
+        return self.stop if self.grid is None else torch.minimum(self.grid_start() + self.grid, self.end)
+
+    def in_grid_block(self) -> Tensor:
+        """`[B, L+1] bool` columns of the grid's block that contains the active block."""
+        column = self.columns()
+        return (column >= self.grid_start()[:, None]) & (column < self.grid_end()[:, None])
 
     def noise_left(self) -> Tensor:
         """`[B] int64` masked columns inside the active block."""
@@ -178,7 +273,7 @@ class Canvas:
     def advance(self, over: Tensor, width: int | Tensor, finish: Tensor | None, spent: Spent | None = None) -> Canvas:
         """`move` the rows whose block is `over [B]` to the next one: `width` columns, as far as there is room."""
         over = over > self.done  # finished rows rest
-        start = torch.where(over, given.following(self, self.stop), self.start)
+        start = torch.where(over, self.next_free(self.stop), self.start)
         return self.move(start, torch.where(over, self.block_end(start, width), self.stop), finish, spent, over)
 
     def move(
@@ -256,7 +351,8 @@ class Query:
 
     def before(self, canvas: Canvas, column: Tensor) -> Query:
         """This query where all from `column [B]` on is hidden, but for given tokens."""
-        shown, hidden = given.shown(canvas, column), self.hidden
+        shown = column if canvas.given is None else torch.maximum(column, canvas.given)
+        hidden = self.hidden
         if canvas.given is not None:
             masks = canvas.masked & (canvas.columns() >= column[:, None])  # some stand before the last given token
             hidden = masks if hidden is None else hidden | masks
@@ -291,6 +387,43 @@ class Query:
         return replace(self, positions=self.positions[:, :width], ids=self.ids[:, :, :width])
 
 
+class TokenChoice(Protocol):
+    """The choice of a step, to be made again from other logits `[B, K, Q, V]` (`core.draw.Draw`)."""
+
+    @property
+    def canvas(self) -> Canvas:
+        """The canvas before the step."""
+        ...
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """`[B, K, Q]` tokens chosen from logits."""
+        ...
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """`[B, K, Q, V]` numbers of which a choice is the best, without what a joint guide demands."""
+        ...
+
+    def law(self, logits: Tensor) -> Tensor:
+        """`[B, K, Q, V]` probabilities that tokens are drawn with."""
+        ...
+
+    def drawn(self, weight: Tensor) -> Tensor:
+        """`[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`, whatever the guides say."""
+        ...
+
+    def seeded(self, seeds: Tensor) -> Self:
+        """The same with the noise of other row seeds, `[B] int64`."""
+        ...
+
+    def greedy(self) -> Self:
+        """The same without noise: the best tokens."""
+        ...
+
+    def under(self, candidate: Tensor) -> Self:
+        """The same under one hypothesis per row, `candidate [B]`, for logits and tokens with K = 1."""
+        ...
+
+
 @dataclass(frozen=True)
 class Readout:
     """What the logits say of each queried position: token and confidence, the rest where a plug-in `needs` it."""
@@ -306,7 +439,7 @@ class Readout:
     logits: Tensor | None = None  # [B, K, Q, V]
     hidden: Tensor | None = None  # [B, K, Q, D]
     raw: Tensor | None = None  # [B, K, Q, V] logits before any guide
-    draw: Draw | None = None  # what the step's guides and noise choose from other logits
+    draw: TokenChoice | None = None  # what the step's guides and noise choose from other logits
 
     def of(self, candidate: Tensor) -> Readout:
         """What it says under one hypothesis per row, `candidate [B]`: the same with K = 1."""
@@ -319,6 +452,91 @@ class Readout:
 
         draw = None if self.draw is None else self.draw.under(candidate)
         return replace(self, **{one.name: pick(getattr(self, one.name)) for one in fields(self)} | {"draw": draw})
+
+
+@dataclass(frozen=True)
+class Resize:
+    """What a step changes of the length of answers, once it has written: it inserts columns, then moves the end.
+
+    A canvas reserves `Canvas.new_tokens` columns for each answer. A row uses those before its `end`; the others hold
+    padding.
+
+    An inserted column is a copy of the one that it stands behind: of a mask, to get more masks. Columns that do not fit
+    into `Canvas.new_tokens` are cut off at the right. Noise is keyed by step and column: after an insertion a column is
+    another place of the answer, and no number is drawn twice.
+    """
+
+    end: Tensor  # [B] where the row ends, with what is inserted; below the old end it cuts, whatever stands there
+    ids: Tensor  # [B] what new columns at the end hold
+    masked: Tensor  # [B] bool: these are noise
+    behind: Tensor | None = None  # [B] the column behind which columns are inserted
+    count: Tensor | None = None  # [B] how many; 0: none. None: none in any row
+    reopen: Tensor | None = None  # [B] bool: the next forward opens the block, as it does where columns move or go
+
+    def on(self, canvas: Canvas, live: Tensor) -> Moved:
+        """What it does to the rows `live [B] bool` of a canvas; the others stay."""
+        column, room = canvas.columns(), (canvas.first + canvas.new_tokens)[:, None]
+        before, source, new = canvas.end[:, None], None, torch.zeros_like(canvas.masked)
+        opens = torch.zeros_like(live) if self.reopen is None else self.reopen & live
+        if self.behind is not None and self.count is not None:
+            behind, count = self.behind[:, None], (self.count * live)[:, None]
+            inside = (column > behind) & (column < room)
+            new = inside & (column <= behind + count)
+            source = torch.where(new, behind, torch.where(inside, column - count, column))
+            before, opens = before + count, opens | (count[:, 0] > 0)
+        least = canvas.first if canvas.given is None else canvas.given  # what is given stays
+        end = torch.where(live, torch.minimum(self.end, room[:, 0]).clamp(min=least), canvas.end)
+        there, lost = column < end[:, None], end < before[:, 0]
+        added = (column >= before) & there
+        return Moved(self, live, end, opens | lost, lost, source, (new & there) | added, added, there)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A change of length on one canvas."""
+
+    change: Resize
+    live: Tensor  # [B] bool: rows that it is for
+    end: Tensor  # [B] of all rows from now on
+    opens: Tensor  # [B] bool: rows whose next forward opens the block: what is kept by column is void
+    lost: Tensor  # [B] bool: rows that lost columns
+    source: Tensor | None  # [B, L+1] the column that each one was; None: no column has moved
+    new: Tensor  # [B, L+1] bool: columns that did not exist before
+    added: Tensor  # [B, L+1] bool: those at the end
+    there: Tensor  # [B, L+1] bool: columns that exist
+
+    def values(self, before: Tensor, fresh: float) -> Tensor:
+        """Values `[B, L+1]` of columns, moved with these; `fresh` at new ones and where there is none."""
+        moved = before if self.source is None else before.gather(1, self.source)
+        return moved.masked_fill(self.new | ~self.there, fresh)
+
+    def applied(self, canvas: Canvas) -> Canvas:
+        """Return the canvas after its step, with what has moved. Only this function changes the length of an answer.
+
+        The active block of a row is then as long as a new one. Blocks that inserted columns have filled with committed
+        tokens are passed over. A row is done when no column is left of it.
+        """
+        ids, masked = canvas.ids, canvas.masked
+        if self.source is not None:
+            ids, masked = ids.gather(1, self.source), masked.gather(1, self.source)
+        ids = torch.where(self.added, self.change.ids[:, None], ids)
+        masked = torch.where(self.added, self.change.masked[:, None], masked) & self.there
+        spare = ~self.there & ~canvas.frozen
+        start = torch.minimum(canvas.start, self.end)
+        after = replace(
+            canvas,
+            ids=torch.where(spare, canvas.ids[:, -1:], ids),
+            masked=masked,
+            end=self.end,
+            start=start,
+            age=canvas.age.masked_fill(self.opens, 0),
+            done=torch.where(self.live, start >= self.end, canvas.done),
+        )
+        frontier, width = after.frontier(), after.lookahead.clamp(min=1)
+        full = (frontier - start) // width * (self.live & (frontier < self.end))  # [B] blocks without noise
+        start = start + full * width
+        stop = torch.where(self.live, after.block_end(start, after.lookahead), canvas.stop)
+        return replace(after, start=start, stop=stop)
 
 
 @dataclass(frozen=True)

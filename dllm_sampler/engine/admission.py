@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.slots import Slots
-from dllm_sampler.core.given import FREE
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.trace import Recorder
-from dllm_sampler.core.values import Canvas, Noise
+from dllm_sampler.core.values import FREE, Canvas, Noise
 from dllm_sampler.engine.capture import undisturbed
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine

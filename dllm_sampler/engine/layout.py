@@ -8,10 +8,9 @@ from itertools import accumulate
 
 import torch
 
-from dllm_sampler.core.given import FREE, following
 from dllm_sampler.core.protocols import Blocks
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas, Noise, Sizes
+from dllm_sampler.core.values import FREE, Canvas, Noise, Sizes
 
 
 def canvas(
@@ -101,7 +100,7 @@ def canvas(
     )
     moved = blocks.move(made)
     if moved is None:
-        start = following(made, first)
+        start = made.next_free(first)
         moved = start, made.block_end(start, lookahead)
     return replace(made, start=moved[0], stop=moved[1])
 

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from dllm_sampler import config
 from dllm_sampler.core import select
-from dllm_sampler.core.given import FREE
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Guide, Scheduler
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas, Query, Readout
+from dllm_sampler.core.values import FREE, Canvas, Query, Readout
 from dllm_sampler.engine import readout
 from dllm_sampler.engine.plugins import assemble
 from dllm_sampler.errors import UserError

@@ -15,9 +15,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.protocols import Plan
-from dllm_sampler.core.shift import predictors
 from dllm_sampler.core.spec import Attention, ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
+from dllm_sampler.core.visibility import predictors
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels
 from dllm_sampler.models import fused

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.masks import Visible
 from dllm_sampler.core.packing import Pack
+from dllm_sampler.core.visibility import Visible
 
 Stored = tuple[Tensor, Tensor]  # keys and values [B, L+1, Hkv, Dh]
 

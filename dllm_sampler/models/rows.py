@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from dllm_sampler.core.checks import check_count, is_whole
 from dllm_sampler.core.ends import end_ids
-from dllm_sampler.core.masks import visible
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
+from dllm_sampler.core.visibility import visible
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.denoiser import spent
 from dllm_sampler.models.fields import shown

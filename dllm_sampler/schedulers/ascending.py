@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_sampler.core import given
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
@@ -27,7 +26,7 @@ class AscendingSteps(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        left, total = canvas.noise_left(), given.room(canvas, canvas.end)  # [B]
+        left, total = canvas.noise_left(), canvas.free_before(canvas.end)  # [B]
         last = canvas.step + 1 >= total.double().log2().floor().clamp(min=1)
         count = torch.where(last, left, torch.minimum(left, 2 ** canvas.step.clamp(max=40)))
         return Edit(readout.token[:, 0], top(readout.confidence[:, 0], canvas.eligible(query.positions), count)), carry

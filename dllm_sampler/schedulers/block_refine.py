@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from dllm_sampler.core import given
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
@@ -38,7 +37,7 @@ class BlockRefine(Scheduler):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        size, left = given.size(canvas), canvas.noise_left()  # [B]
+        size, left = canvas.free_in_block(), canvas.noise_left()  # [B]
         due = ((canvas.age + 1) * size + self.steps - 1) // self.steps - (size - left)
         return Edit(readout.token[:, 0], top(sure, eligible, due) | (eligible & (sure > self.threshold))), carry
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import given
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 
@@ -28,9 +27,9 @@ def check_eps(eps: float) -> None:
 def block_steps(canvas: Canvas, steps: int | None) -> Tensor:
     """`[B]` the active block's part of a generation's `steps`, by its length (at least 1); None: one per position."""
     if steps is None:
-        return given.size(canvas).clamp(min=1)
-    total = given.total(canvas)  # of which a stop may have cut off a part
-    before, until = (given.room(canvas, at) * steps // total for at in (canvas.start, canvas.stop))
+        return canvas.free_in_block().clamp(min=1)
+    total = canvas.free_total()  # of which a stop may have cut off a part
+    before, until = (canvas.free_before(at) * steps // total for at in (canvas.start, canvas.stop))
     return (until - before).clamp(min=1)
 
 

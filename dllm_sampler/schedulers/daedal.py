@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_share
-from dllm_sampler.core.length import Resize
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Resize
 from dllm_sampler.schedulers.lengthening import Lengthening
 
 

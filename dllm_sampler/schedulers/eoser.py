@@ -6,7 +6,6 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import given
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_inner, check_number
 from dllm_sampler.core.ends import is_end
@@ -85,7 +84,7 @@ class Eoser(Around):
     def _progress(self, canvas: Canvas) -> Tensor:
         """`[B]` how far decoding is, from 0 to 1."""
         if self.steps is None:
-            return given.progress(canvas)
+            return canvas.progress()
         if self.progress == "ascending":
             return (2.0 ** (canvas.step + 1) - 1) / 2**self.steps
         if self.steps == 1:

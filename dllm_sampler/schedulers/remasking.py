@@ -7,7 +7,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import given
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
@@ -55,7 +54,7 @@ class Remasking(SharedSteps, Renoising):
 
     def block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """`[B]` positions of the block, and steps it may take: at most one per position."""
-        length = given.size(canvas).clamp(min=1)
+        length = canvas.free_in_block().clamp(min=1)
         if self.steps is None:
             return length, length
         return length, torch.minimum(block_steps(canvas, self.steps), length)

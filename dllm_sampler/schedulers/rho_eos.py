@@ -8,9 +8,8 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, check_count, check_share
 from dllm_sampler.core.ends import is_end
-from dllm_sampler.core.length import Resize
 from dllm_sampler.core.protocols import Carry
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Resize
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.lengthening import Lengthening
 

@@ -8,11 +8,11 @@ from typing import Self
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_share
-from dllm_sampler.core.masks import visible
 from dllm_sampler.core.protocols import Carry, Context
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.visibility import visible
 from dllm_sampler.schedulers.threshold import Threshold
 
 

@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import given
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Stop
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -72,7 +71,7 @@ class Prophet(Stop):
         # Truncated to one token (top_p measured), a distribution has no second logit: the gap says nothing then.
         usable = there & (readout.gap[:, 0] < torch.inf)
         gap = readout.gap[:, 0].masked_fill(~usable, 0).sum(1) / there.sum(1).clamp(min=1)
-        progress = given.progress(canvas) if self.steps is None else (canvas.step + 1) / self.steps
+        progress = canvas.progress() if self.steps is None else (canvas.step + 1) / self.steps
         bound = torch.where(progress < 0.33, self.early, torch.where(progress < 0.67, self.mid, self.late))
         fire = covered & there.any(1) & (gap >= bound)
         fill = canvas.masked.gather(1, query.positions) & fire[:, None]

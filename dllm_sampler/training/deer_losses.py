@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dllm_sampler.core.masks import block_causal
 from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.training import masking
 from dllm_sampler.training.masking import Rows
 

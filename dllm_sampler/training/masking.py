@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler.core import select
-from dllm_sampler.core.masks import clean_and_noisy
 from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.visibility import clean_and_noisy
 from dllm_sampler.errors import UserError
 from dllm_sampler.training.chunk import Chunk
 

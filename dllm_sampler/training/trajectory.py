@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from dllm_sampler.core import select
 from dllm_sampler.core.ends import end_ids, is_end
-from dllm_sampler.core.masks import block_causal, clean_and_noisy
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
+from dllm_sampler.core.visibility import block_causal, clean_and_noisy
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
 from dllm_sampler.sampler import Sampler

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pydantic import BaseModel, ConfigDict, Field
 
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.core import grid
 from dllm_sampler.core.protocols import Carry, Denoiser, Guide
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.values import Canvas, Edit, Noise, Query, Readout
@@ -68,7 +67,7 @@ class StopWithBlock(StopAt):
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        full = ~(after.masked & grid.inside(canvas)).any(1)
+        full = ~(after.masked & canvas.in_grid_block()).any(1)
         return finished(edit, full & self.ends(after).any(1))
 
 

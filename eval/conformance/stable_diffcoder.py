@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.core import grid
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -86,7 +85,7 @@ class BlockDraws(ReplayNoise):
     @staticmethod
     def _block(canvas: Canvas) -> tuple[int, int]:
         """First column and number of columns of the one row's block; the canvas cuts the last one."""
-        first = int(grid.start(canvas))
+        first = int(canvas.grid_start())
         return first, int(canvas.stop) - first
 
 

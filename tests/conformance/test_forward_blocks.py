@@ -14,9 +14,9 @@ from dllm_sampler import Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.sub_block import SubBlockCache
-from dllm_sampler.core.masks import block_causal
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.engine import layout
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler import Result, Sampler, UserError, config
-from dllm_sampler.core.masks import block_causal
+from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract import cases

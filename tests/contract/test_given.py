@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dllm_sampler import Commits, Infill, Result
-from dllm_sampler.core.given import FREE
+from dllm_sampler.core.values import FREE
 from dllm_sampler.engine import layout
 from dllm_sampler.kernels.backend import FallbackWarning
 from tests import toys

@@ -11,9 +11,9 @@ import torch
 
 from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, UserError
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.core.length import Resize
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.trace import aligned
+from dllm_sampler.core.values import Resize
 from dllm_sampler.engine import layout
 from dllm_sampler.infill import FREE, Infill
 from dllm_sampler.schedulers.rho_eos import RhoEos

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.masks import block_causal
+from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.integrations.block import BlockRule, BlockState
 from dllm_sampler.integrations.rows import stacked, taken
 from dllm_sampler.models.denoiser import TransformerDenoiser

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dllm_sampler import Result, Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.core.masks import block_causal
+from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.integrations.diffusers import DllmScheduler
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load

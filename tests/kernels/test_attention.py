@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler.core.masks import block_causal
+from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.kernels import attention as module
 from dllm_sampler.kernels.attention import packed_attention
 from tests.kernels import checks, oracles

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.stretch import stretch
+from dllm_sampler.core.packing import Answers, stretch
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.guides.forms import compiled, window
@@ -105,7 +104,7 @@ def test_numba_and_torch_choose_the_better_class_where_rounding_hides_it(monkeyp
     """What follows is so unlikely that the sums of two classes along an edge are equal."""
     edges = ruled(LISTED).guides[-1].edges  # pyright: ignore[reportAttributeAccessIssue]
     for canvas, query, logits in situations(given=False):
-        lattice = Lattice.of(edges, canvas, Answers.every(query), MASK, None)
+        lattice = Lattice.of(edges, canvas, Answers.every(query), MASK, ())
         score = -1e-9 * logits.abs()[:, torch.arange(len(edges.sizes)) % VOCAB]
         values = lattice.values(score, lattice.sizes.clamp(max=0))
         found = []

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dllm_sampler import Infill, Sampler, Trace, UserError, config
-from dllm_sampler.core.given import FREE
+from dllm_sampler.core.values import FREE
 from dllm_sampler.kernels.backend import FallbackWarning
 from tests import toys
 from tests.sampling import crossed

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dllm_sampler import Edit, Sampler
-from dllm_sampler.core import given, packing
-from dllm_sampler.core.given import FREE
+from dllm_sampler.core import packing
+from dllm_sampler.core.values import FREE
 from tests import toys
 from tests.unit.test_infill import PROMPT, made
 
@@ -68,8 +68,8 @@ def test_shares_of_what_is_free() -> None:
     canvas = toys.canvas(torch.tensor([[False, True, True, False, True, False]]))
     canvas = replace(canvas, frozen=~canvas.masked, given=torch.tensor([6]), start=torch.tensor([1]))
     assert canvas.inside(torch.arange(6)[None]).tolist() == [[False, True, True, False, True, False]]
-    assert given.room(canvas, torch.tensor([4])) == 2 and given.size(canvas) == 3 and given.progress(canvas) == 0
-    assert given.following(canvas, torch.tensor([3])) == 4 and given.following(canvas, torch.tensor([5])) == 6
+    assert canvas.free_before(torch.tensor([4])) == 2 and canvas.free_in_block() == 3 and canvas.progress() == 0
+    assert canvas.next_free(torch.tensor([3])) == 4 and canvas.next_free(torch.tensor([5])) == 6
 
 
 @pytest.mark.parametrize("passes", ["ride", "separate"])

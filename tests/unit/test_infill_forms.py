@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import UserError
-from dllm_sampler.core.given import FREE
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.values import FREE, Canvas, Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import TopK
 from dllm_sampler.guides.forms.choice import posterior

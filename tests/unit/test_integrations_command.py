@@ -115,7 +115,7 @@ def test_what_is_written_is_what_the_words_mean(words: list[str], capsys: pytest
     options = {name: getattr(chosen.options, name) for name in ("temperature", "top_k", "top_p", "compat")}
     plugins = {group: chosen.plugins[group] for group in ("scheduler", "guide")}
     fixed = {"blocks": {"name": "fixed", "length": length}, "stop": None, "cache": None}
-    assert mine == assemble(model(50, 0, 0, length, torch.device("cpu")), **plugins, **fixed, **options)
+    assert mine == assemble(model(50, 0, (0,), length, torch.device("cpu")), **plugins, **fixed, **options)
 
 
 def test_an_experiment_leaves_to_the_engine_what_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.given import FREE
+from dllm_sampler.core.values import FREE
 from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.edges import Edges
 

@@ -11,11 +11,10 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.given import FREE
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide, Whole
 from dllm_sampler.core.spec import ModelSpec, learned
-from dllm_sampler.core.values import Canvas
+from dllm_sampler.core.values import FREE, Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.automaton import Automaton

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.stretch import stretch
+from dllm_sampler.core.packing import stretch
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.guides.forms import compiled
 from dllm_sampler.guides.forms.edges import Edges

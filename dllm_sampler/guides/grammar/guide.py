@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.given import FREE
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.spec import ModelSpec, learned
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import FREE, Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import Automaton, Recipe, lifted
 from dllm_sampler.guides.forms.regular import Form

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import given, select
+from dllm_sampler.core import select
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -43,7 +43,7 @@ class Drafting(RunAhead):
         query, most = super().ask(canvas, carry), canvas.width
         if self.eager:
             columns, most = canvas.columns(), min(most + self.lookahead, canvas.longest)
-            upto = given.following(canvas, canvas.stop) + self.lookahead
+            upto = canvas.next_free(canvas.stop) + self.lookahead
             near = (columns >= canvas.start[:, None]) & (columns < upto[:, None])
             query = Query.at(canvas, select.columns(canvas.masked & near, most))
         if carry.readout is None:  # nothing to draft from

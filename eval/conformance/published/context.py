@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.block_causal import BlockCausalCache, StorePasses
-from dllm_sampler.core import grid
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.protocols import Carry
@@ -58,7 +57,7 @@ class PrefillsApart(BlockCausalCache):
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
-        before = canvas.columns() < grid.start(canvas)[:, None]
+        before = canvas.columns() < canvas.grid_start()[:, None]
         return super().computes(canvas) & (before | (canvas.step > 0)[:, None])
 
 

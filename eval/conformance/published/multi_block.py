@@ -12,8 +12,7 @@ from dllm_sampler.blocks.multi_block import MultiBlock
 from dllm_sampler.cache.delayed_prefix import DelayedPrefix
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.ends import is_end
-from dllm_sampler.core.plan import Plan
-from dllm_sampler.core.protocols import Blocks, Carry, Context
+from dllm_sampler.core.protocols import Blocks, Carry, Context, Plan
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.entropy import EntropyThreshold

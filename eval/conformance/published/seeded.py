@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.sub_block import SubBlockCache
-from dllm_sampler.core import grid
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.protocols import Carry
@@ -21,7 +20,7 @@ from dllm_sampler.eval.conformance.published.context import BlockDraws
 
 def seeds(canvas: Canvas) -> Tensor:
     """`[B] bool` rows whose forward stores the text before a block and predicts the block's first token, alone."""
-    return (canvas.age == 0) & (canvas.start == grid.start(canvas)) & (canvas.start > 0)
+    return (canvas.age == 0) & (canvas.start == canvas.grid_start()) & (canvas.start > 0)
 
 
 def prefills(canvas: Canvas) -> Tensor:
@@ -103,7 +102,7 @@ class StoresApart(BlockCausalCache):
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
         apart = (seeds(canvas) | prefills(canvas))[:, None]
-        before = canvas.columns() < grid.start(canvas)[:, None]
+        before = canvas.columns() < canvas.grid_start()[:, None]
         return super().computes(canvas) & (before | ~apart)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import grid
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.stops.end_tokens import BlockStop, PrefixStop
@@ -64,7 +63,7 @@ class AllEnd(BlockStop):
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         columns = canvas.columns()
-        first = grid.start(canvas)
+        first = canvas.grid_start()
         outside = (columns < first[:, None]) | (columns >= canvas.stop[:, None])
         over = after.block_over(edit) & (outside | is_end(after.ids, self.end_ids) & ~after.masked).all(1)
         return replace(edit, finish=over & (canvas.age > 0) if self.drafting else over)

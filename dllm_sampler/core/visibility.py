@@ -1,13 +1,13 @@
-"""Which columns a position may see: in a few numbers, as a set, and as a mask of attention."""
+"""Which columns a position sees (in a few numbers, as a set, as a mask of attention), and which row predicts it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core import grid
 from dllm_sampler.core.spec import Attention
 from dllm_sampler.core.values import Canvas, Query
 
@@ -28,8 +28,8 @@ class Visible:
         end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
         block, causal = (canvas.start, canvas.stop) if attention == "causal_context" else None, None
         if query.causal is not None:
-            first = grid.start(canvas)
-            causal = first, torch.where(query.causal, grid.end(canvas), first)
+            first = canvas.grid_start()
+            causal = first, torch.where(query.causal, canvas.grid_end(), first)
         return Visible(end, canvas.grid, block, causal, canvas.origin if canvas.grid else None)
 
     @property
@@ -107,3 +107,34 @@ def mask_of(keys: Tensor | None) -> Tensor | None:
     if keys is None:
         return None
     return keys[:, None] if keys.dim() == 3 else keys[:, None, None]
+
+
+class Predicts(Protocol):
+    """What tells which row predicts a token: a `ModelSpec`, or a model."""
+
+    @property
+    def shift(self) -> bool:
+        """Raw row i predicts token i + 1."""
+        ...
+
+    @property
+    def seeds(self) -> bool:
+        """The row before the active block predicts the block's first token."""
+        ...
+
+
+def predictors(canvas: Canvas, columns: Tensor, spec: Predicts, before: Tensor | None = None) -> Tensor:
+    """`[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`.
+
+    Args:
+        before: `[B] bool` rows of which every column is predicted by the one before it (`Query.shifted`); None: none.
+    """
+    # The row's very first position has none before it and reads its own; the empty slot stays what it is.
+    if spec.shift:
+        return torch.where((columns > 0) & (columns < canvas.length), columns - 1, columns)
+    if spec.seeds:
+        shifted = columns == canvas.start[:, None]
+        if before is not None:
+            shifted = shifted | (before[:, None] & (columns < canvas.length))
+        return torch.where((columns > 0) & shifted, columns - 1, columns)
+    return columns
