@@ -10,7 +10,7 @@ LONGEST = 4000  # characters of a message
 
 
 class Sentence(Exception):
-    """A message that stays short whatever it quotes."""
+    """A message that stays short, and in one line, whatever it quotes."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(bounded(str(message)))
@@ -49,7 +49,8 @@ def installing(extra: str) -> str:
 
 
 def bounded(text: str) -> str:
-    """Return a message with the middle of long words, and of what is too long as a whole, left out."""
+    """Return a message in one line. The middle of long words, and of what is too long as a whole, is left out."""
+    text = re.sub(r"\s*[\r\n]\s*", " ", text)  # as in the `repr` of a tensor
     text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 4 :]}"
 

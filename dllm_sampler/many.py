@@ -67,7 +67,11 @@ def answers(
     ):  # fmt: skip
         if value not in choices:
             raise UserError(f"{name} must be {' or '.join(choices)}, not {value!r}")
-    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+    try:
+        several = None if isinstance(prompts, str | Mapping) else iter(prompts)
+    except TypeError:  # a tensor of no dimension is an `Iterable`, too
+        several = None
+    if several is None:
         raise UserError("generate_many takes several prompts, in a list or any iterable: for one use generate")
     if isinstance(prompts, Sized):
         wrong = texts.uneven(new_tokens, forms, seed, len(prompts), samples) or fixed.uneven(len(prompts))
@@ -81,7 +85,7 @@ def answers(
         warn(f"prompts are answered batch by batch: {why}")
     found = texts.stop_strings(stops, sampler.tokenizer)
     stream = Stream(
-        sampler, plugins, iter(prompts), places, new_tokens, forms, seed, found, samples, max_length, on_error,
+        sampler, plugins, several, places, new_tokens, forms, seed, found, samples, max_length, on_error,
         progress, fixed, ranks=ranks,
     )  # fmt: skip
     flies = batching == "in_flight" and why is None

@@ -1,5 +1,6 @@
 """PC-Sampler: position-aware, frequency-calibrated confidence."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -60,6 +61,11 @@ class PositionCalibrated(FixedSteps):
                     f"scheduler.frequency: {self.frequency} is no JSON file with num_token and p_baseline_dict"
                     f" ({error})"
                 ) from error
+            if not (0 < total < math.inf) or not all(0 <= count < math.inf for count in counts.values()):
+                raise UserError(
+                    f"scheduler.frequency: {self.frequency} has counts that are not finite or below 0, or a num_token"
+                    " that is not above 0. Count the tokens again"
+                )
             share.fill_(1 / total)
             known = [token for token in counts if 0 <= token < spec.vocab_size]
             share[known] = torch.tensor([counts[token] / total for token in known])

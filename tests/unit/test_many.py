@@ -180,6 +180,7 @@ def test_answers_that_say_themselves_how_long_they_are(context: dict[str, Any]) 
         ({"stop_strings": [""]}, "stop_strings must be texts that are not empty"),
         ({"max_length": 8}, "max_length=8 leaves no room for a prompt: max_new_tokens is 8"),
         ({"prompts": "Ada"}, "generate_many takes several prompts"),
+        ({"prompts": torch.tensor(3)}, "generate_many takes several prompts"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], sentence: str) -> None:

@@ -1,5 +1,6 @@
 """Plug-ins put together: shortcuts, steps under a stop that cuts, unfinished rows."""
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,14 @@ def test_shortcuts_set_the_guide_that_is_there_or_join_in_order() -> None:
 
 def test_lists_from_yaml_are_tuples() -> None:
     assert kinds(guide={"name": "end_tokens", "ids": [3, 4]}) == [EndTokens(ids=(3, 4))]
+
+
+@pytest.mark.parametrize("table", [(0, 4), (False, 4), (-3, 4), ("nan", 4), ("inf", 4), (10, -1), (10, "nan")])
+def test_counts_of_tokens_are_numbers(tmp_path: Path, table: tuple[Any, Any]) -> None:
+    file = tmp_path / "frequency.json"
+    file.write_text(json.dumps({"num_token": table[0], "p_baseline_dict": {"3": table[1]}}))
+    with pytest.raises(UserError, match=r"^scheduler\.frequency: .*frequency\.json has counts that are"):
+        toys.sampler(scheduler={"name": "pc", "frequency": str(file)})
 
 
 def test_other_blocks_read_no_file_again_and_lose_no_measurement(
