@@ -41,6 +41,6 @@ def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random two-layer LLaDA over `WORDS`, context 64, and its word tokenizer."""
-    from dllm_sampler.eval.testbeds.checkpoint import write
+    from tests.checkpoint import write
 
     return write(tmp_path_factory.mktemp("checkpoint"))

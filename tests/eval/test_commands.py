@@ -8,7 +8,7 @@ import pytest
 from dllm_sampler import eval as package
 
 FOLDER = Path(package.__file__).parent
-NAMED = {"command", "report/command", "tuning", "fuzz/__main__"}  # they have shorter names
+NAMED = {"command", "report/command", "tuning"}  # they have shorter names
 FILES = [*FOLDER.glob("*.py"), *FOLDER.glob("*/*.py")]
 COMMANDS = {str(path.relative_to(FOLDER).with_suffix("")) for path in FILES if '__main__":\n' in path.read_text()}
 

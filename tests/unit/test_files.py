@@ -248,20 +248,6 @@ ALLOWED = {
     "benchmarks/ahead_of_time.py": "a temporary file, for a tool to read",
     "benchmarks/campaign.py": "what a stage prints, while it runs",
 }
-ALLOWED |= {
-    f"eval/{name}.py": "inputs of a test, in a temporary folder"
-    for name in (
-        "fuzz/harness",
-        "fuzz/folders",
-        "fuzz/inputs",
-        "fuzz/calls",
-        "fuzz/mutations",
-        "fuzz/scene",
-        "fuzz/kills",
-        "fuzz/left",
-    )
-}
-ALLOWED["eval/testbeds/checkpoint.py"] = "a tiny model for tests, in a temporary folder"
 WRITES = {"write_text", "write_bytes", "savez", "savetxt", "save_file", "save_pretrained", "dump", "rename", "tofile"}
 
 

@@ -1,1 +1,0 @@
-"""Random configurations, bad inputs and killed processes: what must never happen is looked for (docs/fuzzing.md)."""
