@@ -19,6 +19,10 @@ class TokenEditing(Threshold):
     Source: LLaDA2.1, arXiv 2602.08676 (T2T editing inside the active block; editing earlier blocks is not done).
     Comparisons are strict, as published. A full block is edited on until a step changes nothing.
 
+    Deviation: the model's block-causal mask bans later blocks. Public copies of the code hand the network the mask as 0
+    and 1, which it adds to the scores: a bias of 1 in place of a ban, so that earlier blocks see later ones. With the
+    mask's logarithm they decode as this scheduler does.
+
     Args:
         threshold: probability a mask must exceed; if fewer than `quota` do, the `quota` surest are committed.
         edit: probability a different token must exceed to replace a committed one. From 1 on nothing is edited; the
