@@ -41,13 +41,14 @@ class EndOfText(TruncateStop):
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        if self.mode == "resolved":
+        watched = self.positions(after)
+        if watched is None:
             return super().__call__(canvas, after, query, readout, edit)
         at, nowhere = query.positions, canvas.length + 1  # [B, Q]
         wrote = edit.commit & is_end(edit.ids, self.end_ids) & (at < canvas.length)
         cut = torch.where(wrote, at + 1, nowhere).amin(1)
-        open_ = after.masked.gather(1, at)
-        likely = open_ & is_end(readout.token[:, 0], self.end_ids) & (readout.confidence[:, 0] >= self.min_conf)
+        ends = is_end(readout.token[:, 0], self.end_ids)
+        likely = watched.gather(1, at) & ends & (readout.confidence[:, 0] >= self.min_conf)
         sure, surest = readout.confidence[:, 0].masked_fill(~likely, -1.0).max(1)  # first on a tie
         guess = torch.where(sure >= 0, at.gather(1, surest[:, None])[:, 0] + 1, nowhere)
         cut = torch.where(cut < nowhere, cut, guess)

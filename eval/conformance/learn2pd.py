@@ -1,8 +1,9 @@
-"""Learn2PD's published loops, without and with End-of-Text prediction."""
+"""Learn2PD's published loops, without and with End-of-Text prediction, and their cached versions."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -10,7 +11,8 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.protocols import Stop
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup, Unsupported
 from dllm_sampler.eval.conformance.lines import Line, Size
-from dllm_sampler.eval.conformance.published import PublishedEndOfText
+from dllm_sampler.eval.conformance.llada import CACHES
+from dllm_sampler.eval.conformance.published import PublishedCachedEndOfText, PublishedEndOfText
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
@@ -18,7 +20,7 @@ from dllm_sampler.stops.end_tokens import NoStop
 
 
 class Arguments(BaseModel):
-    """What the loops take, with their defaults."""
+    """What the loops take, with their defaults. `cache` stands for the repository's one function per cache."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -32,20 +34,22 @@ class Arguments(BaseModel):
     eos_id: int | None = None
     accept_thres: float
     filter_weights: str
+    cache: Literal["none", "prefix", "dual"] = "none"
 
 
 def plain(line: Line, checkpoints: Checkpoints) -> Setup:
     """The filter alone."""
-    return _setup(line, checkpoints, NoStop())
+    return _setup(line, checkpoints, line.arguments(Arguments), NoStop())
 
 
 def end_of_text(line: Line, checkpoints: Checkpoints) -> Setup:
-    """With the code's rule for the end of text: any candidate will do, however unsure."""
-    return _setup(line, checkpoints, PublishedEndOfText())
-
-
-def _setup(line: Line, checkpoints: Checkpoints, stop: Stop) -> Setup:
+    """With the code's rule for the end of text: any candidate will do, however unsure; under a cache, of the block."""
     args = line.arguments(Arguments)
+    stop = PublishedEndOfText() if args.cache == "none" else PublishedCachedEndOfText()
+    return _setup(line, checkpoints, args, stop)
+
+
+def _setup(line: Line, checkpoints: Checkpoints, args: Arguments, stop: Stop) -> Setup:
     denoiser = checkpoints.load(line.model, args.mask_id, args.eos_id)
     if args.temperature > 0:
         raise Unsupported("no order of draws is known for this loop")
@@ -57,6 +61,7 @@ def _setup(line: Line, checkpoints: Checkpoints, stop: Stop) -> Setup:
         scheduler=LearnedFilter(str(path), args.accept_thres, args.steps),
         blocks=FixedBlocks(args.block_length),
         stop=stop,
+        cache=CACHES[args.cache](),
         compat=True,
     )
     return Setup(sampler, args.gen_length)

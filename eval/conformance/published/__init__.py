@@ -24,7 +24,7 @@ from dllm_sampler.eval.conformance.published.forced import ForcedFirst
 from dllm_sampler.eval.conformance.published.freedave import PublishedFreeDave
 from dllm_sampler.eval.conformance.published.grammar import Behind, PublishedGrammar
 from dllm_sampler.eval.conformance.published.klass import MostUncertain, PublishedKlass
-from dllm_sampler.eval.conformance.published.learn2pd import PublishedEndOfText
+from dllm_sampler.eval.conformance.published.learn2pd import PublishedCachedEndOfText, PublishedEndOfText
 from dllm_sampler.eval.conformance.published.lengths import (
     AboveThreshold,
     PublishedRhoEos,
@@ -84,6 +84,7 @@ __all__ = [
     "OneAfterAnother",
     "PartDraws",
     "PrefillsApart",
+    "PublishedCachedEndOfText",
     "PublishedCredit",
     "PublishedDInferThreshold",
     "PublishedDelayedCache",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torch import Tensor
+
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.stops.end_of_text import EndOfText
 
@@ -25,3 +27,16 @@ class PublishedEndOfText(EndOfText):
         vouched = edit if edit.forced is None else replace(edit, commit=edit.commit & ~edit.forced)
         after = canvas.apply(query.positions, vouched)
         return replace(edit, end=super().__call__(canvas, after, query, readout, vouched).end)
+
+
+@dataclass(frozen=True)
+class PublishedCachedEndOfText(PublishedEndOfText):
+    """The end of text is guessed among the masks of the active block, never after it.
+
+    Source: the loops of Learn2PD (arXiv 2509.25188) with `cache=prefix` and `cache=dual`, also in forwards that compute
+    every position.
+    """
+
+    def positions(self, canvas: Canvas) -> Tensor:
+        """See `Stop.positions`."""
+        return canvas.masked & canvas.in_block()
