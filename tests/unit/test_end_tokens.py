@@ -24,9 +24,11 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides.end_tokens import EndTokens
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.given import completable
+from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.huggingface import wrap
 from dllm_sampler.models.loading import load, load_tokenizer
 from dllm_sampler.prompts import cut, decode
+from dllm_sampler.result import Speculation
 from dllm_sampler.schedulers.rho_eos import RhoEos
 from dllm_sampler.speculative.deer import SpeculativeSampler
 from dllm_sampler.stops.end_of_text import EndOfText
@@ -42,9 +44,16 @@ E, M, OTHER = toys.EOS, toys.MASK, 5
 NEW = 12
 
 
-def rows(result: Result) -> list[list[int]]:
+def rows(result: Result | Speculation) -> list[list[int]]:
     """The tokens of each answer."""
     return [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
+
+
+def ending_at(*ends: int) -> TransformerDenoiser:
+    """The toy with these end tokens."""
+    made = toys.denoiser()
+    assert isinstance(made, TransformerDenoiser)
+    return replace(made, eos_id=ends)
 
 
 def plain(**options: Any) -> Result:
@@ -61,7 +70,7 @@ def test_a_spec_has_one_end_token_or_several() -> None:
     assert (more.eos_id, more.eos_ids) == (E, (E, OTHER, 6))
     assert replace(more, pad_id=3).eos_ids == (E, OTHER, 6) and more.with_ends(6) is more
     assert replace(spec, eos_id=OTHER).eos_ids == (OTHER,)
-    several = replace(toys.denoiser(), eos_id=[OTHER, E])
+    several = ending_at(OTHER, E)
     assert several.spec.eos_ids == (OTHER, E) and replace(several, eos_id=E).spec.eos_ids == (E,)
     with pytest.raises(UserError, match="eos_id 999 lies outside"):
         replace(several, eos_id=(E, 999))
@@ -142,7 +151,7 @@ def test_an_answer_ends_at_the_users_token(stop: str) -> None:
     whole = rows(toys.sampler().generate(toys.PROMPTS[:3], max_new_tokens=NEW))
     token = whole[0][3]
     first = whole[0].index(token)
-    own = Sampler(replace(toys.denoiser(), eos_id=(E, token)), stop=stop, blocks=sampler.plugins.blocks)
+    own = Sampler(ending_at(E, token), stop=stop, blocks=sampler.plugins.blocks)
     options: dict[str, Any] = {"max_new_tokens": NEW, "stop_token_ids": token}
     found = sampler.generate(toys.PROMPTS[:3], **options)
     expected = own.generate(toys.PROMPTS[:3], max_new_tokens=NEW)
@@ -291,11 +300,12 @@ def test_a_verified_answer_ends_at_the_users_token() -> None:
     deer = SpeculativeSampler(toys.sampler(stop_token_ids=whole[2]), target)
     found = deer.generate(toys.PROMPTS[0], max_new_tokens=NEW)
     assert rows(found) == [whole[: whole.index(whole[2]) + 1]]
-    text = toys.tokenizer().decode(whole[2:])[:1]
+    text = str(toys.tokenizer().decode(whole[2:]))[:1]
     cut_off = SpeculativeSampler(toys.sampler(), target).generate(
         toys.PROMPTS[0], max_new_tokens=NEW, stop_strings=text
     )
-    assert cut_off.texts == [toys.tokenizer().decode(rows(cut_off)[0])] and text not in cut_off.texts[0]
+    assert cut_off.texts is not None and text not in cut_off.texts[0]
+    assert cut_off.texts == [toys.tokenizer().decode(rows(cut_off)[0])]
     assert cut_off.tokens[0, cut_off.lengths[0] :].eq(E).all(), "padding"
 
 
@@ -414,7 +424,7 @@ def test_lengths_count_what_a_stop_string_leaves() -> None:
     found = sampler.generate(toys.PROMPTS[:3], max_new_tokens=NEW, stop_strings=text[5:8])
     assert found.texts is not None and found.finish_reason[0] == "stop_string"
     for row, kept in enumerate(found.texts):
-        said = tokenizer.decode(rows(found)[row], skip_special_tokens=True)
+        said = str(tokenizer.decode(rows(found)[row], skip_special_tokens=True))
         assert said.startswith(kept) and len(tokenizer.decode(rows(found)[row][:-1])) < max(1, len(kept))
         assert found.tokens[row, found.lengths[row] :].eq(sampler.spec.pad_id).all()
     assert int(found.lengths[0]) < int(whole.lengths[0])
