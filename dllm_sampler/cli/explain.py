@@ -40,6 +40,7 @@ SCHEDULER = {
     "scope": "It needs more than the logits of one block: see docs/engines.md.",
     "initial": "The length of an answer changes while it is decoded, up to max_new_tokens.",
     "hides": "The model does not see all masks in every forward: no trajectories to train on.",
+    "may_commit_mask": "With compat=true a mask token that it commits is final.",
     "horizon": "The model sees a limited number of columns, counted from the first mask.",
 }
 OTHERS = {

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dllm_sampler.eval.measures import MEASURES
-from dllm_sampler.eval.report.data import Run
-from dllm_sampler.eval.report.labels import GROUPS, leaves, named
+from dllm_sampler.eval.report.data import GROUPS, Run, leaves, named
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a text begins that spreadsheets take for a formula
 FIGURES = ("score", "score_low", "score_high", "answer_tokens_per_forward_low", "answer_tokens_per_forward_high")
