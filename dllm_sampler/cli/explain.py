@@ -65,6 +65,7 @@ OTHERS = {
     "guide": {
         "truncates": "It keeps the likeliest tokens only, which changes nothing without a temperature.",
         "excludes": "It takes given tokens away: it goes before guides that keep the likeliest only.",
+        "keeps_excluded": "It never raises the logit of a token that others excluded.",
         "joint": "The tokens of a step are chosen together: no other guide on the form, no stop that fills in tokens.",
         "vetoes": "It may refuse what a step commits: no scheduler that drafts, no cache that counts on commits.",
     },

@@ -18,7 +18,7 @@ from dllm_sampler import Sampler
 from dllm_sampler.cli import main as sample
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.speculative.deer import SpeculativeSampler
-from dllm_sampler.training import cli, deer_stages
+from dllm_sampler.training import cli, deer
 from dllm_sampler.training.deer_losses import distill_mask, masked_loss, refine_mask
 from dllm_sampler.training.export import export
 from dllm_sampler.training.masking import Rows, collate
@@ -66,7 +66,7 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
             signal.raise_signal(signal.SIGINT)
         return masked_loss(*arguments)
 
-    monkeypatch.setattr(deer_stages, "masked_loss", loss)
+    monkeypatch.setattr(deer, "masked_loss", loss)
 
 
 def test_a_run_that_was_cut_ends_where_an_uninterrupted_one_does(

@@ -74,7 +74,7 @@ def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None
 
 KILLER = """
 import os, pathlib, signal
-from dllm_sampler.training import deer_stages, replay
+from dllm_sampler.training import deer, replay
 def dying(module, name):
     calls, plain = [], getattr(module, name)
     def third(*arguments):
@@ -83,7 +83,7 @@ def dying(module, name):
         return plain(*arguments)
     setattr(module, name, third)
 dying(replay, "replay")
-dying(deer_stages, "masked_loss")
+dying(deer, "masked_loss")
 def metric(text, answer, **_):
     if pathlib.Path("kill").exists() and pathlib.Path("parts/checkpoint.safetensors").exists():
         os._exit(9)
