@@ -238,7 +238,8 @@ def _view(state: Generation, step: int, result: Result | None) -> Commits:
     known = _given(canvas)
     given = None if known is None else cut(known)
     sizes = None if state.recorder.born is None else (canvas.end - canvas.first).cpu()
-    return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result, given, sizes)
+    open_end = (canvas.stop - canvas.first).cpu()
+    return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result, given, sizes, open_end)
 
 
 def _given(canvas: Canvas) -> Tensor | None:

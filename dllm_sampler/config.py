@@ -202,11 +202,9 @@ def checkpoint(name: str) -> str:
         return name
     if "/" in name or name.startswith((".", "~")):
         raise UserError(f"there is no folder '{short(name)}' to load a model from")
-    raise unknown(
-        "model",
-        name,
-        [*(known for known in names("model") if known != CHECKPOINT), "a folder", "a hub id such as org/name"],
-    )
+    known = [one for one in names("model") if one != CHECKPOINT]
+    there = "there is no such folder; dllm-sample --info model lists the names, and a hub id is written org/name"
+    raise unknown("model", name, known, there)
 
 
 def check(owner: str, target: Any, values: Mapping[str, object], whole: bool = False) -> dict[str, Any]:

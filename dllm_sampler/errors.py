@@ -84,13 +84,20 @@ def nearest(word: str, names: Iterable[str], most: int = 2, cutoff: float = 0.6)
     return short_for[:most] or get_close_matches(word, known, most, cutoff)
 
 
-def unknown(kind: str, word: str, choices: Iterable[str]) -> UserError:
-    """The error for a word that is none of the choices: it names the nearest ones and lists them all."""
+def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = None) -> UserError:
+    """The error for a word that is none of the choices: it names the nearest ones and lists them all.
+
+    Args:
+        kind: what the word should be, for example `scheduler`.
+        word: as typed.
+        choices: what there is.
+        listing: said in place of the list, which may be too long.
+    """
     known = list(choices)
     near = " or ".join(f"'{name}'" for name in nearest(word, known))
     word = short(word)
     what = "fields" if kind.startswith("field") else "choices"
-    listing = f"the {what} are {', '.join(known)}" if known else "it has none"
+    listing = listing or (f"the {what} are {', '.join(known)}" if known else "it has none")
     return UserError(f"unknown {kind} '{word}'" + (f", did you mean {near}? ({listing})" if near else f": {listing}"))
 
 

@@ -18,7 +18,7 @@ from dllm_sampler.core.ends import first_end, is_end
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 
 ROWS, SHOWN = 8, 80  # answers that a `repr` has, and signs of each
 
@@ -110,6 +110,7 @@ class Commits:
     result: Result | None = None
     given: Tensor | None = None  # [B, max_new_tokens] bool: tokens that were given; None: no row has one
     sizes: Tensor | None = None  # [B] columns of each canvas, which change; None: `max_new_tokens`, for good
+    open_end: Tensor | None = None  # [B] column of the answer at which the open blocks end; None: not known
 
     @property
     def there(self) -> Tensor:
@@ -127,7 +128,7 @@ class Commits:
 
     def __repr__(self) -> str:
         left = int(self.masked.sum())
-        return f"Commits(step {self.step}, {left} masks left in {len(self.nfe)} row{'s' * (len(self.nfe) != 1)})"
+        return f"Commits(step {self.step}, {counted(left, 'mask')} left in {counted(len(self.nfe), 'row')})"
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,8 @@ class Answer:
     def __repr__(self) -> str:
         said = self.tokens[: self.length].tolist() if self.text is None else self.text
         shown = self.error if self.error is not None else textwrap.shorten(repr(said), SHOWN, placeholder=" ...")
-        return f"Answer({self.index}, {shown}, {self.length} tokens, {self.nfe} forwards, {self.finish_reason})"
+        size = f"{counted(self.length, 'token')}, {counted(self.nfe, 'forward')}"
+        return f"Answer({self.index}, {shown}, {size}, {self.finish_reason})"
 
     @property
     def complete(self) -> bool:
@@ -281,9 +283,9 @@ def _shown(name: str, result: Result | Speculation, reasons: Sequence[str] = ())
     nfe, lengths = result.nfe.tolist(), result.lengths.tolist()
     texts = result.texts or [row[:length] for row, length in zip(result.tokens.tolist(), lengths, strict=True)]
     rate, count = sum(lengths) / max(1, sum(nfe)), len(nfe)
-    lines = [f"{name}({count} answer{'s' * (count != 1)}, {rate:.2f} tokens per forward)"]
+    lines = [f"{name}({counted(count, 'answer')}, {rate:.2f} tokens per forward)"]
     for row, text in enumerate(texts[:ROWS]):
         why = f", {reasons[row]}" if reasons else ""
         said = textwrap.shorten(repr(text), SHOWN, placeholder=" ...")
-        lines.append(f"  {row}: {said}  {lengths[row]} tokens, {nfe[row]} forwards{why}")
+        lines.append(f"  {row}: {said}  {counted(lengths[row], 'token')}, {counted(nfe[row], 'forward')}{why}")
     return "\n".join(lines + [f"  ... {count - ROWS} more"] * (count > ROWS))

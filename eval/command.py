@@ -13,11 +13,11 @@ from rich.text import Text
 from dllm_sampler._version import __version__
 from dllm_sampler.cli import terminal
 from dllm_sampler.cli.ending import ending
-from dllm_sampler.cli.help import choices_of
+from dllm_sampler.cli.help import check_topics, choices_of
 from dllm_sampler.cli.printing import about
 from dllm_sampler.cli.yours import choices, trusting
 from dllm_sampler.core.files import write as write_file
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval import tables
 from dllm_sampler.eval.jobs import EVAL, Job, jobs
 from dllm_sampler.eval.lm_eval import names as harness_names
@@ -72,6 +72,7 @@ def _run(words: list[str]) -> int:
             for group, name in chosen:
                 explain(Console(), group, name)
             return 0
+        check_topics("dllm-eval", words)
         print(USAGE)
         for group in ("task", "suite"):
             for name in choices(group):
@@ -180,11 +181,10 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
     for label, reason in comparison.refused:
         console.print(terminal.text(f"cannot run {label}: {reason}", console), soft_wrap=True)
     if comparison.missing:
-        few = "1 sample is" if comparison.missing == 1 else f"{comparison.missing} samples are"
+        few = f"{counted(comparison.missing, 'sample')} {'is' if comparison.missing == 1 else 'are'}"
         console.print(Text(f"{few} missing: the same command goes on"), soft_wrap=True)
-    console.print(
-        terminal.text(f"{len(found) - len(refused)} runs in {found[0].options.output}", console), soft_wrap=True
-    )
+    done = counted(len(found) - len(refused), "run")
+    console.print(terminal.text(f"{done} in {found[0].options.output}", console), soft_wrap=True)
 
 
 if __name__ == "__main__":

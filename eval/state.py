@@ -9,6 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from dllm_sampler.core import files, locks, telling
+from dllm_sampler.errors import counted
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job
 
@@ -27,11 +28,10 @@ def told(found: Sequence[Job]) -> Iterator[None]:
     for stale in output.glob(FILES):  # of a process that was killed
         if not locks.held(stale):
             stale.unlink(missing_ok=True)
-    runs = "1 run" if len(found) == 1 else f"{len(found)} runs"
     done = sum(RunFolder(job.folder).count() for job in found)
     total = sum(len(job.built_task.samples()) for job in found)
     with telling.telling(output / FILES.replace("*", uuid4().hex), "dllm-eval"):
-        telling.tell(done, total, f"samples of {runs}", runs=tuple(job.name for job in found))
+        telling.tell(done, total, f"samples of {counted(len(found), 'run')}", runs=tuple(job.name for job in found))
         yield
 
 

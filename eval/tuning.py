@@ -20,11 +20,12 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli.compose import App, composition
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
+from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.cli.yours import entry, trusting
 from dllm_sampler.core import files, locks
 from dllm_sampler.core.telling import tell, telling
-from dllm_sampler.errors import NotWrittenError, UserError, installing
+from dllm_sampler.errors import NotWrittenError, UserError, counted, installing
 from dllm_sampler.eval.experiment import (
     MARK,
     ONE_PER_STEP,
@@ -263,8 +264,8 @@ class Tuner:
         seen = set(_prompts(self.base))
         old = sum(prompt in seen for prompt in _prompts(fresh.jobs))
         if old == fresh.samples:
-            return f"{old} samples with the prompts of the search, under another seed"
-        return f"{fresh.samples} samples " + (
+            return f"{counted(old, 'sample')} with the prompts of the search, under another seed"
+        return f"{counted(fresh.samples, 'sample')} " + (
             f"({old} with prompts of the search)" if old else "that the search did not see"
         )
 
@@ -319,6 +320,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
+        check_topics("dllm-tune", words, None)
         print(USAGE)
         listing(Console(), "tune", Tuning, entry("tune", "fast").settings)
     elif "--version" in words:

@@ -13,7 +13,7 @@ from dllm_sampler.cli import compose, yours
 from dllm_sampler.cli.arguments import Arguments, is_override
 from dllm_sampler.cli.explain import explain
 from dllm_sampler.cli.printing import about, row, say
-from dllm_sampler.errors import unknown
+from dllm_sampler.errors import UserError, unknown
 
 _DEFAULT = re.compile(r"^  - (\w+): (\S+)$", re.MULTILINE)
 _OPTION = re.compile(r"^(\w+): (.+?) +# (.+(?:\n +# .+)*)$", re.MULTILINE)
@@ -118,16 +118,39 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
         elif found := [(group, word) for group in compose.GROUPS if word in yours.choices(group)]:
             chosen += found
         elif arguments.action == "info" or _unheard_of(word, known):
+            plugins = [name for group in compose.GROUPS for name in yours.choices(group)]
             raise unknown(
-                "group, option or plug-in", word if arguments.action == "info" else key, [*compose.GROUPS, *known]
+                "group, option or plug-in",
+                word if arguments.action == "info" else key,
+                [*compose.GROUPS, *known, *plugins],
+                "dllm-sample --help lists them",
             )
     return groups, chosen, named
 
 
 def _unheard_of(word: str, options: Sequence[str]) -> bool:
-    """Whether a word is written like a setting, and sets neither an option nor anything of a group."""
+    """Whether a word is written like a setting, and sets neither an option nor anything of a group; or is one name."""
+    if re.fullmatch(r"[\w.-]+", word):  # a prompt of one word is not what help is asked for
+        return True
     first = re.split(r"[.@=]", word.lstrip("+~"))[0]
     return is_override(word) and not word.startswith("hydra") and first not in [*compose.GROUPS, *options]
+
+
+def check_topics(command: str, words: Sequence[str], form: str | None = "GROUP=NAME") -> None:
+    """Refuse a word beside `--help` for which a command has no page.
+
+    Args:
+        command: as it is called.
+        words: its command line.
+        form: how a page is asked for. None: the command has one page.
+
+    Raises:
+        UserError: it names the first of them.
+    """
+    for word in words:
+        if not word.startswith("-") and "=" not in word:
+            way = f"Pages are asked for as {command} --help {form}" if form else f"{command} --help is the only one"
+            raise UserError(f"there is no page '{word}'. {way}.")
 
 
 def choices_of(word: str) -> list[tuple[str, str]]:

@@ -32,14 +32,24 @@ def render(
     steps: list[int],
     tokenizer: PreTrainedTokenizerBase | None,
     terminal: bool = False,
+    open_end: int | None = None,
 ) -> Text:
     """One row of the canvas. A run of committed tokens is spelled as the tokenizer spells it in context.
 
-    On a terminal, control characters are made visible.
+    Args:
+        ids, masked, steps: tokens, what is noise, and the forward that committed each.
+        tokenizer: None: ids are shown.
+        terminal: control characters are made visible.
+        open_end: noise from this column on is not open yet, and is only counted.
     """
-    line, run = Text(), []
+    line, run, closed = Text(), [], 0
     special = set(tokenizer.all_special_ids) if tokenizer else set()
-    for token, noise, step in zip(ids, masked, steps, strict=True):
+    for column, (token, noise, step) in enumerate(zip(ids, masked, steps, strict=True)):
+        if noise and open_end is not None and column >= open_end:
+            closed += 1
+            continue
+        if closed:
+            run, closed = [], _count(line, closed)
         if noise or token in special:
             run = []
             line.append(" " if line and not line.plain.endswith(" ") else "")
@@ -51,7 +61,16 @@ def render(
         if len(run) == 1 and line and not piece.startswith(" "):
             line.append(" ")
         line.append(visible(piece) if terminal else piece, colour(step))
+    if closed:
+        _count(line, closed)
     return line
+
+
+def _count(line: Text, closed: int) -> int:
+    """Say how many columns are not open yet. Returns 0, the number that is left to be said."""
+    line.append(" " if line and not line.plain.endswith(" ") else "")
+    line.append(f"... {closed} more", "bright_black")
+    return 0
 
 
 class Screen:
@@ -79,7 +98,16 @@ class Screen:
     def show(self, commits: Commits) -> float:
         """Draw a step; returns the seconds spent on showing it, which are no part of sampling."""
         begun = time.perf_counter()
-        lines = [render(*row, self.tokenizer, self.console.is_terminal) for row in commits.rows()]
+        count, result = len(commits.nfe), commits.result
+        ends = [None] * count if commits.open_end is None else commits.open_end.tolist()
+        lengths = [None] * count  # noise behind the end of a complete answer stays what it is
+        if result is not None:
+            ended = zip(result.lengths.tolist(), result.complete.tolist(), strict=True)
+            lengths = [size if whole else None for size, whole in ended]
+        lines = [
+            render(ids[:size], masked[:size], steps[:size], self.tokenizer, self.console.is_terminal, end)
+            for (ids, masked, steps), size, end in zip(commits.rows(), lengths, ends, strict=True)
+        ]
         if self.console.is_terminal:
             several = len(lines) > 1
             shown = [
@@ -97,21 +125,23 @@ class Screen:
 
 
 def figures(commits: Commits, end_ids: tuple[int, ...]) -> str:
-    """The line below the canvas: step, NFE, tokens of the answers, tokens per forward, counted as in the last line.
+    """The line below the canvas: step, NFE, tokens, tokens per forward.
 
-    What stands behind an end token is no part of an answer.
+    Until the last step, all tokens that are committed count. After it those of the answers do, up to the end token, as
+    in the last line of the run.
     """
     width = commits.tokens.shape[1]
     column = torch.arange(width)
     ended = torch.where(is_end(commits.tokens, end_ids) & ~commits.masked, column, width - 1).amin(
         1, keepdim=True
     )  # [B, 1]
-    free = commits.there & (column <= ended)
-    free = free if commits.given is None else free & ~commits.given
-    done, whole = int((~commits.masked & free).sum()), int(free.sum())
+    free = commits.there if commits.given is None else commits.there & ~commits.given
+    answer = free & (column <= ended)
+    done = ~commits.masked & (free if commits.result is None else answer)
+    made, missing = int(done.sum()), int((commits.masked & answer).sum())
     return (
-        f"step {commits.step} · NFE {_span(commits.nfe)} · {done}/{whole} tokens · "
-        f"{done / max(1, int(commits.nfe.sum())):.2f} tokens per forward"
+        f"step {commits.step} · NFE {_span(commits.nfe)} · {made}/{made + missing} tokens · "
+        f"{made / max(1, int(commits.nfe.sum())):.2f} tokens per forward"
     )
 
 

@@ -263,12 +263,11 @@ class Totals:
         """The one line of the run, as in `2 samples, 23 tokens in 0.12 s on cpu: NFE 8 to 12, 1.15 tokens per ...`."""
         low, high = min(self.forwards), max(self.forwards)
         nfe = str(low) if low == high else f"{low} to {high}"
-        samples = "1 sample" if self.samples == 1 else f"{self.samples} samples"
         per_forward, per_second = self.tokens / max(1, sum(self.forwards)), self.tokens / max(self.seconds, 1e-9)
         taken = (
             "" if self.accepted is None else f", {self.accepted / max(1, sum(self.forwards)):.2f} drafted tokens taken"
         )
         return (
-            f"{samples}, {self.tokens} tokens in {self.seconds:.2f} s on {where}: "
+            f"{counted(self.samples, 'sample')}, {counted(self.tokens, 'token')} in {self.seconds:.2f} s on {where}: "
             f"NFE {nfe}, {per_forward:.2f} tokens per forward{taken}, {per_second:.1f} tokens/s"
         )

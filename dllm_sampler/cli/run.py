@@ -28,7 +28,7 @@ from dllm_sampler.cli.several import Several, show_answers, stop_strings
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.core.ends import first_end
 from dllm_sampler.engine.graphs import networks
-from dllm_sampler.errors import NotFiniteError, RowError, UserError
+from dllm_sampler.errors import NotFiniteError, RowError, UserError, counted
 from dllm_sampler.fixed import Fixed
 from dllm_sampler.infill import Task
 from dllm_sampler.prompts import Infill
@@ -350,4 +350,5 @@ def _interrupted(commits: Commits, sampler: Sampler, file: TextIO) -> None:
         end = len(tokens) if any(masked[:ended]) else ended
         missing += sum(masked[:end])
         show(render(tokens[:end], masked[:end], steps[:end], sampler.tokenizer).plain, file)
-    print(f"stopped in step {commits.step}: {missing} tokens were not written yet", file=sys.stderr)
+    were = "was" if missing == 1 else "were"
+    print(f"stopped in step {commits.step}: {counted(missing, 'token')} {were} not written yet", file=sys.stderr)

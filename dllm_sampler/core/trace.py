@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler.core import files
 from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.values import Canvas, Edit, Moved, Query, Readout
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 
 SCHEMA = 2
 FIELDS = ("ids", "step_map", "gone", "logprob", "nfe", "rows", "begin", "end", "seeds", "revised")
@@ -169,7 +169,8 @@ class Trace:
 
     def __repr__(self) -> str:
         rows, width = self.generated.shape
-        return f"Trace({rows} row{'s' * (rows != 1)} of {width} tokens, {_span(self.nfe)} forwards)"
+        forwards = "1 forward" if (span := _span(self.nfe)) == "1" else f"{span} forwards"
+        return f"Trace({counted(rows, 'row')} of {counted(width, 'token')}, {forwards})"
 
     def _repr_html_(self) -> str:
         """For a notebook: the answers, to be denoised again with a slider."""

@@ -20,6 +20,7 @@ from dllm_sampler._version import __version__
 from dllm_sampler.cli import compose, threads, yours
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
+from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.printing import about, say
 from dllm_sampler.cli.quoting import quoted
 from dllm_sampler.cli.terminal import show
@@ -121,6 +122,7 @@ def _run(words: list[str]) -> int:
             say(console, f"train={name}: {about('train', name)}")
             listing(console, "train", cls, settings)
         if not named:
+            check_topics("dllm-train", words, "train=NAME")
             print(USAGE)
             for name in yours.choices("train"):
                 show(f"  train={name}: {about('train', name)}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from dllm_sampler.core import files
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, counted, unknown
 from dllm_sampler.models import saving
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.paths import expanded
@@ -192,7 +192,7 @@ class DeerTrainer:
         )
         self._held = self.source.draw(f"{self.seed}/held", self.held_out or MOST_HELD_OUT, held=True)
         if self.source.size is not None and self.accelerator.is_main_process:
-            text = f"{self.source.size} examples to learn from; {len(self._held)} held out for the report"
+            text = f"{counted(self.source.size, 'example')} to learn from; {len(self._held)} held out for the report"
             Console(stderr=True).print(text, highlight=False)
         for example in (*self._held, *self.source.all()):
             self.encode.prompt(example, self.new_tokens)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dllm_sampler.core import files
-from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.errors import NotFiniteError, UserError, counted
 from dllm_sampler.models import saving
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.paths import expanded
@@ -218,7 +218,7 @@ class FineTuner:
             return
         held = len(self.source.draw("", self.held_out or self.most_held_out, held=True))
         times = "" if each is None else f", {self.steps * each / self.source.size:.3g} times each"
-        self.say(f"{self.source.size} examples to learn from{times}; {held} held out to measure on")
+        self.say(f"{counted(self.source.size, 'example')} to learn from{times}; {held} held out to measure on")
 
     def say(self, text: str) -> None:
         """A line for the user, above the bar where there is one; of the first process alone."""

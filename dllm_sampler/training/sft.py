@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, check_count, check_number, check_share
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import masking
 from dllm_sampler.training.encoding import Encoder
@@ -113,7 +113,7 @@ class SftTrainer(FineTuner):
         if self.longer == "drop":
             dropped = self.source.keep(lambda example: self._encode.fits(example))
             if dropped:
-                self.say(f"{dropped} examples are longer than {most} tokens and were dropped")
+                self.say(f"dropped {counted(dropped, 'example')} of more than {counted(most, 'token')}")
         for example in self.source.all():
             self._encode(example)
         self._held = self.source.draw(f"{self.seed}/held/0", self.held_out or self.most_held_out, held=True)

@@ -33,7 +33,6 @@ def best(found: Comparison) -> str:
         )
     good = [label for label in whole if _of(whole[label], "score") >= _of(whole[given], "score") - LOSS]
     fast = max(good, key=lambda label: _of(whole[label], "answer_tokens_per_forward"))
-    fewer = _of(whole[given], "nfe") / max(_of(whole[fast], "nfe"), 1e-9)
     if _of(whole[fast], "answer_tokens_per_forward") <= _of(whole[given], "answer_tokens_per_forward"):
         return (
             f"No method is faster than {given} and scores within one point of its {_percent(whole[given])}"
@@ -49,12 +48,21 @@ def best(found: Comparison) -> str:
     ]
     return (
         f"{fast} {'is' if sure else 'was'} the fastest that {'scores' if sure else 'scored'} within one point of"
-        f" {against}: {_percent(whole[fast])} against {_percent(whole[given])}, with {fewer:.1f} times fewer forwards"
+        f" {against}: {_percent(whole[fast])} against {_percent(whole[given])}, with"
+        f" {_forwards(whole[fast], whole[given])}"
         f" ({_rate(whole[fast])} tokens per forward instead of {_rate(whole[given])};"
         f" n = {_each(whole[fast], whole[given])}; {METHOD})."
         + ("" if sure else f" That is not enough to say that it is as good: {_span(gap)}.")
         + (f" Its speed cannot be told from that of {_few(rivals)}." if rivals else "")
     )
+
+
+def _forwards(fast: Figures, given: Figures) -> str:
+    """Compare the forwards of two methods."""
+    fewer = _of(given, "nfe") / max(_of(fast, "nfe"), 1e-9)
+    if f"{fewer:.1f}" == "1.0":
+        return "about as many forwards"
+    return f"{fewer:.1f} times fewer forwards" if fewer > 1 else f"{1 / max(fewer, 1e-9):.1f} times as many forwards"
 
 
 def dependency(found: Comparison) -> str | None:

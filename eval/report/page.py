@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from dllm_sampler._version import __version__
+from dllm_sampler.errors import counted
 from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.records import Record, finite
 from dllm_sampler.eval.report.data import RATES, Comparison, Run
@@ -48,7 +49,9 @@ def notes(found: Comparison) -> list[str]:
     """What one must know to trust the figures."""
     lines = []
     if found.missing:
-        lines.append(f"Unfinished: {found.missing} samples are still to come; the figures are of those that are there.")
+        lines.append(
+            f"Unfinished: {counted(found.missing, 'sample')} still to come; the figures are of those that are there."
+        )
     if found.unsaid:
         lines.append(found.unsaid)
     lines += [f"No figures: {label}: {reason}" for label, reason in found.refused]

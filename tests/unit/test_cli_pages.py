@@ -164,6 +164,8 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["--info", "shceduler"], "unknown group, option or plug-in 'shceduler', did you mean 'scheduler'"),
+        (["--help", "sheduler"], "unknown group, option or plug-in 'sheduler', did you mean 'scheduler'"),
+        (["--help", "treshold"], "unknown group, option or plug-in 'treshold', did you mean 'threshold'"),
         (["--help", "nope=x"], "unknown group, option or plug-in 'nope'"),
         (["--help", "schedular.steps=3"], "unknown group, option or plug-in 'schedular.steps', did you mean 'schedul"),
         (["--help", "scheduler=klas"], "unknown scheduler 'klas', did you mean 'klass'"),
@@ -264,3 +266,18 @@ def test_aliases_and_interpolations_of_a_usual_size_are_taken(tmp_path: Path) ->
     text = "a: &a [1, 2]\nb: *a\nc: ${a}\nd: ${oc.env:NOTHING_OF_THE_KIND,7}\ne: ${.d}-${b[1]}\n"
     own(tmp_path, "scheduler", text)
     assert entry("scheduler", "mine").settings == {"a": [1, 2], "b": [1, 2], "c": [1, 2], "d": "7", "e": "7-2"}
+
+
+def test_a_page_that_there_is_not_is_no_general_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, name in ((evaluate, "dllm-eval"), (train, "dllm-train"), (tune, "dllm-tune")):
+        assert command(["--help", "sheduler"]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith(f"{name}: there is no page 'sheduler'. ")
+
+
+def test_a_mistyped_model_folder_lists_no_names(capsys: pytest.CaptureFixture[str]) -> None:
+    trained = ["train=sft", "train.tasks={copy: 1}", "train.model=my-ladda"]
+    for command, words in ((main, ["copy: Ada", "model=my-ladda"]), (train, trained)):
+        assert command(words) == 2
+        said = capsys.readouterr().err
+        assert "unknown model 'my-ladda'" in said and "there is no such folder" in said and len(said) < 200

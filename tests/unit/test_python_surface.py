@@ -59,9 +59,9 @@ def test_what_is_shown() -> None:
     result = sampler.generate(["copy: Ada"] * 9, max_new_tokens=8)
     head, first, *_, last = repr(result).splitlines()
     assert head == f"Result(9 answers, {result.tokens_per_forward.mean():.2f} tokens per forward)"
-    assert first == f"  0: 'Ada'  2 tokens, {result.nfe[0]} forwards, end" and last == "  ... 1 more"
+    assert first == "  0: 'Ada'  2 tokens, 1 forward, end" and last == "  ... 1 more"
     (answer,) = sampler.generate_many(["copy: Ada"], max_new_tokens=8)
-    assert repr(answer) == f"Answer(0, 'Ada', 2 tokens, {answer.nfe} forwards, end)"
+    assert repr(answer) == "Answer(0, 'Ada', 2 tokens, 1 forward, end)"
     *_, step = sampler.stream(["copy: Ada"], max_new_tokens=8)
     assert repr(step) == f"Commits(step {step.step}, 0 masks left in 1 row)"
     assert "<p>" in result._repr_html_()
