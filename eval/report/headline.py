@@ -49,7 +49,7 @@ def best(found: Comparison) -> str:
     return (
         f"{fast} {'is' if sure else 'was'} the fastest that {'scores' if sure else 'scored'} within one point of"
         f" {against}: {_percent(whole[fast])} against {_percent(whole[given])}, with"
-        f" {_forwards(whole[fast], whole[given])}"
+        f" {compare_forwards(whole[fast], whole[given])}"
         f" ({_rate(whole[fast])} tokens per forward instead of {_rate(whole[given])};"
         f" n = {_each(whole[fast], whole[given])}; {METHOD})."
         + ("" if sure else f" That is not enough to say that it is as good: {_span(gap)}.")
@@ -57,7 +57,7 @@ def best(found: Comparison) -> str:
     )
 
 
-def _forwards(fast: Figures, given: Figures) -> str:
+def compare_forwards(fast: Figures, given: Figures) -> str:
     """Compare the forwards of two methods."""
     fewer = _of(given, "nfe") / max(_of(fast, "nfe"), 1e-9)
     if f"{fewer:.1f}" == "1.0":
