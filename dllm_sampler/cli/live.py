@@ -105,8 +105,8 @@ class Screen:
             ended = zip(result.lengths.tolist(), result.complete.tolist(), strict=True)
             lengths = [size if whole else None for size, whole in ended]
         lines = [
-            render(*(part[:length] for part in row), self.tokenizer, self.console.is_terminal, end)
-            for row, length, end in zip(commits.rows(), lengths, ends, strict=True)
+            render(ids[:size], masked[:size], steps[:size], self.tokenizer, self.console.is_terminal, end)
+            for (ids, masked, steps), size, end in zip(commits.rows(), lengths, ends, strict=True)
         ]
         if self.console.is_terminal:
             several = len(lines) > 1

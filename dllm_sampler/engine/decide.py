@@ -17,6 +17,7 @@ from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import Cache, Carry, Foresees, Guide, Planner, Stop
 from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
+from dllm_sampler.engine.faults import check_edit, checked_answer
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import UserError
 from dllm_sampler.naming import named
@@ -87,18 +88,16 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
     if opened is not None:
         canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
     told = plugins.scheduler.tell(canvas, query, seen, state.carry)
-    if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], Edit):
-        raise UserError(
-            f"scheduler={named(plugins.scheduler)}: tell must return (edit, carry), an Edit and what the next step's"
-            f" call gets, not {type(told).__name__}"
-        )
-    edit, state.carry = told
+    edit, state.carry = checked_answer(plugins.scheduler, told, canvas, query)
     if edit.candidate is not None:
         state.cache.adopt(edit.candidate)
         if query.stops is not None:
             canvas = replace(canvas, stop=query.stops.gather(1, edit.candidate[:, None])[:, 0])
         query, seen = query.of(edit.candidate), seen.of(edit.candidate)
-    edit = blocks.progress(canvas, query, seen, edit)
+    progressed = blocks.progress(canvas, query, seen, edit)
+    if progressed is not edit:
+        check_edit("blocks", blocks, progressed, canvas, query)
+    edit = progressed
     state.bad, edit = canvas.reject_nonfinite(
         query.positions, edit, state.bad, seen.confidence, plugins.forbidden_token
     )
@@ -124,6 +123,7 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
 def _settled(guide: Guide, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -> Edit:
     """What a guide lets stand of an edit; rows that it lets do nothing end."""
     settled = guide.settle(canvas, query, seen, edit)
+    check_edit("guide", guide, settled, canvas, query)
     if settled.stuck is None:
         return settled
     finish = settled.stuck if settled.finish is None else settled.finish | settled.stuck
@@ -134,6 +134,8 @@ def _stop(stop: Stop, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -
     """The edit as the stop policy leaves it, and the canvas after it."""
     after = canvas.apply(query.positions, edit)
     stopped = stop(canvas, after, query, seen, edit)
+    if stopped is not edit:
+        check_edit("stop", stop, stopped, canvas, query)
     if stopped.close_block is not edit.close_block or stopped.keep_block is not edit.keep_block:
         raise UserError(
             f"stop={named(stop)} decides when a row leaves its block (close_block or keep_block of the edit),"

@@ -13,7 +13,7 @@ from dllm_sampler.core import packing
 from dllm_sampler.core.protocols import Denoiser, Paced, Prefills
 from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.engine import decide, readout
+from dllm_sampler.engine import decide, faults, readout
 from dllm_sampler.engine.capture import undisturbed
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.plugins import Plugins
@@ -106,7 +106,11 @@ class Engine:
         hidden = state.cache.restore(hidden, plan)
         rule = readout.Rule(state.cache.spec, p.guides, self.needs, p.compat)
         seen = readout.predict(self.denoiser, hidden, canvas, plan.answers, rule, self.kernels)
-        self._part(decide.tell)(p, state, wanted.query, seen, spent)
+        try:
+            self._part(decide.tell)(p, state, wanted.query, seen, spent)
+        except Exception as error:
+            faults.check_needs(error, lambda other: decide.tell(p, state, wanted.query, other, spent), seen)
+            raise
         self._part(decide.ask)(p, state)
 
     def ask(self, state: Generation) -> None:

@@ -20,7 +20,7 @@ from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Guide, Scheduler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import FREE, Canvas, Query, Readout
-from dllm_sampler.engine import readout
+from dllm_sampler.engine import faults, readout
 from dllm_sampler.engine.plugins import assemble
 from dllm_sampler.errors import UserError
 from dllm_sampler.integrations.canvas import block
@@ -178,7 +178,12 @@ class BlockRule:
         canvas, scheduler = self._seen(state.canvas, ids, first, step, seed), self.plugins.scheduler
         query = scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
         seen = self._read(canvas, query, logits, state)
-        edit, carry = scheduler.tell(canvas, query, seen, state.carry)
+        try:
+            told = scheduler.tell(canvas, query, seen, state.carry)
+        except Exception as error:
+            faults.check_needs(error, lambda other: scheduler.tell(canvas, query, other, state.carry), seen)
+            raise
+        edit, carry = faults.checked_answer(scheduler, told, canvas, query)
         bad, edit = canvas.reject_nonfinite(
             query.positions, edit, torch.zeros_like(canvas.step), seen.confidence, self.plugins.forbidden_token
         )

@@ -47,9 +47,9 @@ def test_noise_that_is_not_open_is_counted() -> None:
 
 def test_a_stream_shows_what_is_open_and_nothing_behind_the_end() -> None:
     out = io.StringIO()
-    mini = Sampler.from_pretrained("mini", device="cpu", scheduler={"name": "fixed", "steps": 128})
+    mini = Sampler.from_pretrained("mini", device="cpu")
     screen = Screen(Console(file=out, width=400), ["1"], mini.tokenizer, 0, mini.denoiser.spec.eos_ids)
-    for commits in mini.stream("copy: Ada, Ben", max_new_tokens=128, block_length=8):
+    for commits in mini.stream("copy: Ada, Ben", max_new_tokens=128, block_length=8, scheduler="fixed"):
         screen.show(commits)
     first, *_, last = out.getvalue().splitlines()
     assert first.count("░") <= 16 and "... 120 more" in first

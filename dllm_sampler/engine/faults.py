@@ -1,0 +1,135 @@
+"""Mistakes of plug-ins, each told in a sentence that names the plug-in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.protocols import Blocks, Cache, Carry, Guide, Scheduler, Stop
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.naming import named
+
+# Fields of `Edit`, whether they are boolean, and whether they say something of each position or of each row.
+EDIT = (
+    ("ids", False, True),
+    ("commit", True, True),
+    ("remask", True, True),
+    ("confidence", False, True),
+    ("score", False, True),
+    ("forced", True, True),
+    ("keep_block", True, False),
+    ("close_block", True, False),
+    ("finish", True, False),
+    ("stop", False, False),
+    ("end", False, False),
+    ("candidate", False, False),
+    ("rejected", False, False),
+    ("stuck", True, False),
+)
+KINDS = {"scheduler": Scheduler, "blocks": Blocks, "stop": Stop, "guide": Guide, "cache": Cache}
+
+
+def checked_answer(scheduler: Scheduler, told: Any, canvas: Canvas, query: Query) -> tuple[Edit, Carry]:
+    """Return the edit and the carry that a scheduler's `tell` returned.
+
+    Raises:
+        UserError: it is something else, or the edit does not fit the query.
+    """
+    if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], Edit):
+        raise UserError(
+            f"scheduler={named(scheduler)}: tell must return (edit, carry), an Edit and what the next step's call gets,"
+            f" not {type(told).__name__}"
+        )
+    check_edit("scheduler", scheduler, told[0], canvas, query)
+    return told[0], told[1]
+
+
+def check_edit(group: str, plugin: object, edit: Any, canvas: Canvas, query: Query) -> None:
+    """Refuse an edit whose fields do not fit the query. Reads nothing of the device.
+
+    Raises:
+        UserError: naming the plug-in, the field and the right shape.
+    """
+    if not isinstance(edit, Edit):
+        raise UserError(f"{group}={named(plugin)} returned {type(edit).__name__} in place of an Edit. Return an Edit.")
+    rows, positions = canvas.step.shape, query.positions.shape
+    for name, boolean, each in EDIT:
+        value: Any = getattr(edit, name)
+        if value is None and name not in ("ids", "commit"):
+            continue
+        wanted = positions if each else rows
+        if isinstance(value, Tensor) and value.shape == wanted and (value.dtype == torch.bool or not boolean):
+            continue
+        shape = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        right = f"{list(wanted)}{' of torch.bool' * boolean}"
+        raise UserError(
+            f"{group}={named(plugin)} returned an Edit whose {name} is {shape}, and {right} is needed. Return one value"
+            f" for each {'of query.positions' if each else 'row'}."
+        )
+
+
+def check_needs(error: Exception, again: Callable[[Readout], object], seen: Readout) -> None:
+    """Refuse a plug-in that failed because it read a field that was not measured; else do nothing.
+
+    Args:
+        error: how it failed.
+        again: does the same with another readout.
+        seen: the readout.
+
+    Raises:
+        UserError: naming the plug-in and the field.
+    """
+    if "NoneType" not in str(error) and not isinstance(error, AssertionError):
+        return
+    missing = {one.name: _Unlisted(one.name) for one in fields(Readout) if getattr(seen, one.name) is None}
+    try:
+        again(replace(seen, **missing))
+    except _UnlistedRead as read:
+        for frame, _ in reversed([*walk_tb(read.__traceback__)]):
+            plugin = frame.f_locals.get("self")
+            group = next((group for group, kind in KINDS.items() if isinstance(plugin, kind)), None)
+            if group is not None:
+                raise UserError(
+                    f"{group}={named(plugin)} reads readout.{read}, which is not measured. Add {str(read)!r} to what"
+                    " its property needs returns."
+                ) from error
+    except Exception:
+        return  # it fails in another way
+
+
+class _UnlistedRead(Exception):
+    """A field that was not measured is used; the message is its name."""
+
+
+class _Unlisted:
+    """Stands for a field that was not measured: every use of it raises `_UnlistedRead`."""
+
+    def __init__(self, name: str):
+        vars(self)["name"] = name
+
+    def __getattr__(self, name: str) -> Any:
+        raise _UnlistedRead(vars(self)["name"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        for one in (*args, *(kwargs or {}).values()):
+            if isinstance(one, cls):
+                raise _UnlistedRead(vars(one)["name"])
+        raise TypeError(f"{func} was called on a field that was not measured")
+
+
+def _use(self: _Unlisted, *_: object) -> Any:
+    raise _UnlistedRead(vars(self)["name"])
+
+
+_UNARY = ("iter", "len", "bool", "float", "int", "neg", "invert", "abs", "getitem", "call")
+_BINARY = ("add", "sub", "mul", "truediv", "pow", "and", "or")
+_COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
+for _operator in (*_UNARY, *_BINARY, *(f"r{one}" for one in _BINARY), *_COMPARED):
+    setattr(_Unlisted, f"__{_operator}__", _use)
