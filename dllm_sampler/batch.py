@@ -68,25 +68,53 @@ def warn_of_bias(plugins: Plugins, samples: int) -> None:
         warn(ALIKE.format(samples, named(plugins.scheduler)))
 
 
-def warn_of_steps(plugins: Plugins, tasks: Iterable[Task]) -> bool:
-    """Warn where the blocks of an answer take more forwards than `scheduler.steps`. Returns True if it warned."""
+def warn_of_steps(plugins: Plugins, tasks: Iterable[Task]) -> int:
+    """Warn where the blocks of an answer take more forwards than `scheduler.steps`. Returns these; 0: no warning."""
     steps, blocks = plugins.scheduler.total_steps, plugins.blocks
     if steps is None or blocks.several or plugins.scheduler.traits.initial is not None:
-        return False  # blocks that are open at once share forwards, and an answer may become shorter
-    planned, count = max(
-        layout.planned_steps(len(task.prompt), task.new_tokens, task.given, steps, blocks, plugins.context.spec)
-        for task in tasks
+        return 0  # blocks that are open at once share forwards, and an answer may become shorter
+    added = plugins.scheduler.added_steps
+    total, planned, count = max(
+        (planned + added * count, planned, count)
+        for planned, count in (
+            layout.planned_steps(len(task.prompt), task.new_tokens, task.given, steps, blocks, plugins.context.spec)
+            for task in tasks
+        )
     )
-    if planned <= steps:
-        return False
+    if total <= steps:
+        return 0
     least = "at least " * (blocks.sizes_on_open and not blocks.ends(1 << 16))
+    why = "since each takes one forward or more" if planned > steps else "which share them"
+    more = f" and {added} on top" if added else ""
     warnings.warn(
-        f"scheduler.steps={steps} is too few for {least}{count} blocks, since each takes one forward or more: {least}"
-        f"{planned} are planned. For fewer forwards, use longer blocks.",
+        f"scheduler.steps={steps} is too few for {least}{count} block{'s' * (count != 1)}, {why}{more}: {least}{total}"
+        " are planned. For fewer forwards, use longer blocks.",
         UserWarning,
         stacklevel=4,
     )
-    return True
+    return total
+
+
+def warn_of_forwards(plugins: Plugins, result: Result, planned: int) -> int:
+    """Warn where an answer took more forwards than `scheduler.steps` and than were planned. Returns the most so far."""
+    steps, made = plugins.scheduler.total_steps, int(result.nfe.max())
+    if steps is None or made <= max(steps, planned):
+        return planned
+    warnings.warn(
+        f"scheduler.steps={steps} was exceeded: scheduler={named(plugins.scheduler)} made {made} forwards until all was"
+        " committed. For fewer forwards, use longer blocks or a scheduler with a fixed number, scheduler=fixed.",
+        UserWarning,
+        stacklevel=4,
+    )
+    return made
+
+
+def _checked(commits: Iterator[Commits], plugins: Plugins, planned: int) -> Iterator[Commits]:
+    """The steps of a batch, with a warning at the last if there were more than planned."""
+    for step in commits:
+        if step.result is not None:
+            warn_of_forwards(plugins, step.result, planned)
+        yield step
 
 
 def alike(tokens: Tensor, samples: int) -> bool:
@@ -118,8 +146,9 @@ def steps(
     tasks = [task for task in tasks for _ in range(samples)]
     own = prompts.forms(forms, plugins.forms, len(tasks), samples)
     infill.check_forms(tasks, own or [0] * len(tasks), plugins)
-    warn_of_steps(plugins, tasks[::samples])
-    return commits(sampler, plugins, tasks, prompts.seeds(seed, len(tasks)), found, every, samples, own)
+    planned = warn_of_steps(plugins, tasks[::samples])
+    made = commits(sampler, plugins, tasks, prompts.seeds(seed, len(tasks)), found, every, samples, own)
+    return _checked(made, plugins, planned)
 
 
 def commits(

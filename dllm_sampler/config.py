@@ -186,6 +186,8 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
     if name not in names("model"):
         given, name = {"path": checkpoint(name), **given}, CHECKPOINT
     owner = "model" if name == CHECKPOINT else f"model={name}"
+    if isinstance(adapter := given.get("adapter"), PathLike):
+        given["adapter"] = fspath(adapter)
     made = ModelSettings(**check(owner, ModelSettings, {**entry("model", name).settings, **given}))
     if made.path == "???":  # as in conf/model/checkpoint.yaml
         raise UserError('model settings need a name or a path, as in {"name": "mini"}')

@@ -26,7 +26,7 @@ from dllm_sampler.fixed import Fixed
 from dllm_sampler.infill import Task
 from dllm_sampler.kernels.backend import warn
 from dllm_sampler.prompts import Infill
-from dllm_sampler.result import Answer, Commits
+from dllm_sampler.result import Answer, Commits, Result
 
 if TYPE_CHECKING:
     from dllm_sampler.sampler import Sampler
@@ -62,7 +62,8 @@ class Stream:
     forwards: int = 0
     begun: int = 0  # tokens of all answers that were begun
     left: int = 0  # masks of answers that ended with some
-    warned: bool = False  # of an answer that takes more forwards than `scheduler.steps`
+    exceeded: bool = False  # a warning has said so
+    planned: int = 0  # forwards that a warning has named, of an answer that takes more than `scheduler.steps`
     refused: deque[Answer] = field(default_factory=deque)
     failure: Exception | None = None  # of a prompt, or of what prompts come from; raised behind the answers in flight
     flight: Flight | None = None
@@ -221,7 +222,7 @@ class Stream:
                 for sample in range(self.samples if self.on_error == "yield" else 0):
                     self.refused.append(Answer(index, sample, "refused", nothing, error=str(error)))
                 continue
-            self.warned = self.warned or batches.warn_of_steps(self.plugins, [task])
+            self.planned = self.planned or batches.warn_of_steps(self.plugins, [task])
             bound = self.sampler.max_steps or self.plugins.bound(task.new_tokens)
             for sample in range(self.samples):
                 at = index * self.samples + sample
@@ -292,8 +293,14 @@ class Stream:
     def _answers(self, ended: Ended) -> Iterator[Answer]:
         failed = [at for at, (_, end) in enumerate(ended.rows) if end == "not_finite"]
         result = self.reader.result(ended.canvas, ended.recorder, failed)
+        self._warn(result)
         for at, (row, _) in enumerate(ended.rows):
             yield self.reader.answer(result, at, *row.tag, new_tokens=row.new_tokens)
+
+    def _warn(self, result: Result) -> None:
+        """Warn of the first answer that takes more forwards than planned."""
+        if not self.exceeded:
+            self.exceeded = batches.warn_of_forwards(self.plugins, result, self.planned) > self.planned
 
     def _batch(self, batch: list[Row]) -> Iterator[Answer]:
         """The answers of one batch. One that is not finite leaves it, and the others are made again."""
@@ -317,6 +324,7 @@ class Stream:
                     yield self.reader.answer(error.result, at, *row.tag, new_tokens=row.new_tokens)
                 batch = [row for at, row in enumerate(batch) if at not in bad]
                 continue
+            self._warn(last.result)
             for at, row in enumerate(batch):
                 yield self.reader.answer(last.result, at, *row.tag, new_tokens=row.new_tokens)
             return

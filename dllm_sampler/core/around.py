@@ -55,6 +55,11 @@ class Around(Scheduler):
         """See `Scheduler.total_steps`."""
         return self.inner.total_steps
 
+    @property
+    def added_steps(self) -> int:
+        """See `Scheduler.added_steps`."""
+        return self.inner.added_steps
+
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
         """See `Planner.ahead`; None where the inner scheduler is no planner."""
         return self.inner.ahead(canvas, self.inside(carry)) if isinstance(self.inner, Planner) else None

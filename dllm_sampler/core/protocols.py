@@ -149,6 +149,11 @@ class Scheduler(PlugIn):
         """Forwards that the user asked for a whole answer, whose blocks share them. None if there is no such number."""
         return None
 
+    @property
+    def added_steps(self) -> int:
+        """Forwards that each block takes on top of its share of `total_steps`."""
+        return 0
+
 
 @runtime_checkable
 class Planner(Protocol):

@@ -134,6 +134,11 @@ class FunctionDenoiser(RowsDenoiser):
                 f"logits_fn returned {str(found.dtype).removeprefix('torch.')} {list(found.shape)} for ids"
                 f" {list(ids.shape)}. It should return floating-point logits {[*ids.shape, self.spec.vocab_size]}"
             )
+        if found.device != ids.device:
+            raise UserError(
+                f"logits_fn returned logits on {found.device} for ids on {ids.device}. Give from_callable the device"
+                " of the function, device="
+            )
         return found
 
     def module(self) -> RowsModule:

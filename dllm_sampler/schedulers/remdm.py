@@ -41,6 +41,11 @@ class Remdm(Remasking):
         """See `Scheduler.traits`."""
         return replace(super().traits, revises=self.revisions > 0)
 
+    @property
+    def added_steps(self) -> int:
+        """See `Scheduler.added_steps`."""
+        return self.revisions
+
     def bound(self, tokens: int) -> int:
         """Every block adds its revisions; blocks of one position reach it."""
         return tokens * (1 + self.revisions)

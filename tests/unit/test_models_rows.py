@@ -70,6 +70,7 @@ def test_what_a_function_says_of_itself() -> None:
         (lambda ids, mask: torch.zeros(*ids.shape, 7), r"returned float32 \[1, 4, 7\] for ids \[1, 4\].*\[1, 4, 40\]"),
         (lambda ids, mask: torch.zeros(len(ids), toys.VOCAB), r"returned float32 \[1, 40\] for ids"),
         (lambda ids, mask: torch.zeros(*ids.shape, toys.VOCAB).long(), "returned int64"),
+        (lambda ids, mask: torch.zeros(*ids.shape, toys.VOCAB, device="meta"), "logits on meta for ids on cpu"),
         (lambda ids, mask: None, "^logits_fn returned a NoneType. It should return a tensor of logits"),
     ],
 )
