@@ -191,10 +191,11 @@ def test_a_task_may_stop_at_a_special_token(model: Any, monkeypatch: pytest.Monk
     tokenizer = deepcopy(model.tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["Ben"]})
     monkeypatch.setattr(model.sampler, "tokenizer", tokenizer)
-    tokens = model.tokens
+    before = model.get_model_info()["answer_tokens"]
     asked = request("copy: Ada, Ben, Cal", {"until": ["Ben"], "max_gen_toks": 16})
     assert model.generate_until([asked], disable_tqdm=True) == ["Ada, "]
-    assert model.tokens - tokens == len(tokenizer("Ada,", add_special_tokens=False)["input_ids"])
+    told = model.get_model_info()["answer_tokens"] - before
+    assert told == len(tokenizer("Ada,", add_special_tokens=False)["input_ids"])
 
 
 def test_greedy_and_likelihood(model: Any) -> None:
