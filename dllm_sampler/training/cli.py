@@ -155,8 +155,10 @@ def _parameters(trainer: Any) -> int | None:
 
     model: Any = getattr(trainer, "model", None)
     if isinstance(model, Mapping) and "hidden_size" in model:  # a shape, of a model that begins at random
-        size, inner = model["hidden_size"], model["intermediate_size"]
-        return model["num_layers"] * size * (4 * size + 3 * inner)
+        layers, size, inner = (model.get(name) for name in ("num_layers", "hidden_size", "intermediate_size"))
+        if not (isinstance(layers, int) and isinstance(size, int) and isinstance(inner, int)):
+            return None  # the trainer says what is wrong
+        return layers * size * (4 * size + 3 * inner)
     try:
         settings = config.model(model)
         folder = loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))

@@ -49,7 +49,8 @@ TEXTS = {
     "space:\n  scheduler:\n    threshold:\n      threshold: {low: 0.5, high: 0.9}\n  options:\n    block_length: [8]\n",
     "conf/train/own.yaml": (files("dllm_sampler.conf") / "train/sft.yaml").read_text(),
     "conf/experiment/mine.yaml": "# @package _global_\n# Mine\ndefaults:\n  - override /scheduler: factor\nseed: 6\n",
-    "conf/experiment/tuned.yaml": "# @package _global_\n# Found: 90 %\ndefaults:\n  - override /cache: dual\n",
+    "conf/experiment/tuned.yaml": "# @package _global_\n# Found by dllm-tune: 90 %\n"
+    "defaults:\n  - override /cache: dual\n",
 }
 
 SAMPLE = ["copy: Ada", "model=ck", "max_new_tokens=4", "device=cpu"]

@@ -72,6 +72,14 @@ def test_settings_are_checked_before_anything_runs(words: list[str], said: str) 
         trainer(words)
 
 
+@pytest.mark.parametrize("size", ["''", "x", "[1]", "{a: 1}"])
+def test_a_size_of_a_model_that_is_no_number(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of threads depends on the sizes, and is chosen before the trainer looks at them."""
+    for name in ("hidden_size", "num_layers", "intermediate_size"):
+        assert main(["train=mini", f"train.output={tmp_path}/t", "train.device=cpu", f"train.model.{name}={size}"]) == 2
+        assert f"dllm-train: train.model: {name} should be a valid integer" in capsys.readouterr().err
+
+
 def test_a_file_without_a_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     whole = (files("dllm_sampler.conf") / "train/sft.yaml").read_text()
