@@ -178,18 +178,21 @@ def test_every_wrapper_is_checked() -> None:
     assert {one for one in subclasses(Around) if one.__module__.startswith("dllm_sampler")} == set(WRAPPERS)
 
 
-@pytest.mark.parametrize("field", fields(Traits), ids=lambda one: one.name)
 @wrappers
-def test_every_trait_is_handed_on_unless_the_wrapper_has_its_own(wrapper: type[Around], field: Any) -> None:
-    inner = Facts(replace(Traits(), **{field.name: other(field)}))
-    if any(field.name in names for names in inherited(REFUSED, wrapper)):
-        with pytest.raises(UserError):
-            WRAPPERS[wrapper](inner)
-        return
-    own = {name: value for entry in inherited(OWN, wrapper) for name, value in entry.items()}
-    if field.name == "scope":
-        own["scope"] = "model"
-    assert WRAPPERS[wrapper](inner).traits == replace(inner.traits, **own)
+def test_every_trait_is_handed_on_unless_the_wrapper_has_its_own(
+    wrapper: type[Around], subtests: pytest.Subtests
+) -> None:
+    for field in fields(Traits):
+        with subtests.test(field.name):
+            inner = Facts(replace(Traits(), **{field.name: other(field)}))
+            if any(field.name in names for names in inherited(REFUSED, wrapper)):
+                with pytest.raises(UserError):
+                    WRAPPERS[wrapper](inner)
+                continue
+            own = {name: value for entry in inherited(OWN, wrapper) for name, value in entry.items()}
+            if field.name == "scope":
+                own["scope"] = "model"
+            assert WRAPPERS[wrapper](inner).traits == replace(inner.traits, **own)
 
 
 def test_only_eager_drafts_open_a_block_ahead() -> None:

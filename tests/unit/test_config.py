@@ -22,17 +22,19 @@ from dllm_sampler.schedulers.threshold import Threshold
 PLUGINS = [(group, name) for group in config.GROUPS if group != "model" for name in config.names(group)]
 
 
-@pytest.mark.parametrize(("group", "name"), PLUGINS)
-def test_yaml_is_the_class(group: str, name: str) -> None:
-    settings = dict(config.entry(group, name).settings)
-    target = settings.pop("_target_", None)
-    if target is None:
-        assert (group, name) == ("guide", "none")
-        return
-    cls: Any = get_class(target)
-    fields = {field.name: _written(field) for field in dataclasses.fields(cls) if field.init}
-    assert settings == fields, "a plug-in's YAML holds the fields of its class and their defaults"
-    assert isinstance(config.build(group, name if group != "guide" else [name]), tuple if group == "guide" else cls)
+def test_yaml_is_the_class(subtests: pytest.Subtests) -> None:
+    for group, name in PLUGINS:
+        with subtests.test(f"{group}={name}"):
+            settings = dict(config.entry(group, name).settings)
+            target = settings.pop("_target_", None)
+            if target is None:
+                assert (group, name) == ("guide", "none")
+                continue
+            cls: Any = get_class(target)
+            fields = {field.name: _written(field) for field in dataclasses.fields(cls) if field.init}
+            assert settings == fields, "a plug-in's YAML holds the fields of its class and their defaults"
+            built = config.build(group, name if group != "guide" else [name])
+            assert isinstance(built, tuple if group == "guide" else cls)
 
 
 def _written(field: Any) -> object:
@@ -43,11 +45,11 @@ def _written(field: Any) -> object:
     return list(field.default) if isinstance(field.default, tuple) else field.default
 
 
-@pytest.mark.parametrize(("group", "name"), [*PLUGINS, *(("model", name) for name in config.names("model"))])
-def test_yaml_says_what_it_is(group: str, name: str) -> None:
-    about = config.entry(group, name).about
-    assert about.endswith(".")
-    assert len(about) < 160
+def test_yaml_says_what_it_is(subtests: pytest.Subtests) -> None:
+    for group, name in [*PLUGINS, *(("model", name) for name in config.names("model"))]:
+        with subtests.test(f"{group}={name}"):
+            about = config.entry(group, name).about
+            assert about.endswith(".") and len(about) < 160
 
 
 def test_no_plugin_lacks_its_yaml() -> None:

@@ -18,44 +18,42 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 
-PLUGINS = [(kind, name) for kind in KINDS for name in config.names(kind) if config.entry(kind, name).settings]
+
+def plug_ins(kind: str) -> list[str]:
+    """Return the names of the plug-ins of a kind that are classes."""
+    return [name for name in config.names(kind) if config.entry(kind, name).settings]
 
 
 def target(kind: str, name: str) -> Any:
     return resolve_name(config.entry(kind, name).settings["_target_"])
 
 
-def cases() -> list[tuple[str, str, str]]:
-    """Each field of each plug-in that refuses a value which is of no use to it."""
-    found = []
-    for kind, name in PLUGINS:
-        for one in fields(target(kind, name)):
-            if one.init and one.name != "inner":
-                found.append((kind, name, one.name))
-    return found
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_class_has_the_name_of_its_yaml(kind: str, subtests: pytest.Subtests) -> None:
+    for name in plug_ins(kind):
+        with subtests.test(name):
+            assert named(target(kind, name)) == name
 
 
-@pytest.mark.parametrize(("kind", "name"), PLUGINS)
-def test_a_class_has_the_name_of_its_yaml(kind: str, name: str) -> None:
-    assert named(target(kind, name)) == name
-
-
-@pytest.mark.parametrize(("kind", "name", "field"), cases())
-def test_a_bad_value_is_refused_by_the_whole_name_of_its_field(kind: str, name: str, field: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_value_is_refused_by_the_whole_name_of_its_field(kind: str, subtests: pytest.Subtests) -> None:
     """Where the constructor has something to say of it: types are judged before (`config.check`)."""
-    given = {key: value for key, value in config.entry(kind, name).settings.items() if key != "_target_"}
-    if "inner" in given:
-        given["inner"] = config.build(kind, given["inner"])
-    said = ""
-    try:
-        target(kind, name)(**{**given, field: -7.5})
-    except UserError as error:
-        said = str(error)
-    except (TypeError, AttributeError):  # a type that no plug-in gets from a user
-        pass
-    short = name in ("temperature", "top_k", "top_p") and name in said  # they are options of their own, too
-    whole = f"guide.{name}.{field}" if kind == "guide" else f"{kind}.{field}"
-    assert not said or short or whole in said
+    for name in plug_ins(kind):
+        given = {key: value for key, value in config.entry(kind, name).settings.items() if key != "_target_"}
+        if "inner" in given:
+            given["inner"] = config.build(kind, given["inner"])
+        for field in (one.name for one in fields(target(kind, name)) if one.init and one.name != "inner"):
+            with subtests.test(f"{name}.{field}"):
+                said = ""
+                try:
+                    target(kind, name)(**{**given, field: -7.5})
+                except UserError as error:
+                    said = str(error)
+                except (TypeError, AttributeError):  # a type that no plug-in gets from a user
+                    pass
+                short = name in ("temperature", "top_k", "top_p") and name in said  # they are options of their own, too
+                whole = f"guide.{name}.{field}" if kind == "guide" else f"{kind}.{field}"
+                assert not said or short or whole in said
 
 
 def test_no_message_asks_a_class_for_its_name() -> None:

@@ -5,6 +5,8 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,35 +140,29 @@ def test_seeds(seed: Any) -> None:
         toys.sampler().generate([PROMPT], seed=seed, max_new_tokens=4)
 
 
-def plug_ins() -> list[tuple[str, str, str]]:
-    """Each field of each packaged plug-in."""
-    found = []
-    for group in config.GROUPS[1:]:
-        for name in config.names(group):
-            if target := config.entry(group, name).settings.get("_target_"):
-                found += [(group, name, one.name) for one in fields(resolve(target)) if one.init]
-    return found
-
-
 KINDS = {"float": float, "int": int, "bool": bool, "str": str}
 
 
-@pytest.mark.parametrize(("group", "name", "field"), plug_ins())
-def test_fields_of_plug_ins_from_python_and_from_settings(group: str, name: str, field: str) -> None:
+@pytest.mark.parametrize("group", config.GROUPS[1:])
+def test_fields_of_plug_ins_from_python_and_from_settings(group: str, subtests: pytest.Subtests) -> None:
     """A constructor, `Sampler` or `config.build` refuses all that is not of the field's type."""
-    given = dict(config.entry(group, name).settings)
-    cls: Any = resolve(given.pop("_target_"))
-    own = {**given, "inner": config.build(group, given["inner"])} if "inner" in given else given
-    hint = next(str(getattr(one.type, "__name__", one.type)) for one in fields(cls) if one.name == field)
-    kind = KINDS.get(hint.removesuffix(" | None"))
-    for value in WRONG:
-        for build in (lambda v=value: {"name": name, **given, field: v}, lambda v=value: cls(**{**own, field: v})):
-            try:
-                config.build(group, build())
-            except UserError:
-                continue
-            whole = kind is float and type(value) is int
-            assert kind is None or value is None or whole or type(value) is kind, (value, hint)
+    for name in config.names(group):
+        given = dict(config.entry(group, name).settings)
+        if (target := given.pop("_target_", None)) is None:
+            continue
+        cls: Any = resolve(target)
+        own = {**given, "inner": config.build(group, given["inner"])} if "inner" in given else given
+        for field in (one for one in fields(cls) if one.init):
+            with subtests.test(f"{name}.{field.name}"):
+                hint = str(getattr(field.type, "__name__", field.type))
+                kind = KINDS.get(hint.removesuffix(" | None"))
+                for value, build in product(WRONG, (partial(dict, given, name=name), partial(cls, **own))):
+                    try:
+                        config.build(group, build(**{field.name: value}))
+                    except UserError:
+                        continue
+                    whole = kind is float and type(value) is int
+                    assert kind is None or value is None or whole or type(value) is kind, (value, hint)
 
 
 def test_a_wrong_field_of_an_object_is_named() -> None:
