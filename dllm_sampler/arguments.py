@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from inspect import getattr_static, signature
 from os import PathLike
@@ -11,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
-from dllm_sampler.core.checks import check_count, check_switch, is_whole
+from dllm_sampler.core.checks import check_count, check_switch
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError, first_line, nearest, short
 from dllm_sampler.naming import named
@@ -140,9 +141,15 @@ def stop_token_ids(given: Any, spec: ModelSpec) -> tuple[int, ...]:
         UserError: something else than a token id of the model's or a list of them, or the mask token.
     """
     given = given.tolist() if hasattr(given, "tolist") else () if given is None else given
-    listed = [given] if isinstance(given, int) else given
-    if not isinstance(listed, list | tuple) or not all(is_whole(one) for one in listed):
-        raise UserError(f"stop_token_ids={given!r} is no token id or list of token ids. Write [5, 6], for example.")
+    try:
+        several = given if isinstance(given, list | tuple | set | range) else [given]
+        if any(isinstance(one, bool) for one in several):
+            raise TypeError
+        listed = [operator.index(one) for one in several]  # numpy's and torch's integers too
+    except TypeError:
+        raise UserError(
+            f"stop_token_ids={given!r} is no token id or list of token ids. Write [5, 6], for example."
+        ) from None
     for token in listed:
         if not 0 <= token < spec.vocab_size:
             raise UserError(

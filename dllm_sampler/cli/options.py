@@ -71,6 +71,8 @@ class Options:
             raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
         if self.dtype.removeprefix("torch.") not in DTYPES:
             raise unknown("dtype", self.dtype, DTYPES)
+        if self.output == "-":
+            raise UserError("output=- would write a file named -. For standard output say output=/dev/stdout.")
         if self.output is not None and (suffix := Path(self.output).suffix.lower()) in OTHER_FORMATS:
             raise UserError(
                 f"output={self.output}: samples are written as JSON lines, not as {suffix[1:].upper()}; name a file"

@@ -148,6 +148,7 @@ WRONG = [
     (["-m", "scheduler=fixed,threshold"], "dllm-eval takes several values"),
     (["--stream"], "--stream is no flag: options are written name=value, here stream=true"),
     (["--max-new-tokens=9"], "here max_new_tokens=9"),
+    (["output=-"], "output=- would write a file named -. For standard output say output=/dev/stdout."),
     (["output=out.csv"], "output=out.csv: samples are written as JSON lines, not as CSV"),
     (["scheduler.threshold=[0.1"], "cannot read the override scheduler.threshold=[0.1"),
     (["scheduler@x=fixed"], "Could not override 'scheduler@x'"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders
@@ -204,6 +205,8 @@ def test_the_command_takes_tokens_of_the_user(capsys: pytest.CaptureFixture[str]
 
 def test_none_is_no_token_of_the_user() -> None:
     assert toys.sampler(stop_token_ids=None).spec.eos_ids == (E,)
+    for given in (np.int64(OTHER), [np.int64(OTHER)], [torch.tensor(OTHER)], {OTHER}, range(OTHER, OTHER + 1)):
+        assert toys.sampler(stop_token_ids=given).spec.eos_ids == (E, OTHER)
     assert toys.sampler(stop_token_ids=torch.tensor([OTHER])).using(temperature=1.0).spec.eos_ids == (E, OTHER)
 
 
