@@ -3,11 +3,9 @@
 import json
 import multiprocessing
 import os
-import random
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from rich.console import Console
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import RowError, UserError
-from dllm_sampler.eval import command, runner
+from dllm_sampler.eval import runner
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import jobs
@@ -198,49 +196,6 @@ def test_a_run_whose_answers_change_in_length_goes_on(tmp_path: Path) -> None:
     for folder in ("cut", "whole"):
         evaluate(tmp_path / folder, *how)
     assert content(tmp_path / "cut") == content(tmp_path / "whole") != {}
-
-
-def alone(words: list[str], folder: Path) -> None:
-    """The command, in a process of its own."""
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    sys.stdout = sys.stderr = (folder / "said").open("w")
-    sys.exit(command.main(words))
-
-
-@pytest.mark.slow
-def test_killed_at_random_points(tmp_path: Path, whole: Path) -> None:
-    """SIGKILL, again and again, until it gets through: the files of an undisturbed run."""
-    processes = multiprocessing.get_context("forkserver")  # which imports torch once for all of them
-    processes.set_forkserver_preload([__name__])
-    rng, kills, code = random.Random(0), 0, None
-    for _ in range(40):
-        process = processes.Process(target=alone, args=([*SMALL, f"output={tmp_path}"], tmp_path))
-        process.start()
-        seen, patience = _samples(tmp_path), rng.randint(4, 13)
-        deadline = time.monotonic() + 100
-        while process.is_alive() and _samples(tmp_path) < seen + patience and time.monotonic() < deadline:
-            time.sleep(0.002)
-        if not process.is_alive():
-            code = process.exitcode
-            break
-        process.kill()
-        process.join()
-        kills += 1
-    assert code == 0 and kills >= 2
-    assert content(tmp_path) == content(whole)
-    assert not list(tmp_path.glob("*/part-*"))
-    for folder in whole.iterdir():
-        one, two = (json.loads((path / folder.name / "run.json").read_text()) for path in (whole, tmp_path))
-        assert one == two
-
-
-def _samples(output: Path) -> int:
-    found = 0
-    for file in output.glob("*/*.jsonl"):
-        with suppress(FileNotFoundError):  # a part that has just been joined to the others
-            found += file.read_bytes().count(b"\n")
-    return found
 
 
 def test_one_model_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
