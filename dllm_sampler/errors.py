@@ -33,7 +33,7 @@ class NoEffectWarning(Sentence, UserWarning):
 
 
 class RandomScoreWarning(UserWarning):
-    """What is scored is in train mode with dropout, so that its scores are random."""
+    """The scored model is in train mode with dropout, so that its scores are random."""
 
 
 class UntrainedWarning(UserWarning):

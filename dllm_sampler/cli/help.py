@@ -129,7 +129,7 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
 
 
 def _unheard_of(word: str, options: Sequence[str]) -> bool:
-    """Whether a word is written like a setting, and sets neither an option nor anything of a group; or is one name."""
+    """Return True for a word that looks like a setting or a name and that no option, group or plug-in has."""
     if re.fullmatch(r"[\w.-]+", word):  # a prompt of one word is not what help is asked for
         return True
     first = re.split(r"[.@=]", word.lstrip("+~"))[0]
@@ -137,7 +137,7 @@ def _unheard_of(word: str, options: Sequence[str]) -> bool:
 
 
 def check_topics(command: str, words: Sequence[str], form: str | None = "GROUP=NAME") -> None:
-    """Refuse a word beside `--help` for which a command has no page.
+    """Refuse a word beside `--help` if the command has no page of that name.
 
     Args:
         command: as it is called.
@@ -150,7 +150,7 @@ def check_topics(command: str, words: Sequence[str], form: str | None = "GROUP=N
     for word in words:
         if not word.startswith("-") and "=" not in word:
             way = f"Pages are asked for as {command} --help {form}" if form else f"{command} --help is the only one"
-            raise UserError(f"there is no page '{word}'. {way}.")
+            raise UserError(f"--help {word}: this command has no such page. {way}.")
 
 
 def choices_of(word: str) -> list[tuple[str, str]]:

@@ -100,7 +100,7 @@ class Screen:
         begun = time.perf_counter()
         count, result = len(commits.nfe), commits.result
         ends = [None] * count if commits.open_end is None else commits.open_end.tolist()
-        lengths = [None] * count  # noise behind the end of a complete answer stays what it is
+        lengths = [None] * count  # nothing after the end of a complete answer is shown
         if result is not None:
             ended = zip(result.lengths.tolist(), result.complete.tolist(), strict=True)
             lengths = [size if whole else None for size, whole in ended]

@@ -91,10 +91,10 @@ class Records:
             prompts: all of the run.
 
         Raises:
-            UserError: the output is no file, or has a line that is no sample of this run.
+            UserError: the output is a stream, or a line of it does not belong to this run.
         """
         if not self.lines.regular:
-            raise UserError(f"resume=true reads what output={self.path} has, and it is no file. Name a file.")
+            raise UserError(f"resume=true reads output={self.path}, which must be a regular file. Name a file.")
         data = self.path.read_bytes()
         self.lines.kept = data.rfind(b"\n") + 1
         for number, line in enumerate(data[: self.lines.kept].splitlines(), 1):

@@ -19,7 +19,7 @@ def visible(text: str) -> str:
 
 
 def show(text: str, file: TextIO | None = None) -> None:
-    """Print a text to `file` (None: standard output): as it is to pipes and files, visible on a terminal."""
+    """Print a text, with control characters made visible on a terminal. Without `file` it goes to standard output."""
     file = sys.stdout if file is None else file
     if file is not None:  # a process may have none
         print(visible(text) if file.isatty() else text, file=file, flush=True)

@@ -1,4 +1,4 @@
-"""How much of a position's neighbourhood is committed (d2Cache, arXiv 2509.23094)."""
+"""The share of a position's neighbourhood that is committed (d2Cache, arXiv 2509.23094)."""
 
 import math
 from functools import cache

@@ -29,7 +29,7 @@ Whole = tuple[Tensor, Tensor]  # logits and noisy ones, as they are before a gui
 
 @dataclass(frozen=True)
 class Plan:
-    """How one forward computes a request, and what each position sees. Made by a cache."""
+    """The way in which one forward computes a request, and what each position sees. Made by a cache."""
 
     cache: Cache
     wanted: Request
@@ -37,9 +37,9 @@ class Plan:
     visible: Visible
     computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
     pack: Pack | None = None  # None: the padded form (`PaddedPlan`)
-    attention: Any = None  # of the pack; None: the denoiser's (`models.packed.PackedAttention`)
-    pairs: list[tuple[Tensor, Tensor]] | None = None  # [T, Hkv, Dh] each layer's keys and values; None: not kept
-    last: bool = False  # in the last layer of a pack: only `pack.answers` go on behind attention
+    attention: Any = None  # of the pack. None means the denoiser's (`models.packed.PackedAttention`)
+    pairs: list[tuple[Tensor, Tensor]] | None = None  # [T, Hkv, Dh] of each layer. None if not stored
+    last: bool = False  # in the last layer of a pack, only `pack.answers` continue after attention
 
 
 class LayerParts(Protocol):
@@ -100,7 +100,7 @@ class Context:
 
     @property
     def draws(self) -> bool:
-        """Whether the user's guides draw tokens. A scheduler may bring guides of its own (`Tempered.guides`)."""
+        """True if the user's guides draw tokens. A scheduler may bring guides of its own (`Tempered.guides`)."""
         return is_random(self.guides)
 
 
@@ -146,7 +146,7 @@ class Scheduler(PlugIn):
 
     @property
     def total_steps(self) -> int | None:
-        """Forwards that the user asked for a whole answer, whose blocks share them. None if there is no such number."""
+        """The number of forwards for a whole answer, which its blocks share. None if the user asked for no number."""
         return None
 
     @property
@@ -245,7 +245,7 @@ class Guide:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are sampled under this guide, unless the `temperature` of another one is 0."""
+        """True if tokens are sampled under this guide, unless the `temperature` of another one is 0."""
         return False
 
     @property

@@ -355,7 +355,7 @@ def _page(trace: Trace, tokenizer: PreTrainedTokenizerBase | None) -> str:
 
 
 def _row(trace: Trace, row: int, last: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """One answer, without what lies behind its end."""
+    """Return the HTML of one answer up to its end."""
     size = int(trace.end[row]) - trace.origin
     ids, steps = trace.ids[row, trace.origin :][:size].tolist(), trace.generated[row, :size].tolist()
     chances = trace.logprob[row, trace.origin :][:size].exp().tolist()
@@ -374,7 +374,7 @@ def _row(trace: Trace, row: int, last: int, tokenizer: PreTrainedTokenizerBase |
 
 
 def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    """What each token reads: a line break as a sign, a special token as a dot."""
+    """Return the text of each token, with a sign for a line break and a dot for a special token."""
     if tokenizer is None:
         return [f"{token} " for token in ids]
     special = set(tokenizer.all_special_ids)

@@ -8,7 +8,7 @@ Tokens of an answer may be given (`Canvas.given`). They are on the canvas from t
 step commits them: schedules count the *free* columns of an answer. Where nothing is given, all are free.
 
 Block-causal attention has a grid (`Canvas.grid`): no block crosses one of its lines. Without a grid the active block
-stands for the grid's. With `Canvas.part` a block of the grid is decoded in parts, each of which is the active block in
+is used in its place. With `Canvas.part` a block of the grid is decoded in parts. Each part is the active block in
 turn.
 """
 
@@ -27,7 +27,7 @@ FREE = -1  # in place of a given token: the position is to be generated
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the host reads between two steps: the static sizes of the next one. See `packing.measure`."""
+    """The static sizes of the next step, which the host reads between two steps. See `packing.measure`."""
 
     queries: int  # no row asks about more positions
     block: int  # no live row's block is wider
@@ -36,13 +36,13 @@ class Sizes:
     longest: int  # no row has more entries
     whole: bool  # every live row computes all columns that it has, and the query hides none
     opens: bool = True  # some live row opens a block
-    rows: tuple[tuple[int, int], ...] | None = None  # entries and end of each row; None: not fixed
-    stretch: int | None = None  # no live row's is longer (`packing.stretch`); None: not measured
+    rows: tuple[tuple[int, int], ...] | None = None  # entries and end of each row. None if not fixed
+    stretch: int | None = None  # no live row's is longer (`packing.stretch`). None if not measured
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What a forward cost each row, nothing for finished ones; the loop adds it up."""
+    """The cost of a forward for each row, 0 for finished rows. The loop adds it up."""
 
     nfe: Tensor  # [B] passes
     computed: Tensor  # [B] positions computed, candidates and guidance branches included
@@ -400,7 +400,7 @@ class TokenChoice(Protocol):
         ...
 
     def scores(self, logits: Tensor) -> Tensor:
-        """`[B, K, Q, V]` numbers of which a choice is the best, without what a joint guide demands."""
+        """`[B, K, Q, V]` scores: the choice has the highest one, but for the demands of a joint guide."""
         ...
 
     def law(self, logits: Tensor) -> Tensor:
@@ -456,25 +456,25 @@ class Readout:
 
 @dataclass(frozen=True)
 class Resize:
-    """What a step changes of the length of answers, once it has written: it inserts columns, then moves the end.
+    """A change of the length of answers at the end of a step: it inserts columns, then moves the end.
 
     A canvas reserves `Canvas.new_tokens` columns for each answer. A row uses those before its `end`; the others hold
     padding.
 
-    An inserted column is a copy of the one that it stands behind: of a mask, to get more masks. Columns that do not fit
+    An inserted column is a copy of the one before it: of a mask, to get more masks. Columns that do not fit
     into `Canvas.new_tokens` are cut off at the right. Noise is keyed by step and column: after an insertion a column is
     another place of the answer, and no number is drawn twice.
     """
 
-    end: Tensor  # [B] where the row ends, with what is inserted; below the old end it cuts, whatever stands there
+    end: Tensor  # [B] the row's end after the insertion. Below the old end it cuts, also committed tokens
     ids: Tensor  # [B] what new columns at the end hold
     masked: Tensor  # [B] bool: these are noise
-    behind: Tensor | None = None  # [B] the column behind which columns are inserted
+    behind: Tensor | None = None  # [B] columns are inserted after this one
     count: Tensor | None = None  # [B] how many; 0: none. None: none in any row
     reopen: Tensor | None = None  # [B] bool: the next forward opens the block, as it does where columns move or go
 
     def on(self, canvas: Canvas, live: Tensor) -> Moved:
-        """What it does to the rows `live [B] bool` of a canvas; the others stay."""
+        """Return its effect on the rows `live [B] bool` of a canvas. The others stay."""
         column, room = canvas.columns(), (canvas.first + canvas.new_tokens)[:, None]
         before, source, new = canvas.end[:, None], None, torch.zeros_like(canvas.masked)
         opens = torch.zeros_like(live) if self.reopen is None else self.reopen & live
@@ -500,7 +500,7 @@ class Moved:
     end: Tensor  # [B] of all rows from now on
     opens: Tensor  # [B] bool: rows whose next forward opens the block: what is kept by column is void
     lost: Tensor  # [B] bool: rows that lost columns
-    source: Tensor | None  # [B, L+1] the column that each one was; None: no column has moved
+    source: Tensor | None  # [B, L+1] the former place of each column. None if no column has moved
     new: Tensor  # [B, L+1] bool: columns that did not exist before
     added: Tensor  # [B, L+1] bool: those at the end
     there: Tensor  # [B, L+1] bool: columns that exist

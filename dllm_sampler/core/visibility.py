@@ -110,7 +110,7 @@ def mask_of(keys: Tensor | None) -> Tensor | None:
 
 
 class Predicts(Protocol):
-    """What tells which row predicts a token: a `ModelSpec`, or a model."""
+    """The source of the rule for which row predicts a token: a `ModelSpec`, or a model."""
 
     @property
     def shift(self) -> bool:
@@ -127,7 +127,7 @@ def predictors(canvas: Canvas, columns: Tensor, spec: Predicts, before: Tensor |
     """`[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`.
 
     Args:
-        before: `[B] bool` rows of which every column is predicted by the one before it (`Query.shifted`); None: none.
+        before: `[B] bool` rows whose columns are predicted by the one before each (`Query.shifted`). None for no rows.
     """
     # The row's very first position has none before it and reads its own; the empty slot stays what it is.
     if spec.shift:

@@ -215,7 +215,7 @@ def test_more_prompts_are_answered_and_others_refused(words: list[str], capsys: 
     assert main([*again, *PROMPTS]) == 2 and "o.jsonl line 1 is not a sample" in capsys.readouterr().err
     assert Path("o.jsonl").read_text() == "notes\n" + held
     assert main([*words, *PROMPTS, "output=/dev/stdout", "resume=true"]) == 2
-    assert "resume=true reads what output=/dev/stdout has, and it is no file" in capsys.readouterr().err
+    assert "resume=true reads output=/dev/stdout, which must be a regular file" in capsys.readouterr().err
     assert main([*words, *PROMPTS, "resume=true"]) == 2
     assert "resume=true continues a file of samples. Name it as output=FILE.jsonl" in capsys.readouterr().err
 

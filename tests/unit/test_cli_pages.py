@@ -272,7 +272,7 @@ def test_a_page_that_there_is_not_is_no_general_help(capsys: pytest.CaptureFixtu
     for command, name in ((evaluate, "dllm-eval"), (train, "dllm-train"), (tune, "dllm-tune")):
         assert command(["--help", "sheduler"]) == 2
         out, err = capsys.readouterr()
-        assert out == "" and err.startswith(f"{name}: there is no page 'sheduler'. ")
+        assert out == "" and err.startswith(f"{name}: --help sheduler: this command has no such page. ")
 
 
 def test_a_mistyped_model_folder_lists_no_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from dllm_sampler.guides.forms.edges import Edges
 def completable(automaton: Automaton, given: Sequence[int], end_ids: tuple[int, ...]) -> bool:
     """Whether the automaton accepts some answer that has the given tokens, `FREE` where any may stand.
 
-    An end token does not stand before a given token, unless it is given.
+    An end token never comes before a given token, unless it is given itself.
     """
     last = max((at for at, token in enumerate(given) if token != FREE), default=-1)
     states = torch.zeros(len(automaton.moves), dtype=torch.bool)
