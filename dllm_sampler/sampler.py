@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import signature
@@ -34,6 +35,8 @@ from dllm_sampler.models.fields import shown
 from dllm_sampler.models.rows import FunctionDenoiser, LogitsFunction
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Result
+
+CALLS = 8  # different settings of calls whose plug-ins are stored: a guide may take long to build
 
 
 class Sampler:
@@ -104,6 +107,7 @@ class Sampler:
         graphs.check(cuda_graph)
         self.cuda_graph = cuda_graph
         self._static: StaticEngine | None = None
+        self._calls = dict[str, tuple[Sampler, Plugins]]()  # by the settings of a call
         self._told = set[str]()  # warnings that this sampler has given
         self.engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
 
@@ -264,6 +268,7 @@ class Sampler:
                 stand, -1 (or the mask token) where one is to be generated; what is missing at the end is. See
                 docs/infilling.md.
             options: settings of the sampler that this call changes: `temperature=1`, `scheduler="klass"` ... (`using`).
+                What they build is stored for further calls, so that a file that a setting names is read once.
 
         Raises:
             UserError: a bad prompt or argument.
@@ -416,14 +421,30 @@ class Sampler:
         return made
 
     def _call(self, options: config.Options, block_length: int | None) -> tuple[Sampler, Plugins]:
-        """The sampler and the plug-ins of one call."""
-        own = self.using(**options) if options else self
-        plugins = own.plugins if block_length is None else own.plugins.of_length(block_length)
+        """Return the sampler and the plug-ins of one call. Those of the last `CALLS` different settings are stored."""
+        key = self._settings_key(options, block_length)
+        if key is not None and key in self._calls:
+            own, plugins = self._calls[key]
+        else:
+            own = self.using(**options) if options else self
+            plugins = own.plugins if block_length is None else own.plugins.of_length(block_length)
+            if key is not None:
+                self._calls[key] = own, plugins
+                if len(self._calls) > CALLS:
+                    self._calls.pop(next(iter(self._calls)))
         sentence = untrained(plugins)
         if sentence is not None and sentence not in self._told:
             self._told.add(sentence)
             warnings.warn(sentence, UntrainedWarning, stacklevel=3)
         return own, plugins
+
+    def _settings_key(self, options: config.Options, block_length: int | None) -> str | None:
+        """Return the settings of a call as a text that names them. Returns None if some are objects."""
+        spec = self.denoiser.spec
+        try:
+            return json.dumps([options, block_length, str(spec.device), str(spec.dtype)], sort_keys=True)
+        except (TypeError, ValueError):
+            return None
 
 
 def _defaults(cls: type[Sampler]) -> dict[str, object]:

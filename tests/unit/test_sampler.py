@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import NotFiniteError, Sampler, UserError
+from dllm_sampler import sampler as sampler_module
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cli.main import main
+from dllm_sampler.engine.plugins import assemble
 from dllm_sampler.errors import UntrainedWarning
 from dllm_sampler.guides import Temperature
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -333,3 +335,28 @@ def test_a_cache_needs_a_model_that_can_be_cached() -> None:
 def test_special_tokens_lie_inside_the_vocabulary(token: int) -> None:
     with pytest.raises(UserError, match=f"mask_id {token} lies outside the model's vocabulary of 40 tokens"):
         TransformerDenoiser(toys.transformer(), mask_id=token, eos_id=1)
+
+
+def test_the_plug_ins_of_a_call_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar may take long to build. Objects are never compared, and the settings of many calls are not all kept."""
+    built = list[object]()
+    monkeypatch.setattr(sampler_module, "assemble", lambda *given: built.append(given) or assemble(*given))
+    sampler = toys.sampler()
+    built.clear()
+
+    def tokens(**options: Any) -> Tensor:
+        return sampler.generate(toys.PROMPTS[0], max_new_tokens=6, **options).tokens
+
+    first = tokens(temperature=1.0)
+    assert torch.equal(tokens(temperature=1.0), first) and len(built) == 1
+    tokens(temperature=1)  # another number for JSON, and the same for the guide
+    tokens(scheduler={"name": "fixed", "steps": 3})
+    tokens(scheduler={"steps": 3, "name": "fixed"})
+    assert len(built) == 3
+    for _ in range(2):
+        tokens(scheduler=Threshold(0.6))
+    assert len(built) == 5
+    for top_k in range(1, sampler_module.CALLS + 1):
+        tokens(temperature=1.0, top_k=top_k)
+    tokens(temperature=1.0)
+    assert len(built) == 5 + sampler_module.CALLS + 1
