@@ -33,7 +33,7 @@ def test_what_cannot_run_is_said_and_the_rest_goes_on(tmp_path: Path, capsys: py
     words = ["scheduler=threshold,wino", "cache=dual", "task.count=2", f"output={tmp_path}", "device=cpu"]
     assert command.main(words) == 0
     out = capsys.readouterr().out
-    assert "cannot run wino" in out and "use cache=none" in out and "1 runs" in out
+    assert "cannot run wino" in out and "use cache=none" in out and "\n1 run in " in out
     assert command.main([*words[1:], "scheduler=wino"]) == 2
     assert "use cache=none" in capsys.readouterr().err
     assert command.main(["schedular=x"]) == 2
