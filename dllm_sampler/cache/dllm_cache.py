@@ -18,6 +18,8 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.core.visibility import Visible
 
+STEP = 1e-12  # cosines are compared in such steps: far above rounding errors of float64, and below those of float32
+
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalPlan(PaddedPlan):
@@ -39,7 +41,7 @@ class IntervalCache(BaseCache):
     Source: dLLM-Cache, arXiv 2506.06295. Each layer keeps keys, values, attention output and feed-forward output of
     every position; where nothing is computed, the stored outputs are added to the stream of the moment. Between two
     refreshes of the response, a layer computes its values again (they alone are cheap), compares them with those it
-    keeps, and computes the least similar rows (of those that did not change, the first). The first layer is always
+    keeps, and computes the least similar rows (of those that changed equally, the first). The first layer is always
     computed, as in the published code, so the stream begins with the tokens of the moment. Tokens that were replaced or
     taken back come before all others when rows are chosen. Under a logit shift the prompt's last row, which predicts
     the first token, belongs to the response.
@@ -136,10 +138,10 @@ class IntervalCache(BaseCache):
             precise = torch.promote_types(values.dtype, torch.float32)
             now, then = values.flatten(2).to(precise), stored.flatten(2).to(precise)
             # As the cosine orders them, without its cancellation: 1 - cosine is half the square of this distance.
-            likeness = -(F.normalize(now, dim=-1) - F.normalize(then, dim=-1)).norm(dim=-1)
-            # Which of the rows that did not change is the least changed, rounding should not say.
+            distance = (F.normalize(now, dim=-1) - F.normalize(then, dim=-1)).norm(dim=-1)
+            # Rounding errors must not choose among rows that did not change, or among masks that changed equally.
             still = (now - then).norm(dim=-1) <= torch.finfo(precise).eps ** 0.5 * then.norm(dim=-1)
-            likeness = likeness.masked_fill(still, 1.0)
+            likeness = -(distance.square() / 2 / STEP).round().masked_fill(still, 0.0)
             likeness = likeness.masked_fill(plan.urgent, -torch.inf).masked_fill(~plan.seen, torch.inf)
             # As published: the values of all rows are kept, the keys of the chosen ones only.
             _put(self.slots.values[index], answer, values)

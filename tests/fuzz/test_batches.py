@@ -27,8 +27,6 @@ CAUSAL = ("causal", "fast", "context", "in_blocks", "sdar", "llada2.2-moe")  # t
 LOADED = ("sdar", "llada2.2-moe", "llada-moe", "bert", "diffusion-gemma")
 FAMILIES = (*toys.TOYS, *CAUSAL, *LOADED[2:])
 CLOSE = 1e-9  # of log-probabilities and entropies in float64
-# cache=dllm takes a change below 1.5e-8 for none, and rounding decides on which side one of that size is
-CLOSE_OF = {"dllm": 1e-6}
 CUT_SHORT = ("max_steps", "constraint", "not_finite")
 
 
@@ -254,13 +252,12 @@ def assert_equal(ours: dict[str, Any], alone: dict[str, Any], case: Case) -> Non
     """Compare all of it, exactly. Only float64 promises that."""
     if case.dtype != "float64":
         return
-    close = CLOSE_OF.get(case.plugins.get("cache", {}).get("name"), CLOSE)
     for name, one in ours.items():
         other = alone[name]
         if name == "computed" and case.samples > 1:
             continue  # the prompt may have been computed once for all samples
         if isinstance(one, Tensor) and one.is_floating_point():
-            assert torch.allclose(one, other, atol=close, rtol=close, equal_nan=True), (name, one, other)
+            assert torch.allclose(one, other, atol=CLOSE, rtol=CLOSE, equal_nan=True), (name, one, other)
         else:
             assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, (name, one, other)
 

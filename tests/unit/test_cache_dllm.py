@@ -2,20 +2,22 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Result, UserError
+from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.dllm_cache import IntervalCache
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.conformance.published import PublishedFixedSteps
+from dllm_sampler.models.loading import load
 from dllm_sampler.models.transformer import SwiGLU
-from tests import toys
+from tests import tiny, toys
 from tests.sampling import crossed
 
 TOKENS = 16
@@ -148,3 +150,16 @@ def test_what_is_taken_back_or_replaced_is_computed_in_every_layer(
 def test_mistakes_are_one_sentence(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         toys.sampler(cache={"name": "dllm", **settings})
+
+
+def test_masks_that_change_equally_are_chosen_by_position(tmp_path: Path) -> None:
+    """On this model the attention of masks hardly depends on their positions: rounding would order them."""
+    loaded = load(tiny.write("llada-moe", tmp_path / "model"), dtype="float64")
+    cache = {"name": "dllm", "prompt_every": 4, "response_every": 4, "ratio": 0.8}
+    sampler = Sampler(
+        loaded.denoiser, scheduler="fixed", blocks={"name": "fixed", "length": 16}, stop="none", cache=cache
+    )
+    prompts = [[0, 26, 12, 2, 9, 34, 26, 24, 13, 25, 8], [8, 0, 3, 6]]
+    batch, alone = (sampler.generate(given, max_new_tokens=22).trace for given in (prompts, prompts[:1]))
+    parts = batch.logprob[0, batch.origin :], alone.logprob[0, alone.origin :]
+    torch.testing.assert_close(*parts, atol=1e-12, rtol=1e-12)
