@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler import infill, prompts
 from dllm_sampler.config import MOST_ROWS
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.draw import is_random
-from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.protocols import Guide, is_random
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Recorder, Trace, aligned
 from dllm_sampler.core.values import Canvas

@@ -24,14 +24,13 @@ from dllm_sampler.engine import graphs
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins, assemble, untrained
-from dllm_sampler.errors import NoEffectWarning, UntrainedWarning
+from dllm_sampler.errors import UntrainedWarning
 from dllm_sampler.fixed import Fixed, Piece, Pinned
 from dllm_sampler.infill import Options, Span
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import compiled, guided, laid_out
-from dllm_sampler.models.fields import shown
 from dllm_sampler.models.rows import FunctionDenoiser, LogitsFunction
 from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Result
@@ -153,25 +152,10 @@ class Sampler:
         backends.check(options.get("backend", "auto"))
         graphs.check(options.get("cuda_graph", False))
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
-        cls._tell_of_sampling(denoiser, options)
+        loading.warn_of_sampling(denoiser.spec, options)
         sampler = cls(guided(denoiser, scale), tokenizer=tokenizer, **options)
         laid_out(sampler.denoiser, sampler.kernels)
         return sampler
-
-    @staticmethod
-    def _tell_of_sampling(denoiser: Denoiser, options: config.Options) -> None:
-        """Warn of what a checkpoint asks of sampling, which options decide here."""
-        folder = denoiser.spec.folder
-        if folder is None:
-            return
-        file, values, others = loading.unused_sampling(folder)
-        if any(options.get(name) not in (None, [], (), "none") for name in ("temperature", "top_k", "top_p", "guide")):
-            values = {}
-        if values or others:
-            listing = ", ".join(f"{name}={shown(value)}" for name, value in {**values, **others}.items())
-            words = " ".join(f"{name}={value}" for name, value in values.items())
-            how = f"Set {words} to draw tokens so" if values else "There is no option for it"
-            warnings.warn(f"{file} asks for {listing}, which is not taken. {how}", NoEffectWarning, stacklevel=3)
 
     @classmethod
     def from_callable(

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler.core.draw import is_random
-from dllm_sampler.core.protocols import Carry, Context, Denoiser, Scheduler
+from dllm_sampler.core.protocols import Carry, Context, Denoiser, Scheduler, is_random
 from dllm_sampler.core.select import top
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout

@@ -16,8 +16,7 @@ import transformers
 from dllm_sampler import config
 from dllm_sampler.batch import Reader
 from dllm_sampler.cli import threads
-from dllm_sampler.core.draw import is_random
-from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.protocols import Denoiser, is_random
 from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import NotFiniteError, NotWrittenError, UserError
 from dllm_sampler.eval import memory
@@ -114,6 +113,7 @@ class Runner:
             self.forms = tuple(dict.fromkeys(self._form(sample) for sample in task.samples()))
             self.plugins["guide"] = (*self.plugins["guide"], Demanded(self.forms))
         self.guides: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+        loading.warn_of_sampling(self.denoiser.spec, {**self.plugins, **self.guides})
         self.sampler = Sampler(
             self.denoiser,
             tokenizer=self.tokenizer,

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import Guide, is_random
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError, short
 from dllm_sampler.naming import named
-
-if TYPE_CHECKING:
-    from dllm_sampler.core.protocols import Guide
-
-
-def is_random(guides: Iterable[Guide]) -> bool:
-    """Return True if tokens are drawn under these guides. A temperature of 0 makes every choice greedy."""
-    given = tuple(guides)
-    return any(guide.draws for guide in given) and all(guide.temperature != 0 for guide in given)
 
 
 class Barred(NamedTuple):

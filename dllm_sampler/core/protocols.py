@@ -8,13 +8,12 @@ Plug-ins answer questions; none writes tokens or owns a loop. Only these may rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
-from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.packing import Answers, Pack, Request
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
@@ -275,6 +274,12 @@ class Guide:
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool | None:
         """Whether an answer of these tokens, up to its end token, is what the guide wants; None: it does not say."""
         return None
+
+
+def is_random(guides: Iterable[Guide]) -> bool:
+    """Return True if tokens are drawn under these guides. A temperature of 0 makes every choice greedy."""
+    given = tuple(guides)
+    return any(guide.draws for guide in given) and all(guide.temperature != 0 for guide in given)
 
 
 class Stop(PlugIn):

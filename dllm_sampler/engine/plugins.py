@@ -10,8 +10,19 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.around import Around
-from dllm_sampler.core.draw import is_random
-from dllm_sampler.core.protocols import Blocks, Cache, Context, Foresees, Guide, Paced, Scheduler, Stop, Tempered, Wraps
+from dllm_sampler.core.protocols import (
+    Blocks,
+    Cache,
+    Context,
+    Foresees,
+    Guide,
+    Paced,
+    Scheduler,
+    Stop,
+    Tempered,
+    Wraps,
+    is_random,
+)
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.engine.readout import FIELDS
 from dllm_sampler.errors import UserError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from dllm_sampler.core.checks import is_real, is_whole
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.errors import UserError, first_line, short, unknown
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.errors import NoEffectWarning, UserError, first_line, short, unknown
 from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -187,7 +189,21 @@ def with_adapter(
     return folder, own
 
 
-def unused_sampling(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def warn_of_sampling(spec: ModelSpec, options: Mapping[str, Any]) -> None:
+    """Warn of what a checkpoint asks of sampling if `options`, which decide it here, do not name it."""
+    if spec.folder is None:
+        return
+    file, values, others = _unused_sampling(spec.folder)
+    if any(options.get(name) not in (None, [], (), "none") for name in ("temperature", "top_k", "top_p", "guide")):
+        values = {}
+    if values or others:
+        listing = ", ".join(f"{name}={shown(value)}" for name, value in {**values, **others}.items())
+        words = " ".join(f"{name}={value}" for name, value in values.items())
+        how = f"Set {words} to draw tokens so" if values else "There is no option for it"
+        warnings.warn(f"{file} asks for {listing}, which is not taken. {how}", NoEffectWarning, stacklevel=3)
+
+
+def _unused_sampling(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Return what a checkpoint asks of sampling, which is for the options to say: the file, and its values.
 
     The first values have options of the same names, the second ones have none. Values without effect on answers are

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_choice, check_count, check_inner, check_number
-from dllm_sampler.core.draw import is_random
 from dllm_sampler.core.noise import PICKS, gumbel, hashed, unit
-from dllm_sampler.core.protocols import Context, Scheduler
+from dllm_sampler.core.protocols import Context, Scheduler, is_random
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError

@@ -14,9 +14,10 @@ from dllm_sampler import prompts
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.draw import Barred, is_random, rewritten
+from dllm_sampler.core.draw import Barred, rewritten
 from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.protocols import is_random
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Edit, Query

@@ -3,9 +3,11 @@
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
+import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from rich.console import Console
 
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.errors import RowError, UserError
+from dllm_sampler.errors import NoEffectWarning, RowError, UserError
 from dllm_sampler.eval import runner
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
@@ -297,3 +299,17 @@ def test_a_plug_in_names_samples_by_their_numbers() -> None:
     samples = [Sample(7, ""), Sample(11, "")]
     with pytest.raises(RowError, match="the reward failed for prompts 8, 12"), numbered(samples):
         raise RowError("the reward failed for {prompts}", [1, 0])
+
+
+def test_sampling_values_of_a_checkpoint_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    """As by `Sampler.from_pretrained`; a configuration that sets the temperature decides it."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint, folder)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7}')
+    words = ["task=mini", "task.operation=copy", "task.count=1", f"model={folder}", f"output={tmp_path / 'out'}"]
+    plain, drawn = jobs([*words, "temperature=null,0.5"])
+    with pytest.warns(NoEffectWarning, match=r"generation_config.json asks for temperature=0\.7, which is not taken"):
+        Runner(plain, "cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoEffectWarning)
+        Runner(drawn, "cpu")
