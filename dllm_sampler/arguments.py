@@ -50,7 +50,7 @@ def check_known(options: Mapping[str, Any], *calls: Callable[..., Any], current:
     near = [name] if name in fields else nearest(name, [*known, *others], 1) or nearest(name, fields, 1, 0.8)
     meant = [_as_setting(fields[one], one, options[name], {**current, **options}) for one in near if one in fields]
     hint = meant[0] if meant else f"'{near[0]}'" if near else ""
-    raise TypeError(f"there is no option '{name}'" + (f", did you mean {hint}?" if hint else ""))
+    raise TypeError(f"unknown option '{name}'" + (f", did you mean {hint}?" if hint else ""))
 
 
 def _plugin_fields() -> dict[str, dict[str, list[str]]]:

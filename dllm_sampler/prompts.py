@@ -282,7 +282,7 @@ def decode(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, sto
 
 
 class Kept(NamedTuple):
-    """What is left of an answer before its first stop string."""
+    """The part of an answer before its first stop string."""
 
     text: str  # without special tokens
     tokens: int  # how many of the answer's tokens it is made of
@@ -295,7 +295,7 @@ def cut(
     stop_strings: Sequence[str],
     heads: Sequence[int] | None = None,
 ) -> list[Kept]:
-    """Cut each row of ids before its first stop string, which is looked for behind the first `heads` tokens.
+    """Cut each row of ids before its first stop string after the first `heads` tokens.
 
     Stop strings are looked for in what was generated, with its special tokens, so that one may be spelled like these;
     the text that is left is shown without them.
@@ -310,14 +310,14 @@ def stopped(
     stop_strings: Sequence[str],
     heads: Sequence[int] | None = None,
 ) -> list[bool]:
-    """Return for each row of ids whether it has a stop string behind its first `heads` tokens, as `cut` sees it."""
+    """Return for each row of ids whether it has a stop string after its first `heads` tokens, as `cut` sees it."""
     assert tokenizer is not None
     pairs = zip(rows, heads or [0] * len(rows), strict=True)
     return [_before(row, tokenizer, stop_strings, head) is not None for row, head in pairs]
 
 
 def _before(row: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], head: int) -> str | None:
-    """The text of a row, special tokens included, before its first stop string; None: there is none."""
+    """Return the text of a row, special tokens included, before its first stop string. Returns None without one."""
     if not stop_strings:
         return None
     whole = _said(row, tokenizer)

@@ -110,7 +110,7 @@ class Commits:
     result: Result | None = None
     given: Tensor | None = None  # [B, max_new_tokens] bool: tokens that were given; None: no row has one
     sizes: Tensor | None = None  # [B] columns of each canvas, which change; None: `max_new_tokens`, for good
-    open_end: Tensor | None = None  # [B] column of the answer at which the open blocks end; None: not known
+    open_end: Tensor | None = None  # [B] column of the answer at which the open blocks end. None if unknown
 
     @property
     def there(self) -> Tensor:

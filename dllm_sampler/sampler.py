@@ -183,8 +183,8 @@ class Sampler:
                 shorter rows (default: the first end-of-text token).
             max_positions: longest row that the function takes.
             tokenizer: None: token prompts only, and no texts.
-            dtype: of the logits, a torch dtype or its name; None: of the parameters of a module, else float32.
-            device: of `ids` and `mask`; `"auto"` takes a GPU if there is one; None: that of the parameters of a module,
+            dtype: of the logits, a torch dtype or its name. By default that of a module's parameters, else float32.
+            device: of `ids` and `mask`. `"auto"` takes a GPU if there is one. By default that of a module's parameters,
                 else the CPU.
             options: as the constructor's.
 

@@ -273,7 +273,7 @@ class Runner:
         sample, given = answered.sample, answered.answer
         trace, answer, text = given.trace, given.length, given.text
         assert trace is not None
-        tokens = trace.decoded[0].tolist()  # what stands behind the end, too: a record shows all that was done
+        tokens = trace.decoded[0].tolist()  # also the tokens after the end: a record shows all that was done
         ended = answer > 0 and tokens[answer - 1] in self.sampler.spec.eos_ids
         steps, sure = trace.generated[0].tolist(), trace.logprob[0, trace.origin :].exp().tolist()
         grades = self.job.built_task.grade(sample, Graded(text or "", tokens[: answer - ended]))

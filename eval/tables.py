@@ -21,8 +21,8 @@ class Column:
     """A column of a table.
 
     title, cells: its texts
-    rank: columns of a high rank are left out first where there is no room; those of rank 0 are always shown
-    words: aligned to the left, and folded where there is no room; the others are numbers and never folded
+    rank: columns of a high rank are left out first on a narrow terminal; those of rank 0 are always shown
+    words: aligned to the left, and folded on a narrow terminal; the others are numbers and never folded
     """
 
     title: str

@@ -124,7 +124,7 @@ def write_folder(folder: Path, save: Callable[[str], object]) -> None:
 
 
 class Lines:
-    """Writes lines to a file or a stream. The first line replaces what the file had behind the bytes to be kept.
+    """Writes lines to a file or a stream. The first line replaces what the file had after the bytes to be kept.
 
     Until then the file is as it was: a mistake found before costs nothing. It is locked while it is open; the lock ends
     with the process.

@@ -110,7 +110,7 @@ def mask_of(keys: Tensor | None) -> Tensor | None:
 
 
 class Predicts(Protocol):
-    """The source of the rule for which row predicts a token: a `ModelSpec`, or a model."""
+    """A `ModelSpec` or a model, which says which row predicts a token."""
 
     @property
     def shift(self) -> bool:

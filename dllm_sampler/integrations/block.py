@@ -274,7 +274,7 @@ def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
 
 
 def model(vocab_size: int, mask_id: int | None, ends: tuple[int, ...], length: int, device: torch.device) -> ModelSpec:
-    """What a scheduler must know of a block-causal model that another engine runs; no `ends`: they are not known."""
+    """Return the spec of a block-causal model that another engine runs. Empty `ends` are unknown end tokens."""
     eos_id, *others = ends or (NO_END,)
     return ModelSpec(
         vocab_size=vocab_size,

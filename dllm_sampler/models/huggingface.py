@@ -121,7 +121,9 @@ def load(
 
 
 def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **options: Any) -> Any:
-    """`kind.from_pretrained` of a checkpoint folder, safetensors only; None: dtype as stored. No adapter is taken.
+    """Load a checkpoint folder by `kind.from_pretrained`, from safetensors only and without an adapter.
+
+    Without `dtype` the weights are as stored.
 
     Raises:
         UserError: the checkpoint does not fit its config; `what` says what it should have been.
@@ -219,7 +221,7 @@ def wrap(
         eos_id: further end tokens, before those of the config.
 
     Raises:
-        UserError: there is no mask token, nothing that could end an answer, or an end token that is no token id.
+        UserError: the mask token or the end tokens are missing, or an end token is not a token id.
     """
 
     def token(*names: str) -> int | None:

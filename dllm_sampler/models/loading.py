@@ -199,7 +199,7 @@ def warn_of_sampling(spec: ModelSpec, options: Mapping[str, Any]) -> None:
     if values or others:
         listing = ", ".join(f"{name}={shown(value)}" for name, value in {**values, **others}.items())
         words = " ".join(f"{name}={value}" for name, value in values.items())
-        how = f"Set {words} to draw tokens so" if values else "There is no option for it"
+        how = f"Set {words} to draw tokens so" if values else "No option does the same"
         warnings.warn(f"{file} asks for {listing}, which is not taken. {how}", NoEffectWarning, stacklevel=3)
 
 

@@ -1,4 +1,4 @@
-"""Models that run whole rows from tokens to logits, of which no layer can be driven from outside: no cache."""
+"""Models that run whole rows from tokens to logits. Nobody can drive their layers, so they have no cache."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class RowsModule(nn.Module):
     ) -> Tensor:
         """Logits `[N, M|Q, V]` of the tokens `[N, M]`.
 
-        positions: `[N, M]`, one after the other; what stands before position 0 is padding. Default 0..M-1
+        positions: `[N, M]`, in ascending order; anything before position 0 is padding. Default 0..M-1
         keys: bool `[N, M]`, columns that may be seen; default all
         rows: int64 `[N, Q]`, columns to answer for; default all
         """

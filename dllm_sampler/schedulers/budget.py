@@ -28,7 +28,7 @@ def block_steps(canvas: Canvas, steps: int | None) -> Tensor:
     """`[B]` the active block's part of a generation's `steps`, by its length (at least 1); None: one per position."""
     if steps is None:
         return canvas.free_in_block().clamp(min=1)
-    total = canvas.free_total()  # of which a stop may have cut off a part
+    total = canvas.free_total()  # a stop may have cut off a part of them
     before, until = (canvas.free_before(at) * steps // total for at in (canvas.start, canvas.stop))
     return (until - before).clamp(min=1)
 

@@ -307,7 +307,7 @@ class SpeculativeSampler:
         return separator
 
     def _end_tokens(self) -> tuple[int, ...]:
-        """What ends an answer: the target says so, else the drafter; and what the user adds to that."""
+        """Return the end tokens: those of the target, or else of the drafter, and the user's."""
         config = getattr(self.target.model, "generation_config", None)
         named = getattr(config, "eos_token_id", None)
         if named is None:

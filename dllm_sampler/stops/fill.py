@@ -13,7 +13,7 @@ from dllm_sampler.stops.end_tokens import PrefixStop, first_of
 
 @dataclass(frozen=True)
 class FillStop(PrefixStop):
-    """Write the (first) end token everywhere behind a committed one; stop once no mask remains before it.
+    """Write the (first) end token everywhere after a committed one. Stop once no mask remains before it.
 
     Source: the early stop of d3LLM, arXiv 2601.07568. The model sees end tokens where masks were (with `stop=truncate`
     it sees nothing there). An end token that is committed farther left fills again. In the published code masks behind

@@ -105,7 +105,7 @@ def scorable(model: nn.Module | Denoiser) -> nn.Module:
             denoiser of a sampler.
 
     Raises:
-        UserError: a denoiser whose model cannot be scored: under guidance, say.
+        UserError: the model of a denoiser cannot be scored, for example under guidance.
     """
     if isinstance(model, TransformerDenoiser):
         return model.model

@@ -354,7 +354,7 @@ class Target(Stage):
         examples = self.source.draw(f"{self.seed}/target/{number}", trainer.batch, number=number)
         rows = collate([trainer.encode(one) for one in examples], trainer.spec.eos_id)
         ids, answer = rows.ids[share].to(device), rows.answer[share].to(device)
-        # Padding stands behind the answer, which no token of it sees.
+        # Padding comes after the answer, and no token of the answer sees it.
         logits = self.trained.wrapped(input_ids=ids).logits[:, :-1][answer[:, 1:]]
         return F.cross_entropy(logits, ids[answer], reduction="sum") / int(rows.answer.sum())
 
@@ -386,7 +386,7 @@ class Distilled(Stage):
         return found * (int(own.sum()) / int(answer.sum()))
 
     def corrupt(self, answer: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """What is masked of answers, and the weights."""
+        """Return the masked tokens of answers, and their weights."""
         return distill_mask(answer, generator, self._trainer.least_t)
 
 

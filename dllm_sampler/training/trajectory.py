@@ -34,7 +34,7 @@ class Trajectories:
 
     Args:
         trace: of a sampler that `check` accepts.
-        eos_id: the end token, or a sequence of several: tokens behind a row's first one do not count, that one does.
+        eos_id: the end token, or a sequence of several: tokens after a row's first one do not count, that one does.
         after_eos: they do (published CJ-GRPO code computes the mask that drops them and does not use it).
         shift: the model predicts token i from row i-1 (Dream).
         parallel: block-causal models only: states of different blocks that have the same number inside their block

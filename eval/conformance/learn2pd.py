@@ -20,7 +20,7 @@ from dllm_sampler.stops.end_tokens import NoStop
 
 
 class Arguments(BaseModel):
-    """What the loops take, with their defaults. `cache` stands for the repository's one function per cache."""
+    """The arguments of the loops, with their defaults. `cache` names the repository's one function per cache."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 

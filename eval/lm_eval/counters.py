@@ -1,4 +1,4 @@
-"""What the answers to each task of the harness took, in the harness's results: `dllm-report` reads it there."""
+"""Counts of tokens and forwards for each task, put into the harness's results: `dllm-report` reads them there."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ LEFT_OUT = ("_target_", "name", "path", "content")  # settings that no label sho
 
 @dataclass(frozen=True)
 class Label:
-    """What a run is called.
+    """The name of a run.
 
     task: its task; method: all else; family: the same for methods that differ in numbers alone
     settings: the numbers that vary, by their names in `method`
@@ -371,7 +371,7 @@ def _methods(runs: Sequence[Run]) -> list[tuple[str, str, dict[str, float]]]:
 
 
 def _names(known: Mapping[str, set[str]]) -> dict[str, str]:
-    """What each field that varies is called: by itself, with its group where that could be another group's.
+    """Return the name of each field that varies, with its group where another group has a field of that name.
 
     The scheduler's keep the short name unless another one of that name varies, too.
     """

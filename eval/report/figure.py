@@ -202,7 +202,7 @@ def lines(found: Comparison, points: Mapping[str, object]) -> list[list[Method]]
 
 
 def _looks(found: Comparison) -> dict[str, dict[str, Any]]:
-    """How each method is drawn, by its label."""
+    """Return the style of each method, by its label."""
     schedulers = list(dict.fromkeys(method.scheduler for method in found.methods))
     caches = list(dict.fromkeys(method.cache for method in found.methods))
     looks = {}
@@ -292,7 +292,7 @@ def even_ticks(low: float, high: float) -> list[float]:
 
 
 def _score(found: Comparison, parts: Sequence[Panel]) -> str:
-    """What the vertical axis shows."""
+    """Return the title of the vertical axis."""
     names = {run.about["score"] for method in found.methods for run in method.runs.values()}
     name = names.pop().replace("_", " ") if len(names) == 1 else "score"
     several = len(found.tasks) > 1 and not parts[0].title

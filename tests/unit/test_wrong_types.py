@@ -321,21 +321,21 @@ def test_half_a_character(prompt: Any, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("temprature", "there is no option 'temprature', did you mean 'temperature'?"),
-        ("max_new_token", "there is no option 'max_new_token', did you mean 'max_new_tokens'?"),
-        ("temp", "there is no option 'temp', did you mean 'temperature'?"),
+        ("temprature", "unknown option 'temprature', did you mean 'temperature'?"),
+        ("max_new_token", "unknown option 'max_new_token', did you mean 'max_new_tokens'?"),
+        ("temp", "unknown option 'temp', did you mean 'temperature'?"),
         (
             "threshold",
-            'there is no option \'threshold\', did you mean scheduler={"name": "threshold", "threshold": 1}?',
+            'unknown option \'threshold\', did you mean scheduler={"name": "threshold", "threshold": 1}?',
         ),
-        ("length", 'there is no option \'length\', did you mean blocks={"name": "fixed", "length": 1}?'),
-        ("p", 'there is no option \'p\', did you mean guide={"name": "top_p", "p": 1}?'),
+        ("length", 'unknown option \'length\', did you mean blocks={"name": "fixed", "length": 1}?'),
+        ("p", 'unknown option \'p\', did you mean guide={"name": "top_p", "p": 1}?'),
         (
             "window",
-            'there is no option \'window\', did you mean scheduler={"name": "slowfast", "window": 1}?',
+            'unknown option \'window\', did you mean scheduler={"name": "slowfast", "window": 1}?',
         ),
-        ("treshold", 'there is no option \'treshold\', did you mean scheduler={"name": "threshold", "threshold": 1}?'),
-        ("option", "there is no option 'option'"),
+        ("treshold", 'unknown option \'treshold\', did you mean scheduler={"name": "threshold", "threshold": 1}?'),
+        ("option", "unknown option 'option'"),
         ("order", "'order' is an option of generate_many, and not of this call"),
     ],
 )

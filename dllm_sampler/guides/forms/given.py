@@ -33,7 +33,7 @@ def completable(automaton: Automaton, given: Sequence[int], end_ids: tuple[int, 
 
 @lru_cache(maxsize=8)
 def _pairs(automaton: Automaton, without: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """States of which the second follows the first by some token, but for the end tokens `without`."""
+    """Return pairs of states: some token leads from the first to the second. The end tokens `without` do not count."""
     moves, classes = automaton.moves, automaton.classes
     if without:
         own = classes[without[0]]  # end tokens are of one class
