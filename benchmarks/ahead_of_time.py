@@ -26,8 +26,8 @@ from rich.progress import track
 from rich.table import Table
 
 from dllm_sampler import kernels
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.host import files
 from dllm_sampler.kernels.configuration import Configuration
 
 

@@ -32,8 +32,8 @@ from campaign_rules import decisions
 from campaign_stages import STAGES, Figures, Stage
 from options import add_smoke, among, check_gpu, command, parser, quantity
 
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
+from dllm_sampler.host import files
 
 HERE = Path(__file__).parent
 FILE = "campaign.json"

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 import dllm_sampler
-from dllm_sampler.core import files
 from dllm_sampler.errors import FallbackWarning, first_line
+from dllm_sampler.host import files
 from dllm_sampler.kernels.backend import forget
 
 Value = TypeVar("Value")

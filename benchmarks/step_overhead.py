@@ -32,6 +32,7 @@ from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
 from dllm_sampler import config
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
@@ -41,7 +42,6 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import positive
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Rope, Transformer, answered
-from dllm_sampler.naming import named
 
 TARGETS = {  # for llada-157m
     ("overhead", "none"): 1.10,

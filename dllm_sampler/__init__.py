@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dllm_sampler._version import __version__
 from dllm_sampler.errors import NotFiniteError, UserError
 
 if TYPE_CHECKING:
@@ -12,12 +11,14 @@ if TYPE_CHECKING:
     from dllm_sampler.core.spec import ModelSpec, Traits
     from dllm_sampler.core.trace import Trace
     from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+    from dllm_sampler.inputs.prompts import Infill
     from dllm_sampler.models.denoiser import TransformerDenoiser
     from dllm_sampler.models.transformer import Transformer, TransformerConfig
-    from dllm_sampler.prompts import Infill
     from dllm_sampler.result import Answer, Commits, Result, Speculation
     from dllm_sampler.sampler import Sampler
     from dllm_sampler.speculative.deer import SpeculativeSampler
+
+__version__ = "0.1.0"  # setuptools reads it without importing the package
 
 _HOMES = {
     "core.values": ("Canvas", "Edit", "Query", "Readout"),
@@ -25,7 +26,7 @@ _HOMES = {
     "core.noise": ("CounterNoise", "ReplayNoise"),
     "core.protocols": ("Blocks", "Cache", "Context", "Denoiser", "Guide", "Scheduler", "Stop"),
     "core.spec": ("ModelSpec", "Traits"),
-    "prompts": ("Infill",),
+    "inputs.prompts": ("Infill",),
     "result": ("Answer", "Commits", "Result", "Speculation"),
     "models.denoiser": ("TransformerDenoiser",),
     "models.transformer": ("Transformer", "TransformerConfig"),

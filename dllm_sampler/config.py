@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, TypedDict, get_args, get_origin, get_type
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from dllm_sampler.core.functions import function, resolve
-from dllm_sampler.core.reading import check_interpolations
+from dllm_sampler.core.naming import named, typed
 from dllm_sampler.errors import UserError, short, unknown
-from dllm_sampler.naming import named, typed
-from dllm_sampler.paths import expanded
+from dllm_sampler.host.functions import function, resolve
+from dllm_sampler.host.paths import expanded
+from dllm_sampler.host.reading import check_interpolations
 
 if TYPE_CHECKING:  # this module imports no torch: commands read their settings before they wait for it
     from dllm_sampler.core.values import Noise

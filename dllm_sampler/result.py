@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import prompts
 from dllm_sampler.core.ends import first_end, is_end
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.errors import UserError, counted
+from dllm_sampler.inputs import prompts
 
 ROWS, SHOWN = 8, 80  # answers that a `repr` has, and signs of each
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import arguments, batch, config, infill, many
-from dllm_sampler.batch import Progress
+from dllm_sampler import config
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
@@ -25,14 +24,17 @@ from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins, assemble, untrained
 from dllm_sampler.errors import UntrainedWarning
-from dllm_sampler.fixed import Fixed, Piece, Pinned
-from dllm_sampler.infill import Options, Span
+from dllm_sampler.generation import batch, many
+from dllm_sampler.generation.batch import Progress
+from dllm_sampler.inputs import arguments, infill
+from dllm_sampler.inputs.given import Fixed, Piece, Pinned
+from dllm_sampler.inputs.infill import Options, Span
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import compiled, guided, laid_out
 from dllm_sampler.models.rows import FunctionDenoiser, LogitsFunction
-from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Result
 
 CALLS = 8  # different settings of calls whose plug-ins are stored: a guide may take long to build

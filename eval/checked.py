@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from dllm_sampler.config import GROUPS
 from dllm_sampler.core.checks import is_real, is_whole
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.records import Record
+from dllm_sampler.host.reading import parsed
 
 SCHEMA = 2  # of run.json; docs/formats.md
 PLACE = (

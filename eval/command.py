@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from dllm_sampler._version import __version__
+from dllm_sampler import __version__
 from dllm_sampler.cli import terminal
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import check_topics, choices_of
 from dllm_sampler.cli.printing import about
 from dllm_sampler.cli.yours import choices, trusting
-from dllm_sampler.core.files import write as write_file
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval import tables
 from dllm_sampler.eval.jobs import EVAL, Job, jobs
 from dllm_sampler.eval.lm_eval import names as harness_names
 from dllm_sampler.eval.report.headline import METHOD, interval
 from dllm_sampler.eval.tables import Column
+from dllm_sampler.host.files import write as write_file
 
 if TYPE_CHECKING:
     from dllm_sampler.eval.report.data import Comparison, Figures

@@ -14,13 +14,13 @@ from typing import Any
 from uuid import uuid4
 
 from dllm_sampler import __version__
-from dllm_sampler.core import files, locks
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import checked
 from dllm_sampler.eval.checked import SCHEMA
 from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.records import Record, finite
 from dllm_sampler.eval.tasks.base import Task
+from dllm_sampler.host import files, locks
 
 ABOUT, SAMPLES, PART, LOCK = "run.json", "samples.jsonl", "part-*.jsonl", ".lock"
 

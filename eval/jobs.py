@@ -27,7 +27,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval import sources
 from dllm_sampler.eval.tasks.asked import Asked
 from dllm_sampler.eval.tasks.base import Task
-from dllm_sampler.paths import expanded
+from dllm_sampler.host.paths import expanded
 
 EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."

@@ -30,12 +30,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dllm_sampler.cli import threads
 from dllm_sampler.cli.compose import literal
 from dllm_sampler.cli.yours import PACKAGED
-from dllm_sampler.core import files
 from dllm_sampler.errors import NotWrittenError, UserError, first_line, installing, unknown
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, of_hydra
 from dllm_sampler.eval.runner import Share, run
 from dllm_sampler.eval.state import told
+from dllm_sampler.host import files
 from dllm_sampler.models.loading import as_device
 
 LAUNCHER = "hydra/launcher="

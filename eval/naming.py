@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import prompts
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import RowError, UserError
 from dllm_sampler.eval.tasks.base import Sample, Task
+from dllm_sampler.inputs import prompts
 
 
 @contextmanager

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Denoiser, Scheduler, is_random
 from dllm_sampler.core.select import top
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
-from dllm_sampler.prompts import Prompt
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps

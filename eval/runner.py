@@ -14,7 +14,6 @@ import torch
 import transformers
 
 from dllm_sampler import config
-from dllm_sampler.batch import Reader
 from dllm_sampler.cli import threads
 from dllm_sampler.core.protocols import Denoiser, is_random
 from dllm_sampler.engine.graphs import networks
@@ -29,6 +28,7 @@ from dllm_sampler.eval.records import Record, encoded_again
 from dllm_sampler.eval.tasks.base import Answer as Graded
 from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.eval.tasks.formed import Demanded
+from dllm_sampler.generation.batch import Reader
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided, laid_out
 from dllm_sampler.result import Answer

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-from dllm_sampler.core import files, locks, telling
+from dllm_sampler.core import telling
 from dllm_sampler.errors import counted
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job
+from dllm_sampler.host import files, locks
 
 FILES = ".running-*.json"  # of dllm-eval, docs/formats.md
 LOCKS = ".*.lock"  # of dllm-train and dllm-tune

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from dllm_sampler import config
-from dllm_sampler._version import __version__
+from dllm_sampler import __version__, config
 from dllm_sampler.cli.compose import App, composition
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.cli.yours import entry, trusting
-from dllm_sampler.core import files, locks
 from dllm_sampler.core.telling import tell, telling
 from dllm_sampler.errors import NotWrittenError, UserError, counted, installing
 from dllm_sampler.eval.experiment import (
@@ -43,6 +41,7 @@ from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
 from dllm_sampler.eval.report.data import Method, Run
 from dllm_sampler.eval.space import Tuning
+from dllm_sampler.host import files, locks
 
 if TYPE_CHECKING:
     from optuna import Study

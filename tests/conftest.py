@@ -31,7 +31,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever ran before in this process: a warning given once per process comes, and a class has its own name."""
-    from dllm_sampler import naming
+    from dllm_sampler.core import naming
     from dllm_sampler.kernels import backend
 
     backend.warn.cache_clear()

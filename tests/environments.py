@@ -32,10 +32,10 @@ from typing import Any, TextIO
 from xml.etree import ElementTree
 
 from dllm_sampler.cli.ending import ending
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser, output, positive
 from dllm_sampler.eval.folders import commit
+from dllm_sampler.host import files
 from tests.tables import markdown
 from tests.versions import ENVIRONMENTS, PINNED, ROOT, Environment, interpreter, requirements
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count, check_number, check_positive
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Context
 from dllm_sampler.core.select import numbers, rank
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core import select
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Answers, Pack, Request
 from dllm_sampler.core.protocols import Cache, Context, LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.core.visibility import Visible, keys_of, mask_of, visible
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 
 
 @dataclass(frozen=True)

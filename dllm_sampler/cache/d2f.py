@@ -10,12 +10,12 @@ from torch import Tensor
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.checks import check_choice
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import Cache, Context, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 
 Attention = Literal["full", "block_causal"]
 

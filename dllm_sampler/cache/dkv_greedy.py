@@ -11,11 +11,11 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Cache, Context
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 
 
 @dataclass

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.prefix import PrefixCache
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import Cache, Context, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 
 # What the engine and others ask of a cache is what the inner one says.
 FACTS = ("stores", "pads", "syncs", "chooses", "keeps_noise", "shared")

@@ -19,8 +19,8 @@ from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.quoting import TEXTS, as_text, quoted, unreadable
 from dllm_sampler.cli.shorthand import spelled_out
 from dllm_sampler.cli.yours import PACKAGED, check, choices, entry, holders, own
-from dllm_sampler.core.files import uninterrupted
 from dllm_sampler.errors import UserError, first_line, nearest, short, unknown
+from dllm_sampler.host.files import uninterrupted
 
 # What Hydra raises for input it does not like; from YAMLError on they come from its own code, unprepared for it.
 HYDRA_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, OSError, RecursionError)

@@ -6,7 +6,7 @@ from typing import IO, Any, NamedTuple
 
 from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import UserError
-from dllm_sampler.paths import expanded
+from dllm_sampler.host.paths import expanded
 
 Prompt = str | list[int] | list[dict[str, str]]  # text (in which there may be gaps), token ids, or chat messages
 

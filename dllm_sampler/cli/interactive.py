@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from dllm_sampler._version import __version__
+from dllm_sampler import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli import run
 from dllm_sampler.cli.arguments import is_flag, is_override, split

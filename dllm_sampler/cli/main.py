@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from dllm_sampler._version import __version__
+from dllm_sampler import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli.arguments import split
 from dllm_sampler.cli.ending import ending

@@ -6,7 +6,7 @@ from pathlib import Path
 from dllm_sampler.cli import threads
 from dllm_sampler.config import BATCHING, DTYPES, MOST_ROWS
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.paths import expanded
+from dllm_sampler.host.paths import expanded
 
 OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".xlsx", ".html", ".md", ".yaml", ".yml")
 # What changes no sample, or only says where samples go: a file that was begun with others may be continued.

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from dllm_sampler.cli.inputs import Prompt
-from dllm_sampler.core import files
 from dllm_sampler.core.checks import is_whole
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import NotWrittenError, UserError, counted
+from dllm_sampler.host import files
+from dllm_sampler.host.reading import parsed
 from dllm_sampler.result import Result
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import short
+from dllm_sampler.host.reading import parsed
 
 # Fields that hold a regular expression, JSON, or a file: their signs are not Hydra's lists, mappings and sweeps.
 FILES = ("guide.json_schema.schema", "guide.grammar.grammar")

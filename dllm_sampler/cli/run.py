@@ -15,8 +15,7 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from dllm_sampler import config, infill, prompts
-from dllm_sampler.batch import warn_of_bias
+from dllm_sampler import config
 from dllm_sampler.cli import inputs, threads
 from dllm_sampler.cli.compose import Settings
 from dllm_sampler.cli.inputs import Forms, Prompt
@@ -29,9 +28,11 @@ from dllm_sampler.cli.terminal import show
 from dllm_sampler.core.ends import first_end
 from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import NotFiniteError, RowError, UserError, counted
-from dllm_sampler.fixed import Fixed
-from dllm_sampler.infill import Task
-from dllm_sampler.prompts import Infill
+from dllm_sampler.generation.batch import warn_of_bias
+from dllm_sampler.inputs import infill, prompts
+from dllm_sampler.inputs.given import Fixed
+from dllm_sampler.inputs.infill import Task
+from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.result import Commits, Result
 from dllm_sampler.sampler import Sampler
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from dllm_sampler.batch import SAME
 from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.output import Records, Totals, listed
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.errors import NotFiniteError, NotWrittenError
+from dllm_sampler.generation.batch import SAME
 from dllm_sampler.kernels.backend import warn
 from dllm_sampler.result import Answer, Result
 from dllm_sampler.sampler import Sampler

@@ -24,8 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dllm_sampler import config
-from dllm_sampler.core.reading import yaml_text
 from dllm_sampler.errors import UserError, first_line, unknown
+from dllm_sampler.host.reading import yaml_text
 
 LOCAL = Path("conf")
 PACKAGED = "dllm_sampler.conf"

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide, is_random
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError, short
-from dllm_sampler.naming import named
 
 
 class Barred(NamedTuple):

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dllm_sampler.core import files, locks
+from dllm_sampler.host import files, locks
 
 SCHEMA = 2  # docs/formats.md
 EVERY = 0.5  # seconds from one change of the file to the next

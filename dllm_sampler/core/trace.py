@@ -16,10 +16,10 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler.core import files
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.values import Canvas, Edit, Moved, Query, Readout
 from dllm_sampler.errors import UserError, counted
+from dllm_sampler.host import files
+from dllm_sampler.host.reading import parsed
 
 SCHEMA = 2
 FIELDS = ("ids", "step_map", "gone", "logprob", "nfe", "rows", "begin", "end", "seeds", "revised")

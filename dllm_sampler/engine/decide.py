@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import packing
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Request
 from dllm_sampler.core.protocols import Cache, Carry, Foresees, Guide, Planner, Stop
 from dllm_sampler.core.trace import Recorder
@@ -20,7 +21,6 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 from dllm_sampler.engine.faults import check_edit, checked_answer
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 
 
 @dataclass

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Cache, Carry, Guide, Scheduler, Stop
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 
 # Fields of `Edit`, whether they are boolean, and whether they say something of each position or of each row.
 EDIT = (

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 from torch import nn
 
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.values import Canvas, Noise, Sizes
@@ -29,7 +30,6 @@ from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.kernels.backend import TORCH, Backend, warn
 from dllm_sampler.models.fused import hooked
 from dllm_sampler.models.moe import Experts, waits
-from dllm_sampler.naming import named
 
 KEPT = 8  # shapes of canvas whose recordings are kept
 ROOM = 2**31  # bytes of buffers, beyond which the oldest go before new ones are made

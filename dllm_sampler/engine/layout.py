@@ -36,7 +36,7 @@ def canvas(
         cuts: whether a stop policy may shorten rows.
         multiple: the canvas is rounded up to a multiple of this many columns; no row uses the last ones.
         length: the canvas has at least this many.
-        lengths: of other answers for which the canvas must have room: see `engine/admission.py`.
+        lengths: of other answers for which the canvas must have room: see `engine/in_flight.py`.
         forms: which of a guide's forms each answer has; None: no guide has a list of them.
         given: as many tokens as the answer has for each row, `FREE` where one is to be generated, or None where all
             are; None: no row has one, nor will one that joins.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.around import Around
+from dllm_sampler.core.naming import described, named
 from dllm_sampler.core.protocols import (
     Blocks,
     Cache,
@@ -27,7 +28,6 @@ from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.engine.readout import FIELDS
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP
-from dllm_sampler.naming import described, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from dllm_sampler import config
-from dllm_sampler._version import __version__
+from dllm_sampler import __version__, config
 from dllm_sampler.cli.arguments import is_override
 from dllm_sampler.cli.compose import SAMPLE, App, Settings, composition, own, parts
 from dllm_sampler.cli.ending import ending

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dllm_sampler import config
 from dllm_sampler.core import select
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Guide, Scheduler
@@ -27,7 +28,6 @@ from dllm_sampler.integrations.canvas import block
 from dllm_sampler.integrations.forms import OfAnswer, of_text
 from dllm_sampler.integrations.scope import beyond, obstacle
 from dllm_sampler.kernels.backend import TORCH, Backend
-from dllm_sampler.naming import named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

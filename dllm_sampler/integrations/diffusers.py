@@ -19,12 +19,12 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.ends import end_ids, is_end
+from dllm_sampler.core.naming import described, named
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.errors import NotFiniteError, UserError, installing
 from dllm_sampler.integrations.block import BlockRule, BlockState, model
 from dllm_sampler.integrations.saving import check_json, written
 from dllm_sampler.integrations.timesteps import Timesteps
-from dllm_sampler.naming import described, named
 
 try:
     from diffusers.configuration_utils import ConfigMixin, FrozenDict, register_to_config

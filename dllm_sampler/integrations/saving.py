@@ -7,9 +7,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from dllm_sampler import config
-from dllm_sampler.core.functions import function
+from dllm_sampler.core.naming import named
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
+from dllm_sampler.host.functions import function
 
 
 def written(group: str, plugin: Any) -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.naming import named
 
 
 def obstacle(plugins: Plugins) -> str | None:

@@ -13,9 +13,9 @@ import yaml
 
 from dllm_sampler import config
 from dllm_sampler.core.protocols import Guide
-from dllm_sampler.core.reading import yaml_text
 from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.guides.forms.automaton import STATES
+from dllm_sampler.host.reading import yaml_text
 from dllm_sampler.integrations import COMMAND
 from dllm_sampler.integrations.block import BlockRule, model
 from dllm_sampler.integrations.forms import OF_BYTES, of_bytes, of_text

@@ -90,8 +90,8 @@ class BlockAlgorithm:
     @classmethod
     def configure_server_args(cls, server_args: Any) -> None:
         """Refuse wrong settings before the model is loaded."""
+        from dllm_sampler.core.naming import named
         from dllm_sampler.integrations.settings import LENGTH, Settings
-        from dllm_sampler.naming import named
 
         settings = Settings.load(server_args.dllm_algorithm_config, CONFIG)
         rule = settings.checked(settings.block_size or LENGTH)

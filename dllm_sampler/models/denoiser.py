@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.core.ends import end_ids
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import Attention, ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
@@ -25,7 +26,6 @@ from dllm_sampler.models.compiled import CompiledParts, Parts
 from dllm_sampler.models.fields import shown
 from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.transformer import Layer, Rope, Transformer, answered
-from dllm_sampler.naming import named
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
-from dllm_sampler.paths import expanded
+from dllm_sampler.host.paths import expanded
+from dllm_sampler.host.reading import parsed
 
 FILE = "filter.safetensors"  # in the folder of a checkpoint that ships its own
 SCHEMA = 1

@@ -20,6 +20,7 @@ from dllm_sampler.core.checks import is_real, is_whole
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import NoEffectWarning, UserError, first_line, short, unknown
+from dllm_sampler.host.paths import expanded
 from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -27,7 +28,6 @@ from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import Fields, end_tokens, shown
 from dllm_sampler.models.transformer import Transformer
-from dllm_sampler.paths import expanded
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DOWNLOADS = ["*.json", "model*.safetensors", "filter.safetensors", adapters.WEIGHTS, "*.txt", "*.model", "*.jinja"]

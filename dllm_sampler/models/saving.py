@@ -13,7 +13,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dllm_sampler.core import files
+from dllm_sampler.host import files
 from dllm_sampler.models import loading, weights
 from dllm_sampler.models.families import to_checkpoint
 from dllm_sampler.models.family import Family

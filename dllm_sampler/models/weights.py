@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
+from dllm_sampler.host.reading import parsed
 from dllm_sampler.models.family import HARMLESS, Family, Part
 from dllm_sampler.models.transformer import Transformer
 

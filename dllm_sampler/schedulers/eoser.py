@@ -9,11 +9,11 @@ from torch import Tensor
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_inner, check_number
 from dllm_sampler.core.ends import is_end
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Progress = Literal["committed", "step", "ascending"]

@@ -9,12 +9,12 @@ from torch import Tensor
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count, check_inner
 from dllm_sampler.core.ends import is_end
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.statistics import argmax, significant
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 from dllm_sampler.schedulers.threshold import Threshold
 
 

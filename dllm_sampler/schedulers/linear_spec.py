@@ -8,12 +8,12 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 from dllm_sampler.schedulers.drafting.verify import upto_failure
 from dllm_sampler.schedulers.threshold import Threshold
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Context
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.paths import expanded
+from dllm_sampler.host.paths import expanded
+from dllm_sampler.host.reading import parsed
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 

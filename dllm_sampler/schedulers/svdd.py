@@ -10,15 +10,15 @@ from torch import Tensor
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_choice, check_count, check_inner, check_number
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import PICKS, gumbel, hashed, unit
 from dllm_sampler.core.protocols import Context, Scheduler, is_random
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
-from dllm_sampler.rewards import Reward
 from dllm_sampler.schedulers.drafting.choosing import Choosing
 from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.rewards import Reward
 
 Value = Literal["fill", "masked"]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dllm_sampler import prompts
 from dllm_sampler.blocks.fixed import FullBlock
 from dllm_sampler.cache.none import once
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.draw import Barred, rewritten
 from dllm_sampler.core.ends import end_ids, is_end
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import is_random
 from dllm_sampler.core.spec import ModelSpec
@@ -24,8 +24,8 @@ from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import NotFiniteError, UserError
-from dllm_sampler.naming import named
-from dllm_sampler.prompts import Prompt
+from dllm_sampler.inputs import prompts
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.speculative import autoregressive

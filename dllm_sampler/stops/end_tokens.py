@@ -8,11 +8,11 @@ from torch import Tensor
 
 from dllm_sampler.core import select
 from dllm_sampler.core.ends import is_end
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Context, Stop
 from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 
 
 def first_of(chosen: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dllm_sampler.core import files
 from dllm_sampler.core.checks import check_positive
 from dllm_sampler.errors import UserError, installing
+from dllm_sampler.host import files
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.training.checkpoint import write_tensors
 

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor, nn, optim
 
-from dllm_sampler.core import files
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
+from dllm_sampler.host import files
+from dllm_sampler.host.reading import parsed
 from dllm_sampler.training import sharding
 
 FILE = "checkpoint.safetensors"

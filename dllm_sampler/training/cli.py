@@ -15,8 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dllm_sampler import config
-from dllm_sampler._version import __version__
+from dllm_sampler import __version__, config
 from dllm_sampler.cli import compose, threads, yours
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
@@ -24,11 +23,11 @@ from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.printing import about, say
 from dllm_sampler.cli.quoting import quoted
 from dllm_sampler.cli.terminal import show
-from dllm_sampler.core import files
-from dllm_sampler.core.functions import function
 from dllm_sampler.core.telling import telling
 from dllm_sampler.errors import NotWrittenError, UserError, unknown
-from dllm_sampler.paths import expanded
+from dllm_sampler.host import files
+from dllm_sampler.host.functions import function
+from dllm_sampler.host.paths import expanded
 
 USAGE = """\
 Train a model.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from dllm_sampler.prompts import Prompt
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.progress import bar

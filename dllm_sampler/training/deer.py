@@ -16,11 +16,11 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError, counted, unknown
+from dllm_sampler.host import files
+from dllm_sampler.host.paths import expanded
 from dllm_sampler.models import saving
 from dllm_sampler.models.loading import as_device
-from dllm_sampler.paths import expanded
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.speculative.deer import SpeculativeSampler

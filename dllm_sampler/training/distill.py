@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.prompts import encode_one
+from dllm_sampler.inputs.prompts import encode_one
 from dllm_sampler.training import masking
 from dllm_sampler.training.checkpoint import read_json, write_json
 from dllm_sampler.training.finetune import FineTuner, Part

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import chat, prompts
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
+from dllm_sampler.inputs import chat, prompts
 from dllm_sampler.training.examples import Example
 from dllm_sampler.training.masking import Pair
 

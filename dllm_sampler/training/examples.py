@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from dllm_sampler import config
 from dllm_sampler.cli import inputs
-from dllm_sampler.core import files
 from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import UserError
-from dllm_sampler.metrics import Metric
-from dllm_sampler.paths import expanded
+from dllm_sampler.host import files
+from dllm_sampler.host.paths import expanded
+from dllm_sampler.training.metrics import Metric
 from dllm_sampler.training.rewards import solved
 from dllm_sampler.training.tasks import LESSONS, draw_example
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from dllm_sampler.core import files
+from dllm_sampler.host import files
 from dllm_sampler.models.families import llada_config, to_checkpoint
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.training.checkpoint import write_tensors

@@ -19,13 +19,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cli import inputs
-from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.errors import UserError
+from dllm_sampler.host import files
+from dllm_sampler.host.paths import expanded
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.models.filter import Layers, about, judge
 from dllm_sampler.models.loading import as_device
-from dllm_sampler.paths import expanded
-from dllm_sampler.prompts import Prompt
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import LearnedFilter

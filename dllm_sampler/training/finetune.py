@@ -18,12 +18,12 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dllm_sampler.core import files
 from dllm_sampler.errors import NotFiniteError, UserError, counted
+from dllm_sampler.host import files
+from dllm_sampler.host.paths import expanded
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.models import saving
 from dllm_sampler.models.loading import as_device
-from dllm_sampler.paths import expanded
-from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import checkpoint, journal, sharding

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dllm_sampler.core import files
 from dllm_sampler.core.checks import is_whole
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.host import files
+from dllm_sampler.host.reading import parsed
 
 FILE = "log.jsonl"
 TRACKERS = ("tensorboard", "trackio")

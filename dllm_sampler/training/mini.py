@@ -15,11 +15,11 @@ from rich.progress import Progress
 from torch import Tensor
 
 from dllm_sampler.config import check
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
+from dllm_sampler.host import files
+from dllm_sampler.host.paths import expanded
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
-from dllm_sampler.paths import expanded
 from dllm_sampler.training import checkpoint, journal, sharding
 from dllm_sampler.training.data import Batch, Pools, corrupt
 from dllm_sampler.training.export import export

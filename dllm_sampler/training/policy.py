@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from dllm_sampler.core.ends import is_end
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.trace import Trace
-from dllm_sampler.naming import named
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 

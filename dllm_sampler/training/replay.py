@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Carry, Scheduler
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.prompts import Prompt
+from dllm_sampler.host.reading import parsed
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.learn2pd import lay_out
 from dllm_sampler.training import checkpoint

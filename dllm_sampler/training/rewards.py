@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.rewards import listed
+from dllm_sampler.host.functions import function
+from dllm_sampler.schedulers.rewards import listed
 from dllm_sampler.training.tasks import TASKS, UNSEEN, boxes
 
 Reward = Callable[..., Sequence[float | None]]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.prompts import Prompt
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.result import Result
 from dllm_sampler.training import policy, rewards
 from dllm_sampler.training.examples import columns_of
@@ -38,7 +38,7 @@ class PolicyTrainer(FineTuner):
 
     prompts, group: prompts of a step, and answers to each
     rollout: settings of the sampler; any that commits each position once, at a temperature
-    rewards: weight of each reward: a name of `rewards.py`, or `package.module:function` in TRL's form
+    rewards: weight of each reward: a name of `schedulers/rewards.py`, or `package.module:function` in TRL's form
     likelihood: `trajectory`, every token by the state it was committed from (CJ-GRPO); `masked`, all at once with the
         whole answer and a share of the prompt masked (diffu-GRPO, arXiv 2504.12216)
     mask_prompt: that share, drawn again for each update

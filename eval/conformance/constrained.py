@@ -15,7 +15,6 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.builder import Checkpoints, Setup
@@ -24,6 +23,7 @@ from dllm_sampler.eval.conformance.published import Behind, PublishedFixedSteps,
 from dllm_sampler.guides import Temperature
 from dllm_sampler.guides.grammar.language import Language
 from dllm_sampler.guides.grammar.reading import SKIP
+from dllm_sampler.host.reading import parsed
 from dllm_sampler.sampler import Sampler
 
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Self, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dllm_sampler.core.checks import is_whole
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.conformance.records import RECORDS, named
+from dllm_sampler.host.reading import parsed
 
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(ge=1)]

@@ -10,12 +10,12 @@ from typing import Literal
 
 import torch
 
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.builder import Checkpoints, NoCheckpoint, Setup, Task, Unsupported
 from dllm_sampler.eval.conformance.compare import lockstep, mismatch
 from dllm_sampler.eval.conformance.lines import Line, Steps, Tokens
 from dllm_sampler.eval.conformance.systems import find
+from dllm_sampler.host import files
 
 Status = Literal["passed", "failed", "unsupported"]
 STATUSES: tuple[Status, ...] = ("passed", "failed", "unsupported")

@@ -15,7 +15,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from rich.console import Console
 from rich.progress import Progress, track
 
-from dllm_sampler import chat
 from dllm_sampler.cli import threads
 from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import NotFiniteError, UserError
@@ -23,6 +22,7 @@ from dllm_sampler.eval.folders import environment
 from dllm_sampler.eval.lm_eval import likelihood
 from dllm_sampler.eval.lm_eval.counters import KEY, SCHEMA, Counter
 from dllm_sampler.eval.lm_eval.settings import Settings, parse
+from dllm_sampler.inputs import chat
 from dllm_sampler.sampler import Sampler
 
 NAME = "dllm_sampler"

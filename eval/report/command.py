@@ -9,7 +9,6 @@ from pathlib import Path
 
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.terminal import show
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.folders import ABOUT
@@ -17,7 +16,8 @@ from dllm_sampler.eval.report.data import load, read
 from dllm_sampler.eval.report.harness import PATTERN as RESULTS
 from dllm_sampler.eval.report.rows import rows, text
 from dllm_sampler.eval.state import running
-from dllm_sampler.paths import expanded
+from dllm_sampler.host import files
+from dllm_sampler.host.paths import expanded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.folders import ABOUT, RunFolder
@@ -22,6 +21,7 @@ from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import harness
 from dllm_sampler.eval.state import running
+from dllm_sampler.host import files
 
 RATES = ("answer_tokens_per_forward", "canvas_tokens_per_forward", "tokens_per_second")
 Figures = dict[str, float | None]

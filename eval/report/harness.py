@@ -9,11 +9,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.lm_eval.counters import KEY, SCHEMA
 from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.statistics import Z, wilson
+from dllm_sampler.host.reading import parsed
 
 PATTERN = "results_*.json"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from dllm_sampler._version import __version__
+from dllm_sampler import __version__
 from dllm_sampler.errors import counted
 from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.records import Record, finite

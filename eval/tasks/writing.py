@@ -14,7 +14,7 @@ from dllm_sampler.eval.tasks import fluency, overlap, texts
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
 from dllm_sampler.eval.tasks.themes import NEAR, THEMES
-from dllm_sampler.paths import expanded
+from dllm_sampler.host.paths import expanded
 
 
 @dataclass

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError, config
-from dllm_sampler.engine.admission import obstacle
+from dllm_sampler.engine.in_flight import obstacle
 from dllm_sampler.eval.testbeds.plugins import Settings, settings
 from tests import toys
 from tests.sampling import Draw, sampled

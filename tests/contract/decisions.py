@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.core import files
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.engine import layout, readout
+from dllm_sampler.host import files
 
 PROMPT, BLOCKS = 64, 4  # prompt tokens, blocks on the canvas
 WARM = 2  # steps played before the counted one

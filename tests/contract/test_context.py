@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dllm_sampler import Result, UserError
-from dllm_sampler.infill import FREE, Infill
+from dllm_sampler.inputs.infill import FREE, Infill
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import check
 from tests import toys

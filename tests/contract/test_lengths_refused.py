@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler import Sampler, UserError
-from dllm_sampler.infill import FREE, Infill
+from dllm_sampler.inputs.infill import FREE, Infill
 from dllm_sampler.training.trajectory import check, trajectories
 from tests import toys
 from tests.contract.cases import settings

@@ -9,7 +9,7 @@ import torch
 
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.infill import FREE, Infill
+from dllm_sampler.inputs.infill import FREE, Infill
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys

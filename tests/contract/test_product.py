@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dllm_sampler import Scheduler, UserError, config
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Cache, Foresees, Stop
-from dllm_sampler.naming import named
 from tests import toys
 from tests.contract import cases
 from tests.sampling import sample

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dllm_sampler import Result, Sampler, UserError, config
-from dllm_sampler.infill import FREE, Infill
+from dllm_sampler.inputs.infill import FREE, Infill
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import check

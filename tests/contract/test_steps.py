@@ -9,7 +9,7 @@ import pytest
 
 from dllm_sampler import Infill, UserError, config
 from dllm_sampler.eval.testbeds.plugins import settings
-from dllm_sampler.infill import FREE
+from dllm_sampler.inputs.infill import FREE
 from tests import toys
 from tests.contract.cases import toy_for
 

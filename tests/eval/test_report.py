@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler.core.files import write as write_file
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import command, figure, headline
 from dllm_sampler.eval.report.data import Comparison, compare
 from dllm_sampler.eval.report.page import data, notes, page
 from dllm_sampler.eval.report.pictures import pictures
+from dllm_sampler.host.files import write as write_file
 from tests.eval.made import comparison, record, run
 
 NASTY = (

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dllm_sampler import UserError, config
-from dllm_sampler.core import patterns
 from dllm_sampler.eval import command
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.tasks.base import Answer
+from dllm_sampler.host import patterns
 
 LINES = [
     {"prompt": "copy: Ada, Ben", "answer": "Ada, Ben"},

@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from dllm_sampler.cli.compose import settings
-from dllm_sampler.core import files, telling
+from dllm_sampler.core import telling
 from dllm_sampler.eval import tuning
 from dllm_sampler.eval.experiment import too_few
 from dllm_sampler.eval.jobs import job, jobs
 from dllm_sampler.eval.space import Space
 from dllm_sampler.eval.state import running
+from dllm_sampler.host import files
 from tests.disks import full_after
 
 pytest.importorskip("optuna")

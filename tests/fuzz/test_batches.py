@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dllm_sampler import Denoiser, Result, Sampler, UserError, config
 from dllm_sampler.eval.testbeds.plugins import settings
+from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.models.loading import load
-from dllm_sampler.prompts import Infill
 from dllm_sampler.result import Answer, Commits
 from dllm_sampler.speculative.deer import SpeculativeSampler
 from tests import tiny, toys

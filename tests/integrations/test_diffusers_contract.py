@@ -13,7 +13,8 @@ import torch
 from diffusers.schedulers.scheduling_block_refinement import BlockRefinementScheduler
 from torch import Tensor
 
-from dllm_sampler import UserError, config, naming
+from dllm_sampler import UserError, config
+from dllm_sampler.core import naming
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.guides import Temperature

@@ -22,10 +22,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 from benchmarks.untrained import llada_157m
-from dllm_sampler import config, prompts
-from dllm_sampler.batch import Reader
+from dllm_sampler import config
 from dllm_sampler.cache.base import Slots
-from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Cache, Denoiser, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Recorder
@@ -37,7 +35,10 @@ from dllm_sampler.eval import curves
 from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.report.figure import require_matplotlib
 from dllm_sampler.eval.tasks.mini import held_out_prompts
-from dllm_sampler.prompts import Prompt
+from dllm_sampler.generation.batch import Reader
+from dllm_sampler.host import files
+from dllm_sampler.inputs import prompts
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
 from tests.tables import markdown

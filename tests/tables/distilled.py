@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from dllm_sampler.core import files
 from dllm_sampler.errors import unknown
 from dllm_sampler.eval import statistics
 from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.curves import pbx
+from dllm_sampler.host import files
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.comparison import Figures, compare
 from dllm_sampler.training.rewards import solved

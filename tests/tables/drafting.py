@@ -22,9 +22,9 @@ from rich.progress import track
 from torch import Tensor
 
 from dllm_sampler import __version__
-from dllm_sampler.core import files
 from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.tasks.mini import held_out_prompts
+from dllm_sampler.host import files
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dllm_sampler import config
-from dllm_sampler.core import files
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.eval.arguments import Parser, command
+from dllm_sampler.host import files
 from dllm_sampler.integrations.scope import reason
 from tests.tables import markdown
 

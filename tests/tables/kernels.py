@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import ahead_of_time
-from dllm_sampler.core import files
 from dllm_sampler.eval.arguments import Parser, command, output, positive
+from dllm_sampler.host import files
 from tests.tables import markdown
 
 SECTION = "ahead-of-time table"

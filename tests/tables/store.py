@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from dllm_sampler.core import files
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError
+from dllm_sampler.host import files
+from dllm_sampler.host.reading import parsed
 
 Figures = TypeVar("Figures")
 Plugins = dict[str, Any]

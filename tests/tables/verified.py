@@ -13,8 +13,8 @@ from random import Random
 
 import torch
 
-from dllm_sampler.core import files
 from dllm_sampler.eval.arguments import Parser, command, positive
+from dllm_sampler.host import files
 from dllm_sampler.sampler import Sampler
 from tests.tables import markdown
 from tests.tables.drafting import PAGE, TINY

@@ -9,10 +9,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dllm_sampler import chat
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
-from dllm_sampler.prompts import encode
+from dllm_sampler.inputs import chat
+from dllm_sampler.inputs.prompts import encode
 from tests import toys
 
 MESSAGES = [{"role": "user", "content": "copy : Ada"}]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dllm_sampler._version import __version__
+from dllm_sampler import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.main import main

@@ -13,7 +13,7 @@ import pytest
 from dllm_sampler import sampler
 from dllm_sampler.cli import several
 from dllm_sampler.cli.main import main
-from dllm_sampler.core import files
+from dllm_sampler.host import files
 from tests.disks import full_after
 
 pytestmark = pytest.mark.usefixtures("at_a_terminal")

@@ -13,12 +13,12 @@ from dllm_sampler.cli import explain
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.main import main
 from dllm_sampler.cli.yours import VARIABLE, entry
-from dllm_sampler.core.functions import function
 from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.command import main as evaluate
 from dllm_sampler.eval.tuning import main as tune
+from dllm_sampler.host.functions import function
 from dllm_sampler.training.cli import main as train
 
 OWN = {

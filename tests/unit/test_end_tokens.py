@@ -25,10 +25,10 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides.end_tokens import EndTokens
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.given import completable
+from dllm_sampler.inputs.prompts import cut, decode
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.huggingface import wrap
 from dllm_sampler.models.loading import load, load_tokenizer
-from dllm_sampler.prompts import cut, decode
 from dllm_sampler.result import Speculation
 from dllm_sampler.schedulers.rho_eos import RhoEos
 from dllm_sampler.speculative.deer import SpeculativeSampler

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dllm_sampler.core import files, locks
 from dllm_sampler.errors import NotWrittenError, UserError
+from dllm_sampler.host import files, locks
 from tests.disks import fail, full_after
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +198,8 @@ def test_a_lock_keeps_others_out_and_ends_with_its_process(tmp_path: Path) -> No
     file, other = tmp_path / "lock", tmp_path / "f"
     code = f"""
 import os, pathlib, sys
-from dllm_sampler.core import files, locks
+from dllm_sampler.host import files
+from dllm_sampler.host import locks
 lines = files.Lines({str(other)!r}, "output f")
 with locks.locked(pathlib.Path({str(file)!r})) as held:
     files.overwrite(held, b"state")
@@ -227,7 +228,8 @@ def test_processes_take_turns(tmp_path: Path) -> None:
     (tmp_path / "n").write_text("0")
     code = """
 from pathlib import Path
-from dllm_sampler.core import files, locks
+from dllm_sampler.host import files
+from dllm_sampler.host import locks
 for _ in range(30):
     with locks.locked(Path("lock")):
         Path("n").write_text(str(int(Path("n").read_text()) + 1))
@@ -242,8 +244,8 @@ for _ in range(30):
 
 # What opens files by itself, and why it may.
 ALLOWED = {
-    "core/files.py": "the one place",
-    "core/locks.py": "locks hold what nobody reads later",
+    "host/files.py": "the one place",
+    "host/locks.py": "locks hold what nobody reads later",
     "cli/ending.py": "the null device",
     "benchmarks/ahead_of_time.py": "a temporary file, for a tool to read",
     "benchmarks/campaign.py": "what a stage prints, while it runs",

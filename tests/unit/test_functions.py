@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dllm_sampler import config
-from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError
+from dllm_sampler.host.functions import function
 from dllm_sampler.training.rewards import find
 
 

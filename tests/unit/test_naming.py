@@ -13,7 +13,7 @@ import pytest
 import dllm_sampler
 from dllm_sampler import UserError, config
 from dllm_sampler.cache.store_pass import StorePass
-from dllm_sampler.naming import KINDS, named
+from dllm_sampler.core.naming import KINDS, named
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys

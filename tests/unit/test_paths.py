@@ -12,9 +12,9 @@ from dllm_sampler.cli.inputs import records
 from dllm_sampler.cli.request import request
 from dllm_sampler.errors import UserError, short
 from dllm_sampler.eval.jobs import jobs
+from dllm_sampler.host.paths import expanded
 from dllm_sampler.models.loading import load
 from dllm_sampler.models.weights import read_json
-from dllm_sampler.paths import expanded
 from dllm_sampler.training.cli import trainer
 
 LONG, HOMELESS = "a" * 5000, "~nobody-at-all/x"

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from dllm_sampler import ModelSpec, UserError, prompts
+from dllm_sampler import ModelSpec, UserError
+from dllm_sampler.inputs import prompts
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 

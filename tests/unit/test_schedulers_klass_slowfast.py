@@ -11,8 +11,8 @@ import torch
 
 from dllm_sampler import Canvas, Edit, Query, Readout, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Scheduler, Stop
-from dllm_sampler.naming import named
 from dllm_sampler.schedulers.dilated import Dilated
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps

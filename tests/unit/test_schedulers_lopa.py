@@ -14,7 +14,7 @@ from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.infill import FREE, Infill
+from dllm_sampler.inputs.infill import FREE, Infill
 from dllm_sampler.schedulers.d2f import D2F
 from dllm_sampler.schedulers.lopa import LoPA
 from tests import toys

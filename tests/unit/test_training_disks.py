@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dllm_sampler.core import locks, telling
+from dllm_sampler.core import telling
 from dllm_sampler.errors import NotWrittenError, UserError
 from dllm_sampler.eval.report import command as reports
 from dllm_sampler.eval.state import running
+from dllm_sampler.host import locks
 from dllm_sampler.training import checkpoint, cli
 from tests.disks import fail, full_after
 from tests.unit.test_mini_training import words

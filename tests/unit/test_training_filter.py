@@ -11,7 +11,7 @@ import torch
 
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.core import files
+from dllm_sampler.host import files
 from dllm_sampler.models.filter import judge, load
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.training import cli, replay

@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dllm_sampler.core import files
 from dllm_sampler.errors import NotWrittenError, UserError, short
 from dllm_sampler.guides.forms import library
 from dllm_sampler.guides.forms.faults import fault
+from dllm_sampler.host import files
 
 STATES, BYTES = 10_000, 100_000  # most states of an automaton, bytes of an expression
 ENTRIES = 4_000_000  # most states times classes

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide, Whole
 from dllm_sampler.core.spec import ModelSpec, learned
@@ -23,7 +24,6 @@ from dllm_sampler.guides.forms.edges import Edges, joined
 from dllm_sampler.guides.forms.given import completable
 from dllm_sampler.guides.forms.schema import check_schema, schema_text
 from dllm_sampler.guides.forms.tokens import token_bytes
-from dllm_sampler.naming import named
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dllm_sampler.core.reading import parsed
 from dllm_sampler.errors import UserError, short
 from dllm_sampler.guides.forms.automaton import byte_automaton
+from dllm_sampler.host.reading import parsed
 
 
 def schema_text(given: Any) -> str:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.around import Around
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise, candidate_seeds
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.statistics import probability
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
-from dllm_sampler.rewards import NOTHING
+from dllm_sampler.schedulers.rewards import NOTHING
 
 
 class Draft(NamedTuple):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count, check_inner
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 from dllm_sampler.schedulers.d2f import D2F
 from dllm_sampler.schedulers.drafting.forks import Forks
 

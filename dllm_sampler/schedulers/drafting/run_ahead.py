@@ -10,12 +10,12 @@ from torch import Tensor
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_inner
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Context, is_random
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 
 
 class State(NamedTuple):

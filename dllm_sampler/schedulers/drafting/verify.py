@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_positive
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Context
 from dllm_sampler.core.spec import ModelSpec, learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.naming import named
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
 from dllm_sampler.schedulers.score import rate
 

@@ -8,10 +8,10 @@ from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.cache.sparse import SparseCache
 from dllm_sampler.cache.window import WindowCache
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Cache, Context
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.conformance.published.forced import forces_first
-from dllm_sampler.naming import named
 
 
 class PublishedWindow(WindowCache):

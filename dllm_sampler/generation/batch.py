@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import infill, prompts
 from dllm_sampler.config import MOST_ROWS
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Guide, is_random
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Recorder, Trace, aligned
@@ -23,11 +23,11 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, RowError
-from dllm_sampler.fixed import Fixed
-from dllm_sampler.infill import Task
+from dllm_sampler.inputs import infill, prompts
+from dllm_sampler.inputs.given import Fixed
+from dllm_sampler.inputs.infill import Task
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.kernels.backend import warn
-from dllm_sampler.naming import named
-from dllm_sampler.prompts import Prompt
 from dllm_sampler.result import Answer, Commits, Ends, Result, summarise
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
 from dllm_sampler.core.checks import check_count, check_switch
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError, first_line, nearest, short
-from dllm_sampler.naming import named
 
 
 def check_name(model: object) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.cache.slots import Slots
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.trace import Recorder
@@ -25,7 +26,6 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.engine.tree import Opaque, walk
-from dllm_sampler.naming import named
 
 SHARED = (bool, int, float, str)  # leaves that hold for all rows
 PARTS = ("canvas", "cache", "carry", "bad", "recorder")  # of a state: what a row brings along and takes away

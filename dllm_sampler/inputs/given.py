@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import prompts
 from dllm_sampler.core.checks import is_whole
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import FREE
 from dllm_sampler.errors import UserError
+from dllm_sampler.inputs import prompts
 
 Piece = str | Sequence[int] | Tensor  # of an answer, as text or as token ids
 Pinned = Sequence[int] | Sequence[Sequence[int]] | Tensor

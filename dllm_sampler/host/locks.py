@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dllm_sampler.core import files
 from dllm_sampler.errors import UserError
+from dllm_sampler.host import files
 
 
 @contextmanager

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dllm_sampler import batch as batches
-from dllm_sampler import infill
-from dllm_sampler import prompts as texts
-from dllm_sampler.batch import Progress, Reader
 from dllm_sampler.core.protocols import Prefills
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import layout
-from dllm_sampler.engine.admission import Ended, Flight, Row, Unfit
+from dllm_sampler.engine.in_flight import Ended, Flight, Row, Unfit
 from dllm_sampler.engine.lockstep import Ranks
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, RowError, UserError
-from dllm_sampler.fixed import Fixed
-from dllm_sampler.infill import Task
+from dllm_sampler.generation import batch as batches
+from dllm_sampler.generation.batch import Progress, Reader
+from dllm_sampler.inputs import infill
+from dllm_sampler.inputs import prompts as texts
+from dllm_sampler.inputs.given import Fixed
+from dllm_sampler.inputs.infill import Task
+from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.kernels.backend import warn
-from dllm_sampler.prompts import Infill
 from dllm_sampler.result import Answer, Commits, Result
 
 if TYPE_CHECKING:

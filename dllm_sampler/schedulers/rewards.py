@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import prompts
 from dllm_sampler.core.ends import first_end
-from dllm_sampler.core.functions import function
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import RowError, UserError
+from dllm_sampler.host.functions import function
+from dllm_sampler.inputs import prompts
 
 NOTHING = -1  # in place of a token: the position is left out
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dllm_sampler.core import patterns
-from dllm_sampler.core.functions import function
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.host import patterns
+from dllm_sampler.host.functions import function
 
 
 def exact_match(text: str, answer: str) -> float:

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import config, prompts
+from dllm_sampler import config
 from dllm_sampler.core.ends import first_end
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import FREE
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import UserError
-from dllm_sampler.fixed import Fixed, piece_ids
-from dllm_sampler.naming import named
-from dllm_sampler.prompts import Infill, Prompt
+from dllm_sampler.inputs import prompts
+from dllm_sampler.inputs.given import Fixed, piece_ids
+from dllm_sampler.inputs.prompts import Infill, Prompt
 from dllm_sampler.result import Result
 
 if TYPE_CHECKING:
-    from dllm_sampler.batch import Progress
+    from dllm_sampler.generation.batch import Progress
 
 GAP = re.compile(r"\{gap(?::([^{}]*))?\}")
 

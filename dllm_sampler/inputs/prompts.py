@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import chat
 from dllm_sampler.core.checks import check_count, check_text
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError, short
+from dllm_sampler.inputs import chat
 
 Message = chat.Message
 

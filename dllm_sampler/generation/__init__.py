@@ -1,0 +1,1 @@
+"""From token ids to results: one batch, or any number of prompts in flight."""
