@@ -9,6 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+import dllm_sampler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
 from dllm_sampler.inputs import chat
@@ -70,7 +71,7 @@ def test_a_tokenizer_that_renders_by_itself(tokenizer: PreTrainedTokenizerBase) 
 
 def test_words_that_are_not_in_the_vocabulary(spec: ModelSpec) -> None:
     """As of a plain text: a model would answer to something else."""
-    tokenizer = AutoTokenizer.from_pretrained(Path(chat.__file__).parent / "models" / "mini")
+    tokenizer = AutoTokenizer.from_pretrained(Path(dllm_sampler.__file__).parent / "models" / "mini")
     with pytest.raises(UserError, match="prompt 1 has 'Zzz', which is not in this model's vocabulary"):
         encode([[{"role": "user", "content": "copy: Ada, Zzz"}]], tokenizer, spec, 4)
 

@@ -148,7 +148,7 @@ def test_streams_are_written_to(tmp_path: Path) -> None:
 
 def test_standard_output_is_not_written_from_its_start(tmp_path: Path) -> None:
     """Where it leads to a file, what was printed before stays, and comes first."""
-    code = "import os; from dllm_sampler.core import files; print('a', flush=True); files.write('/dev/stdout', 'b\\n')"
+    code = "import os; from dllm_sampler.host import files; print('a', flush=True); files.write('/dev/stdout', 'b\\n')"
     code += "; lines = files.Lines('/dev/fd/1', 'it'); lines.add('c'); lines.close(); print('d', lines.stdout)"
     with (tmp_path / "out").open("w") as out:
         subprocess.run([sys.executable, "-c", code], stdout=out, check=True, cwd=ROOT)
