@@ -78,9 +78,9 @@ class Spy:
         return [plan.computed.tolist() for _, _, plan in self.calls]
 
 
-def wanted(canvas: Canvas, query: Query, spec: ModelSpec, chosen: Tensor | None = None) -> packing.Request:
+def wanted(canvas: Canvas, query: Query, spec: ModelSpec, chosen: Tensor | None = None) -> packing.ForwardRequest:
     """The request for a query when the columns `chosen [B, L+1]` are computed, as far as they are seen; None: all."""
-    return packing.request(canvas, query, chosen, spec)
+    return packing.forward_request(canvas, query, chosen, spec)
 
 
 def planned(canvas: Canvas, query: Query, spec: ModelSpec, live: Cache | None = None) -> tuple[Canvas, Plan]:

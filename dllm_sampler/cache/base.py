@@ -13,7 +13,7 @@ from torch import Tensor
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core import select
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.packing import Answers, Pack, Request
+from dllm_sampler.core.packing import Answers, ForwardRequest, Pack
 from dllm_sampler.core.protocols import Cache, Context, LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query
@@ -71,7 +71,7 @@ class BaseCache(Cache):
             live.twin = self.init(canvas, replace(spec, branches=1))
         return live
 
-    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+    def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
         answers = Answers.of(wanted, canvas.sizes)
         sees, computed = self.sees(canvas, wanted.query), wanted.entries(canvas)
@@ -144,7 +144,9 @@ class BaseCache(Cache):
             k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
         return k, v, mask_of(plan.keys)
 
-    def padded(self, canvas: Canvas, wanted: Request, answers: Answers, sees: Visible, computed: Tensor) -> PaddedPlan:
+    def padded(
+        self, canvas: Canvas, wanted: ForwardRequest, answers: Answers, sees: Visible, computed: Tensor
+    ) -> PaddedPlan:
         """The padded form: whole rows where some row computes all it has, else as many columns as the longest row."""
         seen = visible(canvas, wanted.query)
         whole = canvas.sizes.whole

@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.checks import check_choice
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.packing import Request
+from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Cache, Context, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -79,7 +79,7 @@ class D2FCache(BaseCache):
             first = first - (canvas.masked.gather(1, first[:, None])[:, 0] & ~self.kept).long()
         return canvas.columns() >= first[:, None]
 
-    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+    def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """See `Cache.plan`."""
         plan = super().plan(canvas, wanted)
         if self.attention == "full":

@@ -12,7 +12,7 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, changed
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_share
-from dllm_sampler.core.packing import Answers, Request
+from dllm_sampler.core.packing import Answers, ForwardRequest
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -81,12 +81,14 @@ class IntervalCache(BaseCache):
         live.urgent = torch.zeros_like(canvas.masked)
         return live
 
-    def padded(self, canvas: Canvas, wanted: Request, answers: Answers, sees: Visible, computed: Tensor) -> PaddedPlan:
+    def padded(
+        self, canvas: Canvas, wanted: ForwardRequest, answers: Answers, sees: Visible, computed: Tensor
+    ) -> PaddedPlan:
         """See `BaseCache.padded`: always whole rows, out of which each layer chooses what it computes."""
         canvas = replace(canvas, sizes=replace(canvas.sizes, whole=True))
         return super().padded(canvas, wanted, answers, sees, computed)
 
-    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+    def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """See `Cache.plan`."""
         length, shift = canvas.length, int(self.spec.shift)
         begin, behind = (canvas.first - shift).clamp(min=0)[:, None], (canvas.first + canvas.new_tokens)[:, None]

@@ -14,7 +14,7 @@ from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, written
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.ends import is_end
-from dllm_sampler.core.packing import Request
+from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import significant
@@ -118,7 +118,7 @@ class ElasticCache(BaseCache):
         query = query.drop(canvas, self.ahead(canvas))
         return replace(query, positions=query.positions[:, : self.window], ids=query.ids[:, :, : self.window])
 
-    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+    def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """See `Cache.plan`."""
         plan, seen = super().plan(canvas, wanted), visible(canvas, wanted.query)
         assert isinstance(plan, PaddedPlan)

@@ -12,7 +12,7 @@ from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_share
-from dllm_sampler.core.packing import Request
+from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
@@ -83,7 +83,7 @@ class SparseCache(DualCache):
         """See `Cache.due`."""
         return canvas.age <= self.delay
 
-    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+    def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """See `Cache.plan`."""
         plan, sizes = super().plan(canvas, wanted), canvas.sizes
         assert isinstance(plan, PaddedPlan)

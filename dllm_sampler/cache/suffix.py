@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.packing import Request
+from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Cache, Context, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -96,7 +96,7 @@ class SuffixCache(Cache, ABC):
         hidden = self.hidden if query.hidden is None else self.hidden | query.hidden
         return replace(self.inner.narrow(canvas, query, answered), hidden=hidden)
 
-    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+    def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """See `Cache.plan`. The plan's cache is the inner one, which drives the layers."""
         return self.inner.plan(canvas, wanted)
 

@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from dllm_sampler.core.spec import ModelSpec
 
 
-class Request(NamedTuple):
-    """What the next forward is asked for, as sets: no size is known yet."""
+class ForwardRequest(NamedTuple):
+    """A request for the next forward, as sets. Its sizes are not known yet."""
 
     query: Query
     computed: Tensor  # [B, L+1] bool: columns that each row computes; none of a finished row
     asked: Tensor  # [B, K, Q] bool: queried positions that will be answered
 
     @staticmethod
-    def of(query: Query, computed: Tensor, answered: Tensor) -> Request:
+    def of(query: Query, computed: Tensor, answered: Tensor) -> ForwardRequest:
         """The request for `query` when the columns `computed [B, L+1]` are, and `answered [B, L+1]` are predicted."""
         asked = answered.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
         asked = asked.expand(query.ids.shape) if query.live is None else asked & query.live[..., None]
         if query.stops is not None:
             asked = asked & (query.positions[:, None] < query.stops[..., None])
-        return Request(query, computed, asked)
+        return ForwardRequest(query, computed, asked)
 
     def segments(self, canvas: Canvas) -> Tensor:
         """`[B, K, L+1] bool` columns that each candidate computes."""
@@ -74,10 +74,10 @@ def computable(canvas: Canvas, query: Query, chosen: Tensor | None) -> Tensor:
     return seen if chosen is None else chosen & seen
 
 
-def request(canvas: Canvas, query: Query, chosen: Tensor | None, spec: ModelSpec) -> Request:
+def forward_request(canvas: Canvas, query: Query, chosen: Tensor | None, spec: ModelSpec) -> ForwardRequest:
     """The request for `query` when a forward computes the columns `chosen [B, L+1]`; None: all of them."""
     computed = computable(canvas, query, chosen)
-    return Request.of(query, computed, answerable(canvas, query, computed, spec))
+    return ForwardRequest.of(query, computed, answerable(canvas, query, computed, spec))
 
 
 def answerable(canvas: Canvas, query: Query, computed: Tensor, spec: ModelSpec) -> Tensor:
@@ -89,7 +89,7 @@ def answerable(canvas: Canvas, query: Query, computed: Tensor, spec: ModelSpec) 
     return computed.gather(1, predictors(canvas, canvas.columns().expand_as(computed), spec, query.shifted))
 
 
-def measure(canvas: Canvas, wanted: Request, bad: Tensor, joint: bool = False) -> Tensor:
+def measure(canvas: Canvas, wanted: ForwardRequest, bad: Tensor, joint: bool = False) -> Tensor:
     """`[8 B] int64` what the host wants to know before the next step, eight numbers for each row; see `read`.
 
     A ninth follows where the query hides columns: how many. A tenth is for a `joint` guide: the length of the stretch
@@ -126,7 +126,7 @@ def stretch(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor]:
     return torch.minimum(begin, end), end
 
 
-def sized(canvas: Canvas, wanted: Request) -> Canvas:
+def sized(canvas: Canvas, wanted: ForwardRequest) -> Canvas:
     """The canvas in the exact sizes of a request, for one forward outside the loop.
 
     The host waits for the device here: nothing else tells it how large that forward is.
@@ -179,7 +179,7 @@ def read(measured: list[int], batch: int) -> Found:
     return Found(sizes, [bool(over) for over in done], {row: step for row, step in enumerate(bad) if step})
 
 
-def largest(canvas: Canvas, wanted: Request) -> Sizes:
+def largest(canvas: Canvas, wanted: ForwardRequest) -> Sizes:
     """Sizes that are large enough whatever the request turns out to be."""
     batch, candidates, width = wanted.query.ids.shape
     longest = canvas.length * candidates + width * wanted.query.leave_one_out
@@ -196,7 +196,7 @@ class Answers:
     whole: bool  # every place is answered, in order
 
     @staticmethod
-    def of(wanted: Request, sizes: Sizes) -> Answers:
+    def of(wanted: ForwardRequest, sizes: Sizes) -> Answers:
         """The answers of a request."""
         flat = wanted.asked.flatten()
         # As many answers as places: then each place has one, unless the size was rounded up, or raised from 0 to 1.
@@ -280,7 +280,7 @@ class Pack:
     sizes: Sizes
 
     @staticmethod
-    def of(canvas: Canvas, wanted: Request, answers: Answers, spec: ModelSpec) -> Pack:
+    def of(canvas: Canvas, wanted: ForwardRequest, answers: Answers, spec: ModelSpec) -> Pack:
         """Pack a request."""
         query, sizes, columns = wanted.query, canvas.sizes, canvas.length + 1
         batch, device = len(canvas.ids), canvas.ids.device
@@ -355,6 +355,6 @@ class Pack:
         return values, (at < width) & (self.column < columns - 1)
 
 
-def trimmed(wanted: Request, sizes: Sizes) -> Request:
+def trimmed(wanted: ForwardRequest, sizes: Sizes) -> ForwardRequest:
     """The request without the last query columns, which no row uses."""
     return wanted._replace(query=wanted.query.trim(sizes.queries), asked=wanted.asked[..., : sizes.queries])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkab
 
 from torch import Tensor
 
-from dllm_sampler.core.packing import Answers, Pack, Request
+from dllm_sampler.core.packing import Answers, ForwardRequest, Pack
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 from dllm_sampler.core.visibility import Visible
@@ -31,7 +31,7 @@ class Plan:
     """The way in which one forward computes a request, and what each position sees. Made by a cache."""
 
     cache: Cache
-    wanted: Request
+    wanted: ForwardRequest
     answers: Answers  # which queried places the forward answers
     visible: Visible
     computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
@@ -345,7 +345,7 @@ class Cache:
         """
         return query if query.exact else query.drop(canvas, answered)
 
-    def plan(self, canvas: Canvas, wanted: Request) -> Plan:
+    def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
         raise NotImplementedError
 

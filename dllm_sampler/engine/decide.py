@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dllm_sampler.core import packing
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.packing import Request
+from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Cache, Carry, Foresees, Guide, Planner, Stop
 from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
@@ -32,7 +32,7 @@ class Generation:
     carry: Carry
     bad: Tensor  # [B] first step (from 1) at which the model returned no finite statistics for the row; 0: none
     recorder: Recorder
-    wanted: Request | None = None  # of the next step
+    wanted: ForwardRequest | None = None  # of the next step
     measured: Tensor | None = None  # the numbers of `packing.measure`
     previous: Tensor | None = None  # [B, W, V] see `Query.previous`
     done: list[bool] = field(default_factory=list)  # of each row, when the host last looked
@@ -76,7 +76,7 @@ def ask(plugins: Plugins, state: Generation) -> None:
         query = query.join(canvas, watched & ~(canvas.masked & canvas.in_block()), canvas.length)
     if state.previous is not None:
         query = replace(query, previous=state.previous)
-    state.wanted = Request.of(query, computed, answered)
+    state.wanted = ForwardRequest.of(query, computed, answered)
     joint = any(guide.joint for guide in plugins.guides)
     state.measured = packing.measure(canvas, state.wanted, state.bad, joint)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Query, Result, Sampler, config
-from dllm_sampler.core.packing import Answers, Request
+from dllm_sampler.core.packing import Answers, ForwardRequest
 from dllm_sampler.core.protocols import Guide, Plan
 from dllm_sampler.core.values import Sizes, Spent
 from dllm_sampler.engine.graphs import rounded
@@ -189,7 +189,7 @@ def test_answers_know_row_candidate_and_position(seed: int) -> None:
     positions = torch.rand(batch, length, generator=draw).argsort(1)[:, :width].sort(1).values
     ids = torch.randint(9, (batch, many, width), generator=draw)
     asked = torch.rand(ids.shape, generator=draw) < (1.0 if seed == 5 else 0.6)
-    request = Request(Query(positions, ids), canvas.masked, asked)
+    request = ForwardRequest(Query(positions, ids), canvas.masked, asked)
     values = torch.randn(*ids.shape, 2, generator=draw)
     exact = int(asked.sum())
     for size, rows in ((exact, canvas.sizes.rows), (exact, None), (exact + 2, None), (ids.numel(), None)):
