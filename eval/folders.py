@@ -20,7 +20,7 @@ from dllm_sampler.eval.checked import SCHEMA
 from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.records import Record, finite
 from dllm_sampler.eval.tasks.base import Task
-from dllm_sampler.host import files, locks
+from dllm_sampler.host import files
 
 ABOUT, SAMPLES, PART, LOCK = "run.json", "samples.jsonl", "part-*.jsonl", ".lock"
 
@@ -65,8 +65,8 @@ class RunFolder:
                 files.move(self.path / SAMPLES, self._new_part())
             self._note(job, environment(device))
 
-    def _lock(self) -> AbstractContextManager[int]:
-        return locks.locked(self.path / LOCK, keep=True)
+    def _lock(self) -> AbstractContextManager[None]:
+        return files.locked(self.path / LOCK, keep=True)
 
     def _new_part(self) -> Path:
         return self.path / f"part-{uuid4().hex}.jsonl"

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -34,7 +34,6 @@ from dllm_sampler.errors import NotWrittenError, UserError, first_line, installi
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, of_hydra
 from dllm_sampler.eval.runner import Share, run
-from dllm_sampler.eval.state import told
 from dllm_sampler.host import files
 from dllm_sampler.models.loading import as_device
 
@@ -62,11 +61,10 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
         _open(found)
     if share.world > 1:
         _state().wait_for_everyone()
-    with told(found) if share.rank == 0 else nullcontext():
-        if alone:
-            return here(found, console)
-        with watched(found, console):
-            return elsewhere(words, found, workers, named)
+    if alone:
+        return here(found, console)
+    with watched(found, console):
+        return elsewhere(words, found, workers, named)
 
 
 def _open(found: Sequence[Job]) -> None:

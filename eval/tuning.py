@@ -22,7 +22,6 @@ from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.cli.yours import entry, trusting
-from dllm_sampler.core.telling import tell, telling
 from dllm_sampler.errors import NotWrittenError, UserError, counted, installing
 from dllm_sampler.eval.experiment import (
     MARK,
@@ -41,7 +40,7 @@ from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
 from dllm_sampler.eval.report.data import Method, Run
 from dllm_sampler.eval.space import Tuning
-from dllm_sampler.host import files, locks
+from dllm_sampler.host import files
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -96,15 +95,12 @@ class Tuner:
             if few := too_few([len(job.built_task.samples()) for job in self.base], tuning):
                 self.console.print(f"dllm-tune: {few}", highlight=False, soft_wrap=True)
             every = progress.add_task("one per step", total=tuning.trials)
-            tell(_complete(study), tuning.trials, "trials")
             reference = self.reference(self.words)
             least = reference.score - tuning.loss / 100
             while (done := _complete(study)) < tuning.trials:
                 progress.update(every, completed=done, description=_best(study))
-                tell(done, tuning.trials, "trials")
                 self.trial(study, done, least)
             progress.update(every, completed=done, description="confirming")
-            tell(done, tuning.trials, "trials")
             tried = trials(study, reference, tuning)
             winner, fresh, plain, verdicts = self.confirm(tried, reference)
         show_trials(tried, reference, verdicts, tuning)
@@ -141,7 +137,7 @@ class Tuner:
         file = self.output.resolve() / "study.db"
         busy = f"another dllm-tune makes this search in {self.output}: wait until it is done, or choose another output"
         try:
-            with telling(self.output / f".{self.digest}.lock", "dllm-tune", busy):
+            with files.locked(self.output / f".{self.digest}.lock", busy):
                 self._make(file)
                 url, name = f"sqlite:///{file}", self.digest
                 study = optuna.create_study(storage=url, study_name=name, direction="maximize", load_if_exists=True)
@@ -162,7 +158,7 @@ class Tuner:
         from optuna.storages import RDBStorage
 
         part = file.with_name(f".{file.name}.part")
-        with locks.locked(file.with_name(f".{file.name}.lock")):  # of all searches of the folder
+        with files.locked(file.with_name(f".{file.name}.lock")):  # of all searches of the folder
             if file.exists():
                 return
             for stale in file.parent.glob(f"{part.name}*"):  # sqlite's journal, too

@@ -123,6 +123,35 @@ def write_folder(folder: Path, save: Callable[[str], object]) -> None:
         _sync_folder(folder)
 
 
+@contextmanager
+def locked(path: Path, busy: str | None = None, *, keep: bool = False) -> Iterator[None]:
+    """Hold the lock of a file that exists for nothing else. The lock ends with the process.
+
+    Args:
+        path: the file.
+        busy: the error if another process holds the lock. With None it is waited for.
+        keep: leave the file there, which is quicker if processes take turns.
+
+    Raises:
+        NotWrittenError: the file cannot be made.
+        UserError: another process holds the lock.
+    """
+    from filelock import FileLock, Timeout  # imports asyncio: a mistake does not wait for it
+
+    lock = FileLock(path)
+    with reported(path):
+        try:
+            lock.acquire(blocking=busy is None)
+        except Timeout:
+            raise UserError(busy or "") from None
+    try:
+        yield
+    finally:
+        if not keep:  # a process that has opened the file notices, and makes a new one
+            path.unlink(missing_ok=True)
+        lock.release()
+
+
 class Lines:
     """Writes lines to a file or a stream. The first line replaces what the file had after the bytes to be kept.
 
@@ -300,12 +329,6 @@ def put(file: int, data: bytes) -> None:
         if wrote == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         rest = rest[wrote:]
-
-
-def overwrite(file: int, data: bytes) -> None:
-    """Replace what an open file holds; a reader sees all of it where both have the same size."""
-    os.pwrite(file, data, 0)
-    os.ftruncate(file, len(data))
 
 
 def lock(file: int, wait: bool) -> bool:

@@ -23,7 +23,6 @@ from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.printing import about, say
 from dllm_sampler.cli.quoting import quoted
 from dllm_sampler.cli.terminal import show
-from dllm_sampler.core.telling import telling
 from dllm_sampler.errors import NotWrittenError, UserError, unknown
 from dllm_sampler.host import files
 from dllm_sampler.host.functions import function
@@ -179,7 +178,7 @@ def _alone(trainer: Any) -> Iterator[None]:
     busy = f"another dllm-train is writing {given}: wait until it is done, or choose another train.output"
     there = output.exists()
     try:
-        with telling(output.with_name(f".{output.name}.lock"), "dllm-train", busy):
+        with files.locked(output.with_name(f".{output.name}.lock"), busy):
             try:
                 yield
             except BaseException:

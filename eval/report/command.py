@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,8 @@ from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
-from dllm_sampler.eval.folders import ABOUT
 from dllm_sampler.eval.report.data import load, read
-from dllm_sampler.eval.report.harness import PATTERN as RESULTS
 from dllm_sampler.eval.report.rows import rows, text
-from dllm_sampler.eval.state import running
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 
@@ -47,12 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_figure(options.figure)
         parts = (options.csv, options.figure)
         page = options.output is not None or not any(parts)
-        for line in (lines := running(runs)):
-            show(line, sys.stderr)
-        known = (ABOUT, RESULTS)
-        there = (file for path in options.runs if os.path.isdir(path) for file in files.under(path, *known))
-        if lines and not any(parts) and options.output is None and next(there, None) is None:
-            return 0  # of a training that is all there is to say
         if options.csv is not None:
             write_csv(runs, options.csv)
         if options.figure is not None:

@@ -20,7 +20,6 @@ from dllm_sampler.eval.jobs import LATER
 from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import harness
-from dllm_sampler.eval.state import running
 from dllm_sampler.host import files
 
 RATES = ("answer_tokens_per_forward", "canvas_tokens_per_forward", "tokens_per_second")
@@ -247,8 +246,6 @@ def read(paths: Sequence[Path]) -> list[Run]:
         runs += [Run(one.about, (), file.parent, one) for one in harness.results(file)]
     if not any(run.is_measured for run in runs):
         where = ", ".join(map(str, paths))
-        if lines := running(paths):
-            raise UserError(f"there are no samples under {where} yet, ask again later: {lines[0]}")
         raise UserError(f"there are no samples under {where}: run dllm-eval, or name the folder it wrote")
     return runs
 

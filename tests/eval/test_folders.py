@@ -1,4 +1,4 @@
-"""A run's folder: full disks, files cut, lost or edited, clocks that go back, and what others see of a run."""
+"""A run's folder: full disks, files cut, lost or edited, clocks that go back, and a report meanwhile."""
 
 import json
 import os
@@ -19,7 +19,6 @@ from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.launch import launch, run_all
 from dllm_sampler.eval.report import command as reports
 from dllm_sampler.eval.runner import Share
-from dllm_sampler.eval.state import running, told
 from tests.disks import fail, full_after
 
 WORDS = ["task=mini", "task.operation=copy", "task.count=4", "batch_size=2", "device=cpu", "dtype=float64"]
@@ -85,7 +84,6 @@ def test_the_command_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "File too large; what is done is kept, and the same command goes on from there" in err
     about = RunFolder(folder).about()
     assert about is not None and about["refused"] is None, "it is no fault of the configuration"
-    assert not list(tmp_path.glob(".running*"))
 
 
 def _cut(folder: Path, size: int) -> None:
@@ -236,14 +234,12 @@ def test_a_clock_that_goes_back(tmp_path: Path, whole: Path, monkeypatch: pytest
 
     monkeypatch.setattr(time, "time", back)
     (job,) = jobs([*WORDS, f"output={tmp_path}"])
-    with told([job]):
-        assert content(evaluate(tmp_path)) == content(whole)
-        assert "4 of 4 samples of 1 run, 0:" in running([tmp_path])[0]
+    assert content(evaluate(tmp_path)) == content(whole)
     times = [record.seconds for record in RunFolder(job.folder).records()]
     assert all(0 < seconds < 60 for seconds in times)
 
 
-def test_a_second_terminal_sees_how_far_a_run_is(
+def test_a_report_shows_what_has_been_saved_so_far(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*WORDS, f"output={tmp_path}"]
@@ -257,16 +253,10 @@ def test_a_second_terminal_sees_how_far_a_run_is(
             seen.append((status, capsys.readouterr().err))
 
     monkeypatch.setattr(RunFolder, "add", look)
-    assert running([tmp_path]) == []
     assert launch(words, jobs(words), Console(quiet=True)) == {}
-    state = f"{tmp_path}: dllm-eval is running, "
     assert [status for status, _ in seen] == [2, *[0] * 7]
-    assert f"yet, ask again later: {state}" in seen[0][1]
-    for (_, err), done in zip(seen, (0, 1, 1, 2, 2, 3, 3, 4), strict=True):
-        assert err.startswith(f"{state}{done} of 4 samples of 1 run, 0:0")
-    assert "to go" in seen[1][1] and "to go" not in seen[0][1]
-    assert running([tmp_path]) == [] and not list(tmp_path.glob(".running*"))
-    assert reports.main([str(tmp_path), "--csv", "-"]) == 0 and capsys.readouterr().err == ""
+    assert f"there are no samples under {tmp_path}" in seen[0][1]
+    assert {said for _, said in seen[1:]} == {""}
 
 
 def test_ctrl_c_says_how_to_go_on(
@@ -284,14 +274,5 @@ def test_ctrl_c_says_how_to_go_on(
         assert command.main(words) == 130
     assert capsys.readouterr().err.endswith("dllm-eval: interrupted; the same command goes on from there\n")
     (job,) = jobs(words)
-    assert running([tmp_path]) == [] and RunFolder(job.folder).done() == {0}
+    assert RunFolder(job.folder).done() == {0}
     assert command.main(words) == 0 and content(job.folder) == content(whole)
-
-
-def test_a_run_that_was_killed_is_not_running(tmp_path: Path) -> None:
-    about = {"schema": 2, "command": "dllm-eval", "runs": [], "total": 9, "done": 0, "boot": None, "begun": 0.0}
-    (tmp_path / ".running-0.json").write_text(json.dumps(about))
-    assert running([tmp_path]) == []
-    with told(jobs([*WORDS, f"output={tmp_path}"])):
-        assert len(list(tmp_path.glob(".running*"))) == 1, "what it left is removed by the next"
-        assert len(running([tmp_path])) == 1

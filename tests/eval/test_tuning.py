@@ -11,12 +11,10 @@ import pytest
 import yaml
 
 from dllm_sampler.cli.compose import settings
-from dllm_sampler.core import telling
 from dllm_sampler.eval import tuning
 from dllm_sampler.eval.experiment import too_few
 from dllm_sampler.eval.jobs import job, jobs
 from dllm_sampler.eval.space import Space
-from dllm_sampler.eval.state import running
 from dllm_sampler.host import files
 from tests.disks import full_after
 
@@ -50,18 +48,7 @@ def test_the_winner_is_an_experiment(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*WORDS, "task.count=2", "dtype=float64"]
-    states, trial = list[str](), tuning.Tuner.trial
-
-    def look(*given: Any) -> None:  # as another terminal does
-        states.extend(running([here]))
-        trial(*given)
-
-    monkeypatch.setattr(tuning.Tuner, "trial", look)
-    monkeypatch.setattr(telling, "EVERY", 0.0)
     assert tuning.main(words) == 0, capsys.readouterr().err
-    place = f"{here / 'outputs' / 'tune'}: dllm-tune is running, "
-    assert [one.partition(" trials, ")[0] for one in states] == [f"{place}0 of 2", f"{place}1 of 2"]
-    assert "to go" in states[1] and running([here]) == []
     said = capsys.readouterr().out
     assert "one token per step" in said and "experiment=quick" in said
     file = here / "conf" / "experiment" / "quick.yaml"

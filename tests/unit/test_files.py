@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from dllm_sampler.errors import NotWrittenError, UserError
-from dllm_sampler.host import files, locks
+from dllm_sampler.host import files
 from tests.disks import fail, full_after
 
 ROOT = Path(__file__).parents[2]
@@ -199,26 +199,22 @@ def test_a_lock_keeps_others_out_and_ends_with_its_process(tmp_path: Path) -> No
     code = f"""
 import os, pathlib, sys
 from dllm_sampler.host import files
-from dllm_sampler.host import locks
 lines = files.Lines({str(other)!r}, "output f")
-with locks.locked(pathlib.Path({str(file)!r})) as held:
-    files.overwrite(held, b"state")
+with files.locked(pathlib.Path({str(file)!r})):
     print("ready", flush=True)
     sys.stdin.read()
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    assert locks.held(file) and file.read_text() == "state"
-    with pytest.raises(UserError, match=r"^busy$"), locks.locked(file, "busy"):
+    with pytest.raises(UserError, match=r"^busy$"), files.locked(file, "busy"):
         pass
     with pytest.raises(UserError, match="another process is writing output f"):
         files.Lines(other, "output f")
     process.kill()
     process.wait()
-    assert not locks.held(file), "the file is there, and says nothing"
-    with locks.locked(file, "busy") as opened:
-        files.put(opened, b"on")
-        assert locks.held(file) and file.read_text() == "on", "nothing of the content before is left"
+    assert file.exists(), "it locks nothing by itself"
+    with files.locked(file, "busy"), pytest.raises(UserError, match=r"^busy$"), files.locked(file, "busy"):
+        pass
     assert not file.exists()
     files.Lines(other, "output f").close()
 
@@ -229,9 +225,8 @@ def test_processes_take_turns(tmp_path: Path) -> None:
     code = """
 from pathlib import Path
 from dllm_sampler.host import files
-from dllm_sampler.host import locks
 for _ in range(30):
-    with locks.locked(Path("lock")):
+    with files.locked(Path("lock")):
         Path("n").write_text(str(int(Path("n").read_text()) + 1))
     files.append("lines", "a line\\n")
 """
@@ -245,7 +240,6 @@ for _ in range(30):
 # What opens files by itself, and why it may.
 ALLOWED = {
     "host/files.py": "the one place",
-    "host/locks.py": "locks hold what nobody reads later",
     "cli/ending.py": "the null device",
     "benchmarks/ahead_of_time.py": "a temporary file, for a tool to read",
     "benchmarks/campaign.py": "what a stage prints, while it runs",

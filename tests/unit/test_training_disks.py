@@ -11,11 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dllm_sampler.core import telling
 from dllm_sampler.errors import NotWrittenError, UserError
-from dllm_sampler.eval.report import command as reports
-from dllm_sampler.eval.state import running
-from dllm_sampler.host import locks
+from dllm_sampler.host import files
 from dllm_sampler.training import checkpoint, cli
 from tests.disks import fail, full_after
 from tests.unit.test_mini_training import words
@@ -111,7 +108,7 @@ def test_processes_that_train_together_are_one(tmp_path: Path, monkeypatch: pyte
 
 def test_one_trainer_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "m"
-    with locks.locked(tmp_path / ".m.lock"):  # as another process holds it
+    with files.locked(tmp_path / ".m.lock"):  # as another process holds it
         assert cli.main(words(folder)) == 2
     said = capsys.readouterr().err
     assert f"another dllm-train is writing {folder}: wait until it is done, or choose another train.output" in said
@@ -125,43 +122,3 @@ def test_a_training_that_cannot_begin_leaves_no_folder(tmp_path: Path, capsys: p
         assert cli.main(given) == 2
         assert "nowhere.jsonl" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["mine"] and os.listdir(tmp_path / "mine") == []
-
-
-def test_a_second_terminal_sees_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By the folder that is made, before it is there, and by the one that it lies in."""
-    folder, save, seen = tmp_path / "m", checkpoint.save, list[list[str]]()
-
-    def look(*given: Any) -> None:
-        seen.append(running([folder]))
-        assert running([tmp_path]) == seen[-1]
-        assert reports.main([str(folder)]) == 0, "no runs are no mistake here"
-        assert capsys.readouterr().err.endswith(f"{seen[-1][0]}\n")
-        save(*given)
-
-    monkeypatch.setattr(checkpoint, "save", look)
-    monkeypatch.setattr(telling, "EVERY", 0.0)
-    assert cli.main(words(folder, "train.steps=24")) == 0
-    said = [line for (line,) in seen]
-    assert [line.partition(", 0:0")[0] for line in said] == [
-        f"{folder}: dllm-train is running, mini: {done} of 24"
-        for done in (0, 0, 20, 20)  # as its bar
-    ]
-    assert "so far, about 0:0" in said[2]
-    assert running([folder]) == running([tmp_path]) == [] and os.listdir(tmp_path) == ["m"]
-
-
-def test_what_a_killed_training_left_is_not_its_state(tmp_path: Path) -> None:
-    about = {"schema": 2, "command": "dllm-train", "done": 7, "total": 9}
-    (tmp_path / ".m.lock").write_text(json.dumps(about))
-    assert running([tmp_path / "m"]) == []
-    with telling.telling(tmp_path / ".m.lock", "dllm-train"):
-        telling.tell(1, 9, "steps")
-        telling.tell(2, 9, "steps")  # too soon to be written
-        assert [line.partition(", 0:")[0] for line in running([tmp_path])] == [
-            f"{tmp_path / 'm'}: dllm-train is running, 1 of 9 steps"
-        ]
-        (tmp_path / ".m.lock").write_text("[" * 100_000)
-        assert running([tmp_path]) == [], "an edited file says nothing"
-    telling.tell(3, 9)  # no command runs: nothing happens
