@@ -10,6 +10,11 @@ Two ratios, both of alternating measurements in one process, each the median of 
 `speed`     tokens per second of `Sampler.generate` over those of `official_style.generate` on the same weights and
             schedule. Both must give the same tokens in the same number of forwards, or nothing is reported.
 `official`  the same over the published code itself (`--official FILE`, see `official_code.py`), which knows no cache.
+
+A third measures no ratio of ours to others:
+
+`replay`    host time of a recorded step around a replay that does nothing, and its part between the look at the last
+            step and the replay, in which a GPU has nothing to do. The ratio is the whole over that part.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from unittest.mock import patch
 
 import official_code
 import official_style
@@ -32,11 +38,13 @@ from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
 from dllm_sampler import config
+from dllm_sampler.core import packing
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
+from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import positive
@@ -67,7 +75,7 @@ class Row:
     @property
     def ratios(self) -> list[float]:
         pairs = zip(self.ours, self.other, strict=True)
-        return [mine / its if self.kind == "overhead" else its / mine for mine, its in pairs]
+        return [its / mine if self.kind in ("speed", "official") else mine / its for mine, its in pairs]
 
 
 @dataclass
@@ -132,6 +140,7 @@ class Bare:
         return plain if self.slots is None else driven
 
 
+REPLAYS = 500  # in one measurement
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -212,9 +221,45 @@ def speed(
     return times
 
 
+@torch.no_grad()
+def replay(it: Subject, batch: int, cache: str, steps: int, clock: Clock) -> tuple[float, float]:
+    """Seconds of the host for `steps` recorded steps, and those between the look at a step and the next replay.
+
+    The replay does nothing, so the same step is made again and again.
+    """
+    sampler, looked, replayed = it.sampler(cache, steps), clock.now(), []
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return lambda: replayed.append(clock.now() - looked)
+
+    def fetch(numbers: Tensor) -> list[int]:
+        nonlocal looked
+        found = numbers.tolist()
+        looked = clock.now()
+        return found
+
+    engine = StaticEngine(it.denoiser, sampler.plugins, 1, record=record)
+    canvas = layout.canvas(
+        it.prompts(batch).tolist(), it.new_tokens, range(batch), it.denoiser.spec, sampler.plugins.blocks,
+        sampler.noise, cuts=False, multiple=engine.multiple,
+    )  # fmt: skip
+    state = engine.begin(canvas)
+    with patch.object(packing, "fetch", fetch):
+        while len(replayed) < 20:  # the first steps run eagerly; the last ones warm up
+            engine.advance(state, 1)
+        replayed.clear()
+        begun = clock.now()
+        for _ in range(REPLAYS):
+            engine.advance(state, 1)
+        whole = clock.now() - begun
+    assert len(replayed) == REPLAYS
+    return whole * steps / REPLAYS, sum(replayed) * steps / REPLAYS
+
+
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """One row after the other, each after a run that warms up."""
-    kinds = {"overhead": overhead, "speed": speed}
+    kinds = {"overhead": overhead, "speed": speed, "replay": replay}
     if options.official is not None:
         kinds["official"] = partial(speed, official=options.official)
     for name in options.models:
@@ -233,7 +278,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                     yield row
 
 
-AGAINST = {"overhead": "step / forward", "speed": "tokens/s / plain loop", "official": "tokens/s / published code"}
+AGAINST = {"replay": "replayed step / in series", "overhead": "step / forward", "speed": "tokens/s / plain loop", "official": "tokens/s / published code"}
 
 
 def table(rows: Sequence[Row], steps: int) -> Table:
@@ -251,8 +296,8 @@ def table(rows: Sequence[Row], steps: int) -> Table:
             str(row.batch),
             row.cache,
             against,
-            f"{statistics.median(row.ours) / steps * 1e3:.2f}",
-            f"{statistics.median(row.other) / steps * 1e3:.2f}",
+            f"{statistics.median(row.ours) / steps * 1e3:.3f}",
+            f"{statistics.median(row.other) / steps * 1e3:.3f}",
             f"{statistics.median(row.ratios):.3f}",
             f"{min(row.ratios):.3f} to {max(row.ratios):.3f}",
             wanted,
@@ -262,7 +307,7 @@ def table(rows: Sequence[Row], steps: int) -> Table:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     models = "mini,llada-157m" + ",llada-8b" * torch.cuda.is_available()
-    kinds = ("overhead", "speed")
+    kinds = ("overhead", "speed", "replay")
     it = parser(__doc__)
     add = it.add_argument
     add("--models", type=among("model", SIZES), default=models, help=f"of {', '.join(SIZES)} (default %(default)s)")
