@@ -18,7 +18,7 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from dllm_sampler.engine import capture
+from dllm_sampler.engine.capture import GraphRecorder
 
 FLUSHES = 16  # about a millisecond on a GPU, in which the host is through with the launches of what is timed
 TURN = 2**30  # bytes that the calls of a graph go through, as far as MOST calls do
@@ -70,7 +70,7 @@ class Clock:
             _kept = [run() for run in calls]
 
         runs[0]()  # compiles, which a recording may not do
-        again = capture.cuda(every) if self.gpu else every
+        again = GraphRecorder()(every) if self.gpu else every
         return lambda: self(again) / len(calls)
 
 

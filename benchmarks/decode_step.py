@@ -58,7 +58,7 @@ from torch import Tensor
 from untrained import llada
 
 from dllm_sampler.engine import layout
-from dllm_sampler.engine.capture import cuda as record
+from dllm_sampler.engine.capture import GraphRecorder
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.graphs import MOST, StaticEngine
 from dllm_sampler.engine.loop import Engine
@@ -132,7 +132,7 @@ class Bench:
         """Every forward of one block, several times; the first refreshes."""
         kernels = TORCH if side == "torch" else select("triton", self.device, self.dtype)
         sampler, spy = self.sampler(window, side), Spy(self.model(side).using(kernels), kernels)
-        graph = side in RECORDED
+        graph, record = side in RECORDED, GraphRecorder()
         if graph:
             compiled = side == "compiled"
             engine: Engine = StaticEngine(spy, sampler.plugins, 1, kernels, record, compile=compiled)

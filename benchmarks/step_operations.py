@@ -36,7 +36,7 @@ from untrained import llada
 from dllm_sampler import config
 from dllm_sampler.core import packing
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.packing import Request
+from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine import layout, readout
@@ -102,7 +102,7 @@ def counted(seen: Operations, p: Plugins) -> Iterator[None]:
         *((type(p.cache), name, "narrow") for name in ("expect", "computes", "narrow")),
         *((owner, name, "narrow") for owner, name in ((packing, "answerable"), (Query, "join"))),
         (packing, "computable", "narrow"),
-        (Request, "of", "measure"),
+        (ForwardRequest, "of", "measure"),
         (packing, "measure", "measure"),
         (Buffers, "copy_in", "home"),
     ]

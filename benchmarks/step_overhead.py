@@ -278,7 +278,12 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                     yield row
 
 
-AGAINST = {"replay": "replayed step / in series", "overhead": "step / forward", "speed": "tokens/s / plain loop", "official": "tokens/s / published code"}
+AGAINST = {
+    "replay": "replayed step / in series",
+    "overhead": "step / forward",
+    "speed": "tokens/s / plain loop",
+    "official": "tokens/s / published code",
+}
 
 
 def table(rows: Sequence[Row], steps: int) -> Table:

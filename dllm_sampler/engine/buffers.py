@@ -25,10 +25,16 @@ def address(tensor: Tensor) -> Hashable:
 
 @dataclass
 class Step:
-    """A recorded step: how to repeat it, and the state's objects (not its numbers) after it."""
+    """A recorded step.
+
+    replay: repeats it
+    after: the state's objects (not its numbers) after it, in the order of `PARTS`
+    key: the state key after it
+    """
 
     replay: Callable[[], None]
-    after: dict[str, Any]
+    after: tuple[Any, ...]
+    key: int
 
 
 class Buffers:
@@ -43,6 +49,7 @@ class Buffers:
         self.held: dict[Hashable, Any] = {}
         self.storages: set[int] = set()
         self.steps: dict[Hashable, Step | None] = {}  # None: run once, not recorded yet
+        self.keys: dict[Hashable, int] = {}  # state keys by number, which is hashed in each step
         self.complete = False  # while a step is recorded: a new buffer would live inside the recording
 
     @property
@@ -51,11 +58,12 @@ class Buffers:
         tensors = (one for buffer in self.held.values() for one in _tensors(buffer))
         return sum(one.numel() * one.element_size() for one in tensors)
 
-    def copy_in(self, state: Generation) -> Hashable:
+    def copy_in(self, state: Generation) -> int:
         """Copy every tensor of `state` into its buffer, which takes its place in the state.
 
         Returns:
-            the state key: its plain values and its tensors' shapes, on which a recording of the next step depends.
+            the number of the state key: its plain values and its tensors' shapes, on which a recording of the next step
+            depends.
         """
         moves: list[tuple[Tensor, Tensor | None]] = []  # None: zeros, of slots that are still unwritten
         key: list[Hashable] = []
@@ -90,7 +98,7 @@ class Buffers:
         for pairs in alike.values():
             buffers, new = zip(*pairs, strict=True)
             torch._foreach_copy_(list(buffers), list(new))  # pyright: ignore[reportPrivateImportUsage] - one launch
-        return tuple(key)
+        return self.keys.setdefault(tuple(key), len(self.keys))
 
     def _make(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
         if self.complete:
@@ -111,12 +119,17 @@ def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def copied(state: Generation) -> dict[str, Any]:
-    """The objects of a state, with the same leaves."""
-    return {part: walk(getattr(state, part), lambda _, leaf: leaf, part) for part in PARTS}
+def objects(state: Generation) -> tuple[Any, ...]:
+    """Return the objects of a state, in the order of `PARTS`."""
+    return tuple(getattr(state, part) for part in PARTS)
 
 
-def restored(state: Generation, parts: dict[str, Any]) -> None:
-    """Give a state copies of those objects, so that it may change them."""
-    for part, value in parts.items():
-        setattr(state, part, walk(value, lambda _, leaf: leaf, part))
+def copies(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return copies of the objects of a state, with the same leaves."""
+    return tuple(walk(value, lambda _, leaf: leaf, part) for part, value in zip(PARTS, parts, strict=True))
+
+
+def restore(state: Generation, parts: tuple[Any, ...]) -> None:
+    """Give a state these objects."""
+    for part, value in zip(PARTS, parts, strict=True):
+        setattr(state, part, value)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -13,38 +12,60 @@ import torch
 Record = Callable[[Callable[[], None]], Callable[[], None]]  # makes a function repeatable, without its effects
 
 
-@cache
-def _resources(device: int) -> tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]:
-    """What the recordings on one GPU share: a pool of memory, the stream they are made on, and an empty recording.
+class GraphRecorder:
+    """Records functions as CUDA graphs that share a pool of memory.
 
-    A pool whose graphs are all gone takes no new one while anything still lives in it, such as a library's workspace.
-    The empty recording keeps it open.
+    Graphs of one recorder must be replayed one after the other: each may overwrite what another has computed. So every
+    engine has a recorder of its own.
     """
-    pool, stream, empty = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is empty
-        with torch.cuda.graph(empty, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            pass
-    return pool, stream, empty
+
+    def __init__(self) -> None:
+        self._pools: dict[int, tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]] = {}  # by GPU
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record the launches of `run` on the current GPU. None of them happens before a replay.
+
+        A recording owns what was allocated while it was made, nothing else: whatever `run` reads has to outlive it.
+        """
+        device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
+        try:
+            # A capture that failed cannot be ended either, and then leaves its stream the current one.
+            with torch.cuda.stream(torch.cuda.current_stream()):
+                pool, stream, _ = self._pool(device)
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    run()
+        except BaseException:
+            failed = self._pools.pop(device, None)
+            if failed is not None:
+                _close(device, failed[0])
+            raise
+        return graph.replay
+
+    def _pool(self, device: int) -> tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]:
+        """Return the pool of memory on a GPU, the stream that graphs are recorded on, and an empty recording.
+
+        A pool whose graphs are all gone takes no new one while anything is still allocated in it, such as a library's
+        workspace. The empty recording keeps it open.
+        """
+        if device not in self._pools:
+            pool, stream, empty = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is empty
+                with torch.cuda.graph(empty, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    pass
+            self._pools[device] = pool, stream, empty
+        return self._pools[device]
 
 
-def cuda(run: Callable[[], None]) -> Callable[[], None]:
-    """Record a function's launches on the current GPU as a CUDA graph; none of them happens before a replay.
+def _close(device: int, pool: Any) -> None:
+    """Close a pool after a capture that failed, if torch has left it open.
 
-    A recording owns what was allocated while it was made, nothing else: whatever `run` reads has to outlive it.
+    torch 2.11 and earlier go on to allocate in it (pytorch 180395): the next capture can fail, and cached memory is
+    never released. Later versions have closed it, and closing it again raises an error.
     """
-    graph = torch.cuda.CUDAGraph()
-    # Graphs may share memory: each copies what it made into buffers that belong to none of them.
-    try:
-        # A capture that failed cannot be ended either, and then leaves its stream the current one.
-        with torch.cuda.stream(torch.cuda.current_stream()):
-            pool, stream, _ = _resources(torch.cuda.current_device())
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                run()
-    except BaseException:
-        _resources.cache_clear()  # a capture that was not ended keeps its pool to itself
-        raise
-    return graph.replay
+    with suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 @contextmanager

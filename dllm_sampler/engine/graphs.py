@@ -3,14 +3,20 @@
 A graph is a recording of launches on fixed addresses. So the state lives in static buffers, a step's outcome is copied
 into them, and what the host decides in a step (sizes, the flags that a cache keeps as plain numbers) is the key under
 which the step is recorded. The first step of a key runs eagerly, which also warms up what a recording may not do:
-compile, allocate workspaces. The second is recorded; from then on it is replayed. Sizes are rounded up to eight from
-one power of two to the next. Steps of more than `MOST` entries are bound by arithmetic and always run eagerly.
+compile, allocate workspaces. The second is recorded; from then on it is replayed. Sizes are rounded up, so that few
+steps are recorded (`rounded`). Steps of more than `MOST` entries are bound by arithmetic and always run eagerly.
+
+The host must not keep a GPU waiting between a look at one step and the replay of the next. So the key of a state is
+known before the look: a recording has the key of the state that it leaves, and what an eager step leaves is copied into
+the buffers at once. It holds as long as nobody gives the state other objects (`InPlace.held`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from operator import is_not
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +25,8 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.values import Canvas, Noise, Sizes
-from dllm_sampler.engine import capture
-from dllm_sampler.engine.buffers import Buffers, Step, address, copied, restored
-from dllm_sampler.engine.capture import Record
+from dllm_sampler.engine.buffers import PARTS, Buffers, Step, address, copies, objects, restore
+from dllm_sampler.engine.capture import GraphRecorder, Record
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine, inference_mode
 from dllm_sampler.engine.plugins import Plugins
@@ -33,6 +38,7 @@ from dllm_sampler.models.moe import Experts, waits
 
 KEPT = 8  # shapes of canvas whose recordings are kept
 ROOM = 2**31  # bytes of buffers, beyond which the oldest go before new ones are made
+LEAST = 16  # rows: a matrix unit multiplies as many at once
 MOST = 512  # entries of a pack up to which steps are recorded
 
 
@@ -106,9 +112,33 @@ def model(denoiser: object) -> tuple[Hashable, ...]:
 
 @dataclass
 class InPlace(Generation):
-    """A state and its buffers."""
+    """A state and its buffers.
+
+    key: the number of the state key; it holds while the state has the objects `held`
+    shared: these objects belong to a recording, and must be copied before anything changes them
+    """
 
     buffers: Buffers = field(kw_only=True)
+    key: int = -1
+    held: tuple[Any, ...] = ()
+    shared: bool = False
+
+    def enter(self) -> None:
+        """Copy what is not there yet into the buffers."""
+        if len(self.held) != len(PARTS) or any(map(is_not, objects(self), self.held)):
+            self.key, self.shared = self.buffers.copy_in(self), False
+            self.held = objects(self)
+
+    def own(self) -> None:
+        """Copy objects that belong to a recording."""
+        if self.shared:
+            restore(self, copies(objects(self)))
+            self.shared, self.held = False, ()
+
+    def replayed(self, step: Step) -> None:
+        """Take over what a replay of `step` leaves."""
+        restore(self, step.after)
+        self.key, self.held, self.shared = step.key, step.after, True
 
 
 class StaticEngine(Engine):
@@ -118,11 +148,11 @@ class StaticEngine(Engine):
     a multiple of `multiple`, and the buffers of several shapes are kept.
 
     Args:
-        record: what makes a step repeatable, `capture.cuda`; None: every step runs eagerly.
+        record: what makes a step repeatable, a `GraphRecorder` of this engine alone. None: every step runs eagerly.
         must: refuse a plug-in whose state no recording knows of; else its generations run eagerly, with a warning.
     """
 
-    multiple = 32
+    multiple = 256
 
     def __init__(
         self,
@@ -146,7 +176,7 @@ class StaticEngine(Engine):
         plain = super().begin(canvas)
         state = InPlace(**{one.name: getattr(plain, one.name) for one in fields(plain)}, buffers=buffers)
         try:
-            buffers.copy_in(state)
+            state.enter()
         except Opaque as error:
             why = f"{error}, and a recording cannot know what it keeps"
             if self.must:
@@ -155,25 +185,46 @@ class StaticEngine(Engine):
             return plain
         return state
 
+    def ask(self, state: Generation) -> None:
+        """See `Engine.ask`."""
+        if isinstance(state, InPlace):
+            state.own()
+        super().ask(state)
+
     def step(self, state: Generation) -> None:
         """See `Engine.step`."""
-        if not isinstance(state, InPlace) or self.record is None or state.canvas.sizes.computed > MOST:
+        if not isinstance(state, InPlace):
             super().step(state)
             return
-        state.canvas = replace(state.canvas, sizes=rounded(state.canvas))
-        steps = state.buffers.steps
-        key = state.buffers.copy_in(state), state.canvas.sizes
-        if key not in steps:
-            steps[key] = None
-            super().step(state)
-            state.buffers.copy_in(state)  # what it leaves has buffers, also where no other step follows
+        if self.record is None or state.canvas.sizes.computed > MOST:
+            self._eager(state)
             return
-        step = steps[key] = steps[key] or self._recorded(state, self.record)
+        state.enter()
+        sizes = rounded(state.canvas)
+        steps, key = state.buffers.steps, (state.key, sizes)
+        step = steps.get(key)
         if step is None:
-            super().step(state)
-            return
+            state.own()
+            state.canvas = replace(state.canvas, sizes=sizes)
+            if key in steps:
+                step = steps[key] = self._recorded(state, self.record)
+            else:
+                steps[key] = None
+            if step is None:
+                self._eager(state)
+                return
         step.replay()
-        restored(state, step.after)
+        state.replayed(step)
+
+    def poll(self, state: Generation, step: int, last: bool = False) -> None:
+        """See `Engine.poll`. Sizes are no part of the key."""
+        before = state.canvas
+        super().poll(state, step, last)
+        if isinstance(state, InPlace) and state.held and before is state.held[0]:
+            if before.branches == state.canvas.branches:
+                state.held = (state.canvas, *state.held[1:])
+            else:
+                state.held = ()
 
     def end(self, state: Generation) -> None:
         """See `Engine.end`. A later generation may have the buffers."""
@@ -182,17 +233,23 @@ class StaticEngine(Engine):
             self._make_room(KEPT - 1, max(0, ROOM - state.buffers.size))
             self.free.append(state.buffers)
 
+    def _eager(self, state: InPlace) -> None:
+        """Make a step that is not recorded, and copy what it leaves into the buffers."""
+        state.own()
+        super().step(state)
+        state.enter()
+
     def _recorded(self, state: InPlace, record: Record) -> Step | None:
         """The next step, recorded; None: it cannot be, and no step will be from now on."""
-        before = copied(state)
+        before = copies(objects(state))
         state.buffers.complete = True
 
         def run() -> None:
             Engine.step(self, state)
-            state.buffers.copy_in(state)
+            state.key = state.buffers.copy_in(state)
 
         try:
-            return Step(record(run), copied(state))
+            return Step(record(run), objects(state), state.key)
         except Exception as error:  # what the step itself raises, it raises again without a recording
             cause: BaseException = error
             while isinstance(cause, RuntimeError) and isinstance(cause.__context__, Exception):
@@ -203,7 +260,8 @@ class StaticEngine(Engine):
             return None
         finally:
             state.buffers.complete = False
-            restored(state, before)
+            restore(state, before)
+            state.held = ()
 
     def _found(self, canvas: Canvas) -> Buffers:
         """Free buffers for such a canvas and the weights where they are, or new ones, for which there is room then."""
@@ -223,24 +281,31 @@ class StaticEngine(Engine):
 
 
 def rounded(canvas: Canvas) -> Sizes:
-    """Sizes that are large enough and of which there are few: a recording is good for one."""
+    """Return sizes that are large enough and of which there are few: a recording is good for one.
+
+    Up to 64 rows a product takes as long as its weight takes to be read: 16, 32 and 64 are all there is. Beyond, eight
+    from one power of two to the next, so at most an eighth is computed for nothing; of the head's rows, which are a
+    small part of a step, one.
+    """
     sizes, most = canvas.sizes, canvas.length
-
-    def up(size: int) -> int:  # eight from one power of two to the next: at most an eighth too large
-        step = (1 << max(3, size.bit_length() - 1)) // 8
-        return -(-size // step) * step
-
-    return replace(
-        sizes,
-        queries=min(most, 1 << (sizes.queries - 1).bit_length()),
+    return Sizes(
+        queries=min(most, max(LEAST, 1 << (sizes.queries - 1).bit_length())),
         block=canvas.width,
-        computed=up(sizes.computed),
-        answers=up(sizes.answers),
-        longest=most if sizes.whole else min(max(most, sizes.longest), up(sizes.longest)),
-        opens=True,
-        rows=None,
+        computed=_up(sizes.computed),
+        answers=max(LEAST, 1 << (sizes.answers - 1).bit_length()),
+        longest=most if sizes.whole else min(max(most, sizes.longest), _up(sizes.longest)),
+        whole=sizes.whole,
         stretch=None if sizes.stretch is None else 1 << (sizes.stretch - 1).bit_length(),
     )
+
+
+def _up(size: int) -> int:
+    """Return a size that is at least as large."""
+    power = 1 << (size - 1).bit_length()
+    if power <= 64:
+        return max(LEAST, power)
+    step = power // 16
+    return -(-size // step) * step
 
 
 def engine(
@@ -270,4 +335,4 @@ def engine(
     same = plugins, kernels, options[1], inference_mode(denoiser)
     if last is not None and (last.plugins, last.kernels, last.samples, last.inference_mode) == same:
         return last
-    return StaticEngine(denoiser, plugins, poll_every, kernels, capture.cuda, choice is True, *options)
+    return StaticEngine(denoiser, plugins, poll_every, kernels, GraphRecorder(), choice is True, *options)

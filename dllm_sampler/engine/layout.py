@@ -34,7 +34,8 @@ def canvas(
         rows: token ids of each prompt; one may be empty where tokens of its answer are given.
         new_tokens: of each answer, or one number for all.
         cuts: whether a stop policy may shorten rows.
-        multiple: the canvas is rounded up to a multiple of this many columns; no row uses the last ones.
+        multiple: the canvas is rounded up to a multiple of this many columns, as far as the model has positions. No row
+            uses the last ones.
         length: the canvas has at least this many.
         lengths: of other answers for which the canvas must have room: see `engine/in_flight.py`.
         forms: which of a guide's forms each answer has; None: no guide has a list of them.
@@ -49,7 +50,8 @@ def canvas(
     block = spec.block_length if spec.encoder and spec.block_length else 1
     decoded = [-(-count // block) * block for count in wanted]
     ends = [len(row) + count for row, count in zip(rows, decoded, strict=True)]
-    length = -(-max(length, *ends) // multiple) * multiple
+    least = max(length, *ends)
+    length = max(least, min(-(-least // multiple) * multiple, spec.max_positions))
     noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
     known = [list(one or ()) for one in given or [None] * len(rows)]
     laid_out = [

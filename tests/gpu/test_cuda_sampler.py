@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.config import names
-from dllm_sampler.engine import capture
 from dllm_sampler.engine.buffers import Step
+from dllm_sampler.engine.capture import GraphRecorder
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
@@ -152,6 +152,7 @@ def test_a_recording_does_not_outlive_its_weights() -> None:
 
 def test_recordings_come_and_go() -> None:
     """Each is gone before the next is made, and one that fails leaves the stream and the next one alone."""
+    record = GraphRecorder()
     x, before = torch.zeros(4, device="cuda"), torch.cuda.current_stream()
 
     def adds() -> None:
@@ -161,12 +162,12 @@ def test_recordings_come_and_go() -> None:
         x.sum().item()
 
     for number in range(1, 4):
-        replay = capture.cuda(adds)
+        replay = record(adds)
         replay()
         del replay
         assert x.tolist() == [number] * 4
     with pytest.raises(RuntimeError):
-        capture.cuda(reads)
+        record(reads)
     assert torch.cuda.current_stream() == before
-    capture.cuda(adds)()
+    record(adds)()
     assert x.tolist() == [4] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,16 +15,19 @@ import torch
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.core.noise import CounterNoise, ReplayNoise
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.engine import layout
+from dllm_sampler.engine import buffers, layout
+from dllm_sampler.engine.buffers import Step
+from dllm_sampler.engine.capture import GraphRecorder
 from dllm_sampler.engine.graphs import StaticEngine, obstacle, rounded
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.tree import Opaque, walk
 from dllm_sampler.kernels import backend
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.models.moe import MoE, MoeConfig
+from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.taped import Taped, taped
+from tests.taped import Taped, on_tape, taped
 
 
 @pytest.mark.parametrize(
@@ -180,11 +184,128 @@ def test_padding_stays_within_the_context(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_recorded_sizes_are_hardly_too_large() -> None:
-    """Of entries and answers an eighth at most is computed for nothing."""
+    """From 64 entries on an eighth at most is computed for nothing; of few rows there are three sizes."""
     plugins, spec = toys.sampler(cache="dual").plugins, toys.denoiser().spec
     canvas = layout.canvas([[5]], 2000, [0], spec, plugins.blocks, CounterNoise(), plugins.stop.cuts)
+    found = set()
     for size in range(1, 1025):
         sizes = replace(canvas.sizes, computed=size, answers=size, longest=size, queries=size, whole=False, opens=False)
         made = rounded(replace(canvas, sizes=replace(sizes, rows=((size, 0, size),))))
         assert size <= min(made.computed, made.answers, made.longest, made.queries)
-        assert max(made.computed, made.answers, made.longest) <= size * 9 / 8
+        assert max(made.computed, made.longest) <= (size * 9 / 8 if size > 64 else max(16, 2 * size - 1))
+        assert made.answers <= max(16, 2 * size - 1)
+        found |= {made.computed} if size <= 64 else set()
+    assert found == {16, 32, 64}
+
+
+def recordings(engine: Taped) -> int:
+    return sum(isinstance(step, Step) for buffers in engine.free for step in buffers.steps.values())
+
+
+def on_a_tape(window: int, **plugins: Any) -> tuple[Sampler, Taped]:
+    config = replace(toys.transformer(kv_heads=2).config, max_positions=2048)
+    model = Transformer(config)
+    model.init_weights(std=0.5, embedding_std=1.0, generator=torch.Generator().manual_seed(2))
+    blocks = {"name": "fixed", "length": window}
+    it = Sampler(toys.wrapped(model.double()), cache="dual", stop="none", blocks=blocks, **plugins)
+    return it, on_tape(it)
+
+
+@pytest.mark.parametrize("scheduler", ["fixed", {"name": "threshold", "threshold": 0.7}])
+def test_a_generation_makes_few_recordings(scheduler: Any) -> None:
+    """Two of a window of 32, whose masks become fewer, and one that refreshes a canvas of less than `MOST` positions.
+
+    One for each number of masks, rounded up by an eighth at most, would make 24.
+    """
+    it, engine = on_a_tape(32, scheduler=scheduler)
+    for _ in range(2):
+        it.generate([[5] * 40], max_new_tokens=64)
+    assert engine.replays > 8 and 1 < recordings(engine) <= 3
+
+
+def test_prompts_of_many_lengths_share_recordings() -> None:
+    it, engine = on_a_tape(4, scheduler="fixed")
+    made = []
+    for length in (700, 1100, 800, 1024, 717, 933, 1061):
+        it.generate([[5] * length], max_new_tokens=8)
+        made.append(recordings(engine))
+    assert made[-1] <= 3 * 3 and len(engine.free) == 3, "canvases of 768, 1024 and 1280 positions"
+    it.generate([[6] * 987], max_new_tokens=8)
+    assert recordings(engine) == made[-1]
+
+
+def test_the_host_copies_no_state_around_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key of the next step is known before the host looks at the last one."""
+    it, engine = on_a_tape(16, scheduler="fixed")
+    for _ in range(2):
+        it.generate([[5] * 16], max_new_tokens=32)
+    walks, walked = [], buffers.walk
+    monkeypatch.setattr(buffers, "walk", lambda *args: walks.append(args[2]) or walked(*args))
+    before = engine.replays
+    it.generate([[5] * 16], max_new_tokens=32)
+    assert engine.replays - before == 32 and len(walks) == len(buffers.PARTS), "what begins a generation is copied"
+
+
+def test_each_engine_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of one pool overwrite each other, and two threads replay on streams of their own."""
+    monkeypatch.setattr("dllm_sampler.engine.graphs.obstacle", lambda *_: None)
+    made = [toys.sampler("llada", cuda_graph=True) for _ in range(2)]
+    one, other = (cast(StaticEngine, it.engine(it.plugins)).record for it in made)
+    assert isinstance(one, GraphRecorder) and isinstance(other, GraphRecorder) and one is not other
+    cuda = Cuda(monkeypatch)
+    for record in (one, other, one):
+        record(lambda: None)
+    assert cuda.pools == [(1, 0), (1, 0), (2, 0), (2, 0), (1, 0)], "an empty graph opens each pool"
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["torch 2.11", "later"])
+def test_a_recording_that_fails_closes_its_pool(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its memory is never released, and the next recording may fail."""
+    cuda, record = Cuda(monkeypatch), GraphRecorder()
+    cuda.closes = closes
+
+    def fails() -> None:
+        raise RuntimeError("operation not permitted")
+
+    record(lambda: None)
+    with pytest.raises(RuntimeError, match="operation not permitted"):
+        record(fails)
+    assert cuda.closed == ([("end", 0, (1, 0)), ("release", 0, (1, 0))] if closes else [])
+    record(lambda: None)
+    assert cuda.pools[-2:] == [(2, 0), (2, 0)], "the next one has another pool"
+
+
+class Cuda:
+    """What a recorder uses of torch, without a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.made, self.closes = 0, True
+        self.pools: list[tuple[int, int]] = []
+        self.closed: list[tuple[str, int, tuple[int, int]]] = []
+        graph = SimpleNamespace(replay=lambda: None)
+        for name, value in {
+            "graph_pool_handle": self.handle, "Stream": lambda *_: None, "CUDAGraph": lambda: graph,
+            "current_device": lambda: 0, "current_stream": lambda *_: None, "stream": lambda _: nullcontext(),
+            "graph": self.graph,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+        monkeypatch.setattr(
+            torch._C,
+            "_cuda_releasePool",
+            lambda device, pool: self.closed.append(("release", device, pool)),
+            raising=False,
+        )
+
+    def handle(self) -> tuple[int, int]:
+        self.made += 1
+        return self.made, 0
+
+    def graph(self, _: object, pool: tuple[int, int], **more: object) -> Any:
+        self.pools.append(pool)
+        return nullcontext()
+
+    def end(self, device: int, pool: tuple[int, int]) -> None:
+        if not self.closes:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.closed.append(("end", device, pool))
