@@ -1,4 +1,4 @@
-"""Measuring samplers: conformance to published decoders, tasks, metrics, reports. Imported as `dllm_sampler.eval`."""
+"""Tasks, measures and reports of samplers. Imported as `dllm_sampler.eval`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m dllm_sampler.eval.conformance`: the altered traces fail, every mistake is named."""
+"""`python -m tests.conformance`: the altered traces fail, every mistake is named."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dllm_sampler.eval.conformance import compare
-from dllm_sampler.eval.conformance.__main__ import main
+from tests.conformance import compare
+from tests.conformance.__main__ import main
 from tests.sampling import sampled
 
 DATA = Path(__file__).parent / "data"
@@ -50,7 +50,7 @@ def test_as_a_module_with_one_system(folder: Path, monkeypatch: pytest.MonkeyPat
     write(folder, recorded("fastdream-plain-a-01"), other)
     monkeypatch.setattr(sys, "argv", ["conformance", str(folder), "--system", "fast-dllm-dream/plain-threshold"])
     with pytest.raises(SystemExit) as ended, pytest.warns(RuntimeWarning, match="found in sys.modules"):
-        runpy.run_module("dllm_sampler.eval.conformance", run_name="__main__")
+        runpy.run_module("tests.conformance", run_name="__main__")
     assert ended.value.code == 0
     assert last_line(capsys) == "conformance: 1 passed, 0 failed, 0 unsupported"
 

@@ -18,11 +18,11 @@ from dllm_sampler.core.protocols import Cache
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval.conformance import lines, replay
-from dllm_sampler.eval.conformance.builder import Checkpoints, Setup
-from dllm_sampler.eval.conformance.diffusion_gemma import Watched
 from dllm_sampler.models.diffusion_gemma import DiffusionGemmaDenoiser, Memory
 from tests import toys
+from tests.conformance import lines, replay
+from tests.conformance.builder import Checkpoints, Setup
+from tests.conformance.diffusion_gemma import Watched
 from tests.contract.test_syncs import no_host_reads
 from tests.sampling import sampled
 

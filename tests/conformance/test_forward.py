@@ -15,9 +15,9 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Cache
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine import layout
-from dllm_sampler.eval.conformance.published import PublishedDualCache, PublishedPrefixCache
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load
+from dllm_sampler.published import PublishedDualCache, PublishedPrefixCache
 from tests import toys
 
 DATA = Path(__file__).parent / "data"

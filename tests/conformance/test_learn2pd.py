@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Guide, Sampler
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.eval.conformance.published import PublishedCachedEndOfText, PublishedEndOfText
+from dllm_sampler.published import PublishedCachedEndOfText, PublishedEndOfText
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from tests import toys
 from tests.toys import EOS, MASK

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Guide, Sampler
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.eval.conformance.lengths import Step, mismatch
-from dllm_sampler.eval.conformance.lines import Line
-from dllm_sampler.eval.conformance.published import AboveThreshold
+from dllm_sampler.published import AboveThreshold
 from dllm_sampler.schedulers.daedal import Daedal
 from dllm_sampler.schedulers.rho_eos import RhoEos
 from tests import toys
+from tests.conformance.lengths import Step, mismatch
+from tests.conformance.lines import Line
 
 MASK, EOS, SLOPE = toys.MASK, toys.EOS, 0.1
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Guide, Sampler
 from dllm_sampler.core.packing import Answers
-from dllm_sampler.eval.conformance.published import PublishedWino
+from dllm_sampler.published import PublishedWino
 from tests import toys
 from tests.toys import MASK
 

@@ -9,7 +9,7 @@ import torch
 
 from dllm_sampler import UserError, config
 from dllm_sampler.core.protocols import Scheduler
-from dllm_sampler.eval.conformance.published import (
+from dllm_sampler.published import (
     AnyBlock,
     ForcedFirst,
     PublishedCredit,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dllm_sampler.eval.conformance import svdd
-from dllm_sampler.eval.conformance.svdd import Run, check
+from tests.conformance import svdd
+from tests.conformance.svdd import Run, check
 
 FILE = Path(__file__).parent / "data" / "traces" / "svdd.jsonl"
 LINES = [Run.model_validate_json(line) for line in FILE.read_text().splitlines()]

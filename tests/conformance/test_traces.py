@@ -1,4 +1,4 @@
-"""The traces that are published with this package pass: `python -m dllm_sampler.eval.conformance`."""
+"""The traces that are published with this package pass: `python -m tests.conformance`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dllm_sampler.eval.conformance import lines
-from dllm_sampler.eval.conformance.__main__ import check, main
+from tests.conformance import lines
+from tests.conformance.__main__ import check, main
 from tests.sampling import sampled
 
 DATA = Path(__file__).parent / "data"

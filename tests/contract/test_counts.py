@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dllm_sampler import Canvas, Edit, Query, Readout, Result, Sampler, UserError, config
 from dllm_sampler.core.protocols import Cache, Carry
-from dllm_sampler.eval.conformance.published import PublishedFixedSteps, PublishedPositionCalibrated
+from dllm_sampler.published import PublishedFixedSteps, PublishedPositionCalibrated
 from dllm_sampler.schedulers.slowfast import SlowFast
 from tests import toys
 from tests.contract import cases

@@ -11,7 +11,7 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Foresees
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval.conformance.published import PublishedFixedSteps
+from dllm_sampler.published import PublishedFixedSteps
 from tests import toys
 from tests.contract import cases
 from tests.contract.cases import CASES, TOKENS, Case, thinned

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Result, Sampler, UserError
-from dllm_sampler.eval.conformance.published import Level, PublishedSelfVerified
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.packed import PackedAttention
+from dllm_sampler.published import Level, PublishedSelfVerified
 from tests import toys
 from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same

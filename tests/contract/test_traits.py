@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Canvas, Context, Query, Scheduler, Traits, UserError, config, schedulers
+from dllm_sampler import Canvas, Context, Query, Scheduler, Traits, UserError, config, published, schedulers
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.store_pass import StorePass
 from dllm_sampler.core.around import Around
@@ -20,11 +20,8 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Guide, Paced, Planner, Tempered
 from dllm_sampler.core.values import Edit, Readout
 from dllm_sampler.engine import layout
-from dllm_sampler.eval import conformance
-from dllm_sampler.eval.conformance import published
-from dllm_sampler.eval.conformance.freedave import Noted, PublishedEager
-from dllm_sampler.eval.conformance.lopa import Rounds
-from dllm_sampler.eval.conformance.published import (
+from dllm_sampler.guides import Temperature
+from dllm_sampler.published import (
     ForcedFirst,
     LeavesAtEnd,
     PublishedFreeDave,
@@ -34,8 +31,6 @@ from dllm_sampler.eval.conformance.published import (
     StaleMasks,
     Unrolled,
 )
-from dllm_sampler.eval.conformance.unmasking import AmongTop
-from dllm_sampler.guides import Temperature
 from dllm_sampler.schedulers.daedal import Daedal
 from dllm_sampler.schedulers.drafting.choosing import Choosing
 from dllm_sampler.schedulers.drafting.forking import Forking
@@ -50,7 +45,10 @@ from dllm_sampler.schedulers.rho_eos import RhoEos
 from dllm_sampler.schedulers.ssd import SelfSpeculative
 from dllm_sampler.schedulers.svdd import SoftValueGuided
 from dllm_sampler.schedulers.threshold import Threshold
-from tests import toys
+from tests import conformance, toys
+from tests.conformance.freedave import Noted, PublishedEager
+from tests.conformance.lopa import Rounds
+from tests.conformance.unmasking import AmongTop
 from tests.contract.cases import Settings, one_each
 
 WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
@@ -171,11 +169,14 @@ class Facts(Scheduler):
 
 
 def test_every_wrapper_is_checked() -> None:
-    for package in (schedulers, conformance, published):
+    packages = {package.__name__: package for package in (schedulers, conformance, published)}
+    for package in packages.values():
         for module in pkgutil.iter_modules(package.__path__):
-            if module.name != "__main__":
+            if module.name != "__main__" and not module.name.startswith("test_"):
                 importlib.import_module(f"{package.__name__}.{module.name}")
-    assert {one for one in subclasses(Around) if one.__module__.startswith("dllm_sampler")} == set(WRAPPERS)
+    assert {one for one in subclasses(Around) if one.__module__.startswith(("dllm_sampler", *packages))} == set(
+        WRAPPERS
+    )
 
 
 @wrappers

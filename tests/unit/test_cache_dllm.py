@@ -14,9 +14,9 @@ from dllm_sampler.cache.dllm_cache import IntervalCache
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval.conformance.published import PublishedFixedSteps
 from dllm_sampler.models.loading import load
 from dllm_sampler.models.transformer import SwiGLU
+from dllm_sampler.published import PublishedFixedSteps
 from tests import tiny, toys
 from tests.sampling import crossed
 

@@ -1,0 +1,127 @@
+"""What published code adds to its rule, to the letter: quirks that the plug-ins of the package leave out.
+
+Each class is the clean plug-in with the quirk on top, made for the replay of recorded runs. To have a published loop as
+it is, hand the object over:
+
+    from dllm_sampler.published import ForcedFirst, PublishedDualCache
+
+    Sampler(denoiser, scheduler=ForcedFirst(Threshold(0.9)), cache=PublishedDualCache(), compat=True)
+"""
+
+from dllm_sampler.published.adablock import AmongTop
+from dllm_sampler.published.apd import EndsAnywhere, PublishedParallelDecoding
+from dllm_sampler.published.caches import PublishedDelayedCache, PublishedElasticCache
+from dllm_sampler.published.context import BlockDraws, LeavesAtEnd, PrefillsApart, StopStored
+from dllm_sampler.published.dinfer import PublishedCredit, PublishedDInferThreshold
+from dllm_sampler.published.editing import PublishedEditing
+from dllm_sampler.published.fixed import (
+    AnyBlock,
+    PublishedFactor,
+    PublishedFixedSteps,
+    PublishedPositionCalibrated,
+)
+from dllm_sampler.published.forced import ForcedFirst
+from dllm_sampler.published.freedave import PublishedFreeDave
+from dllm_sampler.published.grammar import Behind, PublishedGrammar
+from dllm_sampler.published.klass import MostUncertain, PublishedKlass
+from dllm_sampler.published.learn2pd import PublishedCachedEndOfText, PublishedEndOfText
+from dllm_sampler.published.lengths import (
+    AboveThreshold,
+    PublishedRhoEos,
+    RenewedGuidance,
+    RestlessEngine,
+)
+from dllm_sampler.published.linear_spec import PublishedLinearSpec
+from dllm_sampler.published.localleap import PublishedLocalLeap
+from dllm_sampler.published.multi_block import (
+    HeldProgress,
+    OneAfterAnother,
+    PublishedDelayedPrefix,
+    PublishedFill,
+    StaleMasks,
+    StrictEntropy,
+)
+from dllm_sampler.published.origin import PublishedOrigin
+from dllm_sampler.published.rcr import PublishedRunningConfidence
+from dllm_sampler.published.s2d2 import Level, PublishedSelfVerified
+from dllm_sampler.published.seeded import (
+    ContextDraws,
+    PartDraws,
+    PublishedSubBlockCache,
+    SeededBlocks,
+    SeededContext,
+    StoresApart,
+)
+from dllm_sampler.published.slowfast import PublishedSlowFast
+from dllm_sampler.published.stops import AllEnd, EarlyStop, StopAt
+from dllm_sampler.published.suffix import SuffixDraws
+from dllm_sampler.published.svdd import AbsorbingKernel
+from dllm_sampler.published.unrolled import Unrolled
+from dllm_sampler.published.window import (
+    PublishedDualCache,
+    PublishedPrefixCache,
+    PublishedSparseCache,
+    PublishedWindow,
+)
+from dllm_sampler.published.wino import PublishedWino
+
+__all__ = [
+    "AboveThreshold",
+    "AbsorbingKernel",
+    "AllEnd",
+    "AmongTop",
+    "AnyBlock",
+    "Behind",
+    "BlockDraws",
+    "ContextDraws",
+    "EarlyStop",
+    "EndsAnywhere",
+    "ForcedFirst",
+    "HeldProgress",
+    "LeavesAtEnd",
+    "Level",
+    "MostUncertain",
+    "OneAfterAnother",
+    "PartDraws",
+    "PrefillsApart",
+    "PublishedCachedEndOfText",
+    "PublishedCredit",
+    "PublishedDInferThreshold",
+    "PublishedDelayedCache",
+    "PublishedDelayedPrefix",
+    "PublishedDualCache",
+    "PublishedEditing",
+    "PublishedElasticCache",
+    "PublishedEndOfText",
+    "PublishedFactor",
+    "PublishedFill",
+    "PublishedFixedSteps",
+    "PublishedFreeDave",
+    "PublishedGrammar",
+    "PublishedKlass",
+    "PublishedLinearSpec",
+    "PublishedLocalLeap",
+    "PublishedOrigin",
+    "PublishedParallelDecoding",
+    "PublishedPositionCalibrated",
+    "PublishedPrefixCache",
+    "PublishedRhoEos",
+    "PublishedRunningConfidence",
+    "PublishedSelfVerified",
+    "PublishedSlowFast",
+    "PublishedSparseCache",
+    "PublishedSubBlockCache",
+    "PublishedWindow",
+    "PublishedWino",
+    "RenewedGuidance",
+    "RestlessEngine",
+    "SeededBlocks",
+    "SeededContext",
+    "StaleMasks",
+    "StopAt",
+    "StopStored",
+    "StoresApart",
+    "StrictEntropy",
+    "SuffixDraws",
+    "Unrolled",
+]

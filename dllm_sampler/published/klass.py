@@ -1,0 +1,68 @@
+"""KLASS, as its code has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core import select
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.statistics import Predictions
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.published.fixed import PublishedFixedSteps
+from dllm_sampler.schedulers.klass import Klass
+
+
+@dataclass(frozen=True)
+class PublishedKlass(Klass):
+    """History starts from zeros and is kept from block to block; a block is left after its steps, masks in it or not.
+
+    Source: KLASS, arXiv 2511.05664. Every mask of the canvas is asked in each forward. Needs `cache=none`.
+    """
+
+    share = PublishedFixedSteps.share
+
+    @property
+    def precise(self) -> bool:
+        """See `Klass.precise`. Divergences are as published."""
+        return True
+
+    @property
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`. A later block's masks have a history."""
+        return replace(super().traits, whole=True, asks_block=False)
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """Every mask."""
+        return Query.at(canvas, select.columns(canvas.masked, canvas.longest))
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        opened, asked, then, moves = carry
+        (count, opened), now = self.count(canvas, opened), Predictions.of(readout)
+        at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
+        # Masks only become fewer: every one was asked in the last forward too.
+        last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
+        row = last + select.numbers(len(asked), last.device)[:, None] * asked.shape[1]
+        move = now.drift(then, row, self.precise).clamp(min=0)
+        past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
+        sure = readout.confidence[:, 0]  # [B, Q]
+        ready = eligible & (sure > self.threshold) & (past < self.divergence).all(-1)
+        ready = ready & (canvas.age >= self.history - 1)[:, None]
+        score = -move if self.take == "steadiest" else sure
+        chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
+        share = select.top(self.order(canvas, query, readout, count), eligible, count)
+        commit, close_block = torch.where(ready.any(1)[:, None], chosen, share), canvas.age + 1 >= opened[1]
+        return Edit(readout.token[:, 0], commit, close_block=close_block), (opened, at, now, past)
+
+
+@dataclass(frozen=True)
+class MostUncertain(PublishedKlass):
+    """The code's `alg=entropy` ranks by entropy itself, the highest first."""
+
+    def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
+        """See `FixedSteps.rate`."""
+        return -super().rate(canvas, query, readout)
