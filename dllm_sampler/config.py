@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -17,7 +17,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from dllm_sampler.core.naming import named, typed
@@ -29,6 +29,7 @@ from dllm_sampler.host.reading import check_interpolations
 if TYPE_CHECKING:  # this module imports no torch: commands read their settings before they wait for it
     from dllm_sampler.core.values import Noise
 
+PACKAGE = "dllm_sampler.conf"  # the packaged YAML files
 GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide")
 # What a class must extend that a YAML of the group names. Named, not imported: that would bring torch.
 BASES = {
@@ -104,21 +105,32 @@ class ModelSettings:
 
 
 def names(group: str) -> list[str]:
-    """The choices of a configuration group, sorted, `none` first."""
+    """Return the packaged choices of a configuration group, sorted, `none` first."""
+    return [*_names(group)]
+
+
+@cache
+def _names(group: str) -> tuple[str, ...]:
     found = [Path(file.name).stem for file in _folder(group).iterdir() if file.name.endswith(".yaml")]
-    return sorted(found, key=lambda name: (name != "none", name))
+    return tuple(sorted(found, key=lambda name: (name != "none", name)))
 
 
 @cache
 def entry(group: str, name: str) -> Entry:
-    """The YAML `conf/<group>/<name>.yaml`.
+    """Return the YAML `conf/<group>/<name>.yaml`, with its interpolations resolved.
 
     Raises:
         UserError: the group has no such choice; the message names the nearest ones.
     """
     if name not in names(group):
         raise unknown(group, name, names(group))
-    return described(name, (_folder(group) / f"{name}.yaml").read_text(encoding="utf-8"))
+    return resolved_entry(described(name, (_folder(group) / f"{name}.yaml").read_text(encoding="utf-8")))
+
+
+@cache
+def root(name: str) -> dict[str, Any]:
+    """Return `conf/<name>.yaml`, the root of a command's configuration."""
+    return described(name, (files(PACKAGE) / f"{name}.yaml").read_text(encoding="utf-8")).settings
 
 
 def comment(text: str) -> str:
@@ -128,24 +140,44 @@ def comment(text: str) -> str:
 
 
 def described(name: str, text: str) -> Entry:
-    """The entry that a YAML file's text makes."""
+    """Return the entry that a YAML file's text makes, with its interpolations."""
     about = comment(text)
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about)
-    settings = resolved(OmegaConf.create(text))
+    settings = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     if not isinstance(settings, dict):
         raise ValueError("it should have names with values, not a list")
     return Entry(name, about, paper[1] if paper else None, {str(key): value for key, value in settings.items()})
 
 
-def resolved(settings: DictConfig | ListConfig) -> Any:
-    """Return settings with their interpolations resolved, in dicts and lists.
+def resolved_entry(given: Entry) -> Entry:
+    """Return an entry with its interpolations resolved.
 
     Raises:
         ValueError: the interpolations would make too much of them.
         OmegaConfBaseException: one of them names nothing.
     """
-    check_interpolations(OmegaConf.to_container(settings, resolve=False))
-    return OmegaConf.to_container(settings, resolve=True)
+    return replace(given, settings=resolved(given.settings))
+
+
+def resolved(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings with their interpolations resolved.
+
+    Raises:
+        ValueError: the interpolations would make too much of them.
+        OmegaConfBaseException: one of them names nothing.
+    """
+    if not _interpolates(settings):
+        return settings
+    check_interpolations(settings)
+    found = OmegaConf.to_container(OmegaConf.create(settings), resolve=True)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+def _interpolates(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_interpolates, value.values()))
+    return any(map(_interpolates, value)) if isinstance(value, list) else isinstance(value, str) and "${" in value
 
 
 def build(group: str, spec: object) -> Any:
@@ -363,4 +395,4 @@ def _expected(error: ValidationError) -> str:
 
 
 def _folder(group: str) -> Traversable:
-    return files("dllm_sampler.conf") / group
+    return files(PACKAGE) / group

@@ -15,7 +15,7 @@ from dllm_sampler.cli import terminal
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import check_topics, choices_of
 from dllm_sampler.cli.printing import about
-from dllm_sampler.cli.yours import choices, trusting
+from dllm_sampler.cli.user_files import choices, with_config_dir
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval import tables
 from dllm_sampler.eval.jobs import EVAL, Job, jobs
@@ -51,7 +51,7 @@ a run that was cut off goes on where it was. dllm-report makes a page of it.
 ENDING = """\
 Groups and options are those of dllm-sample --help, and task, suite, batch_size ...
 (conf/eval.yaml). dllm-eval --help task=NAME, or scheduler=NAME ..., explains one.
-Flags: -h, --help   --version   --trust-conf   -m, --multirun (is always on)
+Flags: -h, --help   --version   --config-dir DIR   -m, --multirun (is always on)
 What cannot run is named at the end. Exit status: 0, or 2 after a mistake in the
 input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
 """
@@ -60,7 +60,7 @@ input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
 def main(words: Sequence[str] | None = None) -> int:
     """Run `dllm-eval`; returns its exit status."""
     given = list(sys.argv[1:] if words is None else words)
-    return ending("dllm-eval", lambda: trusting(given, _run), "interrupted; the same command goes on from there")
+    return ending("dllm-eval", lambda: with_config_dir(given, _run), "interrupted; the same command goes on from there")
 
 
 def _run(words: list[str]) -> int:

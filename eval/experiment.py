@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dllm_sampler import config
-from dllm_sampler.cli.yours import LOCAL, entry
+from dllm_sampler.cli.user_files import entry, own
 from dllm_sampler.eval import tables
 from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.space import Tuning
@@ -175,7 +175,7 @@ def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen
                 body["guide"] = {one["name"]: _fields("guide", one["name"], one) for one in guides}
             continue
         spec: Mapping[str, Any] = job.model if group == "model" else job.plugins[group]
-        known = name if name in config.names(group) or (LOCAL / group / f"{name}.yaml").is_file() else "checkpoint"
+        known = name if name in config.names(group) or name in own(group) else "checkpoint"
         defaults.append({f"override /{group}": known})
         if fields := _fields(group, known, spec):
             body[group] = fields

@@ -21,7 +21,7 @@ from dllm_sampler.cli import threads
 from dllm_sampler.cli.compose import App, composition, parse, parts, readable
 from dllm_sampler.cli.quoting import TEXTS
 from dllm_sampler.cli.shorthand import spelled_out
-from dllm_sampler.cli.yours import FLAG, choices, entry, holders, own, trusts
+from dllm_sampler.cli.user_files import choices, entry, holders, own
 from dllm_sampler.config import BATCHING, MOST_ROWS
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import sources
@@ -161,7 +161,6 @@ def job(words: Sequence[str]) -> Job:
     """
     composed = composition(EVAL, words)
     model, plugins = parts(composed)
-    composed.tree.pop("hydra", None)
     task = composed.tree.pop("task", None)
     if not isinstance(task, dict):
         raise UserError(f"no task: say task=NAME, with one of {', '.join(choices('task'))}")
@@ -264,10 +263,10 @@ def values(word: str) -> list[str]:
             raise UserError(
                 f"{word}: glob chooses files, of {', '.join(EVAL.groups)}; write the values of {key} as a,b"
             )
-        known = choices(key) if trusts() else config.names(key)  # a pattern names no file of the user's
+        known = config.names(key)  # a pattern names no file of the user's
         names = override.value().filter(known)  # type: ignore[union-attr]
         if not names:
-            yours = f"; {FLAG} adds your own, {', '.join(own(key))}" if own(key) and not trusts() else ""
+            yours = f"; your own are to be named, {', '.join(own(key))}" if own(key) else ""
             raise UserError(f"{word} matches nothing: the choices are {', '.join(known)}{yours}")
         return [f"{key}={name}" for name in names]
     try:

@@ -14,10 +14,11 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hydra import initialize_config_module
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -28,8 +29,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dllm_sampler.cli import threads
-from dllm_sampler.cli.compose import literal
-from dllm_sampler.cli.yours import PACKAGED
+from dllm_sampler.cli.quoting import quoted
+from dllm_sampler.cli.user_files import named_folder, own, read, using
+from dllm_sampler.config import PACKAGE
 from dllm_sampler.errors import NotWrittenError, UserError, first_line, installing, unknown
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, of_hydra
@@ -62,9 +64,9 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
     if share.world > 1:
         _state().wait_for_everyone()
     if alone:
-        return here(found, console)
+        return run_in_process(found, console)
     with watched(found, console):
-        return elsewhere(words, found, workers, named)
+        return run_in_workers(words, found, workers, named)
 
 
 def _open(found: Sequence[Job]) -> None:
@@ -75,7 +77,7 @@ def _open(found: Sequence[Job]) -> None:
         RunFolder(job.folder).reopen()
 
 
-def here(found: Sequence[Job], console: Console) -> dict[str, str]:
+def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
     """All of it in this process, or this process's share of it under accelerate."""
     share = accelerated() or Share()
     with bars(console, share.rank == 0) as progress:
@@ -94,26 +96,30 @@ def here(found: Sequence[Job], console: Console) -> dict[str, str]:
     return refused
 
 
-def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: bool) -> dict[str, str]:
+def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, named: bool) -> dict[str, str]:
     """As many jobs of a launcher as there are workers: each runs its share of everything."""
-    own = [word for word in words if of_hydra(word) and word != f"{LAUNCHER}basic"]
+    said = [word for word in words if of_hydra(word) and word != f"{LAUNCHER}basic"]
     if not named:
-        own.append(f"{LAUNCHER}joblib")
+        said.append(f"{LAUNCHER}joblib")
     parent = None
-    if f"{LAUNCHER}joblib" in own:
+    if f"{LAUNCHER}joblib" in said:
         parent = os.getpid()
         device(found, 0)  # said here, not by each process
-        if not any(word.startswith("hydra.launcher.n_jobs=") for word in own):
-            own.append(f"hydra.launcher.n_jobs={workers}")
-    output = [one for word in words if word.startswith("output=") for one in literal(word)]
-    with initialize_config_module(PACKAGED, job_name=EVAL.name, version_base="1.3"):
+        if not any(word.startswith("hydra.launcher.n_jobs=") for word in said):
+            said.append(f"hydra.launcher.n_jobs={workers}")
+    for name in {word.removeprefix(LAUNCHER) for word in said if word.startswith(LAUNCHER)} & set(
+        own("hydra/launcher")
+    ):
+        ConfigStore.instance().store(name, read("hydra/launcher", name).settings, "hydra/launcher")
+    output = f"hydra.sweep.dir={quoted(found[0].options.output)}"
+    with initialize_config_module(PACKAGE, job_name=EVAL.name, version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         try:
-            with files.uninterrupted():  # as in `cli.compose`
-                cfg = loader.load_configuration(EVAL.root, [*own, *output], RunMode.MULTIRUN)
+            with files.uninterrupted():  # OmegaConf fails where Ctrl-C comes while it cleans up
+                cfg = loader.load_configuration(EVAL.root, [*said, output], RunMode.MULTIRUN)
             HydraConfig.instance().set_config(cfg)
-            context = HydraContext(config_loader=loader, callbacks=_callbacks())
-            piece = Piece(tuple(found), workers, parent, not threads.are_set())
+            context = HydraContext(config_loader=loader, callbacks=cast(Any, _NoCallbacks()))
+            piece = Piece(tuple(found), workers, parent, not threads.are_set(), named_folder())
             try:
                 launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
             except RuntimeError as error:  # Hydra's, for a class outside of the packages of its plug-ins
@@ -121,7 +127,7 @@ def elsewhere(words: Sequence[str], found: Sequence[Job], workers: int, named: b
             with _safe_path():
                 done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
         except (HydraException, ImportError) as error:
-            raise _explain(error, own, loader) from error
+            raise _explain(error, said, loader) from error
         except BrokenExecutor as error:
             raise UserError(
                 "a worker process was ended, by hand or for want of memory: what is done is kept, and the same command"
@@ -149,11 +155,11 @@ def _safe_path() -> Iterator[None]:
             os.environ["PYTHONSAFEPATH"] = before
 
 
-def _explain(error: Exception, own: Sequence[str], loader: Any) -> UserError:
+def _explain(error: Exception, said: Sequence[str], loader: Any) -> UserError:
     """Which word about a launcher Hydra does not know, and what was probably meant."""
     text = first_line(error)
     key = re.search(r"Could not override '(.+?)'", text)
-    chosen = next((word for word in own if word.startswith(LAUNCHER)), LAUNCHER)
+    chosen = next((word for word in said if word.startswith(LAUNCHER)), LAUNCHER)
     if key:
         launcher = loader.load_configuration(EVAL.root, [chosen], RunMode.MULTIRUN).hydra.launcher
         names = [f"hydra.launcher.{name}" for name in launcher if name != "_target_"]
@@ -220,12 +226,14 @@ class Piece:
 
     parent: the process that waits for it; None: it outlives the command, as a job of a cluster does
     free: the user has not set the threads of torch; joblib sets its variables to each worker's share of the cores
+    config_dir: of the command's `--config-dir`
     """
 
     jobs: tuple[Job, ...]
     workers: int
     parent: int | None = None
     free: bool = True
+    config_dir: Path | None = None
 
     def __call__(self, cfg: Any) -> dict[str, str]:
         """Run it; `cfg.worker` is the worker's number."""
@@ -236,7 +244,8 @@ class Piece:
         share = Share(int(cfg.worker), self.workers)
         gpus = torch.cuda.device_count()
         where = device(self.jobs, share.rank % max(1, gpus))
-        return run_all(self.jobs, share, where, lambda job: None, lambda done: None)
+        with using(self.config_dir):
+            return run_all(self.jobs, share, where, lambda job: None, lambda done: None)
 
 
 def end_with(parent: int) -> None:
@@ -275,10 +284,14 @@ def _state() -> Any:
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
 
 
-def _callbacks() -> Any:
-    from hydra._internal.callbacks import Callbacks
+class _NoCallbacks:
+    """Hydra's callbacks, which do nothing."""
 
-    return Callbacks()
+    def on_job_start(self, **_: Any) -> None:
+        """Do nothing."""
+
+    def on_job_end(self, **_: Any) -> None:
+        """Do nothing."""
 
 
 def bars(console: Console, shown: bool = True) -> Progress:

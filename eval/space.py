@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_sampler import config
-from dllm_sampler.cli.yours import LOCAL, entry
+from dllm_sampler.cli.user_files import entry, home
 from dllm_sampler.core.checks import is_real
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.jobs import ELSEWHERE, Options
@@ -167,7 +167,7 @@ class Tuning:
     @property
     def file(self) -> Path:
         """Where the winner is written to."""
-        return LOCAL / "experiment" / f"{self.name}.yaml"
+        return home() / "experiment" / f"{self.name}.yaml"
 
 
 def _knobs(group: str, name: str, given: object) -> Knobs:

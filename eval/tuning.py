@@ -21,7 +21,7 @@ from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import show
-from dllm_sampler.cli.yours import entry, trusting
+from dllm_sampler.cli.user_files import entry, with_config_dir
 from dllm_sampler.errors import NotWrittenError, UserError, counted, installing
 from dllm_sampler.eval.experiment import (
     MARK,
@@ -59,7 +59,7 @@ Usage: dllm-tune [tune=NAME] [tune.FIELD=VALUE ...] [NAME=VALUE ...]
 tune=NAME is a file of conf/tune, or ./conf/tune: what may be chosen, and the goal. Any other word is
 one of dllm-eval and holds for every trial. The search is kept in output=FOLDER: the same command goes
 on from there. The winner, confirmed on samples that the search did not see, is written to
-./conf/experiment/NAME.yaml, where all commands find it. The fields of tune=fast, the default:
+./conf/experiment/NAME.yaml, where all commands find it (--config-dir DIR names another folder). The fields of tune=fast, the default:
 """
 
 
@@ -310,7 +310,7 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
 def main(words: Sequence[str] | None = None) -> int:
     """Run `dllm-tune`; returns its exit status."""
     given = list(sys.argv[1:] if words is None else words)
-    return ending("dllm-tune", lambda: trusting(given, _run), "interrupted; the same command goes on from there")
+    return ending("dllm-tune", lambda: with_config_dir(given, _run), "interrupted; the same command goes on from there")
 
 
 def _run(words: list[str]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.yours import FLAG
+from dllm_sampler.cli.user_files import FLAG
 from dllm_sampler.errors import UserError, unknown
 
 FLAGS = {"-h": "help", "--help": "help", "--version": "version", "--info": "info"}

@@ -1,39 +1,29 @@
-"""Hydra's compose API, with its errors turned into one sentence each."""
+"""A command's configuration, composed from YAML files and the words of a command line."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from dllm_sampler import config
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.quoting import TEXTS, as_text, quoted, unreadable
 from dllm_sampler.cli.shorthand import spelled_out
-from dllm_sampler.cli.yours import PACKAGED, check, choices, entry, holders, own
+from dllm_sampler.cli.user_files import check, choices, entry, holders, own, read
 from dllm_sampler.errors import UserError, first_line, nearest, short, unknown
 from dllm_sampler.host.files import uninterrupted
 
-# What Hydra raises for input it does not like; from YAMLError on they come from its own code, unprepared for it.
-HYDRA_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError, OSError, RecursionError)
-
 # Values that are a path or a hub id are taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
 _LETTERS = r"model|model\.path|target|separator|prompts_file|output|report|prefix|suffix|infill"
+_PARSER = OverridesParser.create()
 _LITERAL = re.compile(rf"({_LETTERS})=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
-
-# Hydra's own groups, which nothing here reads: without them composing takes a quarter less time.
-_UNREAD = [
-    f"~hydra/{group}"
-    for group in ("output", "launcher", "sweeper", "help", "hydra_help", "hydra_logging", "job_logging")
-]
 
 
 @dataclass(frozen=True)
@@ -82,52 +72,182 @@ def settings(overrides: Sequence[str]) -> Settings:
 def composition(app: App, overrides: Sequence[str]) -> Composed:
     """Compose an app's root with the overrides.
 
+    Files are read once per process, and of the user's files only those that a word, or a file that counts, names. The
+    dialect is Hydra's: a defaults list chooses files, and a word of its grammar sets, adds (`+`) or removes (`~`).
+
     Raises:
         UserError: an override that cannot be read, or that names nothing there is.
     """
     words = [word for given in spelled_out(overrides, holders) for word in literal(given)]
     parsed: list[Override] = []
-    unread: tuple[str, UserError] | None = None  # the first word that cannot be read, and why
+    unread: UserError | None = None  # about the first word that cannot be read
     for word in words:
         try:
             parsed.append(parse(word))
         except UserError as error:
-            unread = unread or (word, error)
+            key = word.partition("=")[0]
+            if unread is None and len(word) <= 1000 and readable(f"{key}=null") and key not in app.groups:
+                parsed.append(parse(f"{key}=null"))  # an unknown name is the mistake then
+            unread = unread or error
     for override in parsed:
         if override.is_sweep_override():
             raise several(app, str(override.input_line))
         group = override.key_or_group
         if re.match(r"hydra([./@]|\Z)", group):
             raise UserError(f"{override.input_line} sets how Hydra runs, which {app.name} decides itself: leave it out")
+        if override.package is not None:
+            raise UserError(f"{override.input_line} has an @, which has no meaning here: write {group}=NAME")
         if group in app.groups and group not in SEVERAL and isinstance(override.value(), list):
             raise UserError(f"{override.input_line} names several, and there can be one only: say {group}=NAME")
-        if group in SEVERAL:
-            check_named(group, override.value())
+    with uninterrupted():  # OmegaConf fails where Ctrl-C comes while it cleans up
+        composed = _compose(app, parsed)
     if unread is not None:
-        raise _unreadable(app, parsed, *unread)
+        raise unread
     try:
-        cfg, chosen = _compose(app, words)
-        tree = config.resolved(cfg)
-    except HYDRA_ERRORS as error:
-        raise _explain(app, parsed, error) from error
-    assert isinstance(tree, dict)
-    for group in app.groups:
-        check(group, str(chosen.get(group)))
-    guides = tree.get("guide")
-    for name in guides if isinstance(guides, dict) else ():  # Hydra does not tell what a list named
-        check("guide", str(name))
-    return Composed({str(key): value for key, value in tree.items()}, chosen)
+        return replace(composed, tree=config.resolved(composed.tree))
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        if type(error) is ValueError:  # too large: name the file
+            for group in set(composed.choices) & set(app.groups):
+                for name in set(_names(composed.choices[group])) & set(own(group)):
+                    entry(group, name)
+        raise UserError(first_line(error)) from error
 
 
-def _compose(app: App, words: list[str]) -> tuple[DictConfig, dict[str, Any]]:
-    # OmegaConf cleans up after an exception: Ctrl-C at the wrong moment would end as an AttributeError of its own.
-    with uninterrupted(), initialize_config_module(PACKAGED, job_name=app.root, version_base="1.3"):
-        cfg = compose(app.root, overrides=[*words, *_UNREAD], return_hydra_config=True)
-    chosen = OmegaConf.to_container(cfg.hydra.runtime.choices)
-    OmegaConf.set_struct(cfg, False)
-    del cfg["hydra"]
-    assert isinstance(chosen, dict)
-    return cfg, {str(key): value for key, value in chosen.items()}
+def _compose(app: App, parsed: Sequence[Override]) -> Composed:
+    root = _copy(config.root(app.root))
+    chosen: dict[str, Any] = {}
+    for group, name in (pair for one in root.pop("defaults") if isinstance(one, dict) for pair in one.items()):
+        if group in app.groups:
+            chosen[group] = name
+    typed: dict[str, Any] = {}
+    fields: list[Override] = []
+    for one in parsed:
+        group, value = one.key_or_group, one.value()
+        if group not in app.groups:
+            fields.append(one)
+        elif one.is_delete():
+            chosen.pop(group, None)
+        elif isinstance(value, dict) or (value is None and group not in SEVERAL):
+            raise unknown(group, "" if value is None else short(str(value)), choices(group))
+        else:
+            typed[group] = value
+    overridden: dict[str, Any] = {}
+    recipes = [_file(app, "experiment", name, overridden) for name in _names({**chosen, **typed}.get("experiment"))]
+    chosen |= overridden | typed
+    tree = {name: value for name, value in root.items() if name != "hydra"}
+    for group in (group for group in app.groups if group in chosen and group != "experiment"):
+        if group == "guide":
+            names = _names(chosen[group])
+            if repeated := next((name for name in names if names.count(name) > 1), None):
+                raise UserError(
+                    f"guide=[...] names {repeated} twice, and a command has one set of settings for it: name it once"
+                )
+            tree[group] = {name: _file(app, group, name) for name in names if name != "none"}
+        elif chosen[group] != "???":
+            tree[group] = _file(app, group, str(chosen[group]))
+    for recipe in recipes:
+        _merge(tree, recipe)
+    for one in fields:
+        _apply(app, tree, chosen, one)
+    return Composed(tree, chosen)
+
+
+def _names(value: object) -> list[str]:
+    """Return the names of a group that may have several."""
+    return [] if value is None else [str(name) for name in (value if isinstance(value, list) else [value])]
+
+
+def _file(
+    app: App, group: str, name: str, overridden: dict[str, Any] | None = None, seen: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return the settings of a choice, after those of the choices that its defaults list names.
+
+    Args:
+        overridden: takes what an experiment chooses of other groups.
+        seen: the files that this one was named by.
+    """
+    given = _copy(read(group, name).settings)
+    entries = given.pop("defaults", None) or []
+    tree: dict[str, Any] = {}
+    for one in [*entries, *(["_self_"] if "_self_" not in entries else [])] if isinstance(entries, list) else [entries]:
+        key, value = next(iter(one.items())) if isinstance(one, dict) and len(one) == 1 else (group, one)
+        key = str(key).removeprefix("override ").strip().lstrip("/")
+        if one == "_self_":
+            _merge(tree, given)
+        elif key == group and isinstance(value, str) and value not in (name, *seen):
+            _merge(tree, _file(app, group, value, overridden, (name, *seen)))
+        elif overridden is not None and key in app.groups and key != group:
+            overridden[key] = value
+        else:
+            raise UserError(
+                f"{group}={name}: its defaults have {short(json.dumps(one))}. Name another {group}, or in an experiment"
+                f" 'override /GROUP: NAME', with a group of {', '.join(app.groups)}."
+            )
+    return tree
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(one) for key, one in value.items()}
+    return [_copy(one) for one in value] if isinstance(value, list) else value
+
+
+def _merge(tree: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = _copy(value)
+
+
+def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Override) -> None:
+    """Set, add or remove a field.
+
+    Raises:
+        UserError: there is no such field; or there is one, and it would be added.
+    """
+    key, value, word = one.key_or_group, one.value(), str(one.input_line)
+    adds = one.is_add() or one.is_force_add()
+    *above, last = re.split(r"[.\[\]]+", key.rstrip("]"))
+    node: Any = tree
+    for part in above:
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+            continue
+        if adds and isinstance(node, dict) and node.get(part) is None:
+            node[part] = {}
+        node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, list) and last.isdecimal() and int(last) < len(node) and not one.is_delete():
+        node[int(last)] = _copy(value)
+        return
+    there = isinstance(node, dict) and last in node
+    if not isinstance(node, dict) or not (there or adds):
+        wrong = missing(app, key, tree, chosen, short(word.partition("=")[2]))
+        raise wrong or UserError(f"{word}: there is no field '{key}' to set")
+    if one.is_delete():
+        if value is not None and value != node[last]:
+            raise UserError(f"{word} removes a value that is not there: {key} is {short(json.dumps(node[last]))}")
+        del node[last]
+    elif one.is_add() and there and node[last] is not None and not isinstance(value, dict | list):
+        raise UserError(f"{word} adds what is there already: say {word[1:]}")
+    elif isinstance(value, dict) and isinstance(node.get(last), dict):
+        inner = None if adds else _unknown_field(node[last], value)
+        if inner is not None:
+            raise missing(app, f"{key}.{inner}", tree, chosen) or UserError(f"{word}: there is no field '{inner}'")
+        _merge(node[last], {str(name): each for name, each in value.items()})
+    else:
+        node[last] = _copy(value)
+
+
+def _unknown_field(known: Mapping[str, Any], given: Mapping[Any, Any]) -> str | None:
+    """Return the path of the first field that is given and not known."""
+    for key, value in given.items():
+        if str(key) not in known:
+            return str(key)
+        node = known[str(key)]
+        if isinstance(value, dict) and isinstance(node, dict) and (inner := _unknown_field(node, value)) is not None:
+            return f"{key}.{inner}"
+    return None
 
 
 def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
@@ -196,14 +316,15 @@ def literal(word: str) -> Sequence[str]:
     return [f"model={config.CHECKPOINT}", f"model.path={quoted(config.checkpoint(value))}"]
 
 
+@lru_cache(4096)
 def parse(word: str) -> Override:
-    """An override as Hydra reads it.
+    """Return an override as Hydra reads it. Those of a sweep repeat, and each takes milliseconds.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot be read.
     """
     try:
-        return OverridesParser.create().parse_override(word)
+        return _PARSER.parse_override(word)
     except (HydraException, RecursionError):
         raise UserError(unreadable(word)) from None
 
@@ -217,69 +338,9 @@ def readable(word: str) -> bool:
     return True
 
 
-def _unreadable(app: App, parsed: list[Override], word: str, why: UserError) -> UserError:
-    """What is wrong with an override that Hydra cannot read: its key, a name that another word chooses, or `why`."""
-    key = word.partition("=")[0]
-    if len(word) > 1000 or not readable(f"{key}=null"):
-        return why
-    emptied = parse(f"{key}=null")
-    return _explain(app, parsed if emptied.key_or_group in app.groups else [*parsed, emptied], why)
-
-
-def _explain(app: App, parsed: list[Override], error: Exception) -> UserError:
-    """Which override it was that Hydra did not like, and what was probably meant."""
-    chosen: list[str] = []
-    for override in parsed:
-        key = override.key_or_group
-        if key not in app.groups or override.package is not None:
-            continue
-        value = override.value()
-        for name in value if isinstance(value, list) else [value]:
-            if not isinstance(name, str) or name not in choices(key):
-                return unknown(key, "" if name is None else str(name), choices(key))
-            if isinstance(error, YAMLError) or type(error) is ValueError:  # it does not name the file
-                entry(key, name)
-        chosen.append(str(override.input_line))
-    try:
-        cfg, named = _compose(app, chosen)
-    except HYDRA_ERRORS:
-        return UserError(first_line(error))
-    known = OmegaConf.to_container(cfg, resolve=False)
-    for override in parsed:
-        value = short(str(override.input_line).partition("=")[2])
-        if not override.is_add() and (wrong := missing(app, override.key_or_group, known, named, value)):
-            return wrong
-    inner = getattr(error.__cause__, "full_key", None)  # of a field inside a value, as a in guide.choices={a: b}
-    return (missing(app, inner, known, named) if inner else None) or UserError(first_line(error))
-
-
 # Mistakes in the words of a command line.
 
 LISTS = ("guide", "experiment", "stop_strings", "stop_token_ids", "forms")  # what can be a list
-
-
-def check_named(group: str, names: object) -> None:
-    """Refuse a guide that is named twice, and a user's own guide or experiment that is not trusted, or whose YAML does
-    not say where its settings go."""
-    repeated = next((name for name in names if names.count(name) > 1), None) if isinstance(names, list) else None
-    if group == "guide" and repeated is not None:
-        raise UserError(
-            f"guide=[...] names {repeated} twice, and a command has one set of settings for it: name it once"
-        )
-    package = "_global_" if group == "experiment" else "guide."
-    for name in names if isinstance(names, list) else [names]:
-        check(group, str(name))
-        file = own(group).get(str(name))
-        if file is not None and not re.search(rf"^# *@package {package}", _text(file), re.MULTILINE):
-            full = package + str(name) * (group == "guide")
-            raise UserError(f"{file} should begin with the line '# @package {full}', so that its settings are found")
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # no file any more, or no UTF-8
-        raise UserError(f"{file} cannot be read: {error}") from error
 
 
 def several(app: App, word: str) -> UserError:
@@ -316,7 +377,8 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
         hint = f", did you mean {' or '.join(near)}?" if near else ""
         prompt = "; a prompt may follow --" if app.name == "dllm-sample" else ""
         return UserError(f"unknown option '{first}'{hint} ({app.name} --help lists them{prompt})")
-    at, node = f"{first}={chosen[first]}" if first in chosen else first, known[first]
+    at = f"{first}={chosen[first]}" if isinstance(chosen.get(first), str) else first
+    node = known[first]
     for part in rest:
         if not isinstance(node, dict) or part not in node:
             fields = _leaves(node)

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from rich.console import Console
 
 from dllm_sampler import config
-from dllm_sampler.cli import yours
+from dllm_sampler.cli import user_files
 from dllm_sampler.cli.printing import about, row, say, written
 from dllm_sampler.errors import UserError
 
@@ -90,7 +90,7 @@ def explain(console: Console, group: str, name: str) -> None:
     Raises:
         UserError: the user's own YAML cannot be read, or names no class.
     """
-    entry = yours.entry(group, name)
+    entry = user_files.entry(group, name)
     target, given = (
         entry.settings.get("_target_"),
         {key: value for key, value in entry.settings.items() if key != "_target_"},
@@ -232,7 +232,7 @@ def _chosen(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def _company(group: str, name: str) -> Iterator[str]:
     """What must be known to combine it: traits in words, models, and what refuses it."""
     try:
-        built = config.build(group, {"name": name, **yours.entry(group, name).settings})
+        built = config.build(group, {"name": name, **user_files.entry(group, name).settings})
     except UserError as error:
         yield f"By itself it is refused: {error}."
         return

@@ -9,7 +9,7 @@ from importlib.resources import files
 from rich.console import Console
 
 from dllm_sampler import config
-from dllm_sampler.cli import compose, yours
+from dllm_sampler.cli import compose, user_files
 from dllm_sampler.cli.arguments import Arguments, is_override
 from dllm_sampler.cli.explain import explain
 from dllm_sampler.cli.printing import about, row, say
@@ -32,10 +32,10 @@ Usage: dllm-sample [PROMPT ...] [NAME=VALUE ...] [-- PROMPT ...]
   echo "copy: Ada, Ben" | dllm-sample scheduler=fixed scheduler.steps=4
   dllm-sample "Why is the sky blue?" model=llada-8b chat=true max_new_tokens=256
 
-A word that begins like an override (name=, group@package=, +, ++, ~) sets an
-option; any other word is a prompt, and so is every word after --. Without one,
-prompts are read from a pipe, one a line. Answers go to stdout, one per prompt;
-the line of figures, and errors, to stderr.
+A word that begins like an override (name=, +, ++, ~) sets an option;
+any other word is a prompt, and so is every word after --. Without one, prompts
+are read from a pipe, one a line. Answers go to stdout, one per prompt; the line
+of figures, and errors, to stderr.
 """
 PLUGINS = "Plug-ins: GROUP=NAME chooses one (* default), GROUP.FIELD=VALUE sets a field"
 MORE = """\
@@ -45,9 +45,9 @@ MORE = """\
 """
 OPTIONS = "Options: NAME=VALUE"
 ENDING = """\
-Flags: -h, --help   --version   --info   --trust-conf
+Flags: -h, --help   --version   --info   --config-dir DIR
 Your own YAML files in ./conf/GROUP/ are choices too. One with the name of one
-of ours is refused; --trust-conf lets it come first (docs/security.md).
+of ours is refused. --config-dir DIR names another folder (docs/security.md).
 Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 130 after Ctrl-C (what is done is printed).
 """
@@ -115,10 +115,10 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
             groups.append(word)
         elif word in known:
             named.append(word)
-        elif found := [(group, word) for group in compose.GROUPS if word in yours.choices(group)]:
+        elif found := [(group, word) for group in compose.GROUPS if word in user_files.choices(group)]:
             chosen += found
         elif arguments.action == "info" or _unheard_of(word, known):
-            plugins = [name for group in compose.GROUPS for name in yours.choices(group)]
+            plugins = [name for group in compose.GROUPS for name in user_files.choices(group)]
             raise unknown(
                 "group, option or plug-in",
                 word if arguments.action == "info" else key,
@@ -162,8 +162,8 @@ def choices_of(word: str) -> list[tuple[str, str]]:
     group, _, value = word.partition("=")
     names = [name.strip() for name in value.strip("[]").split(",")]
     for name in names:
-        if name not in yours.choices(group):
-            raise unknown(group, name, yours.choices(group))
+        if name not in user_files.choices(group):
+            raise unknown(group, name, user_files.choices(group))
     return [(group, name) for name in names]
 
 
@@ -171,11 +171,11 @@ def show_help(console: Console) -> None:
     """Print the usage, the groups with their choices, the options."""
     say(console, f"{USAGE}\n{PLUGINS}\n")
     for group in compose.GROUPS:
-        names = [f"{name}*" if name == defaults()[group] else name for name in yours.choices(group)]
+        names = [f"{name}*" if name == defaults()[group] else name for name in user_files.choices(group)]
         names = [ANY if name == config.CHECKPOINT else name for name in names]
         row(console, group, f"{GROUPS[group]}:", "italic")
         row(console, "", " ".join(names))
-        for name, file in yours.own(group).items():
+        for name, file in user_files.own(group).items():
             row(console, "", f"{name} is yours: {file}")
     say(console, f"\n{MORE}\n{OPTIONS}\n")
     for option in options():
@@ -186,7 +186,7 @@ def show_help(console: Console) -> None:
 def show_group(console: Console, group: str) -> None:
     """Print every choice of a group: name, what it is with its paper, and the file of a user's own."""
     row(console, f"{group}=NAME", GROUPS[group], "italic", indent=0)
-    for name in yours.choices(group):
+    for name in user_files.choices(group):
         mark = "*" if name == defaults()[group] else ""
         row(console, ANY if name == config.CHECKPOINT else f"{name}{mark}", about(group, name))
     say(console, "")

@@ -20,7 +20,7 @@ from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.request import check_experiments, check_length, check_target
 from dllm_sampler.cli.shorthand import guides, spelled_out
 from dllm_sampler.cli.terminal import show
-from dllm_sampler.cli.yours import holders
+from dllm_sampler.cli.user_files import holders
 from dllm_sampler.errors import UserError
 from dllm_sampler.sampler import Sampler
 

@@ -12,7 +12,7 @@ from dllm_sampler.cli.arguments import split
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.request import request
 from dllm_sampler.cli.terminal import show
-from dllm_sampler.cli.yours import trusting
+from dllm_sampler.cli.user_files import with_config_dir
 from dllm_sampler.errors import FallbackWarning, NoEffectWarning, UntrainedWarning
 
 
@@ -27,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for told in (FallbackWarning, NoEffectWarning, UntrainedWarning):
             warnings.simplefilter("always", told)
         warnings.showwarning = lambda message, *_: show(f"dllm-sample: {message}", sys.stderr)
-        return ending("dllm-sample", lambda: trusting(sys.argv[1:] if words is None else words, _run))
+        return ending("dllm-sample", lambda: with_config_dir(sys.argv[1:] if words is None else words, _run))
 
 
 def _run(words: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dllm_sampler import config
-from dllm_sampler.cli import yours
+from dllm_sampler.cli import user_files
 from dllm_sampler.cli.terminal import visible
 from dllm_sampler.errors import UserError, first_line
 
@@ -20,9 +20,9 @@ _BEGINNING = 10_000  # characters of a file of the user's in which its first com
 
 def about(group: str, name: str) -> str:
     """What the first comment of a choice's YAML says; of a user's own its file, too."""
-    own = yours.own(group).get(name)
+    own = user_files.own(group).get(name)
     try:
-        yours.check(group, name)
+        user_files.check(group, name)
         if own is None:
             return config.entry(group, name).about
         with own.open(encoding="utf-8") as lines:

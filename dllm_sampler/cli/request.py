@@ -13,7 +13,7 @@ from dllm_sampler.cli.compose import Settings, settings
 from dllm_sampler.cli.help import choices_of
 from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.yours import entry, own
+from dllm_sampler.cli.user_files import entry, own
 from dllm_sampler.errors import UserError
 
 

@@ -19,6 +19,7 @@ from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import defaults
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.request import check_experiments
+from dllm_sampler.cli.user_files import with_config_dir
 from dllm_sampler.errors import UserError
 from dllm_sampler.integrations import COMMAND
 
@@ -58,7 +59,7 @@ Words are those of dllm-sample (dllm-sample --help lists them):
 
 Without a word the YAML has scheduler=threshold. It goes to stdout; errors, one
 sentence, and what was left out go to stderr. Exit status: 0, or 2 after an error.
-Flags: -h, --help   --version
+Flags: -h, --help   --version   --config-dir DIR
 """
 
 
@@ -72,7 +73,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_: _note(str(message))
-        return ending(COMMAND, lambda: _run(given))
+        return ending(COMMAND, lambda: with_config_dir(given, _run))
 
 
 def _run(words: list[str]) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from dllm_sampler import __version__, config
-from dllm_sampler.cli import compose, threads, yours
+from dllm_sampler.cli import compose, threads, user_files
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.help import check_topics
@@ -50,7 +50,7 @@ the device.
 ENDING = """
 dllm-train --help train=NAME lists the fields of one: defaults, and what they mean.
 threads=N sets torch's threads on a CPU (auto: 1 for models below 20M parameters).
-Flags: -h, --help   --version   --trust-conf
+Flags: -h, --help   --version   --config-dir DIR
 Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 130 after Ctrl-C (the state is saved).
 """
@@ -68,7 +68,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if words is None else words)
     return ending(
         "dllm-train",
-        lambda: yours.trusting(given, _run),
+        lambda: user_files.with_config_dir(given, _run),
         "interrupted; the same command goes on from the last saved state",
     )
 
@@ -86,9 +86,9 @@ def _read(words: Sequence[str]) -> tuple[Any, int | str]:
     """The trainer, and what is said of threads."""
     choices = [word.partition("=")[2] for word in words if word.startswith("train=")]
     if not choices:
-        raise UserError(f"nothing to train: say train=NAME, with one of {', '.join(yours.choices('train'))}")
+        raise UserError(f"nothing to train: say train=NAME, with one of {', '.join(user_files.choices('train'))}")
     name = choices[-1]
-    defaults = yours.entry("train", name).settings
+    defaults = user_files.entry("train", name).settings
     for word in words:
         if match := _FIELD.match(word):
             _known(name, defaults, match[1].split("."))
@@ -115,14 +115,14 @@ def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         named = [word.partition("=")[2] for word in words if word.startswith("train=")]
         for name in named:
-            settings = yours.entry("train", name).settings  # a mistake in the name shows here
+            settings = user_files.entry("train", name).settings  # a mistake in the name shows here
             console, cls = Console(), function(f"train={name}: _target_", str(settings.get("_target_")))
             say(console, f"train={name}: {about('train', name)}")
             listing(console, "train", cls, settings)
         if not named:
             check_topics("dllm-train", words, "train=NAME")
             print(USAGE)
-            for name in yours.choices("train"):
+            for name in user_files.choices("train"):
                 show(f"  train={name}: {about('train', name)}")
             print(ENDING, end="")
     elif "--version" in words:

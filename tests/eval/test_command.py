@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from rich.console import Console
 
-from dllm_sampler.cli.yours import PACKAGED
+from dllm_sampler.config import PACKAGE
 from dllm_sampler.eval import command
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import jobs
@@ -173,8 +173,8 @@ def test_missing_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_slurm_launcher_is_submitits() -> None:
     pytest.importorskip("submitit")
-    with initialize_config_module(PACKAGED, version_base="1.3"):
-        cfg = compose("eval", overrides=["hydra/launcher=slurm", "output=here"], return_hydra_config=True)
+    with initialize_config_module(PACKAGE, version_base="1.3"):
+        cfg = compose("eval", overrides=["hydra/launcher=slurm", "hydra.sweep.dir=here"], return_hydra_config=True)
     assert cfg.hydra.launcher._target_.endswith("SlurmLauncher")
     assert cfg.hydra.launcher.gpus_per_node == 1 and cfg.hydra.launcher.submitit_folder == "here/.submitit/%j"
 

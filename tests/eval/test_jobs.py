@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from dllm_sampler.cli.yours import VARIABLE
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import job, jobs, values
 
@@ -93,12 +92,10 @@ def test_mistakes_in_a_suite(text: str, sentence: str, tmp_path: Path, monkeypat
     assert sentence in str(caught.value)
 
 
-def test_trusted_files_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_the_name_of_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "conf" / "scheduler").mkdir(parents=True)
     text = "# Mine.\n_target_: dllm_sampler.schedulers.threshold.Threshold\nthreshold: 0.25\n"
     (tmp_path / "conf" / "scheduler" / "threshold.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"conf/scheduler/threshold\.yaml has the name of a file of ours"):
         job([])
-    monkeypatch.setenv(VARIABLE, "1")
-    assert job([]).plugins["scheduler"]["threshold"] == 0.25

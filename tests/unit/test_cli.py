@@ -151,7 +151,7 @@ WRONG = [
     (["output=-"], "output=- would write a file named -. For standard output say output=/dev/stdout."),
     (["output=out.csv"], "output=out.csv: samples are written as JSON lines, not as CSV"),
     (["scheduler.threshold=[0.1"], "cannot read the override scheduler.threshold=[0.1"),
-    (["scheduler@x=fixed"], "Could not override 'scheduler@x'"),
+    (["scheduler@x=fixed"], "scheduler@x=fixed has an @, which has no meaning here: write scheduler=NAME"),
     (["~scheduler"], "no scheduler: say scheduler=NAME"),
     (["++scheduler.foo=1"], "unknown field of scheduler=threshold 'foo'"),
     (["seed=${nope}"], "Interpolation key 'nope' not found"),

@@ -139,7 +139,7 @@ def test_ctrl_c_while_settings_are_composed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """OmegaConf cleans up after an exception, and fails there where the exception came at the wrong moment."""
-    plain = compose.compose
+    plain = compose._compose
 
     def cleans(*given: Any, **options: Any) -> Any:
         try:
@@ -148,6 +148,6 @@ def test_ctrl_c_while_settings_are_composed(
             raise AttributeError("'NoneType' object has no attribute") from None
         return plain(*given, **options)
 
-    monkeypatch.setattr(compose, "compose", cleans)
+    monkeypatch.setattr(compose, "_compose", cleans)
     assert main(["copy: Ada"]) == 130
     assert capsys.readouterr().err == "dllm-sample: interrupted\n"

@@ -12,7 +12,7 @@ from dllm_sampler import config
 from dllm_sampler.cli import explain
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.main import main
-from dllm_sampler.cli.yours import VARIABLE, entry
+from dllm_sampler.cli.user_files import FLAG, entry
 from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.errors import UserError
@@ -77,17 +77,41 @@ def _target(text: str) -> str:
     return next(line.partition(": ")[2] for line in text.splitlines() if line.startswith("_target_"))
 
 
-def test_a_trusted_file_comes_before_ours_and_inside_another_scheduler(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_named_folder_is_listed_beside_conf_and_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own(tmp_path, "scheduler", OWN["scheduler"], "fixed")
-    monkeypatch.setenv(VARIABLE, "1")
-    assert "Threshold 0.5. [yours: conf/scheduler/fixed.yaml]" in page(capsys, "--info", "scheduler")
-    for inner in ("fixed", "{name:fixed,threshold:0.5}"):
+    own(tmp_path, "scheduler", OWN["scheduler"])
+    own(tmp_path, "cache", OWN["cache"])
+    own(tmp_path / "more", "scheduler", OWN["scheduler"].replace("0.5", "0.25"))
+    for words in ([FLAG, "more/conf"], [f"{FLAG}=more/conf"]):
+        said = flat(page(capsys, "--info", *words))
+        assert "Threshold 0.25. [yours: more/conf/scheduler/mine.yaml]" in said and "conf/cache/mine.yaml]" in said
+    assert main([FLAG, "more/conf", "scheduler=mine", "scheduler.treshold=1", "copy: Ada"]) == 2
+    assert "unknown field of scheduler=mine 'treshold'" in capsys.readouterr().err
+    assert "Threshold 0.5." in page(capsys, "--info", "scheduler"), "it holds for one command"
+    for words in ([FLAG, "gone"], [FLAG], [f"{FLAG}="]):
+        assert main([*words]) == 2 and "names no folder" in capsys.readouterr().err
+
+
+def test_an_own_scheduler_inside_another_one_has_its_settings(tmp_path: Path) -> None:
+    own(tmp_path, "scheduler", OWN["scheduler"])
+    for inner in ("mine", "{name:mine,threshold:0.5}"):
         built = config.build(
             "scheduler", settings(["scheduler=freedave", f"scheduler.inner={inner}"]).plugins["scheduler"]
         )
         assert built.inner.threshold == 0.5
+
+
+def test_an_own_file_may_begin_with_another_one(tmp_path: Path) -> None:
+    own(tmp_path, "scheduler", "defaults: [threshold]\nthreshold: 0.125\n", "bold")
+    own(tmp_path, "experiment", "defaults:\n  - fast-dllm\n  - override /scheduler: bold\nseed: ${max_new_tokens}\n")
+    chosen = settings(["experiment=mine", "max_new_tokens=9"])
+    assert chosen.plugins["scheduler"]["threshold"] == 0.9, "of the experiment"  # type: ignore[index]
+    assert chosen.plugins["cache"]["name"] == "dual" and chosen.options.seed == 9  # type: ignore[index]
+    assert settings(["scheduler=bold"]).plugins["scheduler"]["threshold"] == 0.125  # type: ignore[index]
+    own(tmp_path, "scheduler", "defaults: [bold]\n", "bold")
+    with pytest.raises(UserError, match='scheduler=bold: its defaults have "bold"'):
+        settings(["scheduler=bold"])
 
 
 def test_in_a_checkout_no_choice_is_the_users_own(
@@ -105,13 +129,6 @@ def test_a_broken_file_breaks_no_page(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "conf/cache/bad.yaml cannot be read" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"those that have it are cache=periodic_dual"):
         settings(["cache.every=3"])
-
-
-@pytest.mark.parametrize(("group", "package"), [("guide", "guide.bare"), ("experiment", "_global_")])
-def test_an_own_file_without_its_package_is_told_which(group: str, package: str, tmp_path: Path) -> None:
-    own(tmp_path, group, "# Mine.\nseed: 3\n", "bare")
-    with pytest.raises(UserError, match=f"conf/{group}/bare.yaml should begin with the line '# @package {package}'"):
-        settings([f"{group}=bare"])
 
 
 @pytest.mark.parametrize("group", ["guide", "experiment"])

@@ -1,6 +1,5 @@
 """Nothing that lies in a directory runs because a command is called there: what counts was typed (docs/security.md)."""
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from dllm_sampler import Sampler, config
 from dllm_sampler.cli.main import main as sample
-from dllm_sampler.cli.yours import FLAG, VARIABLE
+from dllm_sampler.cli.user_files import FLAG
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.command import main as evaluate
 from dllm_sampler.eval.jobs import jobs, lines
@@ -25,7 +24,6 @@ OURS = "dllm_sampler.schedulers.threshold.Threshold"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a module that leaves a mark when it is imported."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.delitem(sys.modules, "evil", raising=False)
     (tmp_path / "evil.py").write_text("open('RAN', 'w').close()\n")
     return tmp_path
@@ -64,24 +62,12 @@ def test_a_file_with_the_name_of_ours_is_refused(name: str, folder: Path, capsys
     assert command(words) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"conf/{name}.yaml has the name of a file of ours" in said
-    assert FLAG in said and not (folder / "RAN").exists()
-
-
-def test_the_flag_and_the_variable_trust_the_directory(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(folder, "conf/scheduler/threshold.yaml", f"_target_: {OURS}\nthreshold: 0.0\n")
-    words = ["shuffle: Ada, Ben, Cal", "max_new_tokens=8"]
-    assert sample(words) == 2
-    assert sample([FLAG, *words]) == 0 and "NFE 1," in capsys.readouterr().err
-    assert VARIABLE not in os.environ, "it holds for one command"
-    monkeypatch.setenv(VARIABLE, "1")
-    assert sample(words) == 0 and "NFE 1," in capsys.readouterr().err
+    assert not (folder / "RAN").exists()
 
 
 def test_a_prompt_may_be_written_like_the_flag(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(folder, "conf/scheduler/threshold.yaml", f"_target_: {OURS}\n")
-    assert sample(["--", FLAG]) == 2 and "has the name of a file of ours" in capsys.readouterr().err
+    assert sample(["--", FLAG, "more"]) == 2 and "has the name of a file of ours" in capsys.readouterr().err
 
 
 def test_the_same_file_is_no_other_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +101,7 @@ def test_a_pattern_and_a_task_name_none_of_the_users_files(folder: Path) -> None
     put(folder, "conf/suite/mini.yaml", "sweeps: [['scheduler._target_=evil.Evil']]\n")
     found = jobs(["scheduler=glob(e*)", "task.operation=copy"])
     assert "evil" not in {one.choices["scheduler"] for one in found} and len(found) > 1
-    with pytest.raises(UserError, match=r"matches nothing: .*; --trust-conf adds your own, evil"):
+    with pytest.raises(UserError, match=r"matches nothing: .*; your own are to be named, evil"):
         jobs(["scheduler=glob(evi*)"])
     assert lines(["task=mini"]) == [["task=mini"]]
     put(folder, "conf/task/own.yaml", "_target_: dllm_sampler.eval.tasks.mini.MiniTask\n")
@@ -151,7 +137,6 @@ CALLS = [
     ["hydra.searchpath=[file:///tmp]"],
     ["hydra/job_logging=default"],
     ["++hydra.launcher._target_=evil.Evil"],
-    ["--config-dir=/tmp"],
 ]
 
 

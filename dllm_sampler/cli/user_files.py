@@ -1,0 +1,158 @@
+"""The user's own YAML files, in `./conf` and in the folder of `--config-dir` (docs/security.md).
+
+A file counts where its name is typed, or where a file chooses it whose name is typed. Nothing else in these folders is
+read. A file with the name of a packaged choice is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.resources import files
+from pathlib import Path
+
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from dllm_sampler import config
+from dllm_sampler.errors import UserError, first_line, unknown
+from dllm_sampler.host.paths import expanded
+from dllm_sampler.host.reading import yaml_text
+
+FLAG = "--config-dir"
+_LOCAL = Path("conf")
+_named: list[Path] = []  # the folder of --config-dir, while a command runs
+
+
+def folders() -> list[Path]:
+    """Return the folders of the user's files. The first one that has a name counts."""
+    ours = Path(str(files(config.PACKAGE))).resolve()  # in a checkout of this project ./conf is the packaged folder
+    return [folder for folder in (*_named, _LOCAL) if folder.resolve() != ours]
+
+
+def home() -> Path:
+    """Return the folder that a command writes a new file to."""
+    return (*_named, _LOCAL)[0]
+
+
+def named_folder() -> Path | None:
+    """Return the folder of `--config-dir`. Returns None if none was named."""
+    return _named[0] if _named else None
+
+
+@contextmanager
+def using(folder: Path | None) -> Iterator[None]:
+    """Look for files in a folder, before `./conf`."""
+    before = [*_named]
+    _named[:] = [] if folder is None else [folder]
+    try:
+        yield
+    finally:
+        _named[:] = before
+
+
+def with_config_dir(words: Sequence[str], run: Callable[[list[str]], int]) -> int:
+    """Run a command line without its `--config-dir`, whose folder holds meanwhile.
+
+    Raises:
+        UserError: it names no folder.
+    """
+    kept, folder, rest = list[str](), None, iter(words)
+    for word in rest:
+        if word == "--":
+            kept += [word, *rest]
+        elif word.partition("=")[0] == FLAG:
+            name = word.partition("=")[2] if "=" in word else next(rest, "")
+            folder = expanded(FLAG, name) if name else None
+            if folder is None or not folder.is_dir():
+                raise UserError(
+                    f"{FLAG} {name}".rstrip() + " names no folder. Give the folder that has GROUP/NAME.yaml."
+                )
+        else:
+            kept.append(word)
+    with using(folder):
+        return run(kept)
+
+
+def choices(group: str) -> list[str]:
+    """Return the names that a group can be set to: the packaged ones, then the user's."""
+    return config.names(group) + list(own(group))
+
+
+def own(group: str) -> dict[str, Path]:
+    """Return the user's choices of a group by name, sorted. Packaged names are left out."""
+    packaged = config.names(group)
+    return {name: file for name, file in sorted(_found(group).items()) if name not in packaged}
+
+
+def read(group: str, name: str) -> config.Entry:
+    """Return the YAML of a choice. Interpolations of a user's file are those of a whole configuration.
+
+    Raises:
+        UserError: there is none, it cannot be read, or the user's file has the name of a packaged one.
+    """
+    check(group, name)
+    if name in config.names(group):
+        return config.entry(group, name)  # its interpolations name paths of the package
+    file = own(group).get(name)
+    if file is None:
+        raise unknown(group, name, choices(group))
+    with _readable(file):
+        return config.described(name, yaml_text(file))
+
+
+def entry(group: str, name: str) -> config.Entry:
+    """Return the YAML of a choice, with its interpolations resolved.
+
+    Raises:
+        UserError: as `read`.
+    """
+    found = read(group, name)
+    if name in config.names(group):
+        return config.entry(group, name)
+    with _readable(own(group)[name]):
+        return config.resolved_entry(found)
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise UserError(f"{file} cannot be read: {first_line(error)}") from error
+
+
+def check(group: str, name: str) -> None:
+    """Refuse a packaged choice if the user has another file of that name.
+
+    Raises:
+        UserError: it names the file.
+    """
+    file = _found(group).get(name) if name in config.names(group) else None
+    if file is not None and not _is_packaged(file, group):
+        raise UserError(
+            f"{file} has the name of a file of ours, and would be used in its place. Rename it, and write"
+            f" {group}=NEWNAME."
+        )
+
+
+def holders(group: str, field: str) -> list[str]:
+    """Return the choices of a group that have a field of this name."""
+    found = []
+    for name in choices(group) if group in config.GROUPS else ():
+        with suppress(UserError):  # a file of the user's that cannot be read
+            if field in entry(group, name).settings:
+                found.append(name)
+    return found
+
+
+def _found(group: str) -> dict[str, Path]:
+    each = [file for folder in reversed(folders()) for file in (folder / group).glob("*.yaml") if file.is_file()]
+    return {file.stem: file for file in each}
+
+
+def _is_packaged(file: Path, group: str) -> bool:
+    """Return True if a file has the bytes of the packaged one, as in a checkout of this project."""
+    with suppress(OSError):
+        return file.read_bytes() == (files(config.PACKAGE) / group / file.name).read_bytes()
+    return False
