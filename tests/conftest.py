@@ -5,10 +5,13 @@ The process that hands tests to the workers reads this file too, and imports not
 
 import gc
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
+
+from tests import sampling
 
 # Automata of forms stay in the checkout, not in a home folder.
 os.environ["DLLM_SAMPLER_CACHE"] = str(Path(__file__).parents[1] / ".pytest_cache" / "dllm_sampler")
@@ -19,6 +22,28 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # so a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # collecting tests imports half of Python: a quarter of that time went into looking for garbage
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Do not collect slow tests only to deselect them: there are as many of them as of the others.
+
+    A test that is named by `FILE::TEST` is still found, and deselected.
+    """
+    sampling.leaves_out_slow = config.option.markexpr == "not slow" and not any("::" in arg for arg in config.args)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out files whose tests are all slow: what they import takes seconds."""
+    if not sampling.leaves_out_slow or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return True if re.search(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", text, re.MULTILINE) else None
+
+
+def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
+    """Leave out slow functions and classes."""
+    marks = getattr(obj, "pytestmark", [])
+    return [] if sampling.leaves_out_slow and any(mark.name == "slow" for mark in marks) else None
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,6 @@ import shutil
 import string
 from pathlib import Path
 
-import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -20,11 +19,6 @@ NEWER = (
     "llada-gqa", "illada", "sdar-moe", "stable-diffcoder", "llada2.2-moe", "fast-dllm-v2", "nemotron-labs-diffusion",
 )  # fmt: skip
 EVERY = (*FAMILIES, *NEWER)
-# For `parametrize`: slow are those whose network another one has.
-NETWORKS = [
-    pytest.param(name, marks=() if name in (*FAMILIES, "nemotron-labs-diffusion", "fast-dllm-v2") else pytest.mark.slow)
-    for name in EVERY
-]
 CHARACTERS = sorted({*string.ascii_letters, *string.digits, *" .,:;?!'-+=()\n"})
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"

@@ -132,12 +132,6 @@ def legal(**plugins: Any) -> bool:
     return True
 
 
-def legal_caches(scheduler: Settings) -> list[Settings]:
-    """The caches under which a scheduler may run."""
-    kind = toy_for(scheduler)
-    return [cache for cache in settings("cache") if legal(kind=kind, scheduler=scheduler, cache=cache)]
-
-
 @functools.cache
 def _needs(name: str) -> str | None:
     setting = next(one for one in settings("scheduler") if one["name"] == name)

@@ -277,7 +277,7 @@ def test_the_names_of_tokens_do_not_matter(scheduler: dict[str, Any]) -> None:
     with torch.no_grad():
         other.embed.weight[renamed] = model.embed.weight
         other.lm_head.weight[renamed] = model.lm_head.weight
-    cache = "dual" if {"name": "dual"} in cases.legal_caches(scheduler) else "none"
+    cache = "dual" if cases.legal(kind=cases.toy_for(scheduler), scheduler=scheduler, cache="dual") else "none"
     plugins = {"scheduler": scheduler, "cache": cache, "blocks": {"name": "fixed", "length": 6}}
     spec = toys.denoiser(kind).spec
     made = replace(toys.wrapped(model), attention=spec.attention, seeds=spec.seeds)

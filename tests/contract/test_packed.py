@@ -20,7 +20,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract import cases
 from tests.contract.test_batching import assert_same_row
-from tests.sampling import sample, sampled
+from tests.sampling import sampled
 
 TOKENS = 14
 RULE = {"name": "threshold", "threshold": 0.6}
@@ -106,7 +106,9 @@ def ragged(count: int) -> list[list[int]]:
 def drawn(name: str) -> tuple[cases.Settings, cases.Settings]:
     """A scheduler, and one of the caches that serve it."""
     setting = next(one for one in cases.settings("scheduler") if one["name"] == name)
-    return setting, next(sample(cases.legal_caches(setting), lambda one: one.values(), seed=name))
+    kind, caches = cases.toy_for(setting), cases.settings("cache")
+    shuffled = Random(name).sample(caches, len(caches))
+    return setting, next(one for one in shuffled if cases.legal(kind=kind, scheduler=setting, cache=one))
 
 
 @pytest.mark.parametrize("name", sampled(config.names("scheduler"), lambda name: [drawn(name)[1]["name"]]))

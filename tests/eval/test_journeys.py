@@ -14,6 +14,7 @@ import pytest
 from dllm_sampler.eval.command import main
 from dllm_sampler.eval.report.command import main as report
 
+pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs"
 
 

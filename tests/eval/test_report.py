@@ -130,6 +130,7 @@ def scored(right: int, count: int, nfe: int) -> list[Record]:
     return [record(index, nfe=nfe, scores={"exact_match": float(index < right)}) for index in range(count)]
 
 
+@pytest.mark.slow
 def test_the_headline_is_as_sure_as_the_samples_allow() -> None:
     """The same share of right answers, of few and of many; a speed of its own, and one that another one has too."""
     slow, fast = scored(3, 4, 6), scored(3, 4, 2)
@@ -302,7 +303,14 @@ def test_an_axis_has_three_to_five_ticks(low: float, ratio: float) -> None:
         assert all(low <= tick <= low * ratio for tick in found)
 
 
-@pytest.mark.parametrize(("suffix", "magic"), [("pdf", b"%PDF"), ("svg", b"<?xml"), ("PNG", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("suffix", "magic"),
+    [
+        ("pdf", b"%PDF"),
+        pytest.param("svg", b"<?xml", marks=pytest.mark.slow),
+        pytest.param("PNG", b"\x89PNG", marks=pytest.mark.slow),
+    ],
+)
 def test_a_figure_is_written_as_its_suffix_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], suffix: str, magic: bytes
 ) -> None:

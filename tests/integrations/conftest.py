@@ -10,7 +10,7 @@ from dllm_sampler.integrations import sglang
 from tests.integrations.sglang_stubs import importable, installed
 
 
-@pytest.fixture(params=["restated", "released"])
+@pytest.fixture(params=["restated", pytest.param("released", marks=pytest.mark.slow)])
 def registered(request: pytest.FixtureRequest) -> Iterator[str]:
     """Our algorithm in SGLang's registry: of the contract restated, and of the release where that is installed."""
     folder = installed() if request.param == "released" else None

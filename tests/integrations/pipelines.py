@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.pipelines.llada2.pipeline_llada2 import LLaDA2Pipeline
 from torch import Tensor, nn
 
 from dllm_sampler import Result, Sampler
@@ -65,6 +64,8 @@ class Run:
 
 def run(scheduler: Any, prompts: list[list[int]], *, tokens: int = TOKENS, model: Any = None, **options: Any) -> Run:
     """An answer of `LLaDA2Pipeline` 0.42, with as many steps per block as a scheduler may take."""
+    from diffusers.pipelines.llada2.pipeline_llada2 import LLaDA2Pipeline  # half of diffusers
+
     network = Network(model or denoiser())
     pipeline = LLaDA2Pipeline(model=network, scheduler=scheduler, tokenizer=None)
     pipeline.set_progress_bar_config(disable=True)

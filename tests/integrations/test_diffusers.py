@@ -27,6 +27,8 @@ from tests.integrations.pipelines import (
     run,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def drawn(number: int) -> tuple[torch.Generator, int]:
     """A generator, and the seed that the first row of a call takes from it."""

@@ -23,10 +23,13 @@ from tests.contract.cases import Settings
 
 # diffusers 0.42 calls this static method by a name that transformers 5.24 has renamed without an alias.
 BUILDER = DiffusionGemmaDecoderModel.create_diffusion_decoder_attention_mask
-pytestmark = pytest.mark.skipif(
-    "past_key_values" not in inspect.signature(BUILDER).parameters,
-    reason="this diffusers has no DiffusionGemma pipeline for this transformers",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        "past_key_values" not in inspect.signature(BUILDER).parameters,
+        reason="this diffusers has no DiffusionGemma pipeline for this transformers",
+    ),
+]
 CHECKPOINT = Path(__file__).parents[1] / "conformance" / "data" / "tiny-diffusion-gemma"
 LENGTH, VOCAB, STEPS = 16, 288, 6
 PROMPTS = [[284, 103, 22, 280, 12], [284, 101, 22, 32, 271]]

@@ -233,6 +233,7 @@ def test_end_tokens_may_be_named(registered: str) -> None:
     assert all(token not in one.answer for one in banned)
 
 
+@pytest.mark.slow
 def test_registering_imports_little() -> None:
     code = """
 import json, sys, time, types

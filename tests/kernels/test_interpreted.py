@@ -14,12 +14,13 @@ HERE = Path(__file__).parent
 # An index of `range` in a kernel becomes int(array of one element); Triton 3.7 takes the element out first.
 REFUSED = Version(triton.__version__) < Version("3.7") and Version(numpy.__version__) >= Version("2.4")
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they run in this process"),
     pytest.mark.skipif(REFUSED, reason="Triton's interpreter before 3.7 calls int() as numpy 2.4 no longer allows"),
 ]
 
 
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("marked", ["not slow", "slow"])
 def test_interpreted(marked: str) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider", "-p", "tests.kernels.quicker"]
     run = subprocess.run(

@@ -21,6 +21,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
 
 
+@pytest.mark.slow
 def test_smoke_measures_every_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plain loop gives the same tokens, or there would be no figure."""
     assert import_module("step_overhead").main(["--smoke", "--json", str(tmp_path / "measured.json")]) == 0
@@ -54,6 +55,7 @@ def test_kernels_without_a_gpu_are_not_reported(
     assert "only their torch references" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_module("decode_step").main(["--smoke", "--json", str(tmp_path / "steps.json")]) == 0
     rows = json.loads((tmp_path / "steps.json").read_text())["rows"]
@@ -194,6 +196,7 @@ def generate(model, prompt, attention_mask=None, steps=128, gen_length=128, bloc
 """  # one token per step, as the published code writes it; ours, not theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -51,6 +51,7 @@ def rows(folder: Path) -> dict[str, dict[str, str]]:
     return {line[0].strip("`"): dict(zip(HEAD, line, strict=True)) for line in table[1:]}
 
 
+@pytest.mark.slow
 def test_every_cache_has_a_row(folder: Path) -> None:
     found = rows(folder)
     assert set(found) == set(RUN)
@@ -69,6 +70,7 @@ def test_every_cache_has_a_row(folder: Path) -> None:
     assert text.startswith("before\n") and text.endswith("after\n")
 
 
+@pytest.mark.slow
 def test_a_cut_run_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []
     measure = table.measure

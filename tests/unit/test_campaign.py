@@ -266,6 +266,7 @@ def test_no_call_of_a_graph_finds_its_data_in_the_cache(campaign: Any) -> None:
         assert moved * clock.copies(moved) > 70e6
 
 
+@pytest.mark.slow
 def test_reading_compiles_to_loads_of_sixteen_bytes(
     campaign: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -206,6 +206,7 @@ def chi_square(seen: list[tuple[int, ...]], law: dict[tuple[int, ...], float]) -
 LAWS = [(0.6, SMALL, 2), (1.3, 3, 4), (1.0, SMALL, 4), (1.0, SMALL, 0)]  # temperature, top_k, draft length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sampled(LAWS))
 def test_samples_have_the_targets_law(case: tuple[float, int, int]) -> None:
     """The joint of the first three tokens, 6,000 samples; another temperature's law is told apart."""
@@ -220,6 +221,7 @@ def test_samples_have_the_targets_law(case: tuple[float, int, int]) -> None:
         assert all(int((taken == one).sum()) > 20 for one in range(min(k, 3) + 1))
 
 
+@pytest.mark.slow
 def test_the_drafters_context_shortens_drafts() -> None:
     """Beyond it the target goes on alone."""
     short = Transformer(replace(toys.transformer().config, max_positions=14)).double()

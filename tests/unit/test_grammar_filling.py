@@ -100,7 +100,9 @@ def compared(name: str, seed: int, count: int, most: int) -> list[bool]:
     return [check(fill, texts, holes(rng, texts, rng.randint(1, most), most), most == 2) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("lists", "split") else pytest.mark.slow) for name in SMALL]
+)
 def test_tokens_are_found_if_there_are_any(name: str) -> None:
     found = compared(name, 1, 30, 2) + compared(name, 3, 4, 3)
     assert 6 < sum(found) < 30
@@ -123,6 +125,7 @@ def random_grammars(seed: int, grammars: int, count: int) -> None:
     assert 0.1 < sum(found) / len(found) < 0.9
 
 
+@pytest.mark.slow
 def test_random_grammars() -> None:
     random_grammars(0, 6, 6)
 

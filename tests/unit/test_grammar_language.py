@@ -57,6 +57,7 @@ def test_random_grammars(skip: bytes) -> None:
     assert min(map(sum, zip(*counts, strict=True))) > 20
 
 
+@pytest.mark.slow
 def test_random_grammars_with_marks_around_words() -> None:
     rng = random.Random(4)
     counts = []

@@ -75,6 +75,7 @@ def test_several_hypotheses_and_rows_of_their_own_lengths() -> None:
             assert [int(found[row, candidate, at]) for at in free] == [best[at] for at in free]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [[0, 1, 2, 3], [1, 2]])
 def test_draws_have_the_law_of_the_model_given_the_form(asked: list[int]) -> None:
     """Positions that are not asked about are uniform."""

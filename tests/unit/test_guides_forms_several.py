@@ -19,7 +19,7 @@ from dllm_sampler.speculative.deer import SpeculativeSampler
 from tests import toys
 from tests.contract.test_syncs import no_host_reads
 from tests.forms import LENGTH, MASK, VOCAB, laid_out, ruled, strings
-from tests.sampling import crossed
+from tests.sampling import crossed, sampled
 from tests.taped import on_tape
 
 LISTED = ("(ab|c)*", "a?b{2}c?", "abab|cc")
@@ -71,7 +71,7 @@ def test_rows_are_as_with_their_form_alone(scheduler: str, temperature: float | 
         assert torch.equal(found.trace.step_map[row, -14:], alone.trace.step_map[0, -14:])
 
 
-@pytest.mark.parametrize("batching", ["in_flight", "static"])
+@pytest.mark.parametrize("batching", sampled(["in_flight", "static"]))
 def test_rows_that_come_and_go(batching: Any) -> None:
     """Answers have forms, lengths and seeds of their own; two of each, and fewer places than answers."""
     it, lengths = toys.sampler(guide=Regex(tuple(PATTERNS)), temperature=1.0), [6, 8, 14, 5, 7]

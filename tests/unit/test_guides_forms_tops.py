@@ -26,7 +26,9 @@ from tests.forms import LENGTH, PATTERNS, VOCAB, laid_out, ruled
     [("[a-m]{5}n?", True), ("[a-j]{5}[k-n]?", False), ("(?s).*", True)],
     ids=["main", "none", "all"],
 )
-@pytest.mark.parametrize("numba", [True, False], ids=["numba", "torch"])
+@pytest.mark.parametrize(
+    "numba", [pytest.param(True, id="numba", marks=pytest.mark.slow), pytest.param(False, id="torch")]
+)
 def test_the_best_of_each_class(
     pattern: str, main: bool, dtype: torch.dtype, numba: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +137,7 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(told) == 1 and torch.equal(found.tokens[:, :-2], expected.tokens[:, :-2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("posterior", [False, True], ids=["model", "posterior"])
 @pytest.mark.parametrize("draws", [False, True], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("pattern", PATTERNS)

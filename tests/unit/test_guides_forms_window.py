@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from dllm_sampler.guides.forms.choice import Lattice
 from dllm_sampler.guides.forms.edges import joined
 from tests import toys
 from tests.forms import LENGTH, MASK, VOCAB, laid_out, ruled, strings
-from tests.sampling import crossed
 
 LISTED = ("(ab|c)*", "a?b{2}c?", "(a|b|c){3,}")
 COLUMNS = torch.arange(LENGTH + 1)
@@ -72,7 +72,8 @@ def told(canvas: Canvas, query: Query) -> Canvas:
     return replace(canvas, sizes=replace(canvas.sizes, stretch=max(1, int((over - begin).max()))))
 
 
-@pytest.mark.parametrize(("draws", "given", "numba"), crossed([False, True], [False, True], [False, True], together=2))
+@pytest.mark.parametrize("numba", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("draws", "given"), list(product([False, True], repeat=2)))
 def test_a_window_changes_no_bit(
     draws: bool, given: bool, numba: bool, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +87,8 @@ def test_a_window_changes_no_bit(
     assert set(widths) == {1, 2, 3, LENGTH}
 
 
-@pytest.mark.parametrize(("draws", "given"), crossed([False, True], [False, True], together=2))
+@pytest.mark.slow
+@pytest.mark.parametrize(("draws", "given"), list(product([False, True], repeat=2)))
 def test_numba_and_torch_go_the_same_way(draws: bool, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also among ways that are equally good."""
     rule = ruled(LISTED, draws, posterior=True)._replace(needs=frozenset({"logits"}))

@@ -227,6 +227,7 @@ def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
     assert "0 failed, 0 spill to memory\n" in run.stdout
 
 
+@pytest.mark.slow
 def test_an_interpreter_cannot_compile(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     run = command(tmp_path, environment={"TRITON_INTERPRET": "1"})

@@ -36,6 +36,7 @@ from dllm_sampler.kernels import (
 )  # fmt: skip
 from dllm_sampler.kernels.sampling import Sampling
 
+pytestmark = pytest.mark.slow
 TARGET = GPUTarget("cuda", 90, 32)
 PLACE = "no GPU"  # what the JIT files these kernels under, apart from any other device's
 KERNELS = (

@@ -107,6 +107,7 @@ def answers(scheduler: str, cache: str) -> tuple[Any, Any]:
     return plain, other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", sampled(STEPS))
 def test_dynamo_takes_a_step_whole(plugins: tuple[str, str], steps: Any) -> None:
     """A break in the graph is an error here. Sizes change from step to step and do not make new graphs each time."""

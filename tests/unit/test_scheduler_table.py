@@ -65,6 +65,7 @@ def rows(folder: Path) -> dict[str, list[str]]:
     return {line[0].strip("*`"): line[1:] for line in table[1:]}
 
 
+@pytest.mark.slow
 def test_every_method_has_a_row(folder: Path) -> None:
     found = rows(folder)
     assert set(found) == RUN
@@ -77,12 +78,14 @@ def test_every_method_has_a_row(folder: Path) -> None:
     assert (folder / "schedulers.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_document_stays(folder: Path) -> None:
     before, after = (markdown.fill(file.read_text(), SECTION, "") for file in (DOCS, folder / "schedulers.md"))
     assert before == after
     assert not [file for file in folder.iterdir() if file.name.startswith(".")], "half-written files were left"
 
 
+@pytest.mark.slow
 def test_a_cut_run_resumes(folder: Path, measured: list[str]) -> None:
     document, store = folder / "schedulers.md", folder / "out" / "results.jsonl"
     before, figures = document.read_text(), {name: cells[:5] for name, cells in rows(folder).items()}
@@ -98,6 +101,7 @@ def test_a_cut_run_resumes(folder: Path, measured: list[str]) -> None:
     assert "klass" not in measured, "what stood behind the torn line was lost"
 
 
+@pytest.mark.slow
 def test_another_setup_is_another_measurement(folder: Path, measured: list[str]) -> None:
     text = (folder / "schedulers.md").read_text()
     assert command(folder, *FEW, "--tasks", "copy") == 0

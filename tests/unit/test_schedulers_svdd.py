@@ -82,6 +82,7 @@ def test_the_enumerated_law(steps: int, alpha: float) -> None:
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "candidates", "alpha", "steps"),
     [

@@ -66,7 +66,7 @@ def test_peft_reads_the_adapters_of_every_family(name: str, tmp_path: Path) -> N
     assert Sampler.from_pretrained(str(tmp_path / "out"), device="cpu").generate("Hi", max_new_tokens=4).texts
 
 
-@pytest.mark.parametrize("name", [*tiny.FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in tiny.NEWER)])
+@pytest.mark.parametrize("name", sampled([*tiny.FAMILIES, *tiny.NEWER]))
 def test_the_gradients_of_adapters(name: str, tmp_path: Path) -> None:
     """Of the loss of masked diffusion, against the plain network with the products added to its weights."""
     from peft.tuners.lora import LoraLayer
@@ -104,6 +104,7 @@ def test_the_gradients_of_adapters(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(part["default"].weight.grad, other.grad, atol=1e-11, rtol=1e-8, msg=place)
 
 
+@pytest.mark.slow
 def test_weights_in_halves_stay_as_they_are_and_adapters_learn(tmp_path: Path) -> None:
     """A resumed run goes on to the same losses, although frozen weights are not in the saved state."""
     model = tiny.write("sdar", tmp_path / "m")

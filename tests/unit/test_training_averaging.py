@@ -26,6 +26,7 @@ def test_by_hand() -> None:
     assert not any(each.requires_grad for each in average.parameters())
 
 
+@pytest.mark.slow
 def test_the_average_is_measured_and_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The average over three steps is what is measured and saved; each step goes on from the weights themselves."""
     changes: dict[str, Any] = {"steps": 3, "updates": 1, "learning_rate": 1e-3, "warmup": 0}

@@ -69,6 +69,7 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deer, "masked_loss", loss)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_ends_where_an_uninterrupted_one_does(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,7 +163,7 @@ def test_stage_two_unweighted_over_the_whole_answer_is_stage_one() -> None:
     assert losses[0] == pytest.approx(-logits.gather(2, ids[..., None])[..., 0][ANSWER].mean().item())
 
 
-@pytest.mark.parametrize("name", [name for name in tiny.EVERY if name != "nemotron-labs-diffusion"])
+@pytest.mark.parametrize("name", sampled([name for name in tiny.EVERY if name != "nemotron-labs-diffusion"]))
 def test_the_loss_of_every_family(name: str, tmp_path: Path) -> None:
     """Loss and gradients of both stages, against each row by itself."""
     it = trained(name, tmp_path / name)

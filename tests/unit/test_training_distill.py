@@ -153,6 +153,7 @@ def test_goes_on_to_the_same_losses(changes: dict[str, Any], tmp_path: Path, mon
     assert whole[-1]["loss"] > 0 and whole[-1]["right"] >= 0
 
 
+@pytest.mark.slow
 def test_rows_may_be_split_over_forwards(tmp_path: Path) -> None:
     losses = []
     for budget in (1, 10**6):

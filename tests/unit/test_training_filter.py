@@ -57,6 +57,7 @@ def records(count: int, seed: int) -> Any:
     return Records(known, known > 0.9, everywhere, everywhere)
 
 
+@pytest.mark.slow
 def test_learns_a_threshold() -> None:
     """It then accepts what the threshold rule accepts."""
     layers, loss = fit(records(1000, 0), records(200, 1), steps=1000, learning_rate=2e-2, weight_decay=0.0)
@@ -113,6 +114,7 @@ def test_counts_only_what_is_open_unless_told() -> None:
     assert logit[True][1] < -2 < logit[False][1]
 
 
+@pytest.mark.slow
 def test_caution_accepts_less() -> None:
     """Two thirds right wherever it looks: enough for even odds, not where a mistake weighs four times as much."""
     known = torch.full((60, 2), 0.9)
@@ -215,6 +217,7 @@ def always(text: str, answer: str, **_: Any) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(tiny.EVERY))
 def test_every_family(name: str, tmp_path: Path) -> None:
     """On a user's data; a filter is good for its own model."""
@@ -229,6 +232,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
     assert sampler.generate("What is the capital of France?", max_new_tokens=8).texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["collecting", "writing"])
 def test_a_killed_run_goes_on(
     checkpoint: Path, prompts: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str

@@ -97,6 +97,7 @@ def test_entropy_is_that_of_the_tokens_that_count() -> None:
     assert policy.entropy(trace, (toys.EOS,)) == pytest.approx(sum(found) / len(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "exact"), [pytest.param("none", True, marks=pytest.mark.slow), ("dual", False)])
 def test_another_policy_in_the_rollouts_is_measured_and_said(
     cache: str, exact: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -225,6 +225,7 @@ def test_goes_on_to_the_same_losses(name: str, tmp_path: Path, monkeypatch: pyte
         trainer(name, tmp_path / "whole", **changes).run()
 
 
+@pytest.mark.slow
 def test_adapters_alone_learn(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     lora: dict[str, float] = {"r": 2, "alpha": 4, "dropout": 0.1}

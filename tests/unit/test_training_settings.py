@@ -11,6 +11,7 @@ from dllm_sampler import UserError
 from dllm_sampler.training.cli import main, trainer
 from dllm_sampler.training.data import Pools
 from dllm_sampler.training.settings import check_settings, check_shape
+from tests.sampling import sampled
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_settings_are_checked_before_anything_runs(words: list[str], said: str) 
         trainer(words)
 
 
-@pytest.mark.parametrize("size", ["''", "x", "[1]", "{a: 1}"])
+@pytest.mark.parametrize("size", sampled(["''", "x", "[1]", "{a: 1}"]))
 def test_a_size_of_a_model_that_is_no_number(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The number of threads depends on the sizes, and is chosen before the trainer looks at them."""
     for name in ("hidden_size", "num_layers", "intermediate_size"):

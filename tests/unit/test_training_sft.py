@@ -68,6 +68,7 @@ def test_both_commands(
     assert re.search(r" tokens? in ", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llada", "sdar"])
 def test_a_plain_script_has_the_same_losses(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     """Three steps of AdamW in float64, of the whole batch at once, in a few lines without the trainer's code."""
@@ -142,6 +143,7 @@ def test_goes_on_to_the_same_losses(
         trainer(models[name], tmp_path / "whole").run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["sdar", "llada"]))
 def test_neither_cut_nor_second_computation_changes_a_loss(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     found = []

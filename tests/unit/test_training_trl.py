@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 from dllm_sampler import Sampler, config
 
 pytest.importorskip("trl")
-pytestmark = pytest.mark.filterwarnings("ignore")  # of what is deprecated in transformers, but not yet in TRL
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of what is deprecated in transformers, but not yet in TRL
+]
 
 
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def gradients(it: Trained, loss: Tensor) -> dict[str, Tensor]:
     return {key: weight.grad.clone() for key, weight in it.network.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize(("lora", "encoder"), crossed([None, LORA], [0.0, 0.7]))
+@pytest.mark.parametrize(("lora", "encoder"), crossed([None, LORA], [0.0, 0.7], together=0))
 def test_the_loss_and_its_gradient(lora: dict[str, float] | None, encoder: float, folder: Path) -> None:
     """Of ragged rows and all of their canvases in one forward, against transformers' forward of each canvas."""
     it = trained(folder, lora)
@@ -94,6 +94,7 @@ def test_the_loss_and_its_gradient(lora: dict[str, float] | None, encoder: float
         assert float((gradient - theirs[key]).norm()) < 2e-5 * (float(theirs[key].norm()) + 1e-2), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.slow)])
 def test_layers_that_run_twice_change_nothing(lora: dict[str, float] | None, folder: Path) -> None:
     """`train.gradient_checkpointing`: the same bits, and less is kept for the backward pass."""
@@ -174,6 +175,7 @@ def test_a_run(lora: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert re.search(r" tokens? in ", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_and_saved(folder: Path, tmp_path: Path) -> None:
     """Encoder and decoder share them: merging adds them once, and peft reads them around transformers' model."""
     peft = pytest.importorskip("peft")
@@ -216,6 +218,7 @@ def test_what_is_refused(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_spread_weights_are_the_same_weights(folder: Path, tmp_path: Path) -> None:
     """FSDP2 among one process: loss, gradients and answers. Two processes: `test_training_processes.py`."""
     it: Any = trained(folder)

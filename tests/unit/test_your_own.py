@@ -56,6 +56,7 @@ def test_every_command_of_the_page(folder: Path, capsys: pytest.CaptureFixture[s
     assert [record["text"] for record in records] == ["Ada, Ben", "Cal, Ben, Ada"]
 
 
+@pytest.mark.slow
 def test_the_installed_command(folder: Path) -> None:
     """All of it at once, in a process of its own that has not the directory on its path."""
     command = Path(sys.executable).with_name("dllm-sample")
