@@ -59,7 +59,8 @@ Usage: dllm-tune [tune=NAME] [tune.FIELD=VALUE ...] [NAME=VALUE ...]
 tune=NAME is a file of conf/tune, or ./conf/tune: what may be chosen, and the goal. Any other word is
 one of dllm-eval and holds for every trial. The search is kept in output=FOLDER: the same command goes
 on from there. The winner, confirmed on samples that the search did not see, is written to
-./conf/experiment/NAME.yaml, where all commands find it (--config-dir DIR names another folder). The fields of tune=fast, the default:
+./conf/experiment/NAME.yaml, where all commands find it (--config-dir DIR names another folder).
+The fields of tune=fast, the default:
 """
 
 
