@@ -119,7 +119,7 @@ class Layer:
             hidden[:, self.slots - self.window : self.slots] = True
             given["unread"] = hidden
         if grid:
-            given["grid"] = grid
+            given["until"] = (at // grid + 1) * grid
         return self._work(
             lambda its: its.attention(q, *own, slots, bounds, at, longest=self.window, **given),
             size(q, q) + size(*slots) // (1 + half),
@@ -163,10 +163,10 @@ class Layer:
 
 def references() -> LayerKernels:
     """What the kernels of a layer compute, in torch."""
-    from dllm_sampler.kernels import attention, linear, norm, rope, swiglu
+    from dllm_sampler.kernels import linear, norm, reference, rope, swiglu
 
     return LayerKernels(
-        attention.attention_reference,
+        reference.attention,
         linear.linear_reference,
         norm.norm_reference,
         rope.qkv_rope_reference,

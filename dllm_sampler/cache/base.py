@@ -17,7 +17,7 @@ from dllm_sampler.core.packing import Answers, ForwardRequest, Pack
 from dllm_sampler.core.protocols import Cache, Context, LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query
-from dllm_sampler.core.visibility import Visible, keys_of, mask_of, visible
+from dllm_sampler.core.visibility import Visible, mask_of
 from dllm_sampler.errors import UserError
 
 
@@ -77,7 +77,7 @@ class BaseCache(Cache):
         sees, computed = self.sees(canvas, wanted.query), wanted.entries(canvas)
         if self.pads:
             return self.padded(canvas, wanted, answers, sees, computed)
-        plan = Plan(self, wanted, answers, sees, computed, Pack.of(canvas, wanted, answers, self.spec))
+        plan = Plan(self, wanted, answers, computed, Pack.of(canvas, wanted, answers, self.spec, sees))
         if wanted.query.forks and self.slots is not None:
             plan = self.forked = replace(plan, pairs=[])
         return plan
@@ -148,15 +148,14 @@ class BaseCache(Cache):
         self, canvas: Canvas, wanted: ForwardRequest, answers: Answers, sees: Visible, computed: Tensor
     ) -> PaddedPlan:
         """The padded form: whole rows where some row computes all it has, else as many columns as the longest row."""
-        seen = visible(canvas, wanted.query)
         whole = canvas.sizes.whole
         if whole:
-            positions = select.numbers(canvas.length, seen.device).expand(seen.shape[0], canvas.length)
+            positions = canvas.columns()[:, :-1].expand(len(canvas.ids), -1)
         else:
             positions = select.columns(wanted.computed, canvas.sizes.longest)  # [B, M]
-        keys = keys_of(canvas, wanted.query, seen, positions)
+        keys = sees.keys(canvas, wanted.query, positions)
         slots = None if whole else places(canvas, positions)
-        common = (self, wanted, answers, sees, computed)
+        common = (self, wanted, answers, computed)
         return PaddedPlan(*common, positions=positions, keys=keys, contiguous=whole, slots=slots)
 
     def _refuse_live(self) -> None:

@@ -83,8 +83,10 @@ class BlockCausalCache(BaseCache):
         found = super().sees(canvas, query)
         if not self.token_causal:
             return found
-        known = canvas.frontier() if found.causal is None else torch.maximum(canvas.frontier(), found.causal[1])
-        return replace(found, causal=(torch.zeros_like(known), known))
+        known = canvas.frontier()
+        if query.causal is not None:
+            known = torch.where(query.causal, torch.maximum(known, canvas.grid_end()), known)
+        return found.causal(canvas.columns(), torch.zeros_like(known), known)
 
     @property
     def steady(self) -> bool:

@@ -11,10 +11,10 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.checks import check_choice
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Cache, Context, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.visibility import Visible
 from dllm_sampler.errors import UserError
 
 Attention = Literal["full", "block_causal"]
@@ -79,12 +79,10 @@ class D2FCache(BaseCache):
             first = first - (canvas.masked.gather(1, first[:, None])[:, 0] & ~self.kept).long()
         return canvas.columns() >= first[:, None]
 
-    def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """See `Cache.plan`."""
-        plan = super().plan(canvas, wanted)
-        if self.attention == "full":
-            return plan
-        return replace(plan, visible=replace(plan.visible, grid=self.length, origin=canvas.first))
+    def sees(self, canvas: Canvas, query: Query) -> Visible:
+        """See `BaseCache.sees`."""
+        found = super().sees(canvas, query)
+        return found if self.attention == "full" else found.in_blocks(canvas.columns(), self.length, canvas.first)
 
     def recalled(self, canvas: Canvas) -> Tensor | None:
         """See `Cache.recalled`."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dllm_sampler.core import select
 from dllm_sampler.core.values import Canvas, Query, Sizes
-from dllm_sampler.core.visibility import predictors, visible
+from dllm_sampler.core.visibility import Visible, predictors, visible
 
 if TYPE_CHECKING:
     from dllm_sampler.core.spec import ModelSpec
@@ -277,10 +277,12 @@ class Pack:
     slots: Tensor  # [T] where keys and values are stored, in the flat [B*(L+1)]; an empty slot: nowhere
     chosen: Tensor  # [B, S, L+1] bool: the entries as a set
     unread: Tensor | None  # [B, L+1] bool: stored columns that no entry sees; None: there are none
+    end: Tensor  # [B] columns from here on are hidden
+    until: Tensor | None  # [T] first column that each entry does not see. None if it is `end` for all
     sizes: Sizes
 
     @staticmethod
-    def of(canvas: Canvas, wanted: ForwardRequest, answers: Answers, spec: ModelSpec) -> Pack:
+    def of(canvas: Canvas, wanted: ForwardRequest, answers: Answers, spec: ModelSpec, sees: Visible) -> Pack:
         """Pack a request."""
         query, sizes, columns = wanted.query, canvas.sizes, canvas.length + 1
         batch, device = len(canvas.ids), canvas.ids.device
@@ -315,7 +317,8 @@ class Pack:
         if segments > 1:  # several segments compute these columns for themselves
             unread = wanted.computed if unread is None else unread | wanted.computed
         replies = torch.searchsorted(place, answers.pick(at + origin)).clamp(max=sizes.computed - 1)
-        return Pack(place, row, column, segment, unseen, replies, slots, chosen, unread, sizes)
+        until = sees.at(row, column)
+        return Pack(place, row, column, segment, unseen, replies, slots, chosen, unread, sees.end, until, sizes)
 
     @cached_property
     def bounds(self) -> Tensor:

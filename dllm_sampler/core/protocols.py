@@ -17,7 +17,6 @@ from torch import Tensor
 from dllm_sampler.core.packing import Answers, ForwardRequest, Pack
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
-from dllm_sampler.core.visibility import Visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,12 +27,11 @@ Whole = tuple[Tensor, Tensor]  # logits and noisy ones, as they are before a gui
 
 @dataclass(frozen=True)
 class Plan:
-    """The way in which one forward computes a request, and what each position sees. Made by a cache."""
+    """The way in which one forward computes a request. Made by a cache."""
 
     cache: Cache
     wanted: ForwardRequest
     answers: Answers  # which queried places the forward answers
-    visible: Visible
     computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
     pack: Pack | None = None  # None: the padded form (`PaddedPlan`)
     attention: Any = None  # of the pack. None means the denoiser's (`models.packed.PackedAttention`)

@@ -1,61 +1,75 @@
-"""Which columns a position sees (in a few numbers, as a set, as a mask of attention), and which row predicts it."""
+"""Who sees whom in a forward, stated once; and which row predicts a position.
+
+An entry of a forward is a position of one row, and of one segment of that row: a candidate, the canvas, or a shadow.
+An entry at column c sees a key at column j of its own row if all of these hold:
+
+- Column j exists for the row, and the query does not hide it (`visible`).
+- j is below `Visible.until` of c: it follows from the model's attention, the grid of blocks and the query.
+- The key is stored and not replaced by fresh ones (`stored_seen`), or a fresh one of a segment that the entry sees
+  (`fresh_seen`).
+
+Networks, caches, references in torch and Triton kernels compare with these numbers and know no other rule. Training
+has whole rows in place of entries: `block_causal` and `clean_and_noisy`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dllm_sampler.core import select
 from dllm_sampler.core.spec import Attention
 from dllm_sampler.core.values import Canvas, Query
 
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys a forward may see, in a few numbers instead of a mask."""
+    """The columns that each column of a canvas sees: all before a bound."""
 
     end: Tensor  # [B] columns from here on are hidden
-    grid: int | None  # block-causal: the length of a block in columns; None: each position sees all
-    block: tuple[Tensor, Tensor] | None = None  # [B] each: where the active block begins and ends, in a causal context
-    causal: tuple[Tensor, Tensor] | None = None  # [B] each: columns from the first to the second see none behind them
-    origin: Tensor | None = None  # [B] the grid's first line: what is before it is one block; None: column 0
+    until: Tensor | None = None  # [B, L+1] first column that each one does not see. None if it is `end` for all
 
     @staticmethod
     def of(canvas: Canvas, query: Query, attention: Attention) -> Visible:
-        """What `visible` and the blocks of the canvas say."""
-        end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
-        block, causal = (canvas.start, canvas.stop) if attention == "causal_context" else None, None
+        """Return what the model's attention, the blocks of the canvas and the query say."""
+        column = canvas.columns()
+        found = Visible(canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit))
+        if attention == "causal_context":
+            found = found.bounded(torch.where(canvas.in_block(), canvas.stop[:, None], column + 1))
+        elif canvas.grid is not None:
+            found = found.in_blocks(column, canvas.grid, canvas.origin)
         if query.causal is not None:
             first = canvas.grid_start()
-            causal = first, torch.where(query.causal, canvas.grid_end(), first)
-        return Visible(end, canvas.grid, block, causal, canvas.origin if canvas.grid else None)
+            found = found.causal(column, first, torch.where(query.causal, canvas.grid_end(), first))
+        return found
 
-    @property
-    def all(self) -> bool:
-        """Whether every column sees all that is not hidden."""
-        return self.grid is None and self.block is None and self.causal is None
+    def bounded(self, until: Tensor) -> Visible:
+        """Return the same where each column sees nothing from `until [1|B, L+1]` on either."""
+        return replace(self, until=torch.minimum(until, self.end[:, None] if self.until is None else self.until))
 
-    def until(self, column: Tensor, row: int | None = None) -> Tensor | None:
-        """First column that each of `column [B, M]`, or of `column [M]` of one row, does not see; None: only `end`."""
-        if self.all:
-            return None
+    def in_blocks(self, column: Tensor, length: int, origin: Tensor | None) -> Visible:
+        """Return the same where `column [1, L+1]` sees its block and earlier ones; see `block_end`."""
+        return self.bounded(block_end(column, length, None if origin is None else origin[:, None]))
 
-        def of(number: Tensor) -> Tensor:
-            return number[:, None] if row is None else number[row]
+    def causal(self, column: Tensor, first: Tensor, stop: Tensor) -> Visible:
+        """Return the same where `column [1, L+1]` from `first [B]` to `stop [B]` sees nothing after itself."""
+        inside = (column >= first[:, None]) & (column < stop[:, None])
+        return self.bounded(torch.where(inside, column + 1, column.shape[1]))
 
-        until = of(self.end)
-        if self.grid is not None:
-            origin = 0 if self.origin is None else of(self.origin)
-            until = ((column - origin) // self.grid + 1).clamp(min=0) * self.grid + origin
-        if self.block is not None:
-            start, stop = map(of, self.block)
-            until = torch.where((column >= start) & (column < stop), stop, column + 1)
-        if self.causal is None:
-            return until
-        first, last = map(of, self.causal)
-        return torch.where((column >= first) & (column < last), column + 1, until)
+    def at(self, row: Tensor, column: Tensor) -> Tensor | None:
+        """Return `[T]` the bounds of the entries at `row [T]` and `column [T]`. None if each is its row's `end`."""
+        return None if self.until is None else self.until.flatten()[row * self.until.shape[1] + column]
+
+    def keys(self, canvas: Canvas, query: Query, positions: Tensor) -> Tensor | None:
+        """Return the keys that `positions [B, M]` see, as `PaddedPlan.keys` has them."""
+        seen = visible(canvas, query)
+        if self.until is not None:
+            return seen[:, None] & (canvas.columns() < self.until.gather(1, positions)[..., None])
+        whole = not canvas.padded and query.limit is None and query.hidden is None
+        return None if whole else seen
 
 
 def visible(canvas: Canvas, query: Query) -> Tensor:
@@ -64,13 +78,46 @@ def visible(canvas: Canvas, query: Query) -> Tensor:
     return seen if query.limit is None else seen & (canvas.columns() < query.limit[:, None])
 
 
+def stored_seen(until: Tensor, columns: int, unread: Tensor | None) -> Tensor:
+    """`[N, M, S] bool` which of S stored `columns` entries see.
+
+    until: `[N, M]` first column that each entry does not see
+    unread: `[N, S] bool` stored columns that no entry sees: they are hidden, or fresh keys replace them
+    """
+    seen = select.numbers(columns, until.device) < until[..., None]
+    return seen if unread is None else seen & ~unread[:, None]
+
+
+def fresh_seen(until: Tensor, column: Tensor, segment: Tensor | None, unseen: Tensor | None) -> Tensor:
+    """`[N, M, M] bool` which entries see each other's fresh keys. A shadow sees its own segment and the canvas.
+
+    until: `[N, M]` first column that each entry does not see
+    column, segment: `[N, M]` of each entry; the canvas is segment 0
+    unseen: `[N, M]` the column of the canvas that a shadow does not see. None if there are no shadows
+    """
+    seen = column[:, None] < until[..., None]
+    if segment is None:
+        return seen
+    same = segment[..., None] == segment[:, None]
+    if unseen is not None:
+        shadow = segment != 0
+        same = same | (shadow[..., None] & ~shadow[:, None] & (unseen[..., None] != column[:, None]))
+    return seen & same
+
+
+def block_end(column: Tensor, length: int, origin: Tensor | None = None) -> Tensor:
+    """Return the end of the block of `length` that each column is in. What is before `origin` is one block."""
+    if origin is None:
+        return (column // length + 1) * length
+    return ((column - origin) // length + 1).clamp(min=0) * length + origin
+
+
 def block_causal(queries: Tensor, keys: Tensor, length: int) -> Tensor:
     """`[N, M, S] bool` which keys a row sees under block-causal attention: those of its own block and of earlier ones.
 
     queries, keys: int64 `[N, M]` and `[N, S]`, positions counted from the row's first token; blocks of `length` too
     """
-    own = queries.div(length, rounding_mode="floor")
-    return keys.div(length, rounding_mode="floor")[:, None] <= own[..., None]
+    return keys[:, None] < block_end(queries, length)[..., None]
 
 
 def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor, *, causal: bool = False) -> Tensor:
@@ -90,16 +137,6 @@ def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor, *, causal: bool
     above = torch.cat([clean[:, None] & before, torch.zeros_like(own == other)], 2)
     below = torch.cat([clean[:, None] & (other < own), noisy[:, None] & (other == own)], 2)
     return torch.cat([above, below], 1)
-
-
-def keys_of(canvas: Canvas, query: Query, seen: Tensor, positions: Tensor) -> Tensor | None:
-    """What the rows at `positions [B, M]` see of the columns `seen [B, L+1]`, as `PaddedPlan.keys` has it."""
-    if canvas.grid is not None:
-        until = Visible(canvas.end, canvas.grid, origin=canvas.origin).until(positions)
-        assert until is not None
-        return seen[:, None] & (canvas.columns()[:, None] < until[..., None])
-    whole = not canvas.padded and query.limit is None and query.hidden is None
-    return None if whole else seen
 
 
 def mask_of(keys: Tensor | None) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 The heads that share a key head are packed into one tile of queries, so keys and values are read once for all of them.
 Where queries are few, the keys of a row are dealt to several programs, and a second kernel adds up (flash decoding).
-Nothing is written but the answer: `qkv_rope` writes the slots. Blocks are counted from column 0; what other attention
-there is runs in torch (`models.fused.beyond`).
+Nothing is written but the answer: `qkv_rope` writes the slots. Who sees whom is decided elsewhere
+(`core/visibility.py`): a kernel compares columns with the bound of each entry, and knows no shadows.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from triton import knobs
 
 from dllm_sampler.kernels.configuration import Configuration, cdiv, next_power_of_2
 from dllm_sampler.kernels.flash import attention_kernel, combine_kernel
+from dllm_sampler.kernels.reference import ENDLESS, Slots
 
 _LOG2E = 1.4426950408889634
-
-Slots = tuple[Tensor, Tensor]
 
 
 def packed_attention(
@@ -33,7 +31,7 @@ def packed_attention(
     columns: Tensor,
     *,
     end: Tensor | None = None,
-    grid: int | None = None,
+    until: Tensor | None = None,
     segment: Tensor | None = None,
     unread: Tensor | None = None,
     stored: bool = True,
@@ -49,7 +47,7 @@ def packed_attention(
     bounds: int64 `[B+1]`: row b has the entries bounds[b]..bounds[b+1]-1; those from bounds[B] on are fillers
     columns: int64 `[T]`, where the entries stand
     end: integers `[B]`, columns from here on are hidden; default: L
-    grid: length of the blocks of block-causal attention; None: no blocks
+    until: int64 `[T]`, first column that each entry does not see, at most the row's `end`; None: it is `end`
     segment: integers `[T]`; a fresh key is seen by entries of its own row and segment. Default: by those of its row
     unread: bool `[B, L+1]`, stored columns that no entry sees: fresh keys replace them, or they are hidden
     stored: whether stored keys are seen; false for a forward that computes every column
@@ -64,9 +62,9 @@ def packed_attention(
     if not out.numel():
         return out
     keys, values = slots if slots is not None and stored else (None, None)
-    given = k if k is not None else keys
-    assert given is not None, "neither fresh keys nor stored ones"
-    kv_heads, length = given.shape[-2], _ENDLESS if slots is None else slots[0].shape[1]
+    either = k if k is not None else keys
+    assert either is not None, "neither fresh keys nor stored ones"
+    kv_heads, length = either.shape[-2], ENDLESS if slots is None else slots[0].shape[1]
     group = heads // kv_heads
     most = min(longest or entries, entries)
     shape, warps, stages = _shape(most * group, size, q.dtype.itemsize, k is not None)
@@ -84,9 +82,9 @@ def packed_attention(
     tiles = (entries * group + batch * (shape["BLOCK_M"] - 1)) // shape["BLOCK_M"]  # at most
     attention_kernel[kv_heads, splits, tiles](
         _whole(q), _whole(k), _whole(v), keys, values, _whole(bounds), _whole(columns), _whole(segment),
-        _whole(end), None if hidden is None else hidden.view(torch.uint8),
+        _whole(end), _whole(until), None if hidden is None else hidden.view(torch.uint8),
         out if parts is None else parts, peaks, totals,
-        entries, batch, length, grid, (size**-0.5 if scale is None else scale) * _LOG2E,
+        entries, batch, length, (size**-0.5 if scale is None else scale) * _LOG2E,
         **launch,
     )  # fmt: skip
     if parts is not None:
@@ -96,68 +94,7 @@ def packed_attention(
     return out
 
 
-def attention_reference(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    slots: Slots | None,
-    bounds: Tensor,
-    columns: Tensor,
-    *,
-    end: Tensor | None = None,
-    grid: int | None = None,
-    segment: Tensor | None = None,
-    unread: Tensor | None = None,
-    stored: bool = True,
-    longest: int | None = None,
-    scale: float | None = None,
-    splits: int | None = None,
-) -> Tensor:
-    """What `packed_attention` computes, in torch, padded to the longest row; `splits` changes nothing."""
-    entries, batch = len(q), len(bounds) - 1
-    if not q.numel():
-        return torch.empty_like(q)
-    length = _ENDLESS if slots is None else slots[0].shape[1]
-    index = torch.arange(entries, device=q.device)
-    at = bounds[:-1, None] + index[: longest or entries]  # [B, M]
-    real = at < bounds[1:, None]
-    at = at.clamp(max=entries - 1)
-    own = columns[at]
-    end = torch.full_like(bounds[1:], length - 1) if end is None else end.clamp(max=length - 1)
-
-    def sees(column: Tensor) -> Tensor:  # of columns [B, X]: [B, M, X]
-        seen = real[..., None] & (column < end[:, None])[:, None]
-        return seen if grid is None else seen & (column[:, None] < ((own // grid + 1) * grid)[..., None])
-
-    keys, values, visible = [], [], []
-    if stored and slots is not None:
-        keys.append(slots[0].to(q.dtype))
-        values.append(slots[1].to(q.dtype))
-        visible.append(sees(torch.arange(length, device=q.device).expand(batch, -1)))
-        if unread is not None:
-            visible[0] = visible[0] & ~unread[:, None]
-    if k is not None and v is not None:
-        keys.append(k[at])
-        values.append(v[at])
-        visible.append(sees(own) & real[:, None])
-        if segment is not None:
-            visible[-1] = visible[-1] & (segment[at][:, :, None] == segment[at][:, None])
-    seen = torch.cat(visible, -1)  # [B, M, S]
-    read = seen.any(1)[..., None, None]  # [B, S, 1, 1]: slots that no entry sees count as 0, for 0 * NaN is NaN
-    every = (torch.cat(parts, 1).where(read, 0).transpose(1, 2) for parts in (keys, values))
-    grouped = keys[0].shape[2] != q.shape[1]
-    out = F.scaled_dot_product_attention(
-        q[at].transpose(1, 2), *every, attn_mask=seen[:, None], scale=scale, enable_gqa=grouped
-    ).transpose(1, 2)
-    out = out.where(seen.any(-1)[..., None, None], 0)  # [B, M, H, Dh]
-    row = torch.searchsorted(bounds[1:], index, right=True)
-    place = index - bounds[row]
-    filler = (row == batch)[:, None, None]
-    return out[row.clamp(max=batch - 1), place.clamp(max=out.shape[1] - 1)].masked_fill(filler, 0)
-
-
 _LINES = 8
-_ENDLESS = 1 << 30  # columns where nothing is stored
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
@@ -195,8 +132,8 @@ def _configuration(
     """given: the optional arguments that this launch has, and what its integers are."""
     shape, warps, stages = _shape(queries, size, 4 if dtype == "fp32" else 2, "fresh" in given)
     optional = {"k": "fresh", "v": "fresh", "keys": "stored", "values": "stored"}
-    optional |= {"segment": "segment", "grid": "grid", "peaks": "split", "totals": "split"}
-    types = dict.fromkeys(("bounds", "positions", "segment", "end"), "*i64") | {"unread": "*u8"}
+    optional |= {"segment": "segment", "until": "until", "peaks": "split", "totals": "split"}
+    types = dict.fromkeys(("bounds", "positions", "segment", "end", "until"), "*i64") | {"unread": "*u8"}
     types |= {"peaks": "*fp32", "totals": "*fp32", "scale": "fp32", "out": "*fp32" if "split" in given else f"*{dtype}"}
     types |= dict.fromkeys(("q", "k", "v", "keys", "values"), f"*{dtype}")
     constants: dict[str, Any] = shape | {"G": group, "HKV": kv_heads, "DH": size}
@@ -214,12 +151,12 @@ _MODELS = {"LLaDA-8B": (128, 1, 32), "Dream-7B": (128, 7, 4), "SDAR-8B": (128, 4
 _GIVEN = [  # decoding, block-causal; without a cache; fresh keys before stored ones, and drafts; drafts without a cache
     ("stored",),
     ("stored", "split"),
-    ("stored", "grid", "split"),
+    ("stored", "until", "split"),
     ("fresh",),
-    ("fresh", "grid"),
+    ("fresh", "until"),
     ("stored", "fresh", "split"),
-    ("stored", "fresh", "segment", "grid", "split"),
-    ("fresh", "segment", "grid"),
+    ("stored", "fresh", "segment", "until", "split"),
+    ("fresh", "segment", "until"),
 ]
 
 
@@ -252,7 +189,7 @@ CONFIGURATIONS = [
         for name, model in _MODELS.items()
         for queries, given in (
             (32, ("stored", "64 rows")),
-            (32, ("stored", "grid", "64 rows")),
+            (32, ("stored", "until", "64 rows")),
             (2048, ("stored", "one row")),
             (2048, ("fresh", "one row")),
         )
@@ -261,7 +198,7 @@ CONFIGURATIONS = [
         _configuration("heads", dtype, size, 4, 8, 32, *given)
         for dtype in ("bf16", "fp16", "fp32")
         for size in (64, 80, 96, 128)
-        for given in (("stored", "split"), ("stored", "fresh", "segment", "grid", "split"))
+        for given in (("stored", "split"), ("stored", "fresh", "segment", "until", "split"))
     ),
     *(_combination(dtype, size) for dtype in ("bf16", "fp16", "fp32") for size in (64, 80, 96, 128)),
     _combination("bf16", 128, one=True),

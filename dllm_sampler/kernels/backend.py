@@ -130,7 +130,7 @@ def _triton() -> Backend:
         guarded(readout.readout, reference.readout),
         guarded(head.head, reference.head),
         LayerKernels(
-            guarded(attention.packed_attention, attention.attention_reference),
+            guarded(attention.packed_attention, reference.attention),
             guarded(linear.linear, linear.linear_reference),
             guarded(norm.norm, norm.norm_reference),
             guarded(rope.qkv_rope, rope.qkv_rope_reference),

@@ -43,8 +43,8 @@ def _place(bounds, batch, entries, tile, G: tl.constexpr, BLOCK_M: tl.constexpr)
 
 @triton.jit
 def attention_kernel(
-    q, k, v, keys, values, bounds, positions, segment, end, unread, out, peaks, totals,
-    entries, batch, columns, grid, scale,
+    q, k, v, keys, values, bounds, positions, segment, end, until, unread, out, peaks, totals,
+    entries, batch, columns, scale,
     G: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -71,9 +71,8 @@ def attention_kernel(
     visible = columns - 1  # the number of columns that any of the queries sees
     if end is not None:
         visible = tl.minimum(tl.load(end + b).to(tl.int32), visible)
-    if grid is not None:
-        at = tl.load(positions + m, mask=live, other=0).to(tl.int32)
-        past = (at // grid + 1) * grid  # the end of the query's block
+    if until is not None:
+        past = tl.load(until + start + m, mask=live, other=0).to(tl.int32)
         visible = tl.minimum(visible, tl.max(past, 0))
     if segment is not None:
         segment += start
@@ -104,7 +103,7 @@ def attention_kernel(
             if unread is not None:
                 seen = seen & (tl.load(unread + b * columns + column, mask=seen, other=1) == 0)
             allowed = seen[None]
-            if grid is not None:
+            if until is not None:
                 allowed = allowed & (column[None] < past[:, None])
             inside = seen[:, None] & (d[None] < DH)
             slot = column[:, None] * width + d[None]
@@ -119,7 +118,7 @@ def attention_kernel(
             j = t * BLOCK_N + tl.arange(0, BLOCK_N)
             column = tl.load(positions + j, mask=j < count, other=columns).to(tl.int32)
             allowed = (column < visible)[None]
-            if grid is not None:
+            if until is not None:
                 allowed = allowed & (column[None] < past[:, None])
             if segment is not None:
                 its = tl.load(segment + j, mask=j < count, other=0).to(tl.int32)

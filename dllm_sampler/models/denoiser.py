@@ -139,7 +139,7 @@ class TransformerDenoiser:
         together = pack.together(moe.block) if moe is not None and moe.pool else None
         drive = fused.drive(kernels, model, canvas, query, plan, together)
         if drive is None:
-            plan = replace(plan, attention=plan.attention or PackedAttention(pack, plan.visible))
+            plan = replace(plan, attention=plan.attention or PackedAttention(pack))
             drive = partial(_drive, plan, self.compile, together)
         soft = None if query.soft is None else tuple(part[None] for part in pack.soft(query, canvas.length + 1))
         hidden = model(

@@ -20,6 +20,7 @@ from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
+from dllm_sampler.core.visibility import visible
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import huggingface, weights
 from dllm_sampler.models.denoiser import check_tokens, checked_ends
@@ -188,11 +189,10 @@ class DiffusionGemmaDenoiser:
 
     def _reads(self, canvas: Canvas, query: Query, columns: Tensor) -> list[tuple[str, Tensor]]:
         """What the block sees: the text before it, in sliding layers just the end of that, and itself."""
-        end = canvas.length if query.limit is None else query.limit[:, None]
-        key, start = canvas.columns(), canvas.start[:, None]
-        text = (key < start) & (key < end)  # [B, L+1]
+        key, start, seen = canvas.columns(), canvas.start[:, None], visible(canvas, query)
+        text = seen & (key < start)  # [B, L+1]
         near = text & (key > start - self.text.sliding_window)
-        block = (columns < canvas.length) & (columns < end)  # [B, W]
+        block = seen.gather(1, columns)  # [B, W]
         kinds = (("full_attention", text), ("sliding_attention", near))
         dtype = self.model.dtype
         return [(kind, additive(torch.cat([seen, block], 1)[:, None], dtype)) for kind, seen in kinds]

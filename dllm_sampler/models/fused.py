@@ -37,7 +37,7 @@ def drive(
         return None
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
-    unknown = beyond(model, query, plan)
+    unknown = beyond(model, query)
     if unknown is not None:
         warn(f"Triton's attention does not know {unknown}: the layers of such a forward run in torch")
         return None
@@ -46,17 +46,12 @@ def drive(
     return Fused(kernels, plan, plan.pack, together)
 
 
-def beyond(model: Transformer, query: Query, plan: Plan) -> str | None:
+def beyond(model: Transformer, query: Query) -> str | None:
     """What a forward has that the kernels do not know; None: nothing."""
-    yarn, sees = model.config.yarn, plan.visible
-    facts = {
-        "shadow rows": query.leave_one_out,
-        "a causal context": sees.block is not None,
-        "queries that are scaled by position": yarn is not None and yarn.queries > 0,
-        "attention that is causal by token": sees.causal is not None,
-        "blocks that are counted from the prompt's end": sees.origin is not None,
-    }
-    return next((fact for fact, holds in facts.items() if holds), None)
+    yarn = model.config.yarn
+    if query.leave_one_out:
+        return "shadow rows"
+    return "queries that are scaled by position" if yarn is not None and yarn.queries > 0 else None
 
 
 def plain(layer: nn.Module) -> bool:
@@ -112,7 +107,7 @@ class Fused:
 
     def _attend(self, index: int, layer: Layer, normed: Tensor, rope: Rope) -> Tensor:
         """Attention `[T, H, Dh]` before the output projection; the slots of this layer are written."""
-        pack, sees, kept = self.pack, self.plan.visible, self.plan.cache.slots
+        pack, kept = self.pack, self.plan.cache.slots
         slots = None if kept is None else (kept.keys[index], kept.values[index])
         q, k, v = self.kernels.qkv_rope(
             projected(normed, layer.q_proj, layer.k_proj, layer.v_proj, kernels=self.kernels)[0],
@@ -136,8 +131,8 @@ class Fused:
             slots,
             pack.bounds,
             pack.column,
-            end=sees.end,
-            grid=sees.grid,
+            end=pack.end,
+            until=pack.until,
             segment=pack.segment,
             unread=pack.unread,
             stored=slots is not None,

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.core import select
 from dllm_sampler.core.packing import Pack
-from dllm_sampler.core.visibility import Visible
+from dllm_sampler.core.visibility import fresh_seen, stored_seen
+from dllm_sampler.kernels import reference
 
 Stored = tuple[Tensor, Tensor]  # keys and values [B, L+1, Hkv, Dh]
 
@@ -24,14 +24,9 @@ class PackedAttention:
 
     On a CPU, where the host knows the rows of the pack, it goes from row to row, so that a row's numbers do not depend
     on its neighbours. Elsewhere it pads all rows to the longest one, for this product alone.
-
-    Args:
-        pack: the entries.
-        visible: which columns of its row an entry may see.
     """
 
     pack: Pack
-    visible: Visible
     masks: list[Tensor | None] | None = field(init=False, default=None)  # made by the first layer
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None) -> Tensor:
@@ -60,10 +55,12 @@ class PackedAttention:
             self._live, _split(q, counts), fresh, masks, strict=False
         ):
             if stored is not None:
-                old = [_as(one[row : row + 1, :end].transpose(1, 2), q.dtype) for one in stored]
+                # Slots may be wider than the computation: they are float32 under FSDP's bfloat16 mixed precision.
+                old = [one[row : row + 1, :end].transpose(1, 2).to(q.dtype) for one in stored]
                 both = zip(old, (keys, values), strict=True)
                 keys, values = (torch.cat(parts, 2) for parts in both) if reads_fresh else old
-            heads.append(_attend(query, keys, values, mask))
+            grouped = query.shape[1] != keys.shape[1]
+            heads.append(F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=grouped))
         return heads[0] if len(heads) == 1 else torch.cat(heads, 2)
 
     def _masks(self, stored: bool) -> list[Tensor | None]:
@@ -79,88 +76,36 @@ class PackedAttention:
     def _mask(self, row: int, own: slice, end: int, stored: bool) -> Tensor | None:
         """`[n, S] bool` what the entries `own` of a row see; None: all of it."""
         pack, parts = self.pack, []
-        if pack.segment is None and self.visible.all and (pack.unread is None or not stored):
+        if pack.segment is None and pack.until is None and (pack.unread is None or not stored):
             return None
-        column = pack.column[own]
+        column = pack.column[None, own]
+        until = pack.end[row].expand_as(column) if pack.until is None else pack.until[None, own]
         if stored:
-            old = torch.arange(end, device=column.device)  # [S]
-            sees = self._in_block(column, old, row)
-            if pack.unread is not None:
-                sees = sees & ~pack.unread[row, :end]
-            parts.append(sees)
+            parts.append(stored_seen(until, end, None if pack.unread is None else pack.unread[row : row + 1, :end]))
         if pack.segment is not None or not stored:
-            parts.append(self._in_block(column, column, row) & _together(pack, own))
-        return torch.cat(parts, 1)
-
-    def _in_block(self, column: Tensor, key: Tensor, row: int) -> Tensor:
-        """`[n, S] bool` which of the columns `key [S]` of a row the model's blocks show to those at `column [n]`."""
-        until = self.visible.until(column, row)
-        if until is None:
-            return torch.ones(len(column), len(key), dtype=torch.bool, device=column.device)
-        return key[None] < until[:, None]
+            segment, unseen = (None if one is None else one[None, own] for one in (pack.segment, pack.unseen))
+            parts.append(fresh_seen(until, column, segment, unseen))
+        return torch.cat(parts, 2)[0]
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None) -> Tensor:
-        pack, width = self.pack, self.pack.sizes.longest
-        at = pack.bounds[:-1, None] + select.numbers(width, q.device)  # [B, M]
-        real = at < pack.bounds[1:, None]
-        at = at.clamp(max=q.shape[2] - 1)
-        column = pack.column[at]  # [B, M]
-        parts, keys, values = [], [], []
-        end, found = self.visible.end[:, None], self.visible.until(column)
-        until = end[..., None] if found is None else found
-        until = until[..., None] if until.dim() == 2 else until.expand(-1, width, -1)  # [B, M, 1]
-        if stored is not None:
-            old = select.numbers(stored[0].shape[1], q.device)  # [L+1]
-            sees = old < end  # [B, L+1]
-            if pack.unread is not None:
-                sees = sees & ~pack.unread
-            parts.append(sees[:, None] & (old < until))
-            keys.append(stored[0].transpose(1, 2).to(q.dtype))
-            values.append(stored[1].transpose(1, 2).to(q.dtype))
-        if stored is None or pack.segment is not None:
-            sees = real[:, None] & (column[:, None] < until)
-            if pack.segment is not None:
-                segment = pack.segment[at]
-                sees = sees & _of_a_kind(pack, segment, column, None if pack.unseen is None else pack.unseen[at])
-            parts.append(sees)
-            keys.append(k[0][:, at].transpose(0, 1))  # [B, Hkv, M, Dh]
-            values.append(v[0][:, at].transpose(0, 1))
-        mask = torch.cat(parts, 2)  # [B, M, S]
-        mask = mask | ~mask.any(2, keepdim=True)  # a filler sees anything, so that no NaN arises
-        out = _attend(q[0][:, at].transpose(0, 1), torch.cat(keys, 2), torch.cat(values, 2), mask[:, None])
-        entry = select.numbers(q.shape[2], q.device)
-        place = (pack.row * width + entry - pack.bounds[pack.row]).clamp(max=at.numel() - 1)
-        heads = out.transpose(1, 2).flatten(0, 1)[place]  # [T, H, Dh]
-        heads = heads.masked_fill((entry >= pack.bounds[-1])[:, None, None], 0)
+        pack, fresh = self.pack, stored is None or self.pack.segment is not None
+        heads = reference.attention(
+            q[0].transpose(0, 1),
+            k[0].transpose(0, 1) if fresh else None,
+            v[0].transpose(0, 1) if fresh else None,
+            stored,
+            pack.bounds,
+            pack.column,
+            end=pack.end,
+            until=pack.until,
+            segment=pack.segment,
+            unseen=pack.unseen,
+            unread=pack.unread,
+            longest=pack.sizes.longest,
+        )
         return heads.transpose(0, 1)[None]
-
-
-def _as(heads: Tensor, dtype: torch.dtype) -> Tensor:
-    # Stored keys may be wider than the computation: slots are float32 under FSDP's bfloat16 mixed precision.
-    return heads if heads.dtype == dtype else heads.to(dtype)
 
 
 def _split(heads: Tensor, counts: list[int]) -> Sequence[Tensor]:
     """`[1, H, T, Dh]` as one tensor for each count."""
     return heads.split(counts, 2) if len(counts) > 1 else [heads]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
-
-
-def _together(pack: Pack, own: slice) -> Tensor:
-    """`[n, n] bool` which entries of a row see each other."""
-    if pack.segment is None:
-        return torch.ones((), dtype=torch.bool, device=pack.column.device)
-    unseen = None if pack.unseen is None else pack.unseen[None, own]
-    return _of_a_kind(pack, pack.segment[None, own], pack.column[None, own], unseen)[0]
-
-
-def _of_a_kind(pack: Pack, segment: Tensor, column: Tensor, unseen: Tensor | None) -> Tensor:
-    """`[B, M, M] bool` which entries see each other, of `segment`, `column` and `unseen [B, M]`."""
-    same = segment[:, :, None] == segment[:, None]
-    if unseen is None:
-        return same
-    shadow = segment != 0
-    return same | (shadow[:, :, None] & ~shadow[:, None] & (unseen[:, :, None] != column[:, None]))

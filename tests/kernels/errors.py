@@ -24,7 +24,7 @@ from tests.kernels import checks, oracles, readout_checks
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 REFERENCES = (
-    (checks, "attention_reference", attention.packed_attention), (checks.norms, "norm_reference", norm.norm),
+    (checks.reference, "attention", attention.packed_attention), (checks.norms, "norm_reference", norm.norm),
     (checks.ropes, "qkv_rope_reference", rope.qkv_rope), (checks.swiglus, "swiglu_reference", swiglu.swiglu),
     (checks.linears, "linear_reference", linear.linear),
 )  # fmt: skip

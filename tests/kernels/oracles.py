@@ -15,7 +15,7 @@ def attention(q, k: Any, v: Any, slots: Any, bounds, columns, **options: Any) ->
     """Output in float64, by the words of `packed_attention`."""
     heads, size = q.shape[1:]
     scale = size**-0.5 if options.get("scale") is None else options["scale"]
-    grid, at = options.get("grid"), columns.tolist()
+    at, until = columns.tolist(), None if (given := options.get("until")) is None else given.tolist()
     out = torch.zeros(q.shape, dtype=torch.float64)
     for b, (first, after) in enumerate(pairwise(bounds.tolist())):
         end = 10**6 if (given := options.get("end")) is None else int(given[b])
@@ -23,7 +23,7 @@ def attention(q, k: Any, v: Any, slots: Any, bounds, columns, **options: Any) ->
         hidden = [] if (over := options.get("unread")) is None else over[b].nonzero().flatten().tolist()
         drafts = None if (own := options.get("segment")) is None else own.tolist()
         for t in range(first, after):
-            past = end if grid is None else min(end, (at[t] // grid + 1) * grid)
+            past = end if until is None else min(end, until[t])
             old: list[int] = []
             if slots is not None and options.get("stored", True):
                 old = [column for column in range(past) if column not in hidden]
@@ -51,12 +51,14 @@ def pack(
     size=16,
     length=20,
     keys="stored",
+    grid: int | None = None,
     **fixed: Any,
 ):
     """Arguments of one call, and NaN wherever no kernel may look: unseen slots, the rows of fillers.
 
     counts: columns computed in each row, by each of its `candidates`
     keys: "stored" ones; "fresh" ones; "both", the fresh ones in place of the stored ones of their columns
+    grid: length of the blocks of block-causal attention; None: no blocks
     """
     draw = random.Random(seed)
     source = torch.Generator().manual_seed(seed)
@@ -88,6 +90,10 @@ def pack(
         x[entries - fillers :] = torch.nan
     options: dict[str, Any] = {"end": torch.tensor(end)}
     options |= {"segment": torch.tensor(segment + [0] * fillers)} if candidates > 1 else {}
+    if grid is not None:
+        ends = [end[b] for b, count in enumerate(counts) for _ in range(count * candidates)] + [length] * fillers
+        past = [(column // grid + 1) * grid for column in columns + [length] * fillers]
+        options["until"] = torch.tensor([min(pair) for pair in zip(past, ends, strict=True)])
     options |= {} if keys == "fresh" else {"unread": unread}
     options |= {} if keys == "both" else {"stored": keys == "stored"}
     fresh = (None, None) if keys == "stored" else (k, v)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler.core.visibility import block_causal
+from dllm_sampler.core.visibility import block_causal, block_end
 from dllm_sampler.kernels import attention as module
+from dllm_sampler.kernels import reference
 from dllm_sampler.kernels.attention import packed_attention
 from tests.kernels import checks, oracles
 from tests.sampling import crossed, sampled
@@ -69,7 +70,7 @@ def test_an_entry_sees_its_block_and_earlier_ones(grid):
     q, slots = torch.randn(6, 4, 16), tuple(torch.randn(1, 25, 2, 16) for _ in range(2))
     for s in slots:
         s[:, (12 // grid + 1) * grid :] = torch.nan  # after the last query's block
-    options = {"end": torch.tensor([22]), "grid": grid}
+    options = {"end": torch.tensor([22]), "until": block_end(columns, grid)}
     out = checks.attention((q, None, None, slots, torch.tensor([0, 6]), columns), options)
     seen = block_causal(columns[None], torch.arange(25)[None], grid)[0]
     keys, values = (s[0].nan_to_num(0.0).repeat_interleave(2, 1).transpose(0, 1) for s in slots)
@@ -87,6 +88,7 @@ def test_a_draft_among_others_answers_as_it_does_alone(case):
         own = (options["segment"] == candidate) & (columns < 20)
         assert own.sum() == 7
         its: Any = options | {"segment": None}
+        its |= {"until": options["until"][own]} if grid else {}
         alone = packed_attention(q[own], k[own], v[own], slots, torch.tensor([0, 4, 4, 7]), columns[own], **its)
         torch.testing.assert_close(alone, together[own], rtol=0, atol=2e-6)
 
@@ -106,7 +108,7 @@ def test_who_sees_nothing_answers_zeros():
 
 def test_a_pack_may_be_empty():
     q = torch.randn(0, 4, 16)
-    for answer in (packed_attention, module.attention_reference):
+    for answer in (packed_attention, reference.attention):
         assert answer(q, q, q, None, torch.zeros(3, dtype=torch.long), torch.arange(0)).shape == (0, 4, 16)
 
 

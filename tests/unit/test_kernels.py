@@ -172,7 +172,7 @@ def test_nothing_is_replaced_inside_a_recording(monkeypatch: pytest.MonkeyPatch)
 
 
 FAMILIES = (
-    "attention LLaDA-8B bf16 Dh=128 queries=16 stored grid split", "head bf16 V=126464 16 rows greedy",
+    "attention LLaDA-8B bf16 Dh=128 queries=16 stored until split", "head bf16 V=126464 16 rows greedy",
     "linear int8 bf16 4608 x 3584 32 rows", "norm bf16 D=2048 add", "qkv_rope SDAR-8B bf16 slots",
     "readout bf16 V=126464 greedy one row", "swiglu bf16",
 )  # fmt: skip

@@ -109,12 +109,12 @@ def attentions(rows: int) -> None:
         slots = torch.randn(batch, rows + 2, 1, 16), torch.randn(batch, rows + 2, 1, 16)
         bounds = torch.arange(batch + 1).clamp(max=1) * rows
         hidden = torch.zeros(batch, rows + 2, dtype=torch.bool)
-        end = torch.ones(batch, dtype=torch.long)
+        end, until = torch.ones(batch, dtype=torch.long), columns + 1
         for splits in (1, 2):
             attention.packed_attention(q, None, None, slots, bounds, columns, end=end, splits=splits)
-            attention.packed_attention(q, q, q, None, bounds, columns, grid=rows, segment=columns, splits=splits)
+            attention.packed_attention(q, q, q, None, bounds, columns, until=until, segment=columns, splits=splits)
             attention.packed_attention(
-                q, q, q, slots, bounds, columns, grid=rows, segment=columns.int(), unread=hidden, splits=splits
+                q, q, q, slots, bounds, columns, until=until, segment=columns.int(), unread=hidden, splits=splits
             )
 
 
