@@ -10,7 +10,7 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Edit, Readout
 from tests import toys
-from tests.contract.cases import Settings, label, one_each
+from tests.contract.cases import Settings, label, one_of_each_kind
 
 SCORES: list[Settings] = [
     *({"name": "fixed", "score": score} for score in ("confidence", "random")),
@@ -27,7 +27,7 @@ class Scrambled(Around):
         return self.inner.tell(canvas, query, replace(readout, confidence=readout.confidence * factor), carry)
 
 
-@pytest.mark.parametrize("scheduler", [*one_each("scheduler"), *SCORES], ids=label)
+@pytest.mark.parametrize("scheduler", [*one_of_each_kind(), *SCORES], ids=label)
 def test_a_factor_on_confidences_is_felt_where_it_is_said_to_be(scheduler: Settings) -> None:
     try:
         alone = toys.sampler(scheduler=scheduler, temperature=1.0)

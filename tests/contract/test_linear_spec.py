@@ -148,6 +148,7 @@ def test_a_row_of_a_batch_is_the_row_alone() -> None:
     assert several[0].tokens.tolist() == batch.tokens[0].tolist(), "a prompt that is computed once for two answers"
 
 
+@pytest.mark.slow
 def test_drawn_answers_have_the_law_of_the_causal_model() -> None:
     """The first two tokens, enumerated."""
     prompt, count = [3, 1], 3000

@@ -130,6 +130,7 @@ def distance(prompt: list[int], tokens: int, count: int, **plugins: Any) -> floa
     return sum((found - mean) ** 2 / mean for found, mean in cells) / (len(cells) - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "count"), [(2, 1000), pytest.param(3, 2000, marks=pytest.mark.slow)])
 def test_drawn_answers_are_samples_of_the_model_at_block_size_1(tokens: int, count: int) -> None:
     """Always verified; keys that saw a whole block change the law."""
@@ -261,6 +262,7 @@ def test_refusals(kind: str, plugins: dict[str, Any], said: str) -> None:
         toys.sampler(kind, **{"scheduler": "s2d2", **plugins})
 
 
+@pytest.mark.slow
 def test_the_table_of_the_docs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from dllm_sampler import UserError, config
 from dllm_sampler.integrations.block import BlockRule
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
-from tests.contract.cases import Settings, one_each
+from tests.contract.cases import Settings, one_of_each_kind
 from tests.integrations.engine import Request, serve
 from tests.sampling import crossed
 
@@ -45,7 +45,7 @@ def in_blocks(scheduler: Settings, tokens: int) -> Settings:
     return {**scheduler, "steps": PER_BLOCK if published_by_block else PER_BLOCK * tokens // LENGTH}
 
 
-@pytest.mark.parametrize("scheduler", one_each("scheduler"))
+@pytest.mark.parametrize("scheduler", one_of_each_kind())
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(None, marks=pytest.mark.slow)])
 def test_engine_decides_as_sampler_does(scheduler: Settings, temperature: float | None) -> None:
     if config.build("scheduler", scheduler).traits.scope == "model":  # some of these do not run on this model at all

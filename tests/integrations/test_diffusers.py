@@ -36,7 +36,7 @@ def drawn(number: int) -> tuple[torch.Generator, int]:
     return torch.Generator().manual_seed(number), int(seed)
 
 
-@pytest.mark.parametrize("scheduler", one_of_each_kind())  # all of them go through the engine of test_block
+@pytest.mark.parametrize("scheduler", one_of_each_kind())
 @pytest.mark.parametrize("temperature", [None, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_pipeline_decides_as_sampler_does(scheduler: Settings, temperature: float | None) -> None:
     mine, _ = in_blocks(scheduler)

@@ -26,7 +26,6 @@ from tests.integrations.sglang_stubs import Request, Server, algorithm
 from tests.integrations.test_block import LENGTH, PROMPTS, causal, in_blocks
 from tests.sampling import crossed
 
-# All of them go through the engine of test_block.
 LOCAL = [one for one in one_of_each_kind() if config.build("scheduler", one.values[0]).traits.scope == "block"]
 PER_BLOCK = 4
 

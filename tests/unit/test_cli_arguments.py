@@ -65,7 +65,7 @@ def test_sorting() -> None:
 
 
 @settings(max_examples=30)
-@given(st.lists(st.text()))
+@given(st.lists(st.text("ab1 =+~-.,:/[]{}\"'é日\n")))
 def test_all_is_prompt_behind_two_dashes(words: list[str]) -> None:
     assert split(["--", *words]).prompts == words
 

@@ -1,6 +1,7 @@
 """Imports: none runs in a circle, and pages and typos do not wait for torch, which takes seconds."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -100,15 +101,24 @@ def imported(node: ast.AST) -> Iterator[str]:
             yield from (one.name for one in child.names)
         elif isinstance(child, ast.ImportFrom) and child.module:
             yield from (f"{child.module}.{one.name}" for one in child.names)
-        elif not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+        elif not (isinstance(child, ast.expr) or (isinstance(child, ast.If) and _is_for_types(child.test))):
             yield from imported(child)
+
+
+def _is_for_types(test: ast.expr) -> bool:
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
+
+
+@functools.cache
+def imports(source: str) -> list[str]:
+    return list(imported(ast.parse(source)))
 
 
 def graph(sources: dict[str, str]) -> dict[str, set[str]]:
     """The modules that each module imports, of those in `sources`."""
 
     def of(name: str) -> Iterator[str]:
-        for full in imported(ast.parse(sources[name])):
+        for full in imports(sources[name]):
             yield full if full in sources else full.rpartition(".")[0]
 
     return {name: {one for one in of(name) if one in sources and one != name} for name in sources}

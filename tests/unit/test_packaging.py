@@ -23,6 +23,7 @@ def test_symlinks(name: str) -> None:
     assert (link / "__init__.py").is_file()
 
 
+@pytest.mark.slow
 def test_wheel(tmp_path: Path) -> None:
     """Built in place with the installed setuptools: each file once, configuration and model inside."""
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"

@@ -282,6 +282,7 @@ def test_refusals(plugins: dict[str, Any], sentence: str) -> None:
         toys.sampler(**{"scheduler": "d2f", "blocks": PIPELINE, **plugins})
 
 
+@pytest.mark.slow
 def test_a_fork_is_drawn_too() -> None:
     """At a temperature rows of a batch draw what they draw alone."""
     lopa = {"name": "lopa", "inner": {"name": "d2f", "threshold": 0.6}}

@@ -191,6 +191,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if key != "seconds"} for line in read]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["cjgrpo", "grpo"]))
 def test_goes_on_to_the_same_losses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in the third step, with the reference moved on and a line of a lost step in the log."""

@@ -114,6 +114,7 @@ def test_a_plain_script_has_the_same_losses(name: str, models: dict[str, Path], 
     assert found == pytest.approx(losses, rel=1e-7), "the log has eight digits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(["dream", "sdar", "bert"]))
 def test_goes_on_to_the_same_losses(
     name: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -95,7 +95,7 @@ def test_the_loss_and_its_gradient(lora: dict[str, float] | None, encoder: float
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, pytest.param(LORA, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", [None, LORA])
 def test_layers_that_run_twice_change_nothing(lora: dict[str, float] | None, folder: Path) -> None:
     """`train.gradient_checkpointing`: the same bits, and less is kept for the backward pass."""
     found, kept = [], []
@@ -137,7 +137,8 @@ def test_noise(folder: Path) -> None:
     assert noise.weight.sum().item() == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
 def test_a_run(lora: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the command: it learns, is cut off and goes on to the same weights, and what it saves answers."""
     words = [f"model={folder}", f"data={FACTS}", "batch=4", "held_out=2", "new_tokens=16", "warmup=0", "device=cpu"]
