@@ -89,13 +89,11 @@ def compiled(module: str, place: int, target: str) -> Compiled:
     return Compiled(it.name, target, shared, *resources(binary.asm), error)
 
 
-def build(it: Configuration, target: Target) -> Any:
-    """The binary of a launch whose pointers and strides are multiples of 16.
+def source(it: Configuration) -> Any:
+    """What Triton compiles for a launch whose pointers and strides are multiples of 16.
 
     An integer that is 1 becomes a constant in a launch: configurations of one row name it among theirs.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature, aligned = {}, {}
@@ -105,10 +103,16 @@ def build(it: Configuration, target: Target) -> Any:
         if kind.startswith("*") or multiple or name.endswith("stride"):
             aligned[(number,)] = [["tt.divisibility", 16]]
     constants = {name: it.constants.get(name) for name, kind in signature.items() if kind == "constexpr"}
-    source = ASTSource(it.kernel, signature, constants, aligned)
-    stages = it.stages(target.shared) if callable(it.stages) else it.stages
-    options = {"num_warps": it.warps, "num_stages": stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget(target.backend, target.arch, target.warp), options=options)
+    return ASTSource(it.kernel, signature, constants, aligned)
+
+
+def build(it: Configuration, target: Target) -> Any:
+    """The binary of a configuration."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    options = {"num_warps": it.warps, "num_stages": it.stages, "enable_fp_fusion": True}
+    return triton.compile(source(it), target=GPUTarget(target.backend, target.arch, target.warp), options=options)
 
 
 def resources(asm: dict[str, Any]) -> tuple[int | None, int | None, int]:

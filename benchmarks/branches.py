@@ -4,8 +4,8 @@
     python benchmarks/branches.py --model llada-8b --branches 1,2,4,8,16,32 --json branches.json
 
 One prompt, random weights, blocks of 32 under the dual cache; FreeDave around one token per step. The time of a step is
-that between two results of `Sampler.stream`, so it ends when the host knows the tokens; the median over the steps of a
-generation leaves out those that open a block. Depths take turns within a repeat, and figures are medians over repeats
+that between two looks of the host at what a step left (`Engine.poll`); the median over the steps of a generation leaves
+out those that open a block. Depths take turns within a repeat, and figures are medians over repeats
 with the range. `free`: at most `--slack` times the step of one branch. `accepted`: tokens per forward, which says
 nothing of a trained model, whose drafts are better.
 """
@@ -17,6 +17,9 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from circumstances import circumstances, report
@@ -26,6 +29,7 @@ from rich.progress import track
 from rich.table import Table
 from subjects import SIZES, Subject, check, subject
 
+from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.arguments import positive
 from dllm_sampler.sampler import Sampler
 
@@ -54,12 +58,15 @@ def sampler(it: Subject, branches: int) -> Sampler:
 
 def step_seconds(one: Sampler, it: Subject) -> float:
     """Median time of a step of one generation."""
-    seconds, begun = [], time.perf_counter()
-    for _ in one.stream(it.prompts(1), max_new_tokens=it.new_tokens):
-        now = time.perf_counter()
-        seconds.append(now - begun)
-        begun = now
-    return statistics.median(seconds)
+    looks, poll = [], Engine.poll
+
+    def look(*given: Any, **more: Any) -> None:
+        poll(*given, **more)
+        looks.append(time.perf_counter())
+
+    with patch.object(Engine, "poll", look):
+        one.generate(it.prompts(1), max_new_tokens=it.new_tokens)
+    return statistics.median(after - before for before, after in pairwise(looks))
 
 
 def measure(it: Subject, branches: Sequence[int], repeats: int) -> list[Row]:

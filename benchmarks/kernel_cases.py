@@ -58,18 +58,17 @@ def heads(device: torch.device, dtype: torch.dtype, rows: int, vocab: int, width
         for name in ("head", "head stored"):
 
             def make(what: str = what, stored: bool = name == "head stored") -> Work:
-                hidden = torch.randn(4 * rows, width, device=device, dtype=dtype)
+                hidden = torch.randn(rows, width, device=device, dtype=dtype)
                 weight = torch.randn(vocab, width, device=device, dtype=dtype) / width**0.5
-                index = torch.arange(0, 4 * rows, 4, device=device)
                 how = sampling(what, rows, vocab, device)
 
                 def fused(it: Backend) -> Any:
-                    return it.head(hidden, weight, how, index=index)
+                    return it.head(hidden, weight, how)
 
                 def apart(it: Backend) -> Any:
-                    return it.readout(torch.nn.functional.linear(hidden.index_select(0, index), weight), how)
+                    return it.readout(torch.nn.functional.linear(hidden, weight), how)
 
-                return Work(apart if stored else fused, size(weight, hidden[:rows]))
+                return Work(apart if stored else fused, size(weight, hidden))
 
             yield Case(f"{name} {rows} x {width} x {vocab} {what}", make)
 

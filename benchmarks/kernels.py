@@ -14,7 +14,8 @@ of its own, a gigabyte in all, so that its inputs are not in the cache (`clocks.
             measured in the same process. 100 %: as fast as memory allows.
 `of copy`   the same over the bandwidth of a copy, for kernels that write as much as they read.
 
-A kernel that fails or falls back to torch says so in its line. Each line is in `--json` as soon as it is measured.
+A kernel that fails, falls back to torch or gives another answer than its reference says so in its line. Each line is in
+`--json` as soon as it is measured.
 Without a GPU there is no figure for a kernel: then only the references are timed, on the CPU, at small sizes.
 
 With `--aot` every configuration of every kernel is compiled, and nothing is measured (`ahead_of_time.py`).
@@ -29,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import ahead_of_time
 import torch
@@ -38,10 +40,14 @@ from kernel_cases import Case, cases
 from options import add_json, add_smoke, command, parsed, parser
 from rich.console import Console
 from rich.table import Table
+from torch.utils._pytree import tree_leaves
 
+from dllm_sampler.core.values import Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import positive
 from dllm_sampler.kernels.backend import TORCH, Backend, select
+
+TOLERANCE = 0.02  # of the norm, or of a probability or nat: more is a wrong answer, which has no figure
 
 
 @dataclass
@@ -71,12 +77,31 @@ def measure(case: Case, fused: Backend, clock: Clock, repeats: int) -> Row:
     first = case.make()
     works = [first, *(case.make() for _ in range(clock.copies(first.moved) - 1))]
     row = Row(case.name, first.moved)
+    if fused is not TORCH:
+        compare(first.run(fused), first.run(TORCH))
     sides = [(row.reference, TORCH)] + ([] if fused is TORCH else [(row.kernel, fused)])
     timers = [(seconds, clock.replayed([partial(work.run, it) for work in works])) for seconds, it in sides]
     for _ in range(repeats):
         for seconds, timer in timers:
             seconds.append(timer())
     return row
+
+
+def compare(ours: Any, theirs: Any) -> None:
+    """Compare the answers of a kernel and of its reference.
+
+    Raises:
+        RuntimeError: they differ by more than rounding.
+    """
+    if isinstance(ours, Readout):  # where two tokens are about as good, rounding chooses
+        pairs = [(ours.confidence, theirs.confidence), (ours.entropy, theirs.entropy)]
+        errors = [float((one.double() - other.double()).abs().median()) for one, other in pairs]
+    else:
+        pairs = zip(tree_leaves(ours), tree_leaves(theirs), strict=True)
+        norms = [(one.double() - other.double(), other.double()) for one, other in pairs if one is not None]
+        errors = [float(apart.norm() / whole.norm()) for apart, whole in norms]
+    if not all(error <= TOLERANCE for error in errors):
+        raise RuntimeError("another answer than the reference's")
 
 
 def table(rows: list[Row], moves: Bandwidth) -> Table:

@@ -1,15 +1,15 @@
-"""How long the matrix products of a layer take with few rows: a library's, a kernel that splits the sum, the floor.
+"""How long the matrix products of a layer take with few rows: a library's, a kernel's, the floor.
 
     python benchmarks/products.py --json products.json         # LLaDA-8B's four shapes at 1 to 256 rows
     python benchmarks/products.py --rows 32 --tiles            # the kernel in other tiles too
     python benchmarks/products.py --smoke                      # tiny, on the CPU: does it run?
 
 These products read nine tenths of the bytes of a decoding step. `library` is torch's product (cuBLAS); `kernel` is the
-kernel of 8-bit weights (`kernels/linear.py`), which takes others too and deals the inputs of an output to several
-programs: up to 128 rows. Each is replayed in a CUDA graph of many calls, every call with a weight of its own, a
-gigabyte in all (`clocks.py`). `floor`: the longer of the weight, inputs and outputs at the bandwidth of reading and of
-the operations at the rate of a large product, both measured in the same process; from some 200 rows on the second one
-is longer. `layer`: the four together, where all four were measured.
+kernel of 8-bit weights (`kernels/linear.py`), which takes others too: up to 128 rows. Each is replayed in a CUDA graph
+of many calls, every call with a weight of its own, a gigabyte in all (`clocks.py`). `floor`: the longer of the weight,
+inputs and outputs at the bandwidth of reading and of the operations at the rate of a large product, both measured in
+the same process; from some 200 rows on the second one is longer. `layer`: the four together, where all four were
+measured.
 """
 
 # pyright: reportCallIssue=false
@@ -37,8 +37,8 @@ SHAPES = {"qkv": (12288, 4096), "o": (4096, 4096), "gate up": (24576, 4096), "do
 TINY = {"qkv": (192, 64), "o": (64, 64), "gate up": (256, 64), "down": (64, 128)}
 MANY = 128  # rows that the kernel takes
 TOLERANCE = 0.01  # of the norm: more is a wrong answer, which has no figure
-# Outputs and inputs of a tile, programs that share the inputs, stages, warps; `--tiles` tries each of them.
-TILES = [(64, 128, parts, 3, 4) for parts in (1, 2, 4, 8)] + [(64, 64, 4, 5, 4), (128, 64, 4, 4, 8), (64, 256, 2, 3, 8)]
+# Outputs and inputs of a tile, stages, warps; `--tiles` tries each of them.
+TILES = [(16, 256, 3, 4), (16, 256, 4, 4), (32, 128, 4, 4), (32, 256, 3, 4), (64, 128, 3, 4), (64, 64, 5, 4)]
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -62,23 +62,17 @@ def kernel(x: Tensor, weight: Tensor) -> Tensor:
     return linear(x, weight, _ones(weight))
 
 
-def tiled(tile: tuple[int, int, int, int, int], x: Tensor, weight: Tensor) -> Tensor:
+def tiled(tile: tuple[int, int, int, int], x: Tensor, weight: Tensor) -> Tensor:
     """The same in a tile of `TILES`."""
     from dllm_sampler.kernels import linear
 
-    (tall, deep, parts, stages, warps), (outputs, inputs), rows = tile, weight.shape, len(x)
+    (tall, deep, stages, warps), (outputs, inputs), rows = tile, weight.shape, len(x)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    into = out if parts == 1 else torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device)
     lines = min(64, max(16, 1 << (rows - 1).bit_length()))
-    scale, grid = _ones(weight), (-(-rows // lines), -(-outputs // tall), parts)
-    linear.linear_kernel[grid](
-        x, weight, scale, None, into, rows, x.stride(0), outputs, inputs, lines, tall, deep, parts, False,
+    linear.linear_kernel[-(-rows // lines), -(-outputs // tall)](
+        x, weight, _ones(weight), None, out, rows, x.stride(0), outputs, inputs, lines, tall, deep, False,
         num_warps=warps, num_stages=stages, enable_fp_fusion=True,
     )  # fmt: skip
-    if parts > 1:
-        linear.sum_kernel[rows, -(-outputs // linear.BLOCK)](
-            into, scale, None, out, rows, outputs, parts, linear.BLOCK, num_warps=4, enable_fp_fusion=True
-        )
     return out
 
 

@@ -71,7 +71,7 @@ def packed_attention(
     if splits is None:
         seen = (0 if keys is None else length) + (0 if k is None else most)
         programs = max(cdiv(entries * group, shape["BLOCK_M"]), min(entries, batch)) * kv_heads
-        splits = _splits(programs, cdiv(seen, shape["BLOCK_N"]), q.device)
+        splits = _splits(programs, cdiv(seen, shape["BLOCK_N"]), _places(shape["BLOCK_M"], warps, q.device))
     parts = peaks = totals = None
     if splits > 1:
         peaks, totals = torch.empty(2, splits, entries, heads, dtype=torch.float32, device=q.device)
@@ -111,9 +111,19 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _splits(programs: int, tiles: int, device: torch.device) -> int:
-    """How many programs share a row's `tiles` of keys: two per processor, with two tiles each at least."""
-    return max(1, min(2 * _processors(device) // programs, tiles // 2, 32))
+def _places(block_m: int, warps: int, device: torch.device) -> int:
+    """Return how many programs a GPU runs at once, by the registers of the binaries for an H100."""
+    return _processors(device) * (2 if warps > 4 else 5 if block_m == 16 else 3)
+
+
+def _splits(programs: int, tiles: int, places: int) -> int:
+    """Return how many programs share a row's `tiles` of keys.
+
+    All of them run at once, if they are not more than the places without it. Each has two tiles or more, and none is
+    left without.
+    """
+    wanted = max(1, min(places // programs, cdiv(tiles, 2), 32))
+    return cdiv(tiles, cdiv(tiles, wanted))
 
 
 def _shape(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str, int], int, int]:
@@ -140,8 +150,8 @@ def _configuration(
     constants |= {argument: None for argument, what in optional.items() if what not in given}
     constants |= {} if {"stored", "fresh"} <= {*given} or "unread" in given else {"unread": None}
     constants |= {"batch": 1} if "one row" in given else {}
-    types |= {"entries": "i32:16"} if "2048 entries" in given else {}
-    types |= {"batch": "i32:16"} if "64 rows" in given else {}
+    types |= {} if "any entries" in given else {"entries": "i32:16"}
+    types |= {"batch": "i32:16"} if "16 rows" in given else {}
     signature = {a: "constexpr" if a in constants else types.get(a, "i32") for a in attention_kernel.arg_names}
     name = f"attention {name} {dtype} Dh={size} queries={shape['BLOCK_M']} {' '.join(given)}"
     return Configuration(name, attention_kernel, signature, constants, warps, stages)
@@ -163,43 +173,44 @@ _GIVEN = [  # decoding, block-causal; without a cache; fresh keys before stored 
 def _combination(dtype: str, size: int, one: bool = False) -> Configuration:
     pointers = {"parts": "*fp32", "peaks": "*fp32", "totals": "*fp32", "out": f"*{dtype}"}
     constants = {"DH": size, "BLOCK_D": next_power_of_2(size), "LINES": _LINES} | ({"lines": 1} if one else {})
-    signature = pointers | {"lines": "i32", "splits": "i32"} | dict.fromkeys(constants, "constexpr")
+    signature = pointers | {"lines": "i32:16", "splits": "i32"} | dict.fromkeys(constants, "constexpr")
     name = f"attention combine {dtype} Dh={size}{' one line' if one else ''}"
     return Configuration(name, combine_kernel, signature, constants)
 
 
 CONFIGURATIONS = [
     *(
-        _configuration(name, "bf16", *model, queries, *given)
-        for name, model in _MODELS.items()
+        _configuration(name, "bf16", *_MODELS[name], queries, *given)
+        for name in ("LLaDA-8B", "Dream-7B")
         for queries in (16, 128)
         for given in _GIVEN
     ),
     *(
         _configuration("LLaDA-8B", "bf16", *_MODELS["LLaDA-8B"], queries, *given, "one row")
-        for queries in (16, 128)
-        for given in (("stored", "split"), ("fresh",))
+        for queries, given in (
+            *((queries, ("stored", "split")) for queries in (16, 32, 64, 128)),
+            *((queries, ("fresh",)) for queries in (16, 32, 128)),
+        )
     ),
-    *(  # a step of one block, and one with hidden columns
-        _configuration("LLaDA-8B", "bf16", *_MODELS["LLaDA-8B"], 32, *given, "split", "one row")
-        for given in (("stored",), ("stored", "unread"))
+    *(  # a few rows of 32 positions, hidden columns, and a number of entries that nothing divides
+        _configuration("LLaDA-8B", "bf16", *_MODELS["LLaDA-8B"], 32, "stored", "split", *given)
+        for given in ((), ("unread", "one row"), ("any entries", "one row"))
     ),
-    *(  # 64 rows of 32 positions; one row of 2,048, stored first or not at all
-        _configuration(name, "bf16", *model, queries * model[1], *given, "2048 entries")
+    *(  # 16 or 64 rows of 32 positions; one row that is refreshed
+        _configuration(name, "bf16", *model, queries * model[1], *given)
         for name, model in _MODELS.items()
         for queries, given in (
-            (32, ("stored", "64 rows")),
-            (32, ("stored", "until", "64 rows")),
+            (32, ("stored", "16 rows")),
+            (32, ("stored", "until", "16 rows")),
             (2048, ("stored", "one row")),
-            (2048, ("fresh", "one row")),
         )
     ),
     *(
         _configuration("heads", dtype, size, 4, 8, 32, *given)
-        for dtype in ("bf16", "fp16", "fp32")
-        for size in (64, 80, 96, 128)
+        for dtype in ("bf16", "fp32")
+        for size in (64, 80, 128)
         for given in (("stored", "split"), ("stored", "fresh", "segment", "until", "split"))
     ),
-    *(_combination(dtype, size) for dtype in ("bf16", "fp16", "fp32") for size in (64, 80, 96, 128)),
+    *(_combination(dtype, size) for dtype in ("bf16", "fp32") for size in (64, 80, 128)),
     _combination("bf16", 128, one=True),
 ]

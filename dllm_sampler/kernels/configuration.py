@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-Stages = int | Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class Configuration:
     signature: Triton's type of each argument, such as "*bf16", "i32", or "constexpr"; "i32:16" for an integer that is a
         multiple of 16 in this launch, which Triton compiles a binary of its own for
     constants: the values of those that are "constexpr"
-    warps, stages: as in a launch; stages may be a function of the bytes of shared memory that a program may have
+    warps, stages: as in a launch
     """
 
     name: str
@@ -28,7 +26,7 @@ class Configuration:
     signature: Mapping[str, str]
     constants: Mapping[str, Any] = field(default_factory=dict)
     warps: int = 4
-    stages: Stages = 2
+    stages: int = 3  # Triton's own
 
 
 # Triton's functions of these names are typed for kernels: pyright lets no launch compute with their results.

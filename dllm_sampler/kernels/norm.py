@@ -78,14 +78,14 @@ def _tile(width: int) -> tuple[int, int, int]:
     return block, max(1, 1024 // block), min(16, max(4, block // 1024))
 
 
-def _configuration(dtype: str, width: int, add: bool, aligned: bool = False) -> Configuration:
+def _configuration(dtype: str, width: int, add: bool, any_rows: bool = False) -> Configuration:
     block, rows, warps = _tile(width)
     extra = f"*{dtype}" if add else "constexpr"
     return Configuration(
-        name=f"norm {dtype} D={width}{' add' if add else ''}{' 2048 rows' if aligned else ''}",
+        name=f"norm {dtype} D={width}{' add' if add else ''}{' any rows' if any_rows else ''}",
         kernel=norm_kernel,
         signature={"hidden": f"*{dtype}", "delta": extra, "weight": f"*{dtype}", "normed": f"*{dtype}"}
-        | {"residual": extra, "rows": "i32:16" if aligned else "i32", "stride": "i32", "eps": "fp32"}
+        | {"residual": extra, "rows": "i32" if any_rows else "i32:16", "stride": "i32", "eps": "fp32"}
         | dict.fromkeys(("WIDTH", "BLOCK", "ROWS"), "constexpr"),
         constants={"WIDTH": width, "BLOCK": block, "ROWS": rows} | ({} if add else {"delta": None, "residual": None}),
         warps=warps,
@@ -94,6 +94,6 @@ def _configuration(dtype: str, width: int, add: bool, aligned: bool = False) -> 
 
 CONFIGURATIONS = [
     _configuration(dtype, width, add)
-    for dtype in ("bf16", "fp16", "fp32")
-    for width, add in ((128, False), (2048, True), (3584, True), (4096, True), (4096, False), (8192, True))
-] + [_configuration("bf16", 4096, True, aligned=True)]
+    for dtype in ("bf16", "fp32")
+    for width, add in ((128, False), (3584, True), (4096, True), (4096, False), (8192, True))
+] + [_configuration("bf16", 4096, True, any_rows=True)]

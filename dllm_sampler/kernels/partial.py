@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dllm_sampler.core import noise
 from dllm_sampler.core.values import Readout
-from dllm_sampler.kernels.configuration import Configuration, Stages, next_power_of_2
+from dllm_sampler.kernels.configuration import Configuration, next_power_of_2
 from dllm_sampler.kernels.sampling import Sampling
 
 LOW = tl.constexpr(-1e30)
@@ -257,10 +257,10 @@ TYPES = {
     "reals": "*fp32",
     "names": "*i32",
     **dict.fromkeys(("confidence", "margin", "gap", "entropy", "logsumexp", "current"), "*fp64"),
-    **dict.fromkeys(("token", "keys", "named", "index"), "*i64"),
+    **dict.fromkeys(("token", "keys", "named"), "*i64"),
     "temperature": "fp32",
-    "rows": "i32",
-    "stride": "i64",
+    "rows": "i32:16",
+    "stride": "i32",
 }
 ONE_ROW = {"rows": 1}  # a launch makes an integer that is 1 a constant
 
@@ -277,13 +277,13 @@ def absent(what: str) -> dict[str, Any]:
 
 
 def configuration(
-    name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: Stages = 2, aligned: bool = False
+    name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: int
 ) -> Configuration:
     """One specialisation of a kernel of this family; `constants` has None for an argument that is absent.
 
-    aligned: the number of rows is a multiple of 16
+    The number of rows is a multiple of 16, unless the name says another.
     """
-    own = dict.fromkeys(("logits", "hidden", "weight"), f"*{dtype}") | ({"rows": "i32:16"} if aligned else {})
+    own = dict.fromkeys(("logits", "hidden", "weight"), f"*{dtype}") | ({"rows": "i32"} if "any rows" in name else {})
     signature = {
         argument: "constexpr" if argument in constants else (TYPES | own)[argument] for argument in kernel.arg_names
     }
@@ -292,11 +292,15 @@ def configuration(
 
 CONFIGURATIONS = [
     configuration(
-        f"combine {parts} parts{' one row' if one else ''}",
+        f"combine {parts} parts{' draw' if draw else ''}{' one row' if one else ''}",
         combine_kernel,
         "bf16",
-        finishing(parts, draw=True) | {"current": None} | one,
+        finishing(parts, draw) | {"current": None} | (ONE_ROW if one else {}),
         warps=4,
+        stages=2,
     )
-    for parts, one in ((31, {}), (31, ONE_ROW), (64, {}), (2048, {}))
+    for parts, draw, one in (  # of the readout, and of the head
+        *((parts, draw, False) for parts in (31, 38, 64, 988, 1188, 2048) for draw in (False, True)),
+        (31, True, True),
+    )
 ]

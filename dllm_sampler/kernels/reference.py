@@ -39,11 +39,10 @@ def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
     return replace(found, **{name: getattr(found, name) + void for name in ("confidence", *needs)})
 
 
-def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY, *, index: Tensor | None = None) -> Readout:
+def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY) -> Readout:
     """What `kernels.head.head` computes; it stores the logits."""
     sampling.check(hidden, weight.shape[0])
-    rows = hidden if index is None else hidden.index_select(0, index)
-    return readout(F.linear(rows, weight), sampling)
+    return readout(F.linear(hidden, weight), sampling)
 
 
 def attention(

@@ -232,6 +232,6 @@ _MODELS = {  # heads, of keys, width of a head, of it turned; bias, norms
 CONFIGURATIONS = [
     _configuration(name, dtype, _shape(*model[:4]), *model[4:], slots)
     for name, model in _MODELS.items()
-    for dtype in ("bf16", "fp16", "fp32")
+    for dtype in ("bf16", "fp32")
     for slots in (False, True)
 ]

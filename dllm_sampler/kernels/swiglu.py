@@ -55,7 +55,7 @@ CONFIGURATIONS = [
         name=f"swiglu {dtype}",
         kernel=swiglu_kernel,
         signature=dict.fromkeys(("gate", "up", "out"), f"*{dtype}")
-        | dict.fromkeys(("width", "gate_stride", "up_stride"), "i32")
+        | dict.fromkeys(("width", "gate_stride", "up_stride"), "i32:16")
         | {"BLOCK": "constexpr"},
         constants={"BLOCK": BLOCK},
         warps=WARPS,

@@ -140,9 +140,16 @@ def test_views_and_wider_slots():
     checks.close(out, want, torch.float16)
 
 
-@pytest.mark.parametrize(("programs", "tiles", "want"), [(1, 100, 2), (1, 3, 1), (2, 100, 1), (50, 8, 1)])
-def test_no_more_parts_than_fill_the_device(programs, tiles, want):
-    assert module._splits(programs, tiles, torch.device("cpu")) == want
+@pytest.mark.parametrize(
+    ("programs", "tiles", "places", "want"),
+    [(32, 17, 396, 9), (32, 5, 396, 3), (64, 17, 396, 6), (1, 100, 8, 8), (1, 100, 7, 7), (512, 17, 396, 1)],
+)
+def test_parts_fill_the_device_and_none_is_empty(programs: int, tiles: int, places: int, want: int) -> None:
+    splits = module._splits(programs, tiles, places)
+    each = -(-tiles // splits)
+    assert splits == want
+    assert (splits - 1) * each < tiles, "the last one has a tile"
+    assert splits == 1 or programs * splits <= places
 
 
 def test_configurations_are_launches():

@@ -16,8 +16,8 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of these tests have several tiles and parts, as real ones do, and last ones that are cut."""
-    for name, size in {"TALL": 16, "DEEP": 32, "PROGRAMS": 8, "BLOCK": 64}.items():
+    """Weights of these tests have several tiles, as real ones do, and last ones that are cut."""
+    for name, size in {"DEEP": 64, "PROGRAMS": 4}.items():
         monkeypatch.setattr(module, name, size)
 
 
@@ -30,8 +30,8 @@ def test_as_in_float64(seed, rows, outputs, inputs, dtype, bias):
     checks.linear(seed, rows, outputs, inputs, dtype, bias)
 
 
-def test_parts_are_used():
-    assert module._parts(16, 300) > 1 and module._parts(160, 300) == 1
+def test_few_outputs_have_lower_tiles():
+    assert [module._tile(32, outputs, 2)["TALL"] for outputs in (45, 160)] == [16, 32]
 
 
 def test_with_many_rows_the_weight_is_unpacked(monkeypatch):

@@ -1,7 +1,9 @@
 """The campaign: stages that fail, hang or have no time left; what their files hold; what the figures decide."""
 
 import json
+import re
 import shlex
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -281,3 +283,28 @@ def test_reading_compiles_to_loads_of_sixteen_bytes(
     binary = build(it, TARGETS["sm_90"])
     assert "v4.b32" in binary.asm["ptx"]
     assert resources(binary.asm)[1] == 0
+
+
+def test_the_script_for_a_gpu_names_stages_and_tests_that_there_are(campaign: Any) -> None:
+    text = (ROOT / "benchmarks" / "gpu_hour.sh").read_text()
+    named = [name for line in re.findall(r"^  stages \d+ (\S+)$", text, re.M) for name in line.split(",")]
+    assert set(named) == {stage.name for stage in campaign.STAGES}
+    assert (
+        named[: named.index("batches") + 1] == [stage.name for stage in campaign.STAGES][: named.index("batches") + 1]
+    )
+    files = re.findall(r"tests/gpu/\w+\.py", text)
+    assert files and all((ROOT / file).is_file() for file in files)
+    for name in re.findall(r"-k (\w+)", text):
+        assert name in (ROOT / "tests/gpu/test_cuda_sampler.py").read_text()
+    assert (
+        text.count("stages 570") == 3
+        and subprocess.run(["bash", "-n", "benchmarks/gpu_hour.sh"], cwd=ROOT).returncode == 0
+    )
+    written = re.findall(r"^  (?:tests|kernels) \d+ (\S+)", text, re.M)
+    assert len({"campaign.json", "campaign.tgz", *written}) <= 8
+
+
+def test_the_script_keeps_results_and_goes_on_with_them(tmp_path: Path) -> None:
+    command = ["bash", "benchmarks/gpu_hour.sh", "other", str(tmp_path / "out")]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 2
+    assert list((tmp_path / "out").iterdir()) == []
