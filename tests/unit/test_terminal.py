@@ -57,7 +57,7 @@ def test_a_stream_shows_them_on_a_terminal() -> None:
 
 def test_messages_are_bounded_whatever_they_quote() -> None:
     long = "x" * 10**6
-    words = "word " * 10**6
+    words = "word " * 10**5
     for error in (UserError(f"there is no {long}: name one"), NoEffectWarning(f"{long} has no effect")):
         assert len(str(error)) < 200
     for error in (UserError(f"there is no {words}: name one"), RowError(f"{{prompts}} {words}: name one", [0])):
