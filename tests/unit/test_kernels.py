@@ -282,32 +282,6 @@ def test_what_fails_fails_the_report(
     assert f"large on {target}: needs" in said and "2 compiled: 2 failed, 0 spill to memory, 1 not known" in said
 
 
-@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_document_has_the_whole_table_or_is_left(
-    fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("triton")
-    from benchmarks import ahead_of_time as report
-    from tests.tables import kernels as table
-
-    def compile_all(jobs: list[tuple[str, int, str]], *_: Any) -> list[report.Compiled]:
-        return [report.Compiled(f"k{place}", target, 1, 2, 0, 0, "no" if fails else None) for _, place, target in jobs]
-
-    monkeypatch.setattr(
-        report, "discover", lambda: [("module", place, types.SimpleNamespace(name="")) for place in (0, 1)]
-    )
-    monkeypatch.setattr(report, "compile_all", compile_all)
-    document = tmp_path / "kernels.md"
-    document.write_text(before := "<!-- ahead-of-time table -->\n<!-- /ahead-of-time table -->\n")
-    assert table.main(["--docs", str(document)]) == fails
-    after, error = document.read_text(), capsys.readouterr().err
-    if fails:
-        assert after == before and f"{document} was left as it is" in error
-    else:
-        assert after.count("\n| ") == 2 + 2 and "| k1 | " in after and not error
-
-
 def test_resources_that_are_not_known() -> None:
     pytest.importorskip("triton")
     from benchmarks.ahead_of_time import Compiled, resources
