@@ -15,7 +15,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -26,9 +26,6 @@ from dllm_sampler.host.functions import function, resolve
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import check_interpolations
 
-if TYPE_CHECKING:  # this module imports no torch: commands read their settings before they wait for it
-    from dllm_sampler.core.values import Noise
-
 PACKAGE = "dllm_sampler.conf"  # the packaged YAML files
 GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide")
 # What a class must extend that a YAML of the group names. Named, not imported: that would bring torch.
@@ -36,35 +33,10 @@ BASES = {
     **{group: f"dllm_sampler.core.protocols:{group.title()}" for group in GROUPS[1:]},
     "task": "dllm_sampler.eval.tasks.base:Task",
 }
-DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")  # auto: the checkpoint's
-BATCHING = ("in_flight", "static")
-MOST_ROWS = 2**20  # samples of a prompt, and prompts of a batch
 CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id that has no YAML of its own
 
 # ${package:models/mini} in a YAML is a path inside the installed package, wherever that is.
 OmegaConf.register_new_resolver("package", lambda path: str(files("dllm_sampler") / path), replace=True)
-
-
-class Options(TypedDict, total=False):
-    """What `Sampler.from_pretrained` hands on to the constructor."""
-
-    scheduler: object
-    blocks: object
-    stop: object
-    cache: object
-    guide: object
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    noise: Noise | None
-    compat: bool
-    stop_token_ids: int | Sequence[int] | None
-    max_steps: int | None
-    poll_every: int
-    backend: str
-    cuda_graph: bool | str
-    compile: bool | str
-    entropy: bool
 
 
 @dataclass(frozen=True)
@@ -127,10 +99,16 @@ def entry(group: str, name: str) -> Entry:
     return resolved_entry(described(name, (_folder(group) / f"{name}.yaml").read_text(encoding="utf-8")))
 
 
+def defaults(root: str) -> dict[str, Any]:
+    """Return the choice of each group in `conf/<root>.yaml`."""
+    return dict(_defaults(root))
+
+
 @cache
-def root(name: str) -> dict[str, Any]:
-    """Return `conf/<name>.yaml`, the root of a command's configuration."""
-    return described(name, (files(PACKAGE) / f"{name}.yaml").read_text(encoding="utf-8")).settings
+def _defaults(root: str) -> tuple[tuple[str, Any], ...]:
+    listed = described(root, (files(PACKAGE) / f"{root}.yaml").read_text(encoding="utf-8")).settings["defaults"]
+    pairs = [pair for one in listed if isinstance(one, dict) for pair in one.items()]
+    return tuple((str(group), name) for group, name in pairs if not str(group).startswith("override "))
 
 
 def comment(text: str) -> str:

@@ -25,16 +25,16 @@ from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins, assemble, untrained
 from dllm_sampler.errors import UntrainedWarning
 from dllm_sampler.generation import batch, many
-from dllm_sampler.generation.batch import Progress
 from dllm_sampler.inputs import arguments, infill
 from dllm_sampler.inputs.given import Fixed, Piece, Pinned
-from dllm_sampler.inputs.infill import Options, Span
+from dllm_sampler.inputs.infill import Span
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import compiled, guided, laid_out
 from dllm_sampler.models.rows import FunctionDenoiser, LogitsFunction
+from dllm_sampler.options import GenerateOptions, Progress, SamplerOptions, check_known, check_options, end_token_ids
 from dllm_sampler.result import Answer, Commits, Result
 
 CALLS = 8  # different settings of calls whose plug-ins are stored: a guide may take long to build
@@ -90,36 +90,34 @@ class Sampler:
         compile: bool | str = False,
         entropy: bool = False,
     ):
-        given = {name: value for name, value in locals().items() if name in config.Options.__annotations__}
-        self._options = cast(config.Options, given)  # for `using`
-        arguments.check_options(given)
+        given = {name: value for name, value in locals().items() if name in SamplerOptions.__annotations__}
+        self._options = cast(SamplerOptions, given)  # for `using`
+        check_options(given)
         arguments.check_parts(denoiser, tokenizer, noise)
         if compile is True:
             denoiser = compiled(denoiser)
         self.denoiser, self.tokenizer = denoiser, tokenizer
-        self.stop_token_ids = arguments.stop_token_ids(stop_token_ids, denoiser.spec)
+        self.stop_token_ids = end_token_ids(stop_token_ids, denoiser.spec)
         self.noise: Noise = CounterNoise() if noise is None else noise
-        backends.check(backend)
         self.max_steps, self.poll_every = max_steps, poll_every
         self.backend, self.entropy, self.compile = backend, entropy, bool(compile)
         self.plugins: Plugins = assemble(
             self.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat, tokenizer
         )
-        graphs.check(cuda_graph)
         self.cuda_graph = cuda_graph
         self._static: StaticEngine | None = None
         self._calls = dict[str, tuple[Sampler, Plugins]]()  # by the settings of a call
         self._told = set[str]()  # warnings that this sampler has given
         self.engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
 
-    def using(self, **options: Unpack[config.Options]) -> Sampler:
+    def using(self, **options: Unpack[SamplerOptions]) -> Sampler:
         """The same model with other settings; no weight is copied.
 
         Args:
             options: as the constructor's; the others stay. CUDA graphs are recorded once for each sampler: keep it.
         """
-        arguments.check_known(options, self.generate_many, self.generate, current=self._options)
-        return Sampler(self.denoiser, tokenizer=self.tokenizer, **cast(config.Options, {**self._options, **options}))
+        check_known(options, self.generate_many, self.generate, current=self._options)
+        return Sampler(self.denoiser, tokenizer=self.tokenizer, **cast(SamplerOptions, {**self._options, **options}))
 
     def __repr__(self) -> str:
         spec = self.denoiser.spec
@@ -133,7 +131,7 @@ class Sampler:
         *,
         dtype: torch.dtype | str | None = None,
         device: str | torch.device = "auto",
-        **options: Unpack[config.Options],
+        **options: Unpack[SamplerOptions],
     ) -> Sampler:
         """Load a model by configuration name (`"mini"`), checkpoint folder or hub id, and build a sampler around it.
 
@@ -150,9 +148,8 @@ class Sampler:
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
         # Refuse mistakes before a checkpoint is read, which may take minutes.
-        arguments.check_known(options, cls.from_pretrained, current=_defaults(cls))
-        backends.check(options.get("backend", "auto"))
-        graphs.check(options.get("cuda_graph", False))
+        check_known(options, cls.from_pretrained, current=_defaults(cls))
+        check_options(options)
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
         loading.warn_of_sampling(denoiser.spec, options)
         sampler = cls(guided(denoiser, scale), tokenizer=tokenizer, **options)
@@ -172,7 +169,7 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         dtype: torch.dtype | str | None = None,
         device: str | torch.device | None = None,
-        **options: Unpack[config.Options],
+        **options: Unpack[SamplerOptions],
     ) -> Sampler:
         """Build a sampler around any function that predicts tokens. It runs on whole rows, without a cache.
 
@@ -194,7 +191,7 @@ class Sampler:
             UserError: a token outside the vocabulary, or as the constructor does. A generation raises it if the
                 function returns no logits of this shape.
         """
-        arguments.check_known(options, cls.from_callable, current=_defaults(cls))
+        check_known(options, cls.from_callable, current=_defaults(cls))
         place = None if device is None else loading.as_device(device)
         denoiser = FunctionDenoiser.of(
             logits_fn, vocab_size=vocab_size, mask_id=mask_id, eos_id=eos_id, pad_id=pad_id,
@@ -232,7 +229,7 @@ class Sampler:
         prefix: Piece | Sequence[Piece] | None = None,
         suffix: Piece | Sequence[Piece] | None = None,
         pinned: Pinned | None = None,
-        **options: Unpack[config.Options],
+        **options: Unpack[SamplerOptions],
     ) -> Result:
         """Answer a batch of prompts; each row comes out as if it were alone.
 
@@ -276,7 +273,7 @@ class Sampler:
         texts: str | Sequence[str],
         *,
         prompts: Prompt | Sequence[Prompt] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[GenerateOptions],
     ) -> Result:
         """Fill the gaps of texts; see docs/infilling.md.
 
@@ -297,7 +294,7 @@ class Sampler:
         span: Span | Sequence[Span],
         *,
         prompts: Prompt | Sequence[Prompt] | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[GenerateOptions],
     ) -> Result:
         """Generate a part of answers again: that of `generate` with all other tokens `pinned`.
 
@@ -331,7 +328,7 @@ class Sampler:
         on_error: Literal["raise", "yield"] = "raise",
         batching: Literal["in_flight", "static"] = "in_flight",
         progress: Progress | None = None,
-        **options: Unpack[config.Options],
+        **options: Unpack[SamplerOptions],
     ) -> Iterator[Answer]:
         """Answer any number of prompts, `batch_size` at a time; one that ends gives its place to the next.
 
@@ -385,7 +382,7 @@ class Sampler:
         prefix: Piece | Sequence[Piece] | None = None,
         suffix: Piece | Sequence[Piece] | None = None,
         pinned: Pinned | None = None,
-        **options: Unpack[config.Options],
+        **options: Unpack[SamplerOptions],
     ) -> Iterator[Commits]:
         """As `generate`, yielding the canvas after every `every` steps (each view is a transfer from the device); the
         last item carries the result."""
@@ -406,7 +403,7 @@ class Sampler:
         self._static = made if isinstance(made, StaticEngine) else self._static
         return made
 
-    def _call(self, options: config.Options, block_length: int | None) -> tuple[Sampler, Plugins]:
+    def _call(self, options: SamplerOptions, block_length: int | None) -> tuple[Sampler, Plugins]:
         """Return the sampler and the plug-ins of one call. Those of the last `CALLS` different settings are stored."""
         key = self._settings_key(options, block_length)
         if key is not None and key in self._calls:
@@ -424,7 +421,7 @@ class Sampler:
             warnings.warn(sentence, UntrainedWarning, stacklevel=3)
         return own, plugins
 
-    def _settings_key(self, options: config.Options, block_length: int | None) -> str | None:
+    def _settings_key(self, options: SamplerOptions, block_length: int | None) -> str | None:
         """Return the settings of a call as a text that names them. Returns None if some are objects."""
         spec = self.denoiser.spec
         try:

@@ -14,15 +14,17 @@ from dllm_sampler import __version__
 from dllm_sampler.cli import terminal
 from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.help import check_topics, choices_of
-from dllm_sampler.cli.printing import about
+from dllm_sampler.cli.printing import about, written
 from dllm_sampler.cli.user_files import choices, with_config_dir
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval import tables
-from dllm_sampler.eval.jobs import EVAL, Job, jobs
+from dllm_sampler.eval.jobs import EVAL, Job, Options, jobs
 from dllm_sampler.eval.lm_eval import names as harness_names
 from dllm_sampler.eval.report.headline import METHOD, interval
 from dllm_sampler.eval.tables import Column
 from dllm_sampler.host.files import write as write_file
+from dllm_sampler.options import Options as Shared
+from dllm_sampler.options import pages
 
 if TYPE_CHECKING:
     from dllm_sampler.eval.report.data import Comparison, Figures
@@ -49,8 +51,8 @@ Each configuration has a directory in output=FOLDER. What is done is not done ag
 a run that was cut off goes on where it was. dllm-report makes a page of it.
 """
 ENDING = """\
-Groups and options are those of dllm-sample --help, and task, suite, batch_size ...
-(conf/eval.yaml). dllm-eval --help task=NAME, or scheduler=NAME ..., explains one.
+Other groups and options are those of dllm-sample --help. dllm-eval --help task=NAME,
+or scheduler=NAME ..., explains one.
 Flags: -h, --help   --version   --config-dir DIR   -m, --multirun (is always on)
 What cannot run is named at the end. Exit status: 0, or 2 after a mistake in the
 input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
@@ -77,6 +79,10 @@ def _run(words: list[str]) -> int:
         for group in ("task", "suite"):
             for name in choices(group):
                 terminal.show(f"  {group}={name}: {about(group, name)}")
+        print()
+        for name, default, what in pages(Options):
+            if name not in Shared.__dataclass_fields__:
+                terminal.show(f"  {name}={'null' if default is None else written(default)}: {what}")
         print(f"\n{ENDING}", end="")
         return 0
     if "--version" in words:

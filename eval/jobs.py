@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice, product
 from math import prod
 from pathlib import Path
@@ -16,20 +16,19 @@ from typing import Any, cast
 from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
-from dllm_sampler import config
-from dllm_sampler.cli import threads
+from dllm_sampler import config, options
 from dllm_sampler.cli.compose import App, composition, parse, parts, readable
 from dllm_sampler.cli.quoting import TEXTS
 from dllm_sampler.cli.shorthand import spelled_out
 from dllm_sampler.cli.user_files import choices, entry, holders, own
-from dllm_sampler.config import BATCHING, MOST_ROWS
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import sources
 from dllm_sampler.eval.tasks.asked import Asked
 from dllm_sampler.eval.tasks.base import Task
 from dllm_sampler.host.paths import expanded
+from dllm_sampler.options import option
 
-EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"))
 _FIELD = "task."
 MOST_CONFIGURATIONS = 10_000  # of one sweep
 LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
@@ -39,53 +38,41 @@ ELSEWHERE = ("output", "report", "workers", "device")
 # Options that came later: with these values a run is the run that it was without them.
 LATER = {
     "backend": "auto", "cuda_graph": False, "compile": False, "batching": "static", "guided": False,
-    "stop_token_ids": None,
+    "stop_token_ids": None, "poll_every": 1,
 }  # fmt: skip
 LATER_OF_MODEL = {"adapter": None}  # the same of settings of a model
 
 
-@dataclass(frozen=True)
-class Options:
-    """The root of `conf/eval.yaml`, checked; each field is explained there."""
+def _check_path(name: str, path: str | None) -> None:
+    if path is not None:
+        expanded(name, path)
 
-    max_new_tokens: int | None = None
-    block_length: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    stop_token_ids: list[int] | int | None = None
-    seed: int = 0
-    batch_size: int = 8
-    batching: str = "in_flight"
-    max_steps: int | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    backend: str = "auto"
-    cuda_graph: bool | str = False
-    compile: bool | str = False
-    compat: bool = False
-    chat: bool = False
-    guided: bool = False
-    threads: int | str = "auto"
-    output: str = "outputs/eval"
-    oracle: bool = True
-    report: str | None = None
-    workers: int = 1
 
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "block_length", "batch_size", "max_steps", "workers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} should be at least 1, not {value}")
-        for name, most in (("batch_size", MOST_ROWS), ("workers", MOST_PROCESSES)):
-            if (getattr(self, name) or 0) > most:
-                raise UserError(f"{name} should be at most {most}, not {getattr(self, name)}")
-        threads.check(self.threads)
-        for name in ("output", "report"):
-            if (path := getattr(self, name)) is not None:
-                expanded(name, path)
-        if self.batching not in BATCHING:
-            raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
+@dataclass(frozen=True, kw_only=True)
+class Options(options.Options):
+    """The options of `dllm-eval`, besides the plug-ins. Without `max_new_tokens` it is the task's."""
+
+    chat: bool = option(False, "send each text prompt as a user's message, through the model's chat template")
+    guided: bool = option(
+        False, "demand the form that the task gives for each answer: a regular expression, as by guide=regex"
+    )
+    output: str = option(
+        "outputs/eval",
+        "folder with a run directory for each configuration; what is done there is not done again",
+        _check_path,
+    )
+    oracle: bool = option(True, "also count the forwards that perfect knowledge of each answer would need")
+    report: str | None = option(
+        None, "FILE.html: write a report of all runs in the output folder at the end", _check_path
+    )
+    workers: int = option(
+        1,
+        "processes that deal the samples out; they run where hydra/launcher says: joblib, here",
+        partial(check_count, most=MOST_PROCESSES),
+    )
+
+
+EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"), Options)
 
 
 @dataclass(frozen=True)
@@ -125,12 +112,12 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """Everything that makes this run another one than others, as JSON allows it."""
         given = asdict(self.options).items()
-        options = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}
-        if self.options.threads == threads.AUTO:  # before it was written like this
-            options["threads"] = None
+        said = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}
+        if self.options.threads == options.AUTO:  # before it was written like this
+            said["threads"] = None
         task = {**self.task, "canvas": self.max_new_tokens}  # of the task, unless the options say it for all tasks
         model = {name: value for name, value in self.model.items() if (name, value) not in LATER_OF_MODEL.items()}
-        whole = {"task": task, "model": model, **self.plugins, **options}
+        whole = {"task": task, "model": model, **self.plugins, **said}
         # The same settings are another run once the files that they name have changed.
         of_task = sources.digest(sources.files("task", self.task), self.built_task.content)
         if of_task is not None:
@@ -164,12 +151,12 @@ def job(words: Sequence[str]) -> Job:
     task = composed.tree.pop("task", None)
     if not isinstance(task, dict):
         raise UserError(f"no task: say task=NAME, with one of {', '.join(choices('task'))}")
-    options = Options(**config.check("", Options, composed.tree))
+    made_of = Options(**config.check("", Options, composed.tree))
     chosen = {group: str(composed.choices.get(group)) for group in ("task", *config.GROUPS)}
     chosen["guide"] = "+".join(guide["name"] for guide in plugins["guide"]) or "none"  # type: ignore[union-attr]
     if chosen["model"] == config.CHECKPOINT:
         chosen["model"] = Path(model["path"]).name
-    made = Job(options, chosen, model, plugins, {"name": chosen["task"], **task}, tuple(words))
+    made = Job(made_of, chosen, model, plugins, {"name": chosen["task"], **task}, tuple(words))
     _ = made.built_task  # a mistake in it shows here
     return made
 

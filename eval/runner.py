@@ -31,6 +31,7 @@ from dllm_sampler.eval.tasks.formed import Demanded
 from dllm_sampler.generation.batch import Reader
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided, laid_out
+from dllm_sampler.options import SamplerOptions
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.stops.end_tokens import PrefixStop
@@ -114,18 +115,8 @@ class Runner:
             self.plugins["guide"] = (*self.plugins["guide"], Demanded(self.forms))
         self.guides: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
         loading.warn_of_sampling(self.denoiser.spec, {**self.plugins, **self.guides})
-        self.sampler = Sampler(
-            self.denoiser,
-            tokenizer=self.tokenizer,
-            compat=options.compat,
-            stop_token_ids=options.stop_token_ids,
-            max_steps=options.max_steps,
-            backend=options.backend,
-            cuda_graph=options.cuda_graph,
-            compile=options.compile,
-            **self.plugins,
-            **self.guides,
-        )
+        given: SamplerOptions = {**options.of_sampler(), **self.plugins}  # type: ignore[typeddict-item]
+        self.sampler = Sampler(self.denoiser, tokenizer=self.tokenizer, **given)
         if options.guided:  # its forms are built: the oracle's samplers take them as they are
             bound = next(one for one in self.sampler.plugins.guides if isinstance(one, Demanded))
             self.plugins["guide"] = (*self.plugins["guide"][:-1], bound)
@@ -327,5 +318,5 @@ def _loaded(model: str, dtype: str, device: str) -> tuple[Denoiser, Any]:
     transformers.logging.disable_progress_bar()
     settings = config.model(json.loads(model))
     scale = settings.pop("cfg_scale")
-    denoiser, tokenizer = loading.load(**settings, dtype=None if dtype == "auto" else dtype, device=device)
+    denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
     return guided(denoiser, scale), tokenizer

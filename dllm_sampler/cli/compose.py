@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,14 +28,15 @@ _LITERAL = re.compile(rf"({_LETTERS})=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
 
 @dataclass(frozen=True)
 class App:
-    """A command that reads a configuration: its root is `conf/<root>.yaml`."""
+    """A command that reads a configuration: `conf/<root>.yaml` chooses plug-ins, a dataclass has the options."""
 
     name: str
     root: str
     groups: tuple[str, ...]
+    options: type | None = None
 
 
-SAMPLE = App("dllm-sample", "sample", (*config.GROUPS, "experiment"))
+SAMPLE = App("dllm-sample", "sample", (*config.GROUPS, "experiment"), Options)
 GROUPS = SAMPLE.groups
 SEVERAL = ("guide", "experiment")  # groups of which a list can be chosen
 
@@ -58,7 +59,7 @@ class Settings:
 
 
 def settings(overrides: Sequence[str]) -> Settings:
-    """Compose `conf/sample.yaml` with the overrides.
+    """Compose what `dllm-sample` reads.
 
     Raises:
         UserError: an override that cannot be read, or that names nothing there is.
@@ -114,17 +115,13 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
 
 
 def _compose(app: App, parsed: Sequence[Override]) -> Composed:
-    root = _copy(config.root(app.root))
-    chosen: dict[str, Any] = {}
-    for group, name in (pair for one in root.pop("defaults") if isinstance(one, dict) for pair in one.items()):
-        if group in app.groups:
-            chosen[group] = name
+    chosen: dict[str, Any] = config.defaults(app.root)
     typed: dict[str, Any] = {}
-    fields: list[Override] = []
+    rest: list[Override] = []
     for one in parsed:
         group, value = one.key_or_group, one.value()
         if group not in app.groups:
-            fields.append(one)
+            rest.append(one)
         elif one.is_delete():
             chosen.pop(group, None)
         elif isinstance(value, dict) or (value is None and group not in SEVERAL):
@@ -134,7 +131,7 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
     overridden: dict[str, Any] = {}
     recipes = [_file(app, "experiment", name, overridden) for name in _names({**chosen, **typed}.get("experiment"))]
     chosen |= overridden | typed
-    tree = {name: value for name, value in root.items() if name != "hydra"}
+    tree: dict[str, Any] = {} if app.options is None else {one.name: one.default for one in fields(app.options)}
     for group in (group for group in app.groups if group in chosen and group != "experiment"):
         if group == "guide":
             names = _names(chosen[group])
@@ -147,7 +144,7 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
             tree[group] = _file(app, group, str(chosen[group]))
     for recipe in recipes:
         _merge(tree, recipe)
-    for one in fields:
+    for one in rest:
         _apply(app, tree, chosen, one)
     return Composed(tree, chosen)
 

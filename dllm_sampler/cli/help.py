@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib.resources import files
 
 from rich.console import Console
 
@@ -12,11 +11,11 @@ from dllm_sampler import config
 from dllm_sampler.cli import compose, user_files
 from dllm_sampler.cli.arguments import Arguments, is_override
 from dllm_sampler.cli.explain import explain
-from dllm_sampler.cli.printing import about, row, say
+from dllm_sampler.cli.options import Options
+from dllm_sampler.cli.printing import about, row, say, written
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.options import pages
 
-_DEFAULT = re.compile(r"^  - (\w+): (\S+)$", re.MULTILINE)
-_OPTION = re.compile(r"^(\w+): (.+?) +# (.+(?:\n +# .+)*)$", re.MULTILINE)
 ANY = "FOLDER ORG/NAME"  # of a model: what has no YAML
 
 USAGE = """\
@@ -63,13 +62,13 @@ GROUPS = {
 
 
 def defaults() -> dict[str, str]:
-    """The choice of each group in `conf/sample.yaml`."""
-    return dict(_DEFAULT.findall(_root()))
+    """Return the choice of each group in `conf/sample.yaml`."""
+    return config.defaults("sample")
 
 
 def options() -> list[tuple[str, str, str]]:
-    """Each option of `conf/sample.yaml`: name, default, what its comment says."""
-    return [(name, default, re.sub(r"\n +# ", " ", comment)) for name, default, comment in _OPTION.findall(_root())]
+    """Return the name, the default and the help of each option."""
+    return [(name, "null" if one is None else written(one), about) for name, one, about in pages(Options)]
 
 
 def show(arguments: Arguments, console: Console) -> None:
@@ -194,7 +193,3 @@ def show_group(console: Console, group: str) -> None:
 
 def _option(console: Console, name: str, default: str, comment: str) -> None:
     row(console, f"{name}={default}", comment, column=24)
-
-
-def _root() -> str:
-    return (files("dllm_sampler.conf") / "sample.yaml").read_text(encoding="utf-8")

@@ -1,12 +1,14 @@
-"""The root of `conf/sample.yaml`, checked: everything that is not a plug-in."""
+"""The options of `dllm-sample`: everything that is not a plug-in."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from dllm_sampler.cli import threads
-from dllm_sampler.config import BATCHING, DTYPES, MOST_ROWS
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler import options
+from dllm_sampler.core.checks import check_count, check_number
+from dllm_sampler.errors import UserError
 from dllm_sampler.host.paths import expanded
+from dllm_sampler.options import MOST_ROWS, option
 
 OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".xlsx", ".html", ".md", ".yaml", ".yml")
 # What changes no sample, or only says where samples go: a file that was begun with others may be continued.
@@ -14,63 +16,59 @@ ELSEWHERE = (
     "output", "resume", "prompts_file", "stream", "stream_delay", "batch_size", "batching", "poll_every", "device",
     "threads",
 )  # fmt: skip
-LARGEST = 10**18 - 1  # of a seed: a prompt's own, seed + i, must still be an int64
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of `dllm-sample` besides the plug-ins; `conf/sample.yaml` explains each field."""
+def _check_path(name: str, path: str | None) -> None:
+    if path not in (None, "-"):
+        expanded(name, path)
 
-    max_new_tokens: int = 128
-    samples: int = 1
-    prefix: str | None = None
-    suffix: str | None = None
-    infill: str | None = None
-    block_length: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    stop_strings: list[str] | str | None = None
-    stop_token_ids: list[int] | int | None = None
-    seed: int = 0
-    forms: list[int] | int | None = None
-    batch_size: int = 8
-    batching: str = "in_flight"
-    max_steps: int | None = None
-    poll_every: int = 1
-    target: str | None = None
-    draft_length: int = 32
-    draft_scheduled: bool = False
-    separator: str | None = None
-    device: str = "auto"
-    threads: int | str = "auto"
-    dtype: str = "auto"
-    backend: str = "auto"
-    cuda_graph: bool | str = False
-    compile: bool | str = False
-    compat: bool = False
-    chat: bool = False
-    prompts_file: str | None = None
-    output: str | None = None
-    resume: bool = False
-    stream: bool = False
-    stream_delay: float = 0.15
+
+@dataclass(frozen=True, kw_only=True)
+class Options(options.Options):
+    """The options of `dllm-sample`, besides the plug-ins."""
+
+    max_new_tokens: int = option(128, "length of the answer's canvas, in tokens", check_count)
+    samples: int = option(
+        1,
+        "answers to each prompt; drawn without a bias to likely ones by scheduler=random_order or leftright",
+        partial(check_count, most=MOST_ROWS),
+    )
+    prefix: str | None = option(None, "text that the answer begins with")
+    suffix: str | None = option(None, "text that the answer ends with, at max_new_tokens")
+    infill: str | None = option(None, "the answer as a text with gaps: {gap:8} is 8 tokens")
+    stop_strings: list[str] | str | None = option(
+        None, "text, or a list, at which an answer ends; not part of it. It may be spelled as a special token"
+    )
+    forms: list[int] | int | None = option(
+        None, "where a guide has a list of forms: the number of each prompt's, from 0, or one for all"
+    )
+    target: str | None = option(
+        None,
+        "DEER: a causal LM, FOLDER or ORG/NAME, that verifies what the model drafts; its own law",
+        _check_path,
+    )
+    draft_length: int = option(32, "tokens that the model drafts for the target in a round; 0: the target alone")
+    draft_scheduled: bool = option(
+        False, "draft with the scheduler, in several forwards, instead of in one; no temperature then"
+    )
+    separator: str | None = option(None, "token behind the masks that the drafter was trained with")
+    chat: bool = option(False, "send each prompt as a user's message, through the model's chat template")
+    prompts_file: str | None = option(
+        None, 'text lines, or FILE.jsonl with "prompt" or "messages" in each, and "form"; - reads a pipe', _check_path
+    )
+    output: str | None = option(
+        None, "FILE.jsonl for text, tokens, NFE, tokens per forward, step map and time of each sample", _check_path
+    )
+    resume: bool = option(False, "skip the samples that output has already, from a run that was cut off")
+    stream: bool = option(False, "watch the canvas being denoised")
+    stream_delay: float = option(
+        0.15, "seconds a step stays on the screen at least", partial(check_number, what="a number of seconds", most=60)
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "samples", "block_length", "batch_size", "max_steps", "poll_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} should be at least 1, not {value}")
-        for name in ("prompts_file", "output", "target"):
-            if (path := getattr(self, name)) not in (None, "-"):
-                expanded(name, path)
-        threads.check(self.threads)
+        super().__post_init__()
         if self.resume and self.output is None:
             raise UserError("resume=true continues a file of samples. Name it as output=FILE.jsonl.")
-        if self.batching not in BATCHING:
-            raise UserError(f"batching should be {' or '.join(BATCHING)}, not {self.batching!r}")
-        if self.dtype.removeprefix("torch.") not in DTYPES:
-            raise unknown("dtype", self.dtype, DTYPES)
         if self.output == "-":
             raise UserError("output=- would write a file named -. For standard output say output=/dev/stdout.")
         if self.output is not None and (suffix := Path(self.output).suffix.lower()) in OTHER_FORMATS:
@@ -78,10 +76,3 @@ class Options:
                 f"output={self.output}: samples are written as JSON lines, not as {suffix[1:].upper()}; name a file"
                 " that ends in .jsonl"
             )
-        for name in ("samples", "batch_size"):
-            if getattr(self, name) > MOST_ROWS:
-                raise UserError(f"{name} should be at most {MOST_ROWS}, not {getattr(self, name)}")
-        if not -LARGEST <= self.seed <= LARGEST:
-            raise UserError(f"seed should have at most 18 digits, not {len(str(abs(self.seed)))}")
-        if not 0 <= self.stream_delay <= 60:
-            raise UserError(f"stream_delay should be between 0 and 60 seconds, not {self.stream_delay}")

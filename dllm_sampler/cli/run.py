@@ -33,6 +33,7 @@ from dllm_sampler.inputs import infill, prompts
 from dllm_sampler.inputs.given import Fixed
 from dllm_sampler.inputs.infill import Task
 from dllm_sampler.inputs.prompts import Infill
+from dllm_sampler.options import SamplerOptions
 from dllm_sampler.result import Commits, Result
 from dllm_sampler.sampler import Sampler
 
@@ -233,27 +234,11 @@ def load(chosen: Settings, like: Sampler | None = None) -> Sampler:
     options = chosen.options
     # built before the model is loaded: a mistake in them should not wait for gigabytes
     plugins = {group: config.build(group, spec) for group, spec in chosen.plugins.items()}
-    dtype = None if options.dtype == "auto" else options.dtype
-    make = partial(Sampler.from_pretrained, chosen.model, dtype=dtype, device=options.device)
+    make = partial(Sampler.from_pretrained, chosen.model, dtype=options.dtype, device=options.device)
     if like is not None:
         make = partial(Sampler, like.denoiser, tokenizer=like.tokenizer)
-    sampler = make(
-        compat=options.compat,
-        stop_token_ids=options.stop_token_ids,
-        max_steps=options.max_steps,
-        poll_every=options.poll_every,
-        backend=options.backend,
-        cuda_graph=options.cuda_graph,
-        compile=options.compile,
-        scheduler=plugins["scheduler"],
-        blocks=plugins["blocks"],
-        stop=plugins["stop"],
-        cache=plugins["cache"],
-        guide=plugins["guide"],
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-    )
+    given: SamplerOptions = {**options.of_sampler(), **plugins}  # type: ignore[typeddict-item]
+    sampler = make(**given)
     threads.choose(options.threads, threads.parameters(networks(sampler.denoiser)), str(sampler.device))
     return sampler
 

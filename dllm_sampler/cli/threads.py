@@ -7,26 +7,11 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from dllm_sampler.core.checks import is_whole
-from dllm_sampler.errors import UserError, short
-
 if TYPE_CHECKING:
     from torch import nn
 
-AUTO = "auto"
-MOST = 2**12
 SMALL = 20_000_000  # parameters below which one thread is best on a CPU: docs/threads.md
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # of the user's, which torch reads
-
-
-def check(threads: object) -> None:
-    """Refuse a value of `threads=`.
-
-    Raises:
-        UserError: it is neither `auto` nor a number of threads.
-    """
-    if threads != AUTO and (not is_whole(threads) or not 1 <= threads <= MOST):
-        raise UserError(f"threads should be {AUTO} or a number from 1 to {MOST}, not {short(repr(threads))}")
 
 
 def choose(threads: int | str, parameters: int | None, device: str) -> None:

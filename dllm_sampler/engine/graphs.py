@@ -42,16 +42,6 @@ LEAST = 16  # rows: a matrix unit multiplies as many at once
 MOST = 512  # entries of a pack up to which steps are recorded
 
 
-def check(choice: object) -> None:
-    """Refuse what is no choice of `Sampler(cuda_graph=...)`.
-
-    Raises:
-        UserError: what it may be.
-    """
-    if not isinstance(choice, bool) and choice != "auto":
-        raise UserError(f"cuda_graph must be true, false or auto, not {choice!r}")
-
-
 def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     """Why steps of these cannot be recorded; None: they can."""
     spec = denoiser.spec

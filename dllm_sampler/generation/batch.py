@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler.config import MOST_ROWS
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Guide, is_random
@@ -28,6 +27,7 @@ from dllm_sampler.inputs.given import Fixed
 from dllm_sampler.inputs.infill import Task
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.kernels.backend import warn
+from dllm_sampler.options import MOST_ROWS, Progress
 from dllm_sampler.result import Answer, Commits, Ends, Result, summarise
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ ALIKE = (
     " by the confidence of the tokens that it drew. Use scheduler=random_order or scheduler=leftright for answers"
     " without this bias."
 )
-
-Progress = Callable[[int, int, int], None]  # forwards, tokens committed, tokens wanted
 
 
 def result(steps: Iterator[Commits], progress: Progress | None) -> Result:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal
 
-from dllm_sampler.config import BATCHING, MOST_ROWS
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.engine.in_flight import obstacle
 from dllm_sampler.engine.lockstep import Ranks
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import UserError
-from dllm_sampler.generation.batch import Progress
 from dllm_sampler.generation.stream import Stream, alone
 from dllm_sampler.inputs import prompts as texts
 from dllm_sampler.inputs.arguments import check_progress
 from dllm_sampler.inputs.given import Fixed
 from dllm_sampler.kernels.backend import warn
+from dllm_sampler.options import BATCHING, MOST_ROWS, Progress
 from dllm_sampler.result import Answer
 
 if TYPE_CHECKING:

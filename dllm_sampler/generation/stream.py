@@ -19,13 +19,14 @@ from dllm_sampler.engine.lockstep import Ranks
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, RowError, UserError
 from dllm_sampler.generation import batch as batches
-from dllm_sampler.generation.batch import Progress, Reader
+from dllm_sampler.generation.batch import Reader
 from dllm_sampler.inputs import infill
 from dllm_sampler.inputs import prompts as texts
 from dllm_sampler.inputs.given import Fixed
 from dllm_sampler.inputs.infill import Task
 from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.kernels.backend import warn
+from dllm_sampler.options import Progress
 from dllm_sampler.result import Answer, Commits, Result
 
 if TYPE_CHECKING:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import config
 from dllm_sampler.core.ends import first_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.spec import ModelSpec
@@ -25,23 +24,9 @@ from dllm_sampler.inputs.given import Fixed, piece_ids
 from dllm_sampler.inputs.prompts import Infill, Prompt
 from dllm_sampler.result import Result
 
-if TYPE_CHECKING:
-    from dllm_sampler.generation.batch import Progress
-
 GAP = re.compile(r"\{gap(?::([^{}]*))?\}")
 
 Span = tuple[int, int]  # positions of an answer, from 0; the end is none of them
-
-
-class Options(config.Options, total=False):
-    """What `Sampler.infill` and `Sampler.refine` pass on to `Sampler.generate`, which explains it."""
-
-    block_length: int | None
-    seed: int | Sequence[int]
-    stop_strings: str | Sequence[str]
-    progress: Progress | None
-    samples: int
-    forms: int | Sequence[int] | None
 
 
 class Task(NamedTuple):

@@ -23,7 +23,7 @@ from dllm_sampler.cli.user_files import with_config_dir
 from dllm_sampler.errors import UserError
 from dllm_sampler.integrations import COMMAND
 
-APP = App(COMMAND, SAMPLE.root, SAMPLE.groups)
+APP = App(COMMAND, SAMPLE.root, SAMPLE.groups, Options)
 OURS = ("scheduler", "guide", "experiment", "blocks", "block_length", "temperature", "top_k", "top_p", "compat")
 THEIRS = {
     "model": "the engine loads the model: --model-path of SGLang",

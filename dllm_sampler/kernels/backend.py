@@ -9,13 +9,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache, wraps
 from types import NoneType
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from dllm_sampler.core.checks import check_choice
 from dllm_sampler.core.values import Readout
-from dllm_sampler.errors import FallbackWarning, UserError, first_line
+from dllm_sampler.errors import FallbackWarning, first_line
 from dllm_sampler.kernels import reference
 from dllm_sampler.kernels.sampling import Sampling
 
@@ -62,7 +63,7 @@ def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
     Raises:
         UserError: no such backend.
     """
-    check(backend)
+    check_choice("backend", backend, Choice)
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or dtype not in DTYPES)):
         return TORCH
     why = obstacle(device, dtype)
@@ -70,16 +71,6 @@ def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
         return _triton()
     warn(f"Triton kernels cannot run here, torch takes their place: {why}")
     return TORCH
-
-
-def check(backend: object) -> None:
-    """Refuse a name that is not one of `Choice`.
-
-    Raises:
-        UserError: the names that there are.
-    """
-    if backend not in get_args(Choice):
-        raise UserError(f"backend must be auto, triton or torch, not {backend!r}")
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from dllm_sampler.errors import NotWrittenError, UserError, unknown
 from dllm_sampler.host import files
 from dllm_sampler.host.functions import function
 from dllm_sampler.host.paths import expanded
+from dllm_sampler.options import AUTO, check_threads
 
 USAGE = """\
 Train a model.
@@ -56,7 +57,16 @@ Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 """
 _FIELD = re.compile(r"train\.([\w.]+)=")  # a plain override; + and ~ are left to Hydra
 _OUTPUT, _THREADS = "train.output=", "threads="
-TRAIN = compose.App("dllm-train", "train", ("train",))
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `dllm-train`, besides the trainer."""
+
+    threads: int | str = AUTO
+
+
+TRAIN = compose.App("dllm-train", "train", ("train",), Options)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -99,7 +109,7 @@ def _read(words: Sequence[str]) -> tuple[Any, int | str]:
     kept = [part for word in words for part in _replacing(word, defaults)]
     tree = compose.composition(TRAIN, kept).tree
     settings = dict(tree["train"])
-    threads.check(tree["threads"])
+    check_threads("threads", tree["threads"])
     if paths:
         settings["output"] = None if paths[-1] == "null" else paths[-1]  # a folder of that name is ./null
     if isinstance(output := settings.get("output"), str):
@@ -129,7 +139,7 @@ def _run(words: list[str]) -> int:
         print(f"dllm-train {__version__}")
     else:
         chosen, said = _read(words)
-        threads.choose(said, _parameters(chosen) if said == threads.AUTO else None, _device(chosen))
+        threads.choose(said, _parameters(chosen) if said == AUTO else None, _device(chosen))
         with _alone(chosen):
             found = chosen.run()
         if os.environ.get("RANK", "0") == "0":  # of processes that train together one says it

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dllm_sampler.config import Options
 from dllm_sampler.core.checks import check_count, check_number, check_positive, check_share
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.options import SamplerOptions
 from dllm_sampler.training import adapters, journal
 from dllm_sampler.training.tasks import LESSONS
 
@@ -98,8 +98,8 @@ def check_model(settings: Mapping[str, Any]) -> None:
         raise UserError("train.tasks has no share above 0: give one to a task, as in train.tasks={copy: 1}")
     for name in SAMPLERS & settings.keys():
         for option in settings[name]:
-            if option not in Options.__annotations__:
-                raise unknown(f"field of train.{name}", option, Options.__annotations__)
+            if option not in SamplerOptions.__annotations__:
+                raise unknown(f"field of train.{name}", option, SamplerOptions.__annotations__)
     adapters.check(settings["lora"])
     journal.check(settings["tracker"])
 

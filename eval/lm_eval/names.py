@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from dllm_sampler.eval.lm_eval.settings import OWN, PLUGINS, SHORTCUTS
+from dllm_sampler.eval.lm_eval.settings import OWN, PLUGINS
 
 
 def is_task(name: str) -> bool:
@@ -28,7 +28,7 @@ def command(task: str, words: Sequence[str]) -> str:
         value = value if value.startswith(("[", "{", "'", '"')) else value.partition(",")[0]
         if key in ("model", "model.path"):
             arguments["pretrained"] = value
-        elif key.partition(".")[0] in PLUGINS or (key in (*OWN, *SHORTCUTS, "block_length") and key != "batch_size"):
+        elif key.partition(".")[0] in PLUGINS or (key in (*OWN, "block_length") and key != "batch_size"):
             arguments[key] = value
     given = ",".join(f"{key}={value}" for key, value in arguments.items())
     return f"python -m dllm_sampler.eval.lm_eval --model dllm_sampler --model_args {given} --tasks {task}"

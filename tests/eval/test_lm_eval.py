@@ -132,10 +132,10 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
         ("pretrained=mini,scheduler=tresholt", "did you mean 'threshold'"),
         ("pretrained=mini,scheduler.steps=3", "unknown field of scheduler=threshold 'steps'"),
         ("pretrained=mini,scheduler=fixed,steps=many", "scheduler=fixed: steps should be"),
-        ("pretrained=mini,mc_num=0", "mc_num must be at least 1"),
+        ("pretrained=mini,mc_num=0", "mc_num must be a whole number of at least 1"),
         ("pretrained=mini,batch_size=two", "batch_size should be"),
         ("pretrained=mini,batch_size=auto:4", "batch_size=auto is not supported: name a number"),
-        ("pretrained=mini,top_k=0.5,temperature=1", "top_k should be a int"),
+        ("pretrained=mini,top_k=0.5,temperature=1", "top_k should be a valid integer"),
         ("pretrained=/nowhere/at-all", "no folder"),
     ],
 )
@@ -146,7 +146,7 @@ def test_mistakes_are_one_sentence(arguments: str, said: str) -> None:
 
 def test_settings_find_their_plugin() -> None:
     found = parse({"pretrained": "mini", "backend": "torch", "cuda_graph": "auto", "compile": False})
-    assert found.shortcuts == {"backend": "torch", "cuda_graph": "auto", "compile": False}
+    assert found.shortcuts == {"backend": "torch", "cuda_graph": "auto"}
     found = parse({"pretrained": "mini", "scheduler": "factor", "factor": 2, "block_length": 8, "temperature": 1})
     assert found.plugins == {"scheduler": {"name": "factor", "factor": 2.0}, "blocks": {"name": "fixed", "length": 8}}
     assert found.shortcuts == {"temperature": 1.0}

@@ -165,10 +165,10 @@ WRONG = [
     (["scheduler._target_=null"], "scheduler=threshold: _target_ should name a class, as in package.module.Class, and"),
     (["guide=[[1]]"], "dllm-sample: "),
     (["++guide.top_p=3"], "guide.top_p should be a guide's settings"),
-    (["max_new_tokens=0"], "max_new_tokens should be at least 1, not 0"),
+    (["max_new_tokens=0"], "max_new_tokens must be a whole number of at least 1, not 0"),
     (["max_new_tokens=999"], "max_new_tokens=999 leaves no room for a prompt"),
     (["max_new_tokens=62"], "model's context of 64"),
-    (["batch_size=0"], "batch_size should be at least 1"),
+    (["batch_size=0"], "batch_size must be a whole number of at least 1"),
     (["temperature=-1"], "temperature must be"),
     (["temperature=warm"], "temperature should be a valid number"),
     (["block_length=4", "blocks=full"], "block_length belongs to blocks=fixed"),
@@ -176,7 +176,7 @@ WRONG = [
     (["device=toaster"], "unknown device 'toaster'"),
     (["dtype=float3"], "unknown dtype 'float3', did you mean"),
     (["dtype=fp16"], "unknown dtype 'fp16': the choices are auto, "),
-    (["stream_delay=-1"], "stream_delay should be between"),
+    (["stream_delay=-1"], "stream_delay must be a number of seconds between 0 and 60"),
     (["output=no/such/folder.jsonl"], "cannot write output no/such/folder.jsonl: No such file"),
     (["prompts_file=gone.txt"], "cannot read prompts_file gone.txt: No such file"),
     (["prompts_file=-"], "reads a pipe, and there is none"),
@@ -253,7 +253,7 @@ def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_options_are_the_yaml() -> None:
-    """conf/sample.yaml, the dataclass and --help say the same."""
+    """The dataclass and --help say the same."""
     assert [name for name, _, _ in pages.options()] == list(Options.__dataclass_fields__)
     assert settings([]).options == Options()
 

@@ -114,7 +114,7 @@ def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path:
         (["copy: Ben", "suffix=Ada, Ada, Ada, Ada"], "max_new_tokens=6 has no room for a suffix of 7 tokens"),
         (["copy: Ben", "prefix=nobody"], "prefix has 'nobody', which is not in this model's vocabulary"),
         (["copy: Ben", "prefix=Ada", "target=some"], "prefix is not for target=, whose model writes from left"),
-        (["copy: Ben", "samples=0"], "samples should be at least 1, not 0"),
+        (["copy: Ben", "samples=0"], "samples must be a whole number of at least 1, not 0"),
         ([], "there is no prompt"),
     ],
 )  # fmt: skip

@@ -1,0 +1,260 @@
+"""The options of a sampler and of a generation: name, type, default, check and help, each declared once.
+
+Commands extend `Options`; their help pages and the checks of `Sampler` read it. The signatures of `Sampler` repeat
+names and defaults for type checkers, and a test compares them. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from inspect import signature
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from dllm_sampler import config
+from dllm_sampler.core.checks import check_count, check_switch, is_whole
+from dllm_sampler.core.naming import named
+from dllm_sampler.errors import UserError, nearest, short, unknown
+
+if TYPE_CHECKING:
+    from dllm_sampler.core.spec import ModelSpec
+    from dllm_sampler.core.values import Noise
+
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+BATCHING = ("in_flight", "static")
+MOST_ROWS = 2**20  # samples of a prompt, and prompts of a batch
+AUTO = "auto"
+MOST_THREADS = 2**12
+Progress = Callable[[int, int, int], None]  # called with (step, tokens committed, tokens wanted)
+LARGEST_SEED = 10**18 - 1  # a prompt's own, seed + i, must still be an int64
+
+
+class SamplerOptions(TypedDict, total=False):
+    """Options of `Sampler`, which its other constructors and its calls pass on."""
+
+    scheduler: object
+    blocks: object
+    stop: object
+    cache: object
+    guide: object
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    noise: Noise | None
+    compat: bool
+    stop_token_ids: int | Sequence[int] | None
+    max_steps: int | None
+    poll_every: int
+    backend: str
+    cuda_graph: bool | str
+    compile: bool | str
+    entropy: bool
+
+
+class GenerateOptions(SamplerOptions, total=False):
+    """What `Sampler.infill` and `Sampler.refine` pass on to `Sampler.generate`, which explains it."""
+
+    block_length: int | None
+    seed: int | Sequence[int]
+    stop_strings: str | Sequence[str]
+    progress: Progress | None
+    samples: int
+    forms: int | Sequence[int] | None
+
+
+def check_among(*choices: object) -> Callable[[str, object], None]:
+    """Return a check that refuses anything but these choices."""
+    words = [str(one).lower() if isinstance(one, bool) else str(one) for one in choices]
+
+    def check_one(name: str, value: object) -> None:
+        if not any(value == one and type(value) is type(one) for one in choices):
+            raise UserError(f"{name} must be {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
+
+    return check_one
+
+
+def check_threads(name: str, value: object) -> None:
+    """Refuse anything but `auto` or a number of threads."""
+    if value != AUTO and (not is_whole(value) or not 1 <= value <= MOST_THREADS):
+        raise UserError(f"{name} should be {AUTO} or a number from 1 to {MOST_THREADS}, not {short(repr(value))}")
+
+
+def _check_temperature(name: str, value: object) -> None:
+    if isinstance(value, int) and value >= 2**31:  # torch takes no larger integers
+        raise UserError(f"{name} must be at most {2**31 - 1}, not {value}")
+
+
+def _check_seed(name: str, value: int) -> None:
+    if not -LARGEST_SEED <= value <= LARGEST_SEED:
+        raise UserError(f"{name} should have at most 18 digits, not {len(str(abs(value)))}")
+
+
+def _check_dtype(name: str, value: str) -> None:
+    if value.removeprefix("torch.") not in DTYPES:
+        raise unknown(name, value, DTYPES)
+
+
+def option(default: Any, about: str, check: Callable[[str, Any], None] | None = None) -> Any:
+    """Return the field of an option.
+
+    Args:
+        default: its value if nothing is said.
+        about: its line of a help page.
+        check: raises `UserError` for a value that the type allows and the option does not.
+    """
+    return field(default=default, metadata={"about": about, "check": check})
+
+
+_OPTIONAL_COUNT = partial(check_count, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of every command that samples, without the plug-ins."""
+
+    max_new_tokens: int | None = option(None, "length of the answer's canvas, in tokens", _OPTIONAL_COUNT)
+    block_length: int | None = option(None, "shortcut for blocks.length", _OPTIONAL_COUNT)
+    temperature: float | None = option(
+        None, "draw tokens (guide.temperature.value); null: the likeliest", _check_temperature
+    )
+    top_k: int | None = option(None, "shortcut for guide.top_k.k, after the temperature")
+    top_p: float | None = option(None, "shortcut for guide.top_p.p, after top_k")
+    stop_token_ids: list[int] | int | None = option(
+        None, "token id, or a list, that ends an answer as the model's own end tokens do"
+    )
+    seed: int = option(0, "prompt i of a run is sampled with seed + i, whatever its batch", _check_seed)
+    batch_size: int = option(8, "prompts denoised together; changes no answer", partial(check_count, most=MOST_ROWS))
+    batching: str = option(
+        "in_flight",
+        "a prompt that is answered gives its place to the next one; static: batch after batch",
+        check_among(*BATCHING),
+    )
+    max_steps: int | None = option(None, "give up after this many steps; null: the scheduler's bound", _OPTIONAL_COUNT)
+    poll_every: int = option(1, "look for finished rows every this many steps", check_count)
+    device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, mps")
+    threads: int | str = option(
+        AUTO,
+        "of each process on a CPU: a number, or auto: 1 for models below 20M parameters, else torch's own choice",
+        check_threads,
+    )
+    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16, float16, float64", _check_dtype)
+    backend: str = option(
+        "auto", "kernels: triton, torch, or auto (triton on a GPU)", check_among("auto", "triton", "torch")
+    )
+    cuda_graph: bool | str = option(
+        False,
+        "record each size of step as a CUDA graph and replay it: true, false, or auto (where it can)",
+        check_among(True, False, "auto"),
+    )
+    compile: bool | str = option(
+        False,
+        "torch.compile: true, the model's layers in place of Triton's kernels for them, and what a step does around"
+        " the model; step, the latter alone",
+        check_among(True, False, "step"),
+    )
+    compat: bool = option(False, "the mask may be chosen as a token, as in published code", check_switch)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if (check_one := one.metadata.get("check")) is not None:
+                check_one(one.name, getattr(self, one.name))
+
+    def of_sampler(self) -> SamplerOptions:
+        """Return the options that `Sampler` has, too."""
+        return {name: getattr(self, name) for name in OF_SAMPLER}  # type: ignore[return-value]
+
+
+_CHECKS = {one.name: one.metadata["check"] for one in fields(Options)} | {"entropy": check_switch}
+OF_SAMPLER = tuple(one.name for one in fields(Options) if one.name in SamplerOptions.__annotations__)
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Refuse options of `Sampler` that are out of range. Plug-ins and end tokens are checked where they are built."""
+    for name, value in given.items():
+        if (check_one := _CHECKS.get(name)) is not None:
+            check_one(name, value)
+
+
+def pages(command: type) -> list[tuple[str, Any, str]]:
+    """Return the name, the default and the help of each option of a command."""
+    return [(one.name, one.default, one.metadata["about"]) for one in fields(command)]
+
+
+def check_known(options: Mapping[str, Any], *calls: Callable[..., Any], current: Mapping[str, Any]) -> None:
+    """Refuse options that a sampler does not have.
+
+    Args:
+        calls: methods whose parameters may have been meant, too.
+        current: options that hold where these say nothing.
+
+    Raises:
+        TypeError: as Python's own for an argument that a function does not have.
+    """
+    known = SamplerOptions.__annotations__
+    name = next((name for name in options if name not in known), None)
+    if name is None:
+        return
+    others = {other: call for call in calls for other in signature(call).parameters if other not in ("self", "options")}
+    if name in others:
+        raise TypeError(f"'{name}' is an option of {others[name].__name__}, and not of this call")
+    fields = _plugin_fields()
+    near = [name] if name in fields else nearest(name, [*known, *others], 1) or nearest(name, fields, 1, 0.8)
+    meant = [_as_setting(fields[one], one, options[name], {**current, **options}) for one in near if one in fields]
+    hint = meant[0] if meant else f"'{near[0]}'" if near else ""
+    raise TypeError(f"unknown option '{name}'" + (f", did you mean {hint}?" if hint else ""))
+
+
+def _plugin_fields() -> dict[str, dict[str, list[str]]]:
+    """Return the fields of all plug-ins, each with the groups and their choices that have it."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for group in config.GROUPS[1:]:
+        for choice in config.names(group):
+            for one in config.entry(group, choice).settings:
+                if one != "_target_":
+                    found.setdefault(one, {}).setdefault(group, []).append(choice)
+    return found
+
+
+def _as_setting(owners: Mapping[str, Sequence[str]], name: str, value: object, options: Mapping[str, Any]) -> str:
+    """Return a field as it is written, in the settings of the plug-in that was chosen if that has it."""
+    for group, choices in owners.items():
+        spec = options.get(group)
+        chosen = spec.get("name") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else named(spec)
+        if chosen in choices:
+            break
+    else:
+        group, choices = next(iter(owners.items()))
+        chosen = choices[0] if len(choices) == 1 else "NAME"
+    text = f'{group}={{"name": "{chosen}", "{name}": {short(repr(value))}}}'
+    return text if chosen != "NAME" else f"{text}, where NAME is one of {', '.join(choices)}"
+
+
+def end_token_ids(given: Any, spec: ModelSpec) -> tuple[int, ...]:
+    """Return a user's end tokens as a tuple. None is none.
+
+    Raises:
+        UserError: something else than a token id of the model's or a list of them, or the mask token.
+    """
+    given = given.tolist() if hasattr(given, "tolist") else () if given is None else given
+    try:
+        several = given if isinstance(given, list | tuple | set | range) else [given]
+        if any(isinstance(one, bool) for one in several):
+            raise TypeError
+        listed = [operator.index(one) for one in several]  # numpy's and torch's integers too
+    except TypeError:
+        raise UserError(
+            f"stop_token_ids={given!r} is no token id or list of token ids. Write [5, 6], for example."
+        ) from None
+    for token in listed:
+        if not 0 <= token < spec.vocab_size:
+            raise UserError(
+                f"stop_token_ids has the token id {token}, outside the vocabulary of {spec.vocab_size}. Give ids of"
+                " this model's tokens."
+            )
+        if token == spec.mask_id:
+            raise UserError(
+                f"stop_token_ids has {token}, the mask token, which no answer contains. Leave it out of the list."
+            )
+    return tuple(listed)

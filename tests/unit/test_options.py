@@ -1,0 +1,63 @@
+"""Options are declared once, in `dllm_sampler.options`; what repeats their names and defaults says the same."""
+
+from dataclasses import fields
+from inspect import signature
+
+import pytest
+
+from dllm_sampler import Sampler, config
+from dllm_sampler.cli.options import Options as Sampling
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.jobs import Options as Evaluating
+from dllm_sampler.eval.lm_eval.settings import Settings
+from dllm_sampler.options import OF_SAMPLER, GenerateOptions, Options, SamplerOptions, check_options
+
+NOT_TYPED = {"max_new_tokens": 128}  # commands without a length take the task's
+
+
+def test_the_signatures_of_sampler_have_the_declared_names_and_defaults() -> None:
+    declared = {one.name: one.default for one in fields(Options)}
+    init = {name: one.default for name, one in signature(Sampler).parameters.items()}
+    assert {name for name in init if name not in ("denoiser", "tokenizer")} == set(SamplerOptions.__annotations__)
+    assert {name: init[name] for name in OF_SAMPLER} == {name: declared[name] for name in OF_SAMPLER}
+    for call in (Sampler.generate, Sampler.generate_many, Sampler.stream):
+        for name, one in signature(call).parameters.items():
+            if name in declared:
+                assert one.default == NOT_TYPED.get(name, declared[name]), name
+    assert set(GenerateOptions.__annotations__) - set(SamplerOptions.__annotations__) <= {
+        *signature(Sampler.generate).parameters
+    }
+
+
+def test_the_default_plugins_are_those_of_the_commands() -> None:
+    chosen = {name: one.default for name, one in signature(Sampler).parameters.items() if name in config.GROUPS}
+    for root in ("sample", "eval"):
+        assert {name: config.defaults(root)[name] for name in chosen} == {**chosen, "guide": "none"}
+
+
+@pytest.mark.parametrize("command", [Sampling, Evaluating, Settings])
+def test_every_option_of_a_command_is_explained(command: type) -> None:
+    shared = {one.name for one in fields(Options)}
+    assert shared <= {one.name for one in fields(command)}
+    if command is not Settings:  # the harness has no help page
+        assert all(one.metadata["about"] for one in fields(command))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_steps": 0}, "max_steps must be a whole number of at least 1, or null, not 0"),
+        ({"poll_every": True}, "poll_every must be a whole number"),
+        ({"compat": 1}, "compat must be true or false, not 1"),
+        ({"entropy": None}, "entropy must be true or false, not None"),
+        ({"cuda_graph": 1}, "cuda_graph must be true, false or auto, not 1"),
+        ({"compile": "auto"}, "compile must be true, false or step, not 'auto'"),
+        ({"backend": "cuda"}, "backend must be auto, triton or torch, not 'cuda'"),
+        ({"temperature": 2**31}, "temperature must be at most 2147483647"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(given: SamplerOptions, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_options(given)
+    with pytest.raises(UserError, match=message):
+        Sampler.from_pretrained("mini", **given)
