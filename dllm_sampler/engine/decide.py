@@ -7,7 +7,7 @@ take them whole.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -81,16 +81,25 @@ def ask(plugins: Plugins, state: Generation) -> None:
     state.measured = packing.measure(canvas, state.wanted, state.bad, joint)
 
 
-def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent: Spent) -> None:
-    """Decide what the forward's answer changes, and move every row on."""
-    canvas, blocks, spec = state.canvas, plugins.blocks, state.cache.spec
+class Judgement(NamedTuple):
+    """What scheduler, blocks and guides make of a forward's answer, before anything is written."""
+
+    canvas: Canvas  # before the step, with the block that the step is about
+    query: Query  # about the candidate that the step goes on from
+    seen: Readout  # of that candidate
+    edit: Edit
+    carry: Carry
+    bad: Tensor  # [B] see `Canvas.reject_nonfinite`
+
+
+def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: Carry, bad: Tensor) -> Judgement:
+    """Ask the scheduler what to commit, and keep what blocks, finite numbers and guides allow."""
+    blocks = plugins.blocks
     opened = blocks.open(canvas, query, seen)
     if opened is not None:
         canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
-    told = plugins.scheduler.tell(canvas, query, seen, state.carry)
-    edit, state.carry = checked_answer(plugins.scheduler, told, canvas, query)
+    edit, carry = checked_answer(plugins.scheduler, plugins.scheduler.tell(canvas, query, seen, carry), canvas, query)
     if edit.candidate is not None:
-        state.cache.adopt(edit.candidate)
         if query.stops is not None:
             canvas = replace(canvas, stop=query.stops.gather(1, edit.candidate[:, None])[:, 0])
         query, seen = query.of(edit.candidate), seen.of(edit.candidate)
@@ -98,16 +107,23 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
     if progressed is not edit:
         check_edit("blocks", blocks, progressed, canvas, query)
     edit = progressed
-    state.bad, edit = canvas.reject_nonfinite(
-        query.positions, edit, state.bad, seen.confidence, plugins.forbidden_token
-    )
+    bad, edit = canvas.reject_nonfinite(query.positions, edit, bad, seen.confidence, plugins.forbidden_token)
     for guide in plugins.guides:
         if guide.vetoes:
             edit = _settled(guide, canvas, query, seen, edit)
+    return Judgement(canvas, query, seen, edit, carry, bad)
+
+
+def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent: Spent) -> None:
+    """Decide what the forward's answer changes, and move every row on."""
+    judged = judge(plugins, state.canvas, query, seen, state.carry, state.bad)
+    canvas, query, seen, edit, state.carry, state.bad = judged
+    if edit.candidate is not None:
+        state.cache.adopt(edit.candidate)
     edit, after = _stop(plugins.stop, canvas, query, seen, edit)
     state.cache.observe(canvas, query, edit, seen)
     state.recorder.note(canvas, after, query, edit, seen)
-    moved = blocks.move(after)
+    moved = plugins.blocks.move(after)
     if moved is None:
         state.canvas = after.advance(after.block_over(edit), canvas.lookahead, edit.finish, spent)
     else:
@@ -116,8 +132,8 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
         resized = edit.resize.on(after, ~canvas.done if edit.finish is None else ~(canvas.done | edit.finish))
         state.recorder.move(canvas, resized)
         state.canvas = resized.applied(state.canvas)
-    if seen.logits is not None and spec.self_conditioning:
-        state.previous = seen.logits[:, 0].to(spec.dtype)
+    if seen.logits is not None and state.cache.spec.self_conditioning:
+        state.previous = seen.logits[:, 0].to(state.cache.spec.dtype)
 
 
 def _settled(guide: Guide, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -> Edit:

@@ -19,14 +19,13 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Guide, Scheduler
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import FREE, Canvas, Query, Readout
-from dllm_sampler.engine import faults, readout
-from dllm_sampler.engine.plugins import assemble
+from dllm_sampler.engine import decide, faults, readout
+from dllm_sampler.engine.plugins import Plugins, assemble
 from dllm_sampler.errors import UserError
 from dllm_sampler.integrations.canvas import block
 from dllm_sampler.integrations.forms import OfAnswer, of_text
-from dllm_sampler.integrations.scope import beyond, obstacle
 from dllm_sampler.kernels.backend import TORCH, Backend
 
 if TYPE_CHECKING:
@@ -175,18 +174,14 @@ class BlockRule:
             step: `[B] int64` forwards that each row made before this one, those of earlier blocks included.
             seed: `[B] int64` of each row. Noise depends on seed, step and column alone.
         """
-        canvas, scheduler = self._seen(state.canvas, ids, first, step, seed), self.plugins.scheduler
-        query = scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
-        seen = self._read(canvas, query, logits, state)
+        plugins, canvas = self.plugins, self._seen(state.canvas, ids, first, step, seed)
+        query = plugins.scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
+        seen, good = self._read(canvas, query, logits, state), torch.zeros_like(canvas.step)
         try:
-            told = scheduler.tell(canvas, query, seen, state.carry)
+            _, query, seen, edit, carry, bad = decide.judge(plugins, canvas, query, seen, state.carry, good)
         except Exception as error:
-            faults.check_needs(error, lambda other: scheduler.tell(canvas, query, other, state.carry), seen)
+            faults.check_needs(error, lambda other: plugins.scheduler.tell(canvas, query, other, state.carry), seen)
             raise
-        edit, carry = faults.checked_answer(scheduler, told, canvas, query)
-        bad, edit = canvas.reject_nonfinite(
-            query.positions, edit, torch.zeros_like(canvas.step), seen.confidence, self.plugins.forbidden_token
-        )
         after = canvas.apply(query.positions, edit)
         over = after.block_over(edit) if edit.finish is None else after.block_over(edit) | edit.finish
         over = over | canvas.done
@@ -291,3 +286,40 @@ def model(vocab_size: int, mask_id: int | None, ends: tuple[int, ...], length: i
         attention="block_causal",
         block_length=length,
     )
+
+
+def obstacle(plugins: Plugins) -> str | None:
+    """Why the logits of one block are not all that the plug-ins want; None: they are."""
+    for guide in plugins.guides:
+        if guide.vetoes:
+            return f"guide={named(guide)} judges whole answers, and an engine shows one block: use json_schema or regex"
+        if guide.forms:
+            return f"guide={named(guide)} has a list of forms, and an engine's requests name none of them: give it one"
+    if "hidden" in plugins.needs:
+        name = named(plugins.scheduler)
+        return f"scheduler={name} needs hidden states, and engines hand over logits only: use another, threshold say"
+    return beyond(plugins.scheduler)
+
+
+def beyond(scheduler: Scheduler) -> str | None:
+    """Why the logits of one block are not all that a scheduler wants, as far as it says so before it is bound."""
+    why = reason(scheduler.traits)
+    return why and (
+        f"scheduler={named(scheduler)} needs more than the logits of a block, which are all that an engine hands over:"
+        f" {why}; use another scheduler, threshold say"
+    )
+
+
+def reason(traits: Traits) -> str | None:
+    """What a scheduler wants beyond the logits of a block; None: nothing."""
+    if traits.scope != "model":
+        return None
+    if traits.initial is not None:
+        return "it changes the length of the answer"
+    if traits.leave_one_out:
+        return "it adds shadow rows to the forward"
+    if traits.drafts:
+        return "it asks about several states in one forward"
+    if traits.shared:
+        return "it asks a second model"
+    return "it hides positions from the model" if traits.static else "it judges whole answers"

@@ -7,9 +7,10 @@ Letters: B rows, W positions of a block, V vocabulary.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import compress
 from os import PathLike
 from typing import Any
@@ -17,25 +18,94 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm_sampler import config as configuration
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import described, named
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.errors import NotFiniteError, UserError, installing
+from dllm_sampler.host.functions import function
 from dllm_sampler.integrations.block import BlockRule, BlockState, model
-from dllm_sampler.integrations.saving import check_json, written
-from dllm_sampler.integrations.timesteps import Timesteps
 
 try:
     from diffusers.configuration_utils import ConfigMixin, FrozenDict, register_to_config
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
-
-    from dllm_sampler.integrations.diffusers_output import DllmSchedulerOutput
+    from diffusers.utils.outputs import BaseOutput
 except ImportError as error:
     raise UserError(f"DllmScheduler needs the package diffusers: {installing('diffusers')}") from error
 
 # What `LLaDA2Pipeline` tells every scheduler unless its caller says otherwise.
 UNSAID = {"temperature": 0.0, "top_p": None, "top_k": None, "threshold": 0.7, "editing_threshold": 0.5}
+
+
+class Timesteps:
+    """N steps per block, at the times 1, 1 - 1/N, ... 1/N."""
+
+    num_inference_steps: int | None = None
+    timesteps: Tensor = torch.empty(0)  # [N] float32
+    step_index: int | None = None  # the number, from 0, of the next step; None: the block has not been entered
+    begin_index: int | None = None  # the step at which it is entered, where a pipeline has said so
+
+    @property
+    def steps(self) -> int:
+        """N.
+
+        Raises:
+            UserError: it has not been said.
+        """
+        if self.num_inference_steps is None:
+            raise UserError("call set_timesteps before step: it says how many forwards a block may take")
+        return self.num_inference_steps
+
+    def clock(self, num_inference_steps: int, device: str | torch.device | None) -> None:
+        """Set N, and begin with the first step."""
+        check_count("num_inference_steps", num_inference_steps)
+        self.num_inference_steps = num_inference_steps
+        self.timesteps = torch.arange(num_inference_steps, 0, -1, device=device).float() / num_inference_steps
+        self.step_index = self.begin_index = None
+
+    def set_begin_index(self, begin_index: int = 0) -> None:
+        """Say at which step a block is entered, so that no timestep must be read from the device."""
+        self.begin_index = begin_index
+
+    def index_for_timestep(self, timestep: float | Tensor) -> int:
+        """The number, from 0, of the step at a time."""
+        return self.steps - round(float(timestep) * self.steps)
+
+    def index(self, timestep: int | float | Tensor) -> int:
+        """The number, from 0, of this step: `timestep` itself if that is whole, else the next one of the block."""
+        if isinstance(timestep, int) or (isinstance(timestep, Tensor) and not timestep.is_floating_point()):
+            return int(timestep)
+        if self.step_index is None:
+            return self.index_for_timestep(timestep) if self.begin_index is None else self.begin_index
+        return self.step_index
+
+
+@dataclass
+class DllmSchedulerOutput(BaseOutput):
+    """What a step changes, in the fields that discrete schedulers of diffusers have in common (PR #14741)."""
+
+    prev_sample: Tensor  # [B, W] the block that the next forward is to see
+    pred_original_sample: Tensor  # [B, W] the token that the model would write, everywhere
+    sampled_probs: Tensor  # [B, W] float32 its probability, before temperature and truncation
+    pred_logits: Tensor  # [B, W, V] logits; where noise are random tokens, those that the tokens were chosen from
+    committed_mask: Tensor  # [B, W] bool: was noise, and is none any more
+    edited_mask: Tensor  # [B, W] bool: was no noise, and has become another token or noise
+
+    @property
+    def transfer_index(self) -> Tensor:
+        """`committed_mask`, as diffusers 0.42 calls it."""
+        return self.committed_mask
+
+    @property
+    def editing_transfer_index(self) -> Tensor:
+        """`edited_mask`, as diffusers 0.42 calls it."""
+        return self.edited_mask
+
+    @property
+    def sampled_tokens(self) -> Tensor:
+        """`pred_original_sample`, as diffusers 0.42 calls it."""
+        return self.pred_original_sample
 
 
 class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
@@ -324,3 +394,31 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         earlier = self._answers or [[] for _ in ids]
         self._answers = [[*row, *compress(*last)] for row, *last in zip(earlier, ids, own, strict=True)]
         return self._answers
+
+
+def written(group: str, plugin: Any) -> Any:
+    """A plug-in as a dict of its name and settings, if its class is that of a YAML in `conf/<group>`; else as it is."""
+    if isinstance(plugin, list | tuple):
+        return [written(group, one) for one in plugin]
+    if not is_dataclass(plugin) or isinstance(plugin, type) or named(plugin) not in configuration.names(group):
+        return plugin
+    target = configuration.entry(group, named(plugin)).settings.get("_target_")
+    if target is None or function(group, str(target)) is not type(plugin):
+        return plugin
+    values = {one.name: getattr(plugin, one.name) for one in fields(plugin) if one.init}
+    return {"name": named(plugin), **{key: written("scheduler", value) for key, value in values.items()}}
+
+
+def check_json(group: str, plugin: Any) -> None:
+    """Refuse what JSON cannot hold.
+
+    Raises:
+        UserError: the plug-in, or one of its settings, is an object.
+    """
+    try:
+        json.dumps(plugin)
+    except TypeError:
+        raise UserError(
+            f'{group}={plugin!r} cannot be saved: a file holds settings, so give a dict with "name", or with "_target_"'
+            " for a class of your own"
+        ) from None

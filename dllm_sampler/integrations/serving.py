@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.integrations.block import BlockRule, BlockState, check_text
 from dllm_sampler.integrations.block import model as spec_of
 from dllm_sampler.integrations.forms import of_text
-from dllm_sampler.integrations.rows import stacked, taken
 from dllm_sampler.integrations.settings import CPU, Sampling, Settings
 from dllm_sampler.kernels.backend import select
+
+State = TypeVar("State")
 
 RULES = 256  # kept at a time: requests may name as many temperatures as they like
 DEVICES = 4  # of which guides are kept
@@ -263,3 +264,32 @@ def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:
 def _memory(leaf: Any) -> int | None:
     """Where a tensor's numbers lie."""
     return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None
+
+
+def taken(state: State, rows: Tensor) -> State:
+    """The state of some `rows [n]` alone."""
+    return walk(state, lambda _, leaf: leaf.index_select(0, rows) if isinstance(leaf, Tensor) else leaf, "")
+
+
+def stacked(states: Sequence[State]) -> State:
+    """The state of all rows of `states`, which may differ in age.
+
+    Before the first forward of a block a scheduler may hold less of a row, in fewer columns, than behind it; what it
+    holds then does not count, so any numbers fill up.
+    """
+    if len(states) == 1:
+        return states[0]
+    found: list[dict[str, Any]] = [{} for _ in states]
+    for state, leaves in zip(states, found, strict=True):
+        walk(state, leaves.__setitem__, "")
+
+    def visit(path: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaves = [own for one in found if isinstance(own := one.get(path), Tensor)]
+        if len(leaves) < len(found):
+            return None
+        shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in leaves), strict=True)]
+        return torch.cat([one.expand(-1, *shape) for one in leaves])
+
+    return walk(states[0], visit, "")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.integrations.block import BlockRule, BlockState
-from dllm_sampler.integrations.rows import stacked, taken
+from dllm_sampler.integrations.serving import stacked, taken
 from dllm_sampler.models.denoiser import TransformerDenoiser
 
 

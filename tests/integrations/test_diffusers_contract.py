@@ -18,8 +18,7 @@ from dllm_sampler.core import naming
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.guides import Temperature
-from dllm_sampler.integrations.diffusers import DllmScheduler
-from dllm_sampler.integrations.diffusers_output import DllmSchedulerOutput
+from dllm_sampler.integrations.diffusers import DllmScheduler, DllmSchedulerOutput
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.localleap import LocalLeap
@@ -298,4 +297,4 @@ def test_nothing_else_imports_diffusers() -> None:
     package = Path(config.__file__).parent
     users = [path.name for path in package.rglob("*.py") if "import diffusers" in (text := path.read_text())
              or "from diffusers" in text]  # fmt: skip
-    assert sorted(users) == ["diffusers.py", "diffusers_output.py"]
+    assert users == ["diffusers.py"]

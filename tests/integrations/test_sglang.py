@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dllm_sampler import config
-from dllm_sampler.integrations import rows, serving, sglang
+from dllm_sampler.integrations import serving, sglang
 from dllm_sampler.integrations.settings import Sampling
 from tests import toys
 from tests.contract.cases import Settings, one_of_each_kind
@@ -166,11 +166,11 @@ def test_a_block_without_an_end_is_given_up(registered: str, fdfo: bool, caplog:
 
 
 def test_a_state_is_kept_whole_while_the_batch_is_the_same(registered: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = []
+    moved, original = [], serving.taken
 
     def taken(*given: Any) -> Any:
         moved.append(given)
-        return rows.taken(*given)
+        return original(*given)
 
     monkeypatch.setattr(serving, "taken", taken)
     engine = server({"scheduler": {"name": "klass", "steps": 6}})

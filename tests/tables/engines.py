@@ -18,7 +18,7 @@ from dllm_sampler import config
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.eval.arguments import Parser, command
 from dllm_sampler.host import files
-from dllm_sampler.integrations.scope import reason
+from dllm_sampler.integrations.block import reason
 from tests.tables import markdown
 
 COMMAND = "python -m tests.tables.engines"
