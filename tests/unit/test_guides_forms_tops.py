@@ -60,6 +60,7 @@ def test_the_best_of_each_class(
     assert torch.equal(tops.weighted(listed, logits, least, factors), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [300, 2048, 2049, 5000], ids="V{}".format)
 def test_numba_and_torch_agree(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of any length, logits from a wide range, and NaN and infinity, of which only the row itself suffers."""
@@ -109,6 +110,7 @@ def test_sums_of_many_equal_numbers() -> None:
     assert abs(float(found - expected)) < 1e-6
 
 
+@pytest.mark.slow
 def test_what_numba_keeps_goes_with_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "MANY", 0)
     listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, (256,), 257),))
@@ -121,6 +123,7 @@ def test_what_numba_keeps_goes_with_the_form(monkeypatch: pytest.MonkeyPatch) ->
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, also where numba itself refuses to be imported, and torch does the same."""
     listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, (256,), 257),))

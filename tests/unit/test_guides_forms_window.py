@@ -16,6 +16,7 @@ from dllm_sampler.guides.forms.choice import Lattice
 from dllm_sampler.guides.forms.edges import joined
 from tests import toys
 from tests.forms import LENGTH, MASK, VOCAB, laid_out, ruled, strings
+from tests.sampling import crossed
 
 LISTED = ("(ab|c)*", "a?b{2}c?", "(a|b|c){3,}")
 COLUMNS = torch.arange(LENGTH + 1)
@@ -73,7 +74,7 @@ def told(canvas: Canvas, query: Query) -> Canvas:
 
 
 @pytest.mark.parametrize("numba", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("draws", "given"), list(product([False, True], repeat=2)))
+@pytest.mark.parametrize(("draws", "given"), crossed([False, True], [False, True]))
 def test_a_window_changes_no_bit(
     draws: bool, given: bool, numba: bool, widths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_numba_and_torch_go_the_same_way(draws: bool, given: bool, monkeypatch: 
             torch.testing.assert_close(found[1], weight, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_numba_and_torch_choose_the_better_class_where_rounding_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows is so unlikely that the sums of two classes along an edge are equal."""
     edges = ruled(LISTED).guides[-1].edges  # pyright: ignore[reportAttributeAccessIssue]
