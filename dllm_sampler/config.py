@@ -22,7 +22,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from dllm_sampler.core.naming import named, typed
 from dllm_sampler.errors import UserError, short, unknown
-from dllm_sampler.host.functions import function, resolve
+from dllm_sampler.host.functions import resolve, resolve_callable
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import check_interpolations
 
@@ -254,7 +254,7 @@ def plugin_class(owner: str, group: str, target: str) -> type:
     Raises:
         UserError: there is none, or it is no class of the group's plug-ins.
     """
-    found: Any = function(f"{owner}: _target_", target)
+    found: Any = resolve_callable(f"{owner}: _target_", target)
     base = resolve(BASES[group])
     if not inspect.isclass(found) or found is base or not issubclass(found, base):
         raise UserError(f"{owner}: _target_ should name a class that extends {base.__name__}, and {target} is none")

@@ -12,7 +12,7 @@ from dllm_sampler.config import GROUPS
 from dllm_sampler.core.checks import is_real, is_whole
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.records import Record
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 
 SCHEMA = 2  # of run.json; docs/formats.md
 PLACE = (
@@ -33,7 +33,7 @@ def about(file: Path, text: str) -> dict[str, Any]:
         UserError: it is no JSON object of this schema; the sentence names the line.
     """
     try:
-        found = parsed(text)
+        found = load_json(text)
     except ValueError as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
         raise UserError(f"{file}, line {line}: this is not JSON ({getattr(error, 'msg', error)}): {_AGAIN}") from error
@@ -78,7 +78,7 @@ def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) 
 def parse(line: bytes, run: Mapping[str, Any] | None) -> Record:
     """The sample in a line; raises a ValueError that says what is wrong."""
     try:
-        fields = parsed(line)
+        fields = load_json(line)
     except ValueError as error:
         why = "its letters are not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "msg", error)
         raise ValueError(f"this is not JSON ({why})") from error

@@ -13,7 +13,7 @@ from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import NotWrittenError, UserError, counted
 from dllm_sampler.host import files
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 from dllm_sampler.result import Result
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Records:
             UserError: it is another run's, or no sample.
         """
         try:
-            found = parsed(line)
+            found = load_json(line)
             index, sample = found["index"], found.get("sample", 0)
             if found["schema"] != SCHEMA or not is_whole(index) or not is_whole(sample):
                 raise ValueError
@@ -145,7 +145,7 @@ class Records:
         if not self.there or not self.lines.count:
             return
         lines = self.path.read_bytes().splitlines(keepends=True)
-        ordered = sorted(lines, key=lambda line: ((found := parsed(line))["index"], found.get("sample", 0)))
+        ordered = sorted(lines, key=lambda line: ((found := load_json(line))["index"], found.get("sample", 0)))
         if ordered != lines:
             files.write(self.path, b"".join(ordered))
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 
 from dllm_sampler.errors import short
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 
 # Fields that hold a regular expression, JSON, or a file: their signs are not Hydra's lists, mappings and sweeps.
 FILES = ("guide.json_schema.schema", "guide.grammar.grammar")
@@ -33,7 +33,7 @@ def as_text(key: str, value: str, readable: Callable[[str], bool]) -> str:
         return value
     if value.startswith(("[", "{")):
         try:
-            parts = parsed(value)
+            parts = load_json(value)
         except ValueError:
             parts = None
         if isinstance(parts, list) and parts and all(isinstance(part, str | dict) for part in parts):

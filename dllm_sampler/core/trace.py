@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler.core.values import Canvas, Edit, Moved, Query, Readout
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.host import files
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 
 SCHEMA = 2
 FIELDS = ("ids", "step_map", "gone", "logprob", "nfe", "rows", "begin", "end", "seeds", "revised")
@@ -298,7 +298,7 @@ class Trace:
         """
         try:
             with safe_open(path, framework="pt") as file:
-                about = parsed((file.metadata() or {}).get("trace", "{}"))
+                about = load_json((file.metadata() or {}).get("trace", "{}"))
                 known = isinstance(about, dict) and {"schema", *NUMBERS} <= about.keys() and about["schema"] == SCHEMA
                 optional = {*OPTIONAL} & set(file.keys())
                 tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)} if known else {}

@@ -47,8 +47,8 @@ def resolve(name: str) -> Any:
         sys.meta_path.remove(finder)
 
 
-def function(what: str, name: str) -> Callable[..., Any]:
-    """The function that `package.module:function` names; its module is imported as `resolve` does.
+def resolve_callable(what: str, name: str) -> Callable[..., Any]:
+    """Return the function that `package.module:function` names. Its module is imported as `resolve` does.
 
     Args:
         what: what an error calls it, `the reward` say.

@@ -16,8 +16,8 @@ _WORD = re.compile(r"[^\s${}:,'\"]+")  # of an interpolation: it may name anothe
 _NESTED = re.compile(r"\$\{[^{}]*\$\{")
 
 
-def parsed(text: str | bytes) -> Any:
-    """The value of a JSON text.
+def load_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
 
     Raises:
         ValueError: it is not JSON, not UTF-8, or has more brackets inside each other than Python can follow.

@@ -24,7 +24,7 @@ from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import described, named
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.errors import NotFiniteError, UserError, installing
-from dllm_sampler.host.functions import function
+from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.integrations.block import BlockRule, BlockState, model
 
 try:
@@ -403,7 +403,7 @@ def written(group: str, plugin: Any) -> Any:
     if not is_dataclass(plugin) or isinstance(plugin, type) or named(plugin) not in configuration.names(group):
         return plugin
     target = configuration.entry(group, named(plugin)).settings.get("_target_")
-    if target is None or function(group, str(target)) is not type(plugin):
+    if target is None or resolve_callable(group, str(target)) is not type(plugin):
         return plugin
     values = {one.name: getattr(plugin, one.name) for one in fields(plugin) if one.init}
     return {"name": named(plugin), **{key: written("scheduler", value) for key, value in values.items()}}

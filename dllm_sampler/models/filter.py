@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
 from dllm_sampler.host.paths import expanded
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 
 FILE = "filter.safetensors"  # in the folder of a checkpoint that ships its own
 SCHEMA = 1
@@ -55,7 +55,7 @@ def load(path: Path, spec: ModelSpec) -> Layers:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-            said = parsed((file.metadata() or {}).get("filter", "{}"))  # published filters say nothing
+            said = load_json((file.metadata() or {}).get("filter", "{}"))  # published filters say nothing
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"scheduler.filter: {path} cannot be read as a safetensors file ({error})") from error
     _check_made_for(spec, said, path)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 from dllm_sampler.models.family import HARMLESS, Family, Part
 from dllm_sampler.models.transformer import Transformer
 
@@ -201,7 +201,7 @@ def read_json(file: Path) -> dict[str, Any]:
         UserError: it is no JSON object.
     """
     try:
-        found = parsed(file.read_text(encoding="utf-8"))
+        found = load_json(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise UserError(f"{file} is not valid JSON ({error})") from None
     if not isinstance(found, dict):

@@ -13,7 +13,7 @@ from dllm_sampler.core.spec import learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.host.paths import expanded
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 
@@ -53,7 +53,7 @@ class PositionCalibrated(FixedSteps):
         if self.frequency is not None:
             path = expanded("scheduler.frequency", self.frequency)
             try:
-                table = parsed(path.read_text(encoding="utf-8"))
+                table = load_json(path.read_text(encoding="utf-8"))
                 total = float(table["num_token"])
                 counts = {int(token): float(count) for token, count in table["p_baseline_dict"].items()}
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

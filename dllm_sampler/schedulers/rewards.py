@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler.core.ends import first_end
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import RowError, UserError
-from dllm_sampler.host.functions import function
+from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.inputs import prompts
 
 NOTHING = -1  # in place of a token: the position is left out
@@ -67,7 +67,7 @@ class Reward:
         if not isinstance(given, str) and not callable(given):
             raise UserError(f"{setting} must be a function, or package.module:function that names one, not {given!r}")
         name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
-        call: Any = function(f"{setting}:", given) if isinstance(given, str) else given
+        call: Any = resolve_callable(f"{setting}:", given) if isinstance(given, str) else given
         return Reward(call, f"{setting}={name}", tokenizer, end_ids)
 
     def __call__(self, canvas: Canvas, ids: Tensor, judged: Tensor) -> Tensor:

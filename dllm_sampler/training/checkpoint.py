@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 from dllm_sampler.training import sharding
 
 FILE = "checkpoint.safetensors"
@@ -38,7 +38,7 @@ def read_json(path: Path) -> Any:
         UserError: it was damaged since.
     """
     try:
-        return parsed(path.read_text(encoding="utf-8"))
+        return load_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove it to start the run again") from None
 
@@ -117,7 +117,7 @@ def _opened(folder: Path) -> Iterator[Any]:
 def settings(folder: Path) -> dict[str, Any]:
     """The settings, `config` of the `state`, to see whether the rest would fit."""
     with _opened(folder) as file:
-        return parsed(file.metadata()["state"])["config"]
+        return load_json(file.metadata()["state"])["config"]
 
 
 def load(
@@ -125,7 +125,7 @@ def load(
 ) -> dict[str, Any]:
     """Put weights and moments back and return the `state` that was saved with them."""
     with _opened(folder) as file:
-        state = parsed(file.metadata()["state"])
+        state = load_json(file.metadata()["state"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     now = model.state_dict()
     learnt = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("model.")}

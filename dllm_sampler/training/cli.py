@@ -25,7 +25,7 @@ from dllm_sampler.cli.quoting import quoted
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.errors import NotWrittenError, UserError, unknown
 from dllm_sampler.host import files
-from dllm_sampler.host.functions import function
+from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.options import AUTO, check_threads
 
@@ -115,7 +115,7 @@ def _read(words: Sequence[str]) -> tuple[Any, int | str]:
     if isinstance(output := settings.get("output"), str):
         expanded("train.output", output)
     target = str(settings.pop("_target_"))
-    cls: Any = function(f"train={name}: _target_", target)
+    cls: Any = resolve_callable(f"train={name}: _target_", target)
     if not inspect.isclass(cls) or not is_dataclass(cls) or not hasattr(cls, "run"):  # asked before it is called
         raise UserError(f"train={name}: _target_ should name a dataclass with a method run, and {target} is none")
     return cls(**config.check(f"train={name}", cls, settings, whole=True)), tree["threads"]
@@ -126,7 +126,7 @@ def _run(words: list[str]) -> int:
         named = [word.partition("=")[2] for word in words if word.startswith("train=")]
         for name in named:
             settings = user_files.entry("train", name).settings  # a mistake in the name shows here
-            console, cls = Console(), function(f"train={name}: _target_", str(settings.get("_target_")))
+            console, cls = Console(), resolve_callable(f"train={name}: _target_", str(settings.get("_target_")))
             say(console, f"train={name}: {about('train', name)}")
             listing(console, "train", cls, settings)
         if not named:

@@ -16,7 +16,7 @@ from typing import Any
 from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.host import files
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 
 FILE = "log.jsonl"
 TRACKERS = ("tensorboard", "trackio")
@@ -41,7 +41,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     found = []
     for text in path.read_bytes().splitlines():
         try:
-            line = parsed(text)
+            line = load_json(text)
         except ValueError:
             break
         if not isinstance(line, dict) or not is_whole(line.get("step")):

@@ -10,7 +10,7 @@ from typing import Any
 
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.host import patterns
-from dllm_sampler.host.functions import function
+from dllm_sampler.host.functions import resolve_callable
 
 
 def exact_match(text: str, answer: str) -> float:
@@ -63,7 +63,7 @@ class Metric:
     @cached_property
     def call(self) -> Callable[..., Any]:
         """The user's function."""
-        return function(self.setting, self.name)
+        return resolve_callable(self.setting, self.name)
 
     def check(self, answer: Any, where: str) -> None:
         """Refuse an answer that none of the metrics here can use.

@@ -18,7 +18,7 @@ from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.learn2pd import lay_out
@@ -145,7 +145,7 @@ def _resume(path: Path, run: Mapping[str, Any]) -> tuple[list[int], list[Records
         return [], []
     try:
         with safe_open(path, "pt") as file:
-            state = parsed(file.metadata()["state"])
+            state = load_json(file.metadata()["state"])
             records = Records(*(file.get_tensor(one.name) for one in fields(Records)))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); remove it to start the run again") from None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.host.functions import function
+from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.schedulers.rewards import listed
 from dllm_sampler.training.tasks import TASKS, UNSEEN, boxes
 
@@ -79,7 +79,7 @@ def find(name: str) -> Reward:
         return REWARDS[name]
     if ":" not in name:
         raise unknown("reward", name, [*REWARDS, "package.module:function"])
-    return function("the reward", name)
+    return resolve_callable("the reward", name)
 
 
 @dataclass(frozen=True)

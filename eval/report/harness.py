@@ -13,7 +13,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval.lm_eval.counters import KEY, SCHEMA
 from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.statistics import Z, wilson
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 
 PATTERN = "results_*.json"
 
@@ -43,7 +43,7 @@ def results(file: Path) -> list[Result]:
     """
     try:
         content = file.read_bytes()
-        found = parsed(content)
+        found = load_json(content)
         ours = found["config"].get(KEY)
         if ours is None:
             return []

@@ -20,7 +20,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature
 from dllm_sampler.guides.grammar.language import Language
 from dllm_sampler.guides.grammar.reading import SKIP
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 from dllm_sampler.published import Behind, PublishedFixedSteps, PublishedGrammar
 from dllm_sampler.sampler import Sampler
 from tests.conformance.builder import Checkpoints, Setup
@@ -111,7 +111,7 @@ def _language(path: Path, name: str) -> Language:
         UserError: the file cannot be read.
     """
     try:
-        about: dict[str, Any] = parsed(path.read_text(encoding="utf-8"))[name]
+        about: dict[str, Any] = load_json(path.read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} does not describe the language {name!r}: {error}") from None
     prelex = about["prelex"]

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 from tests.conformance.records import RECORDS, named
 
 Count = Annotated[int, Field(ge=0)]
@@ -177,7 +177,7 @@ def _lines(file: Path) -> Iterator[Line]:
             continue
         where = f"{file}, line {number}"
         try:
-            raw = parsed(content)
+            raw = load_json(content)
         except ValueError as error:
             raise UserError(f"{where}: not JSON ({error})") from None
         if not isinstance(raw, dict):

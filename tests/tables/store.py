@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 
 Figures = TypeVar("Figures")
 Plugins = dict[str, Any]
@@ -49,7 +49,7 @@ class Store(Generic[Figures]):
             raise UserError(f"results cannot be kept in {path}: {error.strerror}") from error
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):  # the run was cut in the middle of the line
-                entry = parsed(line)
+                entry = load_json(line)
                 key = self._key(entry["schema"], entry["setup"], entry["plugins"], entry["task"])
                 self.found[key] = read(entry)
 

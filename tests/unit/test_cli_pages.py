@@ -18,7 +18,7 @@ from dllm_sampler.core.spec import Traits
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.command import main as evaluate
 from dllm_sampler.eval.tuning import main as tune
-from dllm_sampler.host.functions import function
+from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.training.cli import main as train
 
 OWN = {
@@ -69,7 +69,7 @@ def test_own_choices_are_listed_explained_and_chosen(
         assert chosen.options.seed == 3 and chosen.plugins["scheduler"]["threshold"] == 0.5  # type: ignore[index]
     else:
         built = config.build(group, chosen.plugins[group])
-        kind: Any = function("it", _target(OWN[group]))
+        kind: Any = resolve_callable("it", _target(OWN[group]))
         assert isinstance(built[0] if group == "guide" else built, kind)
 
 
@@ -199,7 +199,7 @@ def test_every_field_is_explained(group: str) -> None:
     for name in config.names(group):
         given = config.entry(group, name).settings
         if "_target_" in given:
-            cls = function(name, given["_target_"])
+            cls = resolve_callable(name, given["_target_"])
             shown = list(explain._fields(group, cls, given))
             assert len(shown) == sum(one.init for one in fields(cls))  # type: ignore[arg-type]
             assert all(meaning.strip("[] ") for _, meaning in shown), f"{cls.__name__} has a field without Args"
@@ -219,7 +219,7 @@ def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_trainer_s_page_says_what_each_field_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["--help", f"train={name}"]) == 0
     page, given = flat(capsys.readouterr().out), dict(config.entry("train", name).settings)
-    meanings = explain.meanings(function(name, given.pop("_target_")))
+    meanings = explain.meanings(resolve_callable(name, given.pop("_target_")))
     assert given.keys() <= meanings.keys(), f"{name} has a field without a line in its docstring"
     assert all(f"train.{field}" in page and meanings[field] in page for field in given)
 

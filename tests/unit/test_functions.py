@@ -8,7 +8,7 @@ import pytest
 
 from dllm_sampler import config
 from dllm_sampler.errors import UserError
-from dllm_sampler.host.functions import function
+from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.training.rewards import find
 
 
@@ -30,17 +30,17 @@ def test_a_file_and_a_package_of_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "own_package" / "inner.py").write_text("from own_package.other import two\n")
     (tmp_path / "own_package" / "other.py").write_text("def two(): return 2\n")
     path, finders = list(sys.path), list(sys.meta_path)
-    assert function("it", "own_metric:one")() == 1 == find("own_metric:one")(), "and a reward of dllm-train"
-    assert function("it", "own_package.inner:two")() == 2
+    assert resolve_callable("it", "own_metric:one")() == 1 == find("own_metric:one")(), "and a reward of dllm-train"
+    assert resolve_callable("it", "own_package.inner:two")() == 2
     assert sys.path == path and sys.meta_path == finders
 
 
 def test_installed_modules_come_first(tmp_path: Path) -> None:
     (tmp_path / "colorsys.py").write_text("def mine(): ...\n")  # a module of Python that nothing here has imported
     sys.modules.pop("colorsys", None)
-    assert function("it", "colorsys:rgb_to_hsv")(0, 0, 0) == (0, 0, 0)
+    assert resolve_callable("it", "colorsys:rgb_to_hsv")(0, 0, 0) == (0, 0, 0)
     with pytest.raises(UserError, match=r"the installed module 'colorsys' comes before colorsys.py in the working dir"):
-        function("it", "colorsys:mine")
+        resolve_callable("it", "colorsys:mine")
 
 
 def test_nothing_else_is_imported_from_there(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_nothing_else_is_imported_from_there(tmp_path: Path) -> None:
     (tmp_path / "own_helper.py").touch()
     path = list(sys.path)
     with pytest.raises(UserError, match="No module named 'own_helper'"):
-        function("it", "own_reward:one")
+        resolve_callable("it", "own_reward:one")
     assert "own_reward" not in sys.modules and sys.path == path
     with pytest.raises(ImportError):
         __import__("own_helper")
@@ -59,7 +59,7 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
     (tmp_path / "own_broken.py").write_text("def f(:\n")
     (tmp_path / "own_fine.py").write_text("x = 1\n")
     with pytest.raises(UserError, match=r"own_fine\.py:one cannot be had: say own_fine:one, the module"):
-        function("it", "own_fine.py:one")
+        resolve_callable("it", "own_fine.py:one")
     for name, said in (
         ("own_gone:f", "no module 'own_gone' is installed, and there is no own_gone.py in the working directory"),
         ("own_broken:f", "SyntaxError"),
@@ -67,7 +67,7 @@ def test_mistakes_are_sentences(tmp_path: Path) -> None:
         ("own_fine:x", "own_fine:x is no function, it is of type int"),
     ):
         with pytest.raises(UserError, match=said):
-            function("it", name)
+            resolve_callable("it", name)
 
 
 def test_a_plug_in_of_the_working_directory(tmp_path: Path) -> None:

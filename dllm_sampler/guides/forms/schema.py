@@ -11,7 +11,7 @@ from typing import Any
 
 from dllm_sampler.errors import UserError, short
 from dllm_sampler.guides.forms.automaton import byte_automaton
-from dllm_sampler.host.reading import parsed
+from dllm_sampler.host.reading import load_json
 
 
 def schema_text(given: Any) -> str:
@@ -32,7 +32,7 @@ def schema_text(given: Any) -> str:
                 f" {getattr(error, 'strerror', None) or error}"
             ) from None
     try:
-        parsed(text)
+        load_json(text)
     except ValueError as error:
         file = "" if text is given or not isinstance(given, str) else f"={short(given)}"
         raise UserError(f"guide.json_schema.schema{file} is not JSON that can be read: {error}") from None
@@ -42,7 +42,7 @@ def schema_text(given: Any) -> str:
 def _json(text: str) -> Any:
     """The value of a text that is JSON; None: null, or no JSON."""
     try:
-        return parsed(text)
+        return load_json(text)
     except ValueError:
         return None
 
