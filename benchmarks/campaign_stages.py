@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Figures = dict[str, float]
-TINY, TINIEST = 60, 5  # seconds that a stage of the smoke run may take, and without which it is not begun
+TINY, TINIEST = 120, 5  # seconds that a stage of the smoke run may take, and without which it is not begun
 
 
 @dataclass(frozen=True)
