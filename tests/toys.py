@@ -1,4 +1,4 @@
-"""What tests ask of the small networks of `dllm_sampler.eval.testbeds.toys`."""
+"""What tests ask of the small networks of `dllm_sampler.check.toys`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_sampler import Canvas, Context, Denoiser, ModelSpec, Query, Sampler
+from dllm_sampler import Canvas, Context, Denoiser, ModelSpec, Query
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.core import packing
-from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.protocols import Cache, Plan
-from dllm_sampler.core.values import Sizes, Spent
-from dllm_sampler.eval.testbeds.toys import (  # noqa: F401
+from dllm_sampler.check.toys import (  # noqa: F401
     EOS,
     EOT,
     FILTER,
@@ -29,22 +25,22 @@ from dllm_sampler.eval.testbeds.toys import (  # noqa: F401
     causal_transformer,
     denoiser,
     reward,
+    sampler,
     tokenizer,
     transformer,
     verifier,
     wrapped,
 )
+from dllm_sampler.core import packing
+from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.protocols import Cache, Plan
+from dllm_sampler.core.values import Sizes, Spent
 
 
 def context(spec: ModelSpec | None = None, kind: str = "llada") -> Context:
     """What a plug-in is bound to, on one of the toys."""
     spec, blocks = spec or denoiser(kind).spec, FixedBlocks()
     return Context(spec, blocks.bind(Context(spec, blocks)))
-
-
-def sampler(kind: str = "llada", device: str = "cpu", **plugins: Any) -> Sampler:
-    given = {"blocks": {"name": "fixed", "length": 6}, "stop": "none", "tokenizer": tokenizer(), **plugins}
-    return Sampler(denoiser(kind, device), **given)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import Tensor
 from dllm_sampler import Canvas, Query, Result, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.none import NoCache
+from dllm_sampler.check.reads import no_host_reads
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Cache
 from dllm_sampler.engine import layout
@@ -23,7 +24,6 @@ from tests import toys
 from tests.conformance import lines, replay
 from tests.conformance.builder import Checkpoints, Setup
 from tests.conformance.diffusion_gemma import Watched
-from tests.contract.test_syncs import no_host_reads
 from tests.sampling import sampled
 
 DATA = Path(__file__).parent / "data"

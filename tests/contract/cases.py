@@ -1,6 +1,6 @@
 """Which combinations the contract is checked on: everything in `conf/`, found by name.
 
-A new YAML is in the list at once. Settings are in `dllm_sampler.eval.testbeds.plugins`. `golden.json` has the cases
+A new YAML is in the list at once. Settings are in `dllm_sampler.check.settings`. `golden.json` has the cases
 that were drawn before, with what they gave (`golden.py`): collecting the tests assembles samplers for new cases only.
 """
 
@@ -13,14 +13,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dllm_sampler import Commits, Result, Sampler, Scheduler, UserError, config
+from dllm_sampler import Scheduler, config
+from dllm_sampler.check import promises
+from dllm_sampler.check.promises import GROUPS
+from dllm_sampler.check.settings import Settings, settings
 from dllm_sampler.engine.in_flight import obstacle
-from dllm_sampler.eval.testbeds.plugins import Settings, settings
 from tests import toys
 from tests.sampling import Draw, sampled
 
-TOKENS = 14
-GROUPS = ("scheduler", "cache", "blocks", "stop", "guide")
+TOKENS = promises.TOKENS
 GOLDEN = Path(__file__).parent / "golden.json"
 
 
@@ -44,22 +45,10 @@ def one_of_each_kind() -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One combination of plug-ins on one toy."""
+class Case(promises.Case):
+    """A combination of packaged plug-ins, with a name and facts that were recorded."""
 
-    toy: str
-    scheduler: Settings
-    cache: Settings
-    blocks: Settings
-    stop: Settings
-    guide: Settings
-
-    def __hash__(self) -> int:
-        return hash(str(self))
-
-    @property
-    def plugins(self) -> dict[str, Any]:
-        return {group: getattr(self, group) for group in GROUPS}
+    __hash__ = promises.Case.__hash__
 
     @property
     def parts(self) -> list[str]:
@@ -69,10 +58,6 @@ class Case:
     @property
     def id(self) -> str:
         return "-".join(self.parts)
-
-    @functools.cached_property
-    def sampler(self) -> Sampler:
-        return toys.sampler(self.toy, **self.plugins)
 
     @property
     def scheduling(self) -> Scheduler:
@@ -94,24 +79,12 @@ class Case:
         plugins, sampler = self.sampler.plugins, self.sampler
         traits, vetoes = plugins.scheduler.traits, any(guide.vetoes for guide in plugins.guides)
         return {
-            "reads": plugins.cache.syncs or vetoes or self.scheduler["name"] == "svdd",
+            "reads": promises.reads(self),
             "static": traits.static and not plugins.cache.syncs and not vetoes,
             "joins": obstacle(plugins, sampler.noise, sampler.denoiser) is None,
             "moves": traits.initial is not None,
             "revises": traits.revises or self.stop["name"] == "fill",
         }
-
-    def generate(self, rows: list[int], **options: Any) -> Result:
-        """The answer to some of the toy prompts, as one batch."""
-        sampler = toys.sampler(self.toy, **self.plugins, **options)
-        return sampler.generate(
-            [toys.PROMPTS[row] for row in rows], max_new_tokens=TOKENS, seed=[toys.SEEDS[row] for row in rows]
-        )
-
-    @functools.cache  # noqa: B019 - a handful of small results
-    def stream(self) -> list[Commits]:
-        """Every step of all toy prompts as one batch."""
-        return list(toys.sampler(self.toy, **self.plugins).stream(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS))
 
 
 def label(chosen: Settings) -> str:
@@ -125,11 +98,7 @@ def toy_of(cache: Settings) -> str:
 
 def legal(**plugins: Any) -> bool:
     """Whether `plugins` accepts these together; that it refuses with reason is the business of test_product."""
-    try:
-        toys.sampler(**plugins)
-    except UserError:
-        return False
-    return True
+    return promises.refusal(plugins.pop("kind", "llada"), **plugins) is None
 
 
 @functools.cache

@@ -1,11 +1,11 @@
 """A row of a ragged batch comes out as if it were alone: tokens, forwards, step map, rows computed."""
 
 import pytest
-import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from dllm_sampler import Result, UserError
+from dllm_sampler import UserError
+from dllm_sampler.check.promises import check_row, check_rows
 from tests import toys
 from tests.contract import cases
 from tests.contract.cases import CASES, Case, thinned
@@ -13,22 +13,9 @@ from tests.contract.cases import CASES, Case, thinned
 ROWS = [1, 2, 3]  # the longest prompt, the shortest and one between
 
 
-def assert_same_row(batch: Result, row: int, alone: Result) -> None:
-    assert torch.equal(batch.tokens[row], alone.tokens[0])
-    assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
-    for name in ("lengths", "nfe", "complete"):
-        assert getattr(batch, name)[row] == getattr(alone, name)[0], name
-    assert batch.trace.rows[row] == alone.trace.rows[0]
-    sure = batch.trace.logprob[row, batch.trace.origin :], alone.trace.logprob[0, alone.trace.origin :]
-    torch.testing.assert_close(*sure, atol=1e-6, rtol=1e-6)  # kept in float32
-
-
 @pytest.mark.parametrize("case", thinned(CASES))
 def test_a_row_in_a_batch_is_the_row_alone(case: Case) -> None:
-    batch = case.stream()[-1].result
-    assert batch is not None
-    for row in sorted({*ROWS} - {ROWS[len(case.id) % 3]}):  # two of them, by turns
-        assert_same_row(batch, row, case.generate([row]))
+    check_rows(case, sorted({*ROWS} - {ROWS[len(case.id) % 3]}))  # two of them, by turns
 
 
 def test_an_infinite_gap_says_nothing() -> None:
@@ -36,11 +23,8 @@ def test_an_infinite_gap_says_nothing() -> None:
     measures = {"name": "top_p", "p": 0.7, "measured": True}
     stop, blocks = {"name": "prophet", "early": 2.0, "mid": 1.5, "late": 1.0}, {"name": "fixed", "length": 6}
     case = Case("cfg", {"name": "remdm"}, {"name": "dual"}, blocks, stop, measures)
-    batch = case.stream()[-1].result
-    assert batch is not None
-    assert (batch.nfe > 1).all()
-    for row in ROWS:
-        assert_same_row(batch, row, case.generate([row]))
+    assert (case.result.nfe > 1).all()
+    check_rows(case, ROWS)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +42,7 @@ def test_hidden_columns_keep_what_is_stored_of_them(cache) -> None:
         prompts = [[5, 2, 2, 16, 11], [7], [5, 19]]
         batch = sampler.generate(prompts, max_new_tokens=12)
         for row, prompt in enumerate(prompts):
-            assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=12))
+            check_row(batch, row, sampler.generate([prompt], max_new_tokens=12))
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -83,4 +67,4 @@ def test_whatever_the_prompts_and_settings(toy, plugins, guides, length, tokens,
     seeds = [seed + 3 * row for row in range(len(prompts))]
     batch = sampler.generate(prompts, max_new_tokens=tokens, seed=seeds)
     for row, prompt in enumerate(prompts):
-        assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=tokens, seed=[seeds[row]]))
+        check_row(batch, row, sampler.generate([prompt], max_new_tokens=tokens, seed=[seeds[row]]))

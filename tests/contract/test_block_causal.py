@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler import Result, Sampler, UserError, config
+from dllm_sampler.check.promises import check_row
 from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract import cases
-from tests.contract.test_batching import assert_same_row
 from tests.sampling import sampled
 
 TOKENS, BLOCK = 14, 6
@@ -144,7 +144,7 @@ def test_a_row_in_a_batch_is_the_row_alone(cache, scheduler, stop, length, token
     seeds = [3 * row for row in range(len(prompts))]
     batch = made.generate(prompts, max_new_tokens=tokens, seed=seeds)
     for row, prompt in enumerate(prompts):
-        assert_same_row(batch, row, made.generate([prompt], max_new_tokens=tokens, seed=[seeds[row]]))
+        check_row(batch, row, made.generate([prompt], max_new_tokens=tokens, seed=[seeds[row]]))
 
 
 def test_rows_computed() -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dllm_sampler import Result, UserError
+from dllm_sampler.check.promises import check_row
 from dllm_sampler.inputs.infill import FREE, Infill
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import check
 from tests import toys
-from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same
 
 TOKENS, BLOCK = 14, 6
@@ -77,7 +77,7 @@ def test_a_row_of_a_batch_is_the_row_alone() -> None:
     batch = generate(temperature=0.8)
     for row, prompt in enumerate(PROMPTS):
         sampler = toys.sampler("context", temperature=0.8, scheduler=SURE)
-        assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS, seed=row))
+        check_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS, seed=row))
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "seed": 0}
     sampler = toys.sampler("context", temperature=0.8, scheduler=SURE)
     flown = sampler.generate_many(PROMPTS, batch_size=2, order="given", **options)

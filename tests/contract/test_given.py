@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from dllm_sampler import Commits, Infill, Result
+from dllm_sampler.check.promises import check_row
+from dllm_sampler.check.reads import no_host_reads
 from dllm_sampler.core.values import FREE
 from dllm_sampler.engine import layout
 from dllm_sampler.kernels.backend import FallbackWarning
 from tests import toys
 from tests.contract.cases import CASES, TOKENS, Case, thinned
-from tests.contract.test_batching import assert_same_row
 from tests.contract.test_in_flight import JOINS
 from tests.contract.test_recorded import same
-from tests.contract.test_syncs import no_host_reads
 from tests.taped import pair
 
 SERVED = [case for case in CASES if not case.facts["moves"]]  # others are refused, see test_lengths
@@ -90,9 +90,9 @@ def test_given_tokens_stand_and_all_else_is_as_ever(case: Case) -> None:
     )
     row = len(case.id) % ROWS
     if row:
-        assert_same_row(result, row, alone(case, row))
+        check_row(result, row, alone(case, row))
     else:  # a row without a given token is not touched by its neighbours'
-        assert_same_row(result, 0, case.generate([0]))
+        check_row(result, 0, case.generate([0]))
 
 
 @pytest.mark.parametrize("case", thinned([case for case in JOINS if case in SERVED], "blocks"))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import UserError, config
+from dllm_sampler.check.settings import Settings, settings
 from dllm_sampler.core.protocols import Tempered
-from dllm_sampler.eval.testbeds.plugins import Settings, settings
 from dllm_sampler.guides import Temperature
 from tests import toys
 from tests.contract.cases import kinds, label, toy_for

@@ -11,6 +11,7 @@ import torch
 
 from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, UserError
 from dllm_sampler.cache.none import NoCache
+from dllm_sampler.check.promises import check_row
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.trace import aligned
 from dllm_sampler.core.values import Resize
@@ -19,7 +20,6 @@ from dllm_sampler.inputs.infill import FREE, Infill
 from dllm_sampler.schedulers.rho_eos import RhoEos
 from tests import toys
 from tests.contract.cases import Settings, kinds, label, settings
-from tests.contract.test_batching import assert_same_row
 from tests.sampling import crossed, sampled
 
 TOKENS, WIDTH = 18, 5
@@ -135,7 +135,7 @@ def test_rows_of_a_batch_are_rows_alone(method: str, toy: str, plugins: dict[str
     assert batch.complete.all()
     for row, prompt in enumerate(toys.PROMPTS):
         alone = sampler.generate([prompt], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]])
-        assert_same_row(batch, row, alone)
+        check_row(batch, row, alone)
         assert batch.trace.end[row] - batch.trace.origin == alone.trace.end[0] - alone.trace.origin
 
 
@@ -159,9 +159,7 @@ def test_every_scheduler_inside(pair: tuple[Settings, Settings]) -> None:
     batch = sampler.generate(toys.PROMPTS[:3], max_new_tokens=TOKENS, seed=toys.SEEDS[:3])
     assert batch.complete.all()
     for row in range(3):
-        assert_same_row(
-            batch, row, sampler.generate([toys.PROMPTS[row]], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]])
-        )
+        check_row(batch, row, sampler.generate([toys.PROMPTS[row]], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]]))
 
 
 def test_a_length_that_cannot_change_is_the_inner_schedulers() -> None:

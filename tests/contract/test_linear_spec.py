@@ -9,11 +9,11 @@ import torch
 
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.check.promises import check_row
 from dllm_sampler.inputs.infill import FREE, Infill
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
-from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same
 from tests.sampling import crossed
 from tests.tiny import DATA
@@ -140,7 +140,7 @@ def test_a_row_of_a_batch_is_the_row_alone() -> None:
     assert batch.tokens.tolist() != generate().tokens.tolist()
     for row, prompt in enumerate(PROMPTS):
         sampler = toys.sampler("context", **options)
-        assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS, seed=row))
+        check_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS, seed=row))
     many = {"max_new_tokens": TOKENS, "seed": 0, "order": "given"}
     flown = toys.sampler("context", **options).generate_many(PROMPTS, batch_size=2, **many)
     assert [answer.tokens.tolist() for answer in flown] == batch.tokens.tolist()

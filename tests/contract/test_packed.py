@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Query, Result, Sampler, config
+from dllm_sampler.check.promises import check_row
 from dllm_sampler.core.packing import Answers, ForwardRequest
 from dllm_sampler.core.protocols import Guide, Plan
 from dllm_sampler.core.values import Sizes, Spent
@@ -19,7 +20,6 @@ from dllm_sampler.engine.graphs import rounded
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract import cases
-from tests.contract.test_batching import assert_same_row
 from tests.sampling import sampled
 
 TOKENS = 14
@@ -119,7 +119,7 @@ def test_a_row_among_many_is_the_row_alone(name: str) -> None:
     sampler = toys.sampler(cases.toy_for(setting), scheduler=setting, cache=cache, stop="prefix", temperature=0.5)
     batch = sampler.generate(prompts, max_new_tokens=TOKENS, seed=seeds)
     for row in (5, 22):
-        assert_same_row(batch, row, sampler.generate([prompts[row]], max_new_tokens=TOKENS, seed=[seeds[row]]))
+        check_row(batch, row, sampler.generate([prompts[row]], max_new_tokens=TOKENS, seed=[seeds[row]]))
 
 
 # The padded form of attention, and fillers

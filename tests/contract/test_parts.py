@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler.check.promises import check_row
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
-from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same
 
 TOKENS, BLOCK, PART = 14, 6, 3
@@ -92,7 +92,7 @@ def test_a_row_of_a_batch_is_the_row_alone(kind: str, cache: str) -> None:
     for row, prompt in enumerate(PROMPTS):
         sampler = toys.sampler(kind, cache=cache, temperature=0.8, blocks=PARTS, scheduler=SURE)
         alone = sampler.generate([prompt], max_new_tokens=TOKENS, seed=row)
-        assert_same_row(batch, row, alone)
+        check_row(batch, row, alone)
     sampler = toys.sampler(kind, cache=cache, temperature=0.8, blocks=PARTS, scheduler=SURE)
     flown = sampler.generate_many(PROMPTS, batch_size=2, max_new_tokens=TOKENS, seed=0, order="given")
     assert [answer.tokens.tolist() for answer in flown] == batch.tokens.tolist()

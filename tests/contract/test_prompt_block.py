@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dllm_sampler import Result, Sampler, UserError, config
+from dllm_sampler.check.promises import check_row
 from dllm_sampler.inputs.infill import FREE, Infill
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import check
 from tests import toys
-from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same
 
 TOKENS, BLOCK = 14, 6
@@ -96,7 +96,7 @@ def test_the_prompt_and_each_block_may_be_stored_by_forwards_of_their_own() -> N
 def test_a_row_of_a_batch_is_the_row_alone() -> None:
     batch, made = generate(temperature=0.8), sampler(temperature=0.8)
     for row, prompt in enumerate(PROMPTS):
-        assert_same_row(batch, row, made.generate([prompt], max_new_tokens=TOKENS, seed=row))
+        check_row(batch, row, made.generate([prompt], max_new_tokens=TOKENS, seed=row))
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "seed": 0}
     flown = made.generate_many(PROMPTS, batch_size=2, order="given", **options)
     assert [answer.tokens.tolist() for answer in flown] == batch.tokens.tolist()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dllm_sampler import UserError
-from dllm_sampler.eval.testbeds.plugins import Settings
+from dllm_sampler.check.settings import Settings
 from dllm_sampler.training.trajectory import check, trajectories
 from tests import toys
 from tests.contract.cases import TOKENS, one_each, toy_for

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler.check.promises import check_row
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.published import Level, PublishedSelfVerified
 from tests import toys
-from tests.contract.test_batching import assert_same_row
 from tests.contract.test_block_causal import PROMPTS, assert_same
 from tests.sampling import sampled
 from tests.tables import verified
@@ -204,7 +204,7 @@ def test_rows_of_a_batch_verify_by_themselves(policy: dict[str, Any], drawn: dic
     unverified = sum(len(step) > 0 for row in range(len(PROMPTS)) for step in batch.trace.steps(row))
     assert sum(int(rows.sum()) for rows in asked) < unverified, "all rounds were verified"
     for row, prompt in enumerate(PROMPTS):
-        assert_same_row(batch, row, made.generate([prompt], max_new_tokens=TOKENS, seed=[row]))
+        check_row(batch, row, made.generate([prompt], max_new_tokens=TOKENS, seed=[row]))
 
 
 def test_the_draft_is_edited_before_it_is_verified() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler import Infill, UserError, config
-from dllm_sampler.eval.testbeds.plugins import settings
+from dllm_sampler.check.settings import settings
 from dllm_sampler.inputs.infill import FREE
 from tests import toys
 from tests.contract.cases import toy_for

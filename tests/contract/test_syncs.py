@@ -1,104 +1,27 @@
 """A step never waits for the device: on a GPU each of these operations would stall the queue."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dllm_sampler.engine.decide import Generation
-from dllm_sampler.engine.loop import Engine
+from dllm_sampler.check.promises import check_reads
+from dllm_sampler.check.reads import HostRead, no_host_reads, watched_steps
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.contract.cases import SILENT, Case, thinned
 
-FORBIDDEN = {
-    "aten._local_scalar_dense",  # item, bool(tensor), int(tensor)
-    "aten.is_nonzero",
-    "aten.equal",
-    "aten.nonzero",
-    "aten.masked_select",
-    "aten.unique_consecutive",
-    "aten.unique_dim",
-    "aten._unique",
-    "aten._unique2",
-    "aten.repeat_interleave",  # with a tensor of repeats its size is data
-    "aten.bincount",
-}
-INDEXING = {"aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"}
-
-
-class HostRead(AssertionError):
-    pass
-
-
-class _Operations(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self:  # in inference mode operations that consist of others come whole
-            parts = func.decompose(*args, **(kwargs or {}))
-        if parts is not NotImplemented:
-            return parts
-        name = str(func.overloadpacket)
-        if name in FORBIDDEN:
-            raise HostRead(name)
-        if name in INDEXING and any(index is not None and index.dtype == torch.bool for index in args[1]):
-            raise HostRead(f"{name} with a mask")
-        if name == "aten.lift_fresh" and args[0].dim():  # torch.tensor([...]): a copy from pageable memory
-            raise HostRead(f"{name} of a host list")
-        if name == "aten._to_copy" and (kwargs or {}).get("device", args[0].device) != args[0].device:
-            raise HostRead(f"{name} to another device")
-        return func(*args, **(kwargs or {}))
-
-
-class _Methods(TorchFunctionMode):
-    """What leaves no operation behind where the device is the CPU, as in these tests."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.tolist, Tensor.cpu, Tensor.numpy):
-            raise HostRead(func.__name__)
-        # An index given as a list becomes a tensor on the host first.
-        if func in (Tensor.__getitem__, Tensor.__setitem__):
-            parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if any(isinstance(part, list) for part in parts):
-                raise HostRead("indexing with a host list")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def no_host_reads() -> Iterator[None]:
-    """Refuse every operation whose result, or the size of whose result, the host would have to wait for."""
-    with _Methods(), _Operations():
-        yield
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[Generation]:
-    """Every step of the loop runs under the watch; the list fills with one entry per step."""
-    step, taken = Engine.step, []
-
-    def under_watch(engine: Engine, state: Generation) -> None:
-        with no_host_reads():
-            step(engine, state)
-        taken.append(state)
-
-    monkeypatch.setattr(Engine, "step", under_watch)
-    return taken
-
 
 @pytest.mark.parametrize("case", thinned(SILENT))
-def test_a_step_reads_nothing(case: Case, watched: list[Generation]) -> None:
-    result = case.generate([0, 1, 4], max_steps=5)
-    assert len(watched) == int(result.nfe.max())
+def test_a_step_reads_nothing(case: Case) -> None:
+    check_reads(case, [0, 1, 4])
 
 
-def test_a_scheduler_that_looks_is_found_out(monkeypatch: pytest.MonkeyPatch, watched: list[Generation]) -> None:
+def test_a_scheduler_that_looks_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     tell = Threshold.tell
     monkeypatch.setattr(Threshold, "tell", lambda *args: bool(args[1].done.all()) or tell(*args))
-    with pytest.raises(HostRead):
+    with pytest.raises(HostRead), watched_steps():
         toys.sampler().generate(toys.PROMPTS, max_new_tokens=4)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dllm_sampler import Denoiser, Result, Sampler, UserError, config
-from dllm_sampler.eval.testbeds.plugins import settings
+from dllm_sampler.check.settings import settings
 from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.models.loading import load
 from dllm_sampler.result import Answer, Commits

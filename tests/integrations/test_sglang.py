@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dllm_sampler import config
+from dllm_sampler.check.reads import _Operations
 from dllm_sampler.integrations import serving, sglang
 from dllm_sampler.integrations.settings import Sampling
 from tests import toys
 from tests.contract.cases import Settings, one_of_each_kind
-from tests.contract.test_syncs import _Operations
 from tests.integrations.sglang_stubs import Request, Server, algorithm
 from tests.integrations.test_block import LENGTH, PROMPTS, causal, in_blocks
 from tests.sampling import crossed

@@ -16,9 +16,9 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.periodic import PeriodicDual
 from dllm_sampler.cache.streaming import StreamingCache
 from dllm_sampler.cache.suffix import SuffixCache
+from dllm_sampler.check.promises import check_row
 from dllm_sampler.schedulers.streaming import StreamingThreshold
 from tests import toys
-from tests.contract.test_batching import assert_same_row
 from tests.sampling import crossed
 
 TOKENS, BLOCK = 20, 4
@@ -140,7 +140,7 @@ def test_rows_that_open_blocks_at_different_times_are_as_alone() -> None:
         for row in range(len(toys.PROMPTS)):
             _, sampler = spied(cache=cache, stop="block")
             alone = sampler.generate([toys.PROMPTS[row]], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]])
-            assert_same_row(batch, row, alone)
+            check_row(batch, row, alone)
 
 
 def test_given_tokens_behind_the_block_are_seen() -> None:

@@ -57,11 +57,8 @@ def test_it_says_truly_that_it_does_not_go_by_confidence(margin: dict[str, Any])
     felt(margin)
 
 
-def test_the_line_of_the_table_holds(margin: dict[str, Any]) -> None:
-    line = eval(f"{{{block('python', chr(34) + 'scheduler.margin')}}}", dict(vars(test_fired)))
-    (name, (plugins, baseline, differs)) = line.popitem()
-    assert name == "scheduler.margin" and plugins == {"scheduler": "margin"}
-    assert differs(test_fired.run(scheduler=margin), test_fired.run(**baseline))
+def test_it_needs_no_row_in_the_table_of_mechanisms(margin: dict[str, Any]) -> None:
+    assert test_fired.acts("scheduler", margin)
 
 
 def test_as_the_users_own_file(

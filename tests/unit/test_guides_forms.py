@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dllm_sampler import Sampler, UserError
+from dllm_sampler.check.reads import no_host_reads
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
@@ -22,7 +23,6 @@ from dllm_sampler.guides.forms import automaton, choice
 from dllm_sampler.guides.forms.tokens import token_bytes
 from tests import toys
 from tests.contract.cases import kinds, settings
-from tests.contract.test_syncs import no_host_reads
 from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, chosen, laid_out, ruled, strings
 from tests.sampling import crossed, sampled
 

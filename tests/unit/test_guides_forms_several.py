@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dllm_sampler import UserError
+from dllm_sampler.check.reads import no_host_reads
 from dllm_sampler.cli.main import main
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
@@ -17,7 +18,6 @@ from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import Choices, JsonSchema, Regex
 from dllm_sampler.speculative.deer import SpeculativeSampler
 from tests import toys
-from tests.contract.test_syncs import no_host_reads
 from tests.forms import LENGTH, MASK, VOCAB, laid_out, ruled, strings
 from tests.sampling import crossed, sampled
 from tests.taped import on_tape

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from dllm_sampler import Canvas, CounterNoise, Result, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
+from dllm_sampler.check.reads import no_host_reads
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval.oracle import Oracle, decode
 from dllm_sampler.stops.end_of_text import EndOfText
 from dllm_sampler.stops.prophet import Prophet
 from tests import toys
-from tests.contract.test_syncs import no_host_reads
 from tests.sampling import crossed
 from tests.scripted import Script
 

@@ -48,7 +48,7 @@ def test_wheel(tmp_path: Path) -> None:
         str(file.relative_to(ROOT)) for file in mini.glob("*") if file.suffix in (".json", ".safetensors", ".md")
     }
     tracked |= {f"dllm_sampler/eval/report/page.{kind}" for kind in ("html", "css", "js")}
-    tracked.add("dllm_sampler/eval/testbeds/filter.safetensors")
+    tracked.add("dllm_sampler/check/filter.safetensors")
     examples = ROOT / "dllm_sampler" / "guides" / "grammar" / "examples"
     tracked |= {str(file.relative_to(ROOT)) for file in examples.glob("*.grammar")}
     assert tracked | {"dllm_sampler/py.typed", "dllm_sampler/eval/__init__.py"} <= set(names)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Canvas, ModelSpec, Query, Sampler, UserError
+from dllm_sampler.check.promises import check_row
+from dllm_sampler.check.reads import no_host_reads
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Denoiser, Plan
 from dllm_sampler.core.values import Spent
@@ -17,8 +19,6 @@ from dllm_sampler.guides.annealing import LinearTemperature
 from dllm_sampler.schedulers.block_refine import BlockRefine
 from dllm_sampler.schedulers.entropy_renoise import EntropyRenoise
 from tests import scripted, toys
-from tests.contract.test_batching import assert_same_row
-from tests.contract.test_syncs import no_host_reads
 
 TOKENS, BLOCK = 15, 6
 RENOISE: dict[str, Any] = {
@@ -63,7 +63,7 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: Any, cache: str) -> None:
     assert batch.complete.all()
     assert len(set(batch.nfe.tolist())) > 1
     for row, prompt in enumerate(toys.PROMPTS):
-        assert_same_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS, seed=toys.SEEDS[row]))
+        check_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS, seed=toys.SEEDS[row]))
 
 
 LONG = [replace(SCHEDULERS[0], stability_threshold=None), BlockRefine(5, 1.0)]

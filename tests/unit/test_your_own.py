@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import dllm_sampler
+from dllm_sampler.check.__main__ import main as check
 from dllm_sampler.cli.main import main as sample
 from dllm_sampler.eval.command import main as evaluate
 
@@ -43,8 +44,8 @@ def test_the_page_has_its_files() -> None:
 def test_every_command_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(COMMANDS) >= 10
     for line in COMMANDS:
-        command, *words = shlex.split(line, comments=True)
-        assert {"dllm-sample": sample, "dllm-eval": evaluate}[command](words) == 0, line
+        command, *words = shlex.split(line.removeprefix("python -m "), comments=True)
+        assert {"dllm-sample": sample, "dllm-eval": evaluate, "dllm_sampler.check": check}[command](words) == 0, line
         out = capsys.readouterr().out
         expected = re.search(r"  # (.+)", line)
         assert expected is None or out.splitlines()[0] == expected[1], line

@@ -19,6 +19,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.models.yarn import Yarn
+from dllm_sampler.sampler import Sampler
 
 VOCAB, MASK, EOS, EOT = 40, 39, 34, 15  # a random network likes some tokens better: these two do occur
 PROMPTS = [[5, 11, 3], [7, 1, 30, 22, 9, 14, 2], [16], [4, 4, 28, 13, 33], [12, 6]]  # ragged, none alike
@@ -26,8 +27,8 @@ SEEDS = [7, 7, 3, 2**40, -5]
 
 
 # A Learn2PD filter that accepts what is surer than a half, more or less: weights 8 I + 0.2 N(0, 1), biases -4.
-FILTER = str(files("dllm_sampler.eval.testbeds") / "filter.safetensors")
-FILTER_BLOCK = 6  # positions that it judges together: the block length of the settings in `plugins.py`
+FILTER = str(files("dllm_sampler.check") / "filter.safetensors")
+FILTER_BLOCK = 6  # positions that it judges together: the block length of the settings in `settings.py`
 
 
 def transformer(
@@ -137,3 +138,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     made = Tokenizer(WordLevel(vocab, unk_token="<mask>"))
     made.decoder = Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<end>", mask_token="<mask>")
+
+
+def sampler(kind: str = "llada", device: str = "cpu", **plugins: Any) -> Sampler:
+    """Assemble a sampler on a toy. By default blocks have six positions and no row is ended early."""
+    given = {"blocks": {"name": "fixed", "length": FILTER_BLOCK}, "stop": "none", "tokenizer": tokenizer(), **plugins}
+    return Sampler(denoiser(kind, device), **given)

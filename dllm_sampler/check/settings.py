@@ -1,15 +1,17 @@
 """Every plug-in of `conf/`, under settings that give it something to do on a canvas of a few tokens.
 
 A new YAML is in the list at once, with its defaults. Where these are too tame for a short canvas, `SETTINGS` has
-others; every entry there is one more setting under which tests check the whole contract.
+others; every entry there is one more setting under which tests check the whole contract. A function there is called
+for the value: transformers takes seconds to import.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from dllm_sampler import config
-from dllm_sampler.eval.testbeds import toys
+from dllm_sampler.check import toys
 
 Settings = dict[str, Any]
 
@@ -28,9 +30,9 @@ SETTINGS: dict[str, list[Settings]] = {
     ],
     "scheduler.origin": [{}, {"steps": 4}],
     "scheduler.apd": [
-        {"verifier": toys.verifier(), "mixture_weight": 0.9, "max_lookahead": None},
-        {"verifier": toys.verifier(), "mixture_weight": 0.8, "max_lookahead": 4},
-        {"verifier": toys.verifier(vocab=36), "mixture_weight": 0.0, "max_lookahead": 5},
+        {"verifier": toys.verifier, "mixture_weight": 0.9, "max_lookahead": None},
+        {"verifier": toys.verifier, "mixture_weight": 0.8, "max_lookahead": 4},
+        {"verifier": partial(toys.verifier, vocab=36), "mixture_weight": 0.0, "max_lookahead": 5},
     ],
     "scheduler.ccd": [{"warmup": 1}, {"dynamic": False, "steps": 8, "score": "margin"}],
     "scheduler.ccd_marginal": [{"epsilon": 1.0}, {"dynamic": False, "steps": 8}],
@@ -76,18 +78,18 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.svdd": [
         {
             "inner": {"name": "fixed", "score": "random", "steps": 9},
-            "reward": "dllm_sampler.eval.testbeds.toys:reward",
+            "reward": "dllm_sampler.check.toys:reward",
             "candidates": 3,
         },
         {
             "inner": {"name": "dynamic", "score": "random", "threshold": 0.7, "steps": 3},
-            "reward": "dllm_sampler.eval.testbeds.toys:reward",
+            "reward": "dllm_sampler.check.toys:reward",
             "candidates": 2,
             "alpha": 2.0,
         },
         {
             "inner": {"name": "fixed", "score": "random", "steps": 8},
-            "reward": "dllm_sampler.eval.testbeds.toys:reward",
+            "reward": "dllm_sampler.check.toys:reward",
             "value": "masked",
             "alpha": 0.5,
         },
@@ -175,5 +177,7 @@ SETTINGS: dict[str, list[Settings]] = {
 def settings(group: str) -> list[Settings]:
     """Every plug-in of a group under every one of its settings."""
     return [
-        {"name": name, **chosen} for name in config.names(group) for chosen in SETTINGS.get(f"{group}.{name}", [{}])
+        {"name": name, **{key: value() if callable(value) else value for key, value in chosen.items()}}
+        for name in config.names(group)
+        for chosen in SETTINGS.get(f"{group}.{name}", [{}])
     ]

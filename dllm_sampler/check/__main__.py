@@ -1,0 +1,215 @@
+"""The command `python -m dllm_sampler.check`."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dllm_sampler import config
+from dllm_sampler.cli.compose import SAMPLE, composition, literal, parse, parts
+from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.shorthand import spelled_out
+from dllm_sampler.cli.user_files import holders, with_config_dir
+from dllm_sampler.errors import UserError
+
+COMMAND = "python -m dllm_sampler.check"
+HELP = f"""\
+usage: {COMMAND} GROUP=NAME [GROUP.FIELD=VALUE ...] [--config-dir DIR]
+
+Check what every plug-in must keep, on small random networks in float64:
+  rows     a row of a ragged batch equals the row alone
+  reads    no step reads the device
+  prompts  prompts, padding and finished rows never change
+  ends     every row ends within the bound that `bound` gives, with no mask left
+and list the plug-ins that it runs with. GROUP is scheduler, cache, blocks, stop or guide. NAME is a packaged choice, or
+your own in ./conf/GROUP/NAME.yaml or DIR/GROUP/NAME.yaml. Several groups can be set: all others are tried in turn.
+
+exit status: 0 all was kept, 1 something was not, 2 a mistake in the words
+"""
+TOYS = ("llada", "dream", "cfg", "causal", "context")  # toys; the last two are block-causal, and have a causal context
+Labelled = tuple[str | None, Any]  # a case, and what was added to the plainest plug-ins
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    return ending(COMMAND, lambda: with_config_dir(sys.argv[1:] if words is None else words, _run))
+
+
+def _run(words: Sequence[str]) -> int:
+    if {"-h", "--help"} & {*words}:
+        print(HELP, end="")
+        return 0
+    chosen = subject(words)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return check(chosen)
+
+
+def subject(words: Sequence[str]) -> dict[str, Any]:
+    """Return the plug-ins that words choose: group to what `config.build` takes.
+
+    Raises:
+        UserError: a word cannot be read, or sets something else.
+    """
+    groups = dict[str, None]()
+    for word in (word for given in spelled_out(words, holders) for word in literal(given)):
+        group = parse(word).key_or_group.partition(".")[0]
+        if group not in config.GROUPS[1:]:
+            raise UserError(f"{word} is not a plug-in's. Set plug-ins only: {', '.join(config.GROUPS[1:])}.")
+        groups[group] = None
+    if not groups:
+        raise UserError("nothing to check: say scheduler=NAME, or another plug-in (--help lists the groups)")
+    _, plugins = parts(composition(SAMPLE, words))
+    return {group: plugins[group] for group in groups}
+
+
+def check(chosen: dict[str, Any]) -> int:
+    """Check plug-ins, print a line for each promise, and return the exit status."""
+    from dllm_sampler.check import promises  # torch and transformers take seconds
+
+    print(
+        f"{' '.join(f'{group}={_name(spec)}' for group, spec in chosen.items())}, on small random networks in float64"
+    )
+    try:
+        cases, refused = combinations(chosen)
+    except Exception as error:
+        return _report("It is built", [(None, explained(error, chosen))], 1)
+    if not cases:
+        reason = promises.refusal("llada", **chosen)
+        return _report("It runs", [(None, f"No combination of plug-ins is legal. With the plainest ones: {reason}")], 1)
+    failures = 0
+
+    def keep(promise: str, cases: Sequence[Labelled], test: Callable[[Any], object]) -> list[Labelled]:
+        """Return the cases that keep a promise, and report the others."""
+        nonlocal failures
+        kept, broken = [], []
+        for label, case in cases:
+            try:
+                test(case)
+                kept.append((label, case))
+            except promises.CannotTry:
+                raise
+            except Exception as error:
+                broken.append((label or f"the toy {case.toy}", explained(error, chosen)))
+        failures += _report(promise, broken, len(cases))
+        return kept
+
+    running = keep("It runs with every plug-in listed below.", cases, lambda case: case.stream())
+    plain = [(label, case) for label, case in running if label is None]
+    if not plain:
+        return 1
+    alone = {id(case): promises.EVERY for _, case in plain}  # all rows of the plain ones, and one of each other
+    keep(
+        "A row of a ragged batch equals the row alone.",
+        running,
+        lambda case: promises.check_rows(case, alone.get(id(case), (len(str(case)) % len(promises.EVERY),))),
+    )
+    keep("Prompts, padding and finished rows never change.", running, promises.check_prompts)
+    keep("Every row ends within its bound, with no mask left.", running, promises.check_end)
+    if any(promises.reads(case) for _, case in plain):
+        print("    --  A step may read the device, as the plug-in declares.")
+    else:
+        keep("No step reads the device.", plain, promises.check_reads)
+    if [*chosen] == ["scheduler"] and not failures:
+        with suppress(promises.CannotTry):
+            keep(
+                "`traits.ranks_by_confidence` is true of it.", plain[:1], lambda _: promises.check_confidence(**chosen)
+            )
+    for group in promises.GROUPS:
+        names = [label.partition("=")[2] for label, _ in running if label and label.startswith(f"{group}=")]
+        if names:
+            print(f"runs with {group}: {', '.join(names)}")
+    for label, reason in refused:
+        print(f"refused {label}: {reason}")
+    return int(failures > 0)
+
+
+def combinations(chosen: dict[str, Any]) -> tuple[list[Labelled], list[tuple[str, str]]]:
+    """Return the legal combinations of plug-ins with all others, and those that are refused with the reason.
+
+    The label of a combination is what was added. It is None if nothing was added to the plainest plug-ins.
+    """
+    from dllm_sampler.check import promises
+    from dllm_sampler.check.settings import settings
+
+    plainest = {
+        "scheduler": {"name": "threshold", "threshold": 0.7},
+        "cache": {"name": "none"},
+        "blocks": {"name": "fixed", "length": 6},
+        "stop": {"name": "none"},
+        "guide": [],
+    }
+    firsts = [
+        (group, next(one for one in settings(group) if one["name"] == name))
+        for group in plainest
+        if group not in chosen
+        for name in config.names(group)
+    ]
+
+    def legal(given: dict[str, Any]) -> Iterator[str]:
+        return (toy for toy in TOYS if promises.refusal(toy, **given) is None)
+
+    base = {**plainest, **chosen}
+    needed = (one for one in ({}, *({group: one} for group, one in firsts)) if next(legal({**base, **one}), None))
+    base |= next(needed, {})  # the first plug-in with which it runs, if it does not run with the plainest
+    toys = [*legal(base)]
+    cases: list[Labelled] = [(None, promises.Case(toy, **base)) for toy in toys]
+    if not cases:
+        return [], []
+    if "guide" not in chosen:
+        drawn = base | {"guide": [{"name": "temperature", "value": 1.0}]}
+        cases += [(None, promises.Case(toy, **drawn)) for toy in toys[:1] if promises.refusal(toy, **drawn) is None]
+    refused = []
+    for group, one in firsts:
+        given, label = base | {group: one}, f"{group}={one['name']}"
+        if served := next(legal(given), None):
+            cases.append((label, promises.Case(served, **given)))
+        else:
+            refused.append((label, promises.refusal(toys[0], **given) or ""))
+    return cases, refused
+
+
+def explained(error: Exception, chosen: dict[str, Any]) -> str:
+    """Return what went wrong in a sentence, with the line of the plug-in that raised an error."""
+    from dllm_sampler.check.promises import Broken
+    from dllm_sampler.check.reads import HostRead
+
+    if isinstance(error, Broken | UserError):
+        return str(error)
+    built = [config.build(group, spec) for group, spec in chosen.items()]
+    own = {inspect.getsourcefile(type(one)) for part in built for one in (part if isinstance(part, tuple) else [part])}
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((one for one in reversed(frames) if one.filename in own), frames[-1])
+    where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
+    if isinstance(error, HostRead):
+        return f"A step reads the device: {error} ({where})."
+    return f"It raised {type(error).__name__}: {' '.join(str(error).split())} ({where})."
+
+
+def _report(promise: str, broken: Sequence[tuple[str | None, str]], tried: int) -> int:
+    """Print how a promise came out, and return 1 if it is broken."""
+    if not broken:
+        print(f"    ok  {promise}")
+        return 0
+    label, sentence = broken[0]
+    seen = f" Seen with {label}" if label else ""
+    more = f" and {len(broken) - 1} more of {tried} combinations" if len(broken) > 1 else ""
+    print(f"FAILED  {sentence}{seen}{more}{'.' if seen else ''}")
+    return 1
+
+
+def _name(spec: object) -> str:
+    """Return the name of a plug-in, or of several."""
+    if isinstance(spec, list):
+        return f"[{','.join(map(_name, spec))}]" if len(spec) > 1 else _name(spec[0])
+    return str(spec.get("name")) if isinstance(spec, dict) else str(spec)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

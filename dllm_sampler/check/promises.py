@@ -1,0 +1,231 @@
+"""What every plug-in must keep, whatever it is combined with. A broken promise is one sentence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_sampler import config
+from dllm_sampler.check import toys
+from dllm_sampler.check.reads import watched_steps
+from dllm_sampler.check.settings import Settings
+from dllm_sampler.core.around import Around
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
+from dllm_sampler.result import Commits, Result
+from dllm_sampler.sampler import Sampler
+
+TOKENS = 14
+GROUPS = ("scheduler", "cache", "blocks", "stop", "guide")
+EVERY = tuple(range(len(toys.PROMPTS)))
+
+
+class Broken(AssertionError):
+    """A promise that is not kept. The message is a sentence."""
+
+
+class CannotTry(Exception):
+    """A promise that cannot be tried with a plug-in. The message is the reason."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination of plug-ins on one toy."""
+
+    toy: str
+    scheduler: Any
+    cache: Any
+    blocks: Any
+    stop: Any
+    guide: Any
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def plugins(self) -> dict[str, Any]:
+        """The plug-in of each group."""
+        return {group: getattr(self, group) for group in GROUPS}
+
+    @functools.cached_property
+    def sampler(self) -> Sampler:
+        """The assembled plug-ins."""
+        return toys.sampler(self.toy, **self.plugins)
+
+    def generate(self, rows: Iterable[int] = EVERY, **options: Any) -> Result:
+        """Return the answer to some of the toy prompts, as one batch."""
+        sampler, chosen = toys.sampler(self.toy, **self.plugins, **options), list(rows)
+        prompts, seeds = [toys.PROMPTS[row] for row in chosen], [toys.SEEDS[row] for row in chosen]
+        return sampler.generate(prompts, max_new_tokens=TOKENS, seed=seeds)
+
+    @functools.cache  # noqa: B019 - a handful of small results
+    def stream(self) -> list[Commits]:
+        """Return every step of all toy prompts as one batch."""
+        return list(toys.sampler(self.toy, **self.plugins).stream(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS))
+
+    @property
+    def result(self) -> Result:
+        """The answer to all toy prompts as one batch."""
+        result = self.stream()[-1].result
+        assert result is not None
+        return result
+
+    @property
+    def stuck(self) -> Tensor:
+        """`[B] bool` rows that a vetoing guide has ended."""
+        vetoes = any(guide.vetoes for guide in self.sampler.plugins.guides)
+        return torch.tensor([vetoes and reason == "constraint" for reason in self.result.finish_reason])
+
+
+def refusal(toy: str, **plugins: Any) -> str | None:
+    """Return the reason for which plug-ins cannot run together on a toy. Returns None if they can."""
+    try:
+        toys.sampler(toy, **plugins)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def check_row(batch: Result, row: int, alone: Result) -> None:
+    """Check that a row of a batch is what it is alone: tokens, forwards, step map and computed positions.
+
+    Raises:
+        Broken: something differs.
+    """
+    sides: dict[str, tuple[Tensor, Tensor]] = {
+        "number of forwards": (batch.nfe[row], alone.nfe[0]),
+        "step map": (batch.trace.generated[row], alone.trace.generated[0]),
+        "tokens": (batch.tokens[row], alone.tokens[0]),
+        "length": (batch.lengths[row], alone.lengths[0]),
+        "completeness": (batch.complete[row], alone.complete[0]),
+        "number of computed positions": (batch.trace.rows[row], alone.trace.rows[0]),
+    }
+    for name, (one, two) in sides.items():
+        if not torch.equal(one, two):
+            raise Broken(
+                f"A row of a batch differs from the row alone: the {name} of row {row} is {one.tolist()} in the batch"
+                f" and {two.tolist()} alone."
+            )
+    sure = batch.trace.logprob[row, batch.trace.origin :], alone.trace.logprob[0, alone.trace.origin :]
+    if not torch.allclose(*sure, atol=1e-6, rtol=1e-6, equal_nan=True):  # stored in float32
+        raise Broken(f"A row of a batch differs from the row alone: row {row} has other log-probabilities.")
+
+
+def check_rows(case: Case, rows: Iterable[int]) -> None:
+    """Check that rows of a ragged batch come out as if each was alone.
+
+    Raises:
+        Broken: one of them differs.
+    """
+    for row in rows:
+        check_row(case.result, row, case.generate([row]))
+
+
+def check_prompts(case: Case) -> None:
+    """Check that prompts, padding and finished rows never change.
+
+    Raises:
+        Broken: one of them does.
+    """
+    trace = case.result.trace
+    for row, (prompt, ids, steps) in enumerate(
+        zip(toys.PROMPTS, trace.ids.tolist(), trace.step_map.tolist(), strict=True)
+    ):
+        if ids[: trace.origin] != [trace.pad_id] * (trace.origin - len(prompt)) + prompt:
+            raise Broken(f"The prompt of row {row} is {prompt}, and {ids[: trace.origin]} was found in its place.")
+        if set(steps[: trace.origin]) != {-1}:
+            raise Broken(f"The step map has commits in the prompt of row {row}.")
+    steps = case.stream()
+    for before, after in pairwise(steps):
+        rests = after.nfe == before.nfe
+        for name in ("tokens", "masked", "step_map"):
+            changed = (getattr(before, name) != getattr(after, name)).any(1) & rests
+            if changed.any():
+                raise Broken(
+                    f"Row {int(changed.int().argmax())} was finished after {before.step} forwards, and its {name}"
+                    " changed later."
+                )
+
+
+def check_end(case: Case) -> None:
+    """Check that every row ends, within the bound that the plug-ins give, with no mask left.
+
+    Raises:
+        Broken: a row does not.
+    """
+    steps, result, stuck = case.stream(), case.result, case.stuck
+    bound = case.sampler.plugins.bound(TOKENS)
+    unfinished = ~result.complete & ~stuck
+    if unfinished.any():
+        row = int(unfinished.int().argmax())
+        raise Broken(
+            f"It does not end: row {row} has {int(steps[-1].masked[row].sum())} masks after {len(steps)} forwards, and"
+            f" `bound` promises at most {bound} for {TOKENS} tokens."
+        )
+    if not len(steps) == int(result.nfe.max()) <= bound:
+        raise Broken(f"It took {len(steps)} forwards, and `bound` promises at most {bound} for {TOKENS} tokens.")
+    if result.complete[stuck].any():
+        raise Broken("A row that the guide has ended is complete.")
+    answer = torch.arange(TOKENS) < result.lengths[:, None]
+    written = result.trace.generated >= 0
+    if ((~written | (result.tokens == toys.MASK)) & answer & ~stuck[:, None]).any():
+        raise Broken("An answer has a mask in it.")
+
+
+def check_reads(case: Case, rows: Iterable[int] = EVERY, max_steps: int = 5) -> None:
+    """Check that no step reads the device.
+
+    Raises:
+        HostRead: one does.
+    """
+    with watched_steps() as taken:
+        result = case.generate(rows, max_steps=max_steps)
+    assert len(taken) == int(result.nfe.max())
+
+
+def reads(case: Case) -> bool:
+    """Return True if a step of the plug-ins may read the device, as they declare."""
+    plugins, scheduler = case.sampler.plugins, case.scheduler
+    name = scheduler.get("name") if isinstance(scheduler, dict) else scheduler
+    return plugins.cache.syncs or any(guide.vetoes for guide in plugins.guides) or name == "svdd"
+
+
+@dataclass(frozen=True)
+class Scrambled(Around):
+    """Hands on confidences times a random number each."""
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        factor = canvas.noise.uniform(replace(canvas, step=canvas.step + 99), query.positions)[:, None]
+        return self.inner.tell(canvas, query, replace(readout, confidence=readout.confidence * factor), carry)
+
+
+def check_confidence(scheduler: Settings) -> None:
+    """Check that `traits.ranks_by_confidence` is true of a scheduler. EOSER, which scales confidences, goes by it.
+
+    Raises:
+        Broken: it is not.
+        CannotTry: the scheduler drafts, or it cannot be wrapped.
+    """
+    inner: Scheduler = config.build("scheduler", scheduler)
+    if inner.traits.drafts:
+        raise CannotTry("a scheduler that drafts goes by the scheduler inside")
+    try:
+        alone = toys.sampler(scheduler=scheduler, temperature=1.0)
+        other = toys.sampler(scheduler=Scrambled(inner), temperature=1.0)
+    except UserError as error:
+        raise CannotTry(str(error)) from error
+    first, second = (one.generate(toys.PROMPTS, max_new_tokens=18, seed=3) for one in (alone, other))
+    same = torch.equal(first.trace.generated, second.trace.generated) and torch.equal(first.tokens, second.tokens)
+    if same == alone.plugins.scheduler.traits.ranks_by_confidence:
+        raise Broken(
+            f"`traits` says ranks_by_confidence={same}, and random factors on"
+            f" `readout.confidence` {'change nothing' if same else 'change what it commits'}."
+        )

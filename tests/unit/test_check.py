@@ -1,0 +1,88 @@
+"""`python -m dllm_sampler.check`: what is wrong with a scheduler of the working directory is said in a sentence."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from dllm_sampler import config
+from dllm_sampler.check.__main__ import main
+
+RULE = """
+from dataclasses import dataclass
+
+from dllm_sampler import Edit, Scheduler, Traits
+
+
+@dataclass(frozen=True)
+class Rule(Scheduler):
+    count: int = 1
+
+    @property
+    def traits(self):
+        return Traits(ranks_by_confidence=False)
+
+    def tell(self, canvas, query, readout, carry):
+        eligible = canvas.eligible(query.positions)
+        commit = eligible & (eligible.cumsum(1) <= self.count)
+        {line}
+        return Edit(readout.token[:, 0], commit), carry
+"""
+BROKEN = {
+    "commit.any().item()": "A step reads the device: item(), bool(tensor) or int(tensor) (rule_of_mine.py, line 19, in",
+    "commit &= readout.confidence[:, 0] >= readout.confidence.mean()": "A row of a batch differs from the row alone",
+    "commit &= False": "It does not end: row 0 has 14 masks after 14 forwards, and `bound` promises at most 14",
+    "canvas.ids[:, 0] = 5": "The prompt of row 1 is [7, 1,",
+    "commit.no_such_thing": "It raised AttributeError: 'Tensor' object has no attribute 'no_such_thing' (rule_of_mine",
+    "readout.margin + 1": "reads readout.margin, which is not measured",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the YAML of a scheduler. Few other plug-ins are tried, which saves time."""
+    names = config.names
+    few = {"cache": ["none", "dual", "dkv_greedy"], "blocks": ["fixed"], "stop": ["block"], "guide": ["none"]}
+    monkeypatch.setattr(config, "names", lambda group: few.get(group) or names(group))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "rule_of_mine", raising=False)
+    (tmp_path / "own" / "scheduler").mkdir(parents=True)
+    (tmp_path / "own" / "scheduler" / "mine.yaml").write_text("# Mine.\n_target_: rule_of_mine.Rule\ncount: 2\n")
+    return tmp_path
+
+
+def run(folder: Path, line: str, *words: str) -> int:
+    (folder / "rule_of_mine.py").write_text(RULE.format(line=line))
+    return main(["--config-dir", "own", "scheduler=mine", *words])
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_what_is_broken_is_said(folder: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, line) == 1
+    said = [one for one in capsys.readouterr().out.splitlines() if one.startswith("FAILED")]
+    assert any(BROKEN[line] in one for one in said), said
+
+
+def test_what_is_kept_is_a_line_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "pass", "scheduler.count=3") == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("scheduler=mine, on")
+    assert [line[:8] for line in lines[:6]] == ["    ok  "] * 6
+    assert lines[6] == "runs with cache: none, dual"
+    assert lines[-1].startswith("refused cache=dkv_greedy: cache=dkv_greedy must know before each forward")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing to check"),
+        (["temperature=1"], "temperature=1 is not a plug-in's"),
+        (["scheduler=treshold"], "did you mean threshold"),
+        (["scheduler=threshold", "scheduler.treshold=1"], "did you mean"),
+    ],
+)
+def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
