@@ -65,9 +65,12 @@ class Case:
         prompts, seeds = [toys.PROMPTS[row] for row in chosen], [toys.SEEDS[row] for row in chosen]
         return sampler.generate(prompts, max_new_tokens=TOKENS, seed=seeds)
 
-    @functools.cache  # noqa: B019 - a handful of small results
     def stream(self) -> list[Commits]:
         """Return every step of all toy prompts as one batch."""
+        return self._steps
+
+    @functools.cached_property
+    def _steps(self) -> list[Commits]:
         return list(toys.sampler(self.toy, **self.plugins).stream(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS))
 
     @property

@@ -78,9 +78,9 @@ def watched_steps() -> Iterator[list[Generation]]:
     """Run every step of the loop under `no_host_reads`. Yields a list that gets one entry per step."""
     step, taken = Engine.step, list[Generation]()
 
-    def under_watch(engine: Engine, state: Generation) -> None:
+    def under_watch(self: Engine, state: Generation) -> None:
         with no_host_reads():
-            step(engine, state)
+            step(self, state)
         taken.append(state)
 
     Engine.step = under_watch

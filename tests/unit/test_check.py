@@ -31,7 +31,7 @@ class Rule(Scheduler):
         return Edit(readout.token[:, 0], commit), carry
 """
 BROKEN = {
-    "commit.any().item()": "A step reads the device: item(), bool(tensor) or int(tensor) (rule_of_mine.py, line 19, in",
+    "commit.any().item()": "A step reads the device: item(), bool(tensor) or int(tensor) (rule_of_mine.py, line 18, in",
     "commit &= readout.confidence[:, 0] >= readout.confidence.mean()": "A row of a batch differs from the row alone",
     "commit &= False": "It does not end: row 0 has 14 masks after 14 forwards, and `bound` promises at most 14",
     "canvas.ids[:, 0] = 5": "The prompt of row 1 is [7, 1,",
@@ -44,7 +44,12 @@ BROKEN = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the YAML of a scheduler. Few other plug-ins are tried, which saves time."""
     names = config.names
-    few = {"cache": ["none", "dual", "dkv_greedy"], "blocks": ["fixed"], "stop": ["block"], "guide": ["none"]}
+    few = {
+        "cache": ["none", "dual", "exact", "dkv_greedy"],
+        "blocks": ["fixed"],
+        "stop": ["none", "prefix"],
+        "guide": ["none"],
+    }
     monkeypatch.setattr(config, "names", lambda group: few.get(group) or names(group))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "rule_of_mine", raising=False)
@@ -70,7 +75,7 @@ def test_what_is_kept_is_a_line_each(folder: Path, capsys: pytest.CaptureFixture
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("scheduler=mine, on")
     assert [line[:8] for line in lines[:6]] == ["    ok  "] * 6
-    assert lines[6] == "runs with cache: none, dual"
+    assert lines[6] == "runs with cache: none, dual, exact"
     assert lines[-1].startswith("refused cache=dkv_greedy: cache=dkv_greedy must know before each forward")
 
 
@@ -79,7 +84,7 @@ def test_what_is_kept_is_a_line_each(folder: Path, capsys: pytest.CaptureFixture
     [
         ([], "nothing to check"),
         (["temperature=1"], "temperature=1 is not a plug-in's"),
-        (["scheduler=treshold"], "did you mean threshold"),
+        (["scheduler=treshold"], "did you mean 'threshold'"),
         (["scheduler=threshold", "scheduler.treshold=1"], "did you mean"),
     ],
 )
