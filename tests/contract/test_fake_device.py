@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_sampler.cache import dpad
+from dllm_sampler.check import toys as networks
+from dllm_sampler.check.reads import INDEXING
 from dllm_sampler.core import density, packing, select
 from dllm_sampler.engine import layout
-from dllm_sampler.eval.testbeds import toys as networks
 from tests import toys
 from tests.contract.cases import CASES, TOKENS, Case
-from tests.contract.test_syncs import INDEXING
 from tests.sampling import sampled
 
 # A torch that was built without CUDA can do little with such tensors, fake as they are.
