@@ -18,7 +18,7 @@ from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.trace import Trace
 from dllm_sampler.errors import UserError, counted
-from dllm_sampler.inputs import prompts
+from dllm_sampler.inputs.texts import cut, decode
 
 ROWS, SHOWN = 8, 80  # answers that a `repr` has, and signs of each
 
@@ -80,6 +80,31 @@ class Result:
             None if any(answer.valid is None for answer in given) else torch.tensor([one.valid for one in given]),
             None if all(answer.gaps is None for answer in given) else [one.gaps for one in given],
         )
+
+    def answer(self, row: int, index: int, sample: int = 0, *, max_new_tokens: int) -> Answer:
+        """Return one row as the answer to prompt `index`."""
+        return Answer(
+            index,
+            sample,
+            self.finish_reason[row],
+            self.tokens[row, :max_new_tokens],
+            int(self.lengths[row]),
+            None if self.texts is None else self.texts[row],
+            int(self.nfe[row]),
+            self.trace.row(row).unpadded(max_new_tokens),
+            int(self.rejections[row]),
+            None if self.valid is None else bool(self.valid[row]),
+            None if self.gaps is None else self.gaps[row],
+        )
+
+    def token_rows(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the tokens of each prompt, and those of each answer up to its end token."""
+        trace = self.trace
+        prompts = [
+            ids[begin : trace.origin] for ids, begin in zip(trace.ids.tolist(), trace.begin.tolist(), strict=True)
+        ]
+        answers = [row[:length] for row, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
+        return prompts, answers
 
     @property
     def step_map(self) -> Tensor:
@@ -169,7 +194,7 @@ def summarise(
         stops = torch.minimum(ended, hole).tolist()
         rows = [row[:stop] for row, stop in zip(tokens.tolist(), stops, strict=True)]
         heads = torch.where(known, place + 1, 0).amax(1).tolist()
-        found = prompts.cut(rows, tokenizer, stop_strings, heads)
+        found = cut(rows, tokenizer, stop_strings, heads)
         texts, kept, stopped = ([*each] for each in zip(*found, strict=True))
         if ends.given is not None:
             marks = [own[:size] for own, size in zip(known.tolist(), sizes.tolist(), strict=True)]
@@ -194,9 +219,9 @@ def summarise(
             reasons.append("end" if has_end or closed[row] else "length")
     found = [_valid(guides, answer, form) for answer, form in zip(answers, ends.forms.tolist(), strict=True)]
     valid = None if None in found else complete & torch.tensor(found)
-    cut = torch.tensor(stopped)
-    lengths = torch.where(cut, torch.tensor(kept), lengths)
-    over = torch.where(cut, lengths, ended + 1)
+    has_stop = torch.tensor(stopped)
+    lengths = torch.where(has_stop, torch.tensor(kept), lengths)
+    over = torch.where(has_stop, lengths, ended + 1)
     tokens = tokens.masked_fill(place >= over[:, None], spec.pad_id)
     return Result(tokens, lengths, texts, trace.nfe, complete, trace, reasons, ends.rejected, valid, gaps)
 
@@ -208,7 +233,7 @@ def _gaps(
     runs = [[*run] for _, run in groupby(range(len(given)), key=lambda at: given[at])]
     free = [row[run[0] : run[-1] + 1] for run in runs if not given[run[0]]]
     tail = [stop_strings if run[0] >= head else () for run in runs if not given[run[0]]]
-    return [prompts.decode([part], tokenizer, stops)[0] for part, stops in zip(free, tail, strict=True)]
+    return [decode([part], tokenizer, stops)[0] for part, stops in zip(free, tail, strict=True)]
 
 
 def _valid(guides: Sequence[Guide], answer: Sequence[int], form: int) -> bool | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from os import PathLike
 from typing import Literal, Unpack, cast
@@ -23,11 +24,11 @@ from dllm_sampler.engine import graphs
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins, assemble, untrained
-from dllm_sampler.errors import UntrainedWarning
+from dllm_sampler.errors import UntrainedWarning, UserError
 from dllm_sampler.generation import batch, many
-from dllm_sampler.inputs import arguments, infill
-from dllm_sampler.inputs.given import Fixed, Piece, Pinned
-from dllm_sampler.inputs.infill import Span
+from dllm_sampler.generation.runtime import Runtime
+from dllm_sampler.inputs import arguments, given
+from dllm_sampler.inputs.given import Piece, Pinned, Span
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
@@ -90,9 +91,9 @@ class Sampler:
         compile: bool | str = False,
         entropy: bool = False,
     ):
-        given = {name: value for name, value in locals().items() if name in SamplerOptions.__annotations__}
-        self._options = cast(SamplerOptions, given)  # for `using`
-        check_options(given)
+        chosen = {name: value for name, value in locals().items() if name in SamplerOptions.__annotations__}
+        self._options = cast(SamplerOptions, chosen)  # for `using`
+        check_options(chosen)
         arguments.check_parts(denoiser, tokenizer, noise)
         if compile is True:
             denoiser = compiled(denoiser)
@@ -257,15 +258,14 @@ class Sampler:
             UserError: a bad prompt or argument.
             NotFiniteError: the model returned NaN; its `result` holds what was done.
         """
-        own, plugins = self._call(options, block_length)
-        fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.spec)
-        arguments.check_progress(progress)
+        runtime = self._runtime(options, block_length)
         steps = batch.steps(
-            own, plugins, prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
-            samples=samples, forms=forms, fixed=fixed, every=int(progress is not None),
+            runtime, prompts, every=int(progress is not None), max_new_tokens=max_new_tokens, seed=seed,
+            stop_strings=stop_strings, samples=samples, forms=forms, prefix=prefix, suffix=suffix, pinned=pinned,
+            progress=progress,
         )  # fmt: skip
-        result = batch.result(steps, progress)
-        batch.warn_of_copies(plugins, result, samples)
+        result = batch.final_result(steps, progress)
+        batch.warn_of_copies(runtime.plugins, result, samples)
         return result
 
     def infill(
@@ -286,7 +286,7 @@ class Sampler:
         Raises:
             UserError: as `generate`; a text without a gap, or a gap without its length.
         """
-        return self.generate(infill.tasks(texts, prompts), **options)
+        return self.generate(given.templates(texts, prompts), **options)
 
     def refine(
         self,
@@ -307,7 +307,11 @@ class Sampler:
         Raises:
             UserError: as `generate`; a span outside of an answer.
         """
-        return self.generate(infill.refined(answers, span, prompts), **options)
+        if isinstance(answers, Result):
+            if prompts is not None:
+                raise UserError("a result knows its prompts: leave prompts out")
+            prompts, answers = answers.token_rows()
+        return self.generate(given.refined(answers, span, prompts), **options)
 
     def generate_many(
         self,
@@ -361,12 +365,10 @@ class Sampler:
         Raises:
             UserError: a bad argument, or a prompt that is refused.
         """
-        own, plugins = self._call(options, block_length)
         return many.answers(
-            own, plugins, prompts, places=batch_size, new_tokens=max_new_tokens, forms=forms,
-            seed=seed, stops=stop_strings, samples=samples, order=order, max_length=max_length, on_error=on_error,
-            batching=batching, progress=progress,
-            fixed=Fixed.of(prefix, suffix, pinned, self.tokenizer, self.spec),
+            self._runtime(options, block_length), prompts, batch_size=batch_size, order=order, on_error=on_error,
+            batching=batching, max_new_tokens=max_new_tokens, seed=seed, stop_strings=stop_strings, samples=samples,
+            forms=forms, prefix=prefix, suffix=suffix, pinned=pinned, progress=progress, max_length=max_length,
         )  # fmt: skip
 
     def stream(
@@ -387,11 +389,9 @@ class Sampler:
         """As `generate`, yielding the canvas after every `every` steps (each view is a transfer from the device); the
         last item carries the result."""
         check_count("every", every)
-        own, plugins = self._call(options, block_length)
-        fixed = Fixed.of(prefix, suffix, pinned, self.tokenizer, self.spec)
         return batch.steps(
-            own, plugins, prompts, new_tokens=max_new_tokens, seed=seed, stops=stop_strings,
-            samples=1, forms=forms, fixed=fixed, every=every,
+            self._runtime(options, block_length), prompts, every=every, max_new_tokens=max_new_tokens, seed=seed,
+            stop_strings=stop_strings, forms=forms, prefix=prefix, suffix=suffix, pinned=pinned,
         )  # fmt: skip
 
     def engine(self, plugins: Plugins, samples: int = 1) -> Engine:
@@ -403,8 +403,13 @@ class Sampler:
         self._static = made if isinstance(made, StaticEngine) else self._static
         return made
 
-    def _call(self, options: SamplerOptions, block_length: int | None) -> tuple[Sampler, Plugins]:
-        """Return the sampler and the plug-ins of one call. Those of the last `CALLS` different settings are stored."""
+    @property
+    def runtime(self) -> Runtime:
+        """The parts of this sampler that a generation needs."""
+        return Runtime(self.denoiser, self.plugins, self.tokenizer, self.noise, self.max_steps, self.engine)
+
+    def _runtime(self, options: SamplerOptions, block_length: int | None) -> Runtime:
+        """Return what one call runs with. Samplers and plug-ins of the last `CALLS` different settings are stored."""
         key = self._settings_key(options, block_length)
         if key is not None and key in self._calls:
             own, plugins = self._calls[key]
@@ -419,7 +424,7 @@ class Sampler:
         if sentence is not None and sentence not in self._told:
             self._told.add(sentence)
             warnings.warn(sentence, UntrainedWarning, stacklevel=3)
-        return own, plugins
+        return replace(own.runtime, plugins=plugins)
 
     def _settings_key(self, options: SamplerOptions, block_length: int | None) -> str | None:
         """Return the settings of a call as a text that names them. Returns None if some are objects."""

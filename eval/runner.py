@@ -28,7 +28,6 @@ from dllm_sampler.eval.records import Record, encoded_again
 from dllm_sampler.eval.tasks.base import Answer as Graded
 from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.eval.tasks.formed import Demanded
-from dllm_sampler.generation.batch import Reader
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided, laid_out
 from dllm_sampler.options import SamplerOptions
@@ -188,7 +187,6 @@ class Runner:
         """One batch whose scheduler takes tokens back, looked at after each step."""
         begun, found = time.perf_counter(), []
         memory.reset(self.denoiser.spec.device)
-        reader, size = Reader(self.sampler.spec, self.tokenizer, ()), self.job.max_new_tokens
         left = list(batch)
         while left:
             history, result, bad = History(), None, set()
@@ -201,7 +199,7 @@ class Runner:
                 result, bad = error.result, {row - 1 for row in error.rows}
             assert result is not None
             for row in sorted(bad or range(len(left))):
-                answer = reader.answer(result, row, row, new_tokens=size)
+                answer = result.answer(row, row, max_new_tokens=self.job.max_new_tokens)
                 made, lost = (0, ()) if bad else (history.commits[row], history.revisions[row])
                 found.append((left[row], answer, made, lost))
             left = [sample for row, sample in enumerate(left) if row not in bad] if bad else []

@@ -29,9 +29,9 @@ from dllm_sampler.core.ends import first_end
 from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import NotFiniteError, RowError, UserError, counted
 from dllm_sampler.generation.batch import warn_of_bias
-from dllm_sampler.inputs import infill, prompts
-from dllm_sampler.inputs.given import Fixed
-from dllm_sampler.inputs.infill import Task
+from dllm_sampler.generation.requests import Arguments, check_forms
+from dllm_sampler.inputs import prompts
+from dllm_sampler.inputs.given import GAP, GivenTokens, encode_template
 from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.options import SamplerOptions
 from dllm_sampler.result import Commits, Result
@@ -105,21 +105,24 @@ def respond(
     if deer is None:
         spec, tokenizer = sampler.spec, sampler.tokenizer
         if options.infill is not None:  # said of infill=, and not of each prompt
-            infill.answer(options.infill, tokenizer, spec, "infill", alone=not given)
-        fixed = Fixed.of(options.prefix, options.suffix, None, tokenizer, spec)
-        tasks = infill.encode(asked, tokenizer, sampler.plugins, options.max_new_tokens, fixed)
+            encode_template(options.infill, tokenizer, spec, "infill", alone=not given)
+        arguments = Arguments.checked(
+            sampler.runtime, asked, max_new_tokens=options.max_new_tokens, forms=_forms(own, options, sampler),
+            prefix=options.prefix, suffix=options.suffix,
+        )  # fmt: skip
+        requests = [arguments.requests(prompt, index)[0] for index, prompt in enumerate(asked)]
+        forms = [one.form for one in requests] if sampler.plugins.forms else None
+        # What is encoded now is not encoded again.
+        rows: list[Any] = [
+            one.prompt if one.given is None else Infill(one.given, one.prompt or None) for one in requests
+        ]
     else:
-        tasks = [Task(ids, 0) for ids in prompts.encode(asked, sampler.tokenizer, deer.spec, options.max_new_tokens)]
-    if deer is not None:
-        forms = prompts.forms(options.forms, 0, len(tasks), 1)
-    else:
-        forms = _forms(own, options, sampler, len(tasks))
-        infill.check_forms(tasks, forms or [0] * len(tasks), sampler.plugins)
+        check_forms(options.forms, 0)
+        forms, rows = None, prompts.encode(asked, sampler.tokenizer, deer.spec, options.max_new_tokens)
     totals = Totals(options.prefix is None and options.suffix is None, options.infill is not None)
     # What a record says the prompt was: messages where there are some, a text with gaps as it was typed.
     typed = given or [options.infill or ""]
     given = [_said(one, text) for one, text in zip(asked, typed, strict=True)]
-    rows: list[Any] = [task.again for task in tasks]
     if records and options.resume:
         records.resume(given)
     there = records.there if records else set()
@@ -148,7 +151,7 @@ def respond(
                 named = None if forms is None else forms[batch]
                 result, seconds = _denoise(sampler, options, begin, given[batch], rows[batch], named, records)
             else:
-                result, seconds = _verify(deer, options, begin, [task.prompt for task in tasks[batch]])
+                result, seconds = _verify(deer, options, begin, rows[batch])
             if not (records and records.replaces_answers):
                 show_answers(result)
             totals.add(begin, result, seconds)
@@ -182,11 +185,11 @@ def check(sampler: Sampler, options: Options) -> None:
     """
     spec, tokenizer = sampler.spec, sampler.tokenizer
     asks([], options)
-    Fixed.of(options.prefix, options.suffix, None, tokenizer, spec)
+    GivenTokens.of(options.prefix, options.suffix, None, tokenizer, spec)
     if options.infill is None:
         prompts.check_new_tokens(options.max_new_tokens, spec)
     else:
-        infill.answer(options.infill, tokenizer, spec, "infill")
+        encode_template(options.infill, tokenizer, spec, "infill")
     if options.block_length is not None:
         try:
             sampler.plugins.of_length(options.block_length)
@@ -205,7 +208,7 @@ def asks(given: Sequence[Prompt], options: Options) -> list[Any]:
     if ends and options.infill is not None:
         raise UserError(f"{' and '.join(ends)} and infill= both say what is given of an answer: leave one of them out")
     for number, prompt in enumerate(given, 1):
-        gaps = isinstance(prompt, str) and infill.GAP.search(prompt) is not None
+        gaps = isinstance(prompt, str) and GAP.search(prompt) is not None
         if gaps and (options.chat or options.infill is not None):
             raise UserError(
                 f"prompt {number} has a gap, and {'chat=true' if options.chat else 'infill='} takes it for something to"
@@ -271,14 +274,14 @@ def _verify(deer: SpeculativeSampler, options: Options, first: int, rows: list[l
     return result, time.perf_counter() - begun
 
 
-def _forms(said: Forms | None, options: Options, sampler: Sampler, rows: int) -> list[int] | None:
-    """The form of each prompt, by the options or by what the prompts' file said; None: no guide has a list of forms."""
+def _forms(said: Forms | None, options: Options, sampler: Sampler) -> int | Sequence[int] | None:
+    """Return the numbers of the prompts' forms, by the options or by the prompts' file. Returns None without forms."""
     known, given = sampler.plugins.forms, options.forms
     if given is None and said is not None:
         single = any(guide.joint or guide.vetoes for guide in sampler.plugins.guides)
         numbers = said.numbers(known or int(single))
         given = numbers if known else None
-    return prompts.forms(given, known, rows, 1)
+    return given
 
 
 def _denoise(

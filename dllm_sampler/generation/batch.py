@@ -5,33 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.protocols import Guide, is_random
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.protocols import is_random
 from dllm_sampler.core.trace import Recorder, Trace, aligned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.in_flight import Request
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.errors import NotFiniteError, RowError
-from dllm_sampler.inputs import infill, prompts
-from dllm_sampler.inputs.given import Fixed
-from dllm_sampler.inputs.infill import Task
-from dllm_sampler.inputs.prompts import Prompt
+from dllm_sampler.errors import NotFiniteError, RowError, UserError
+from dllm_sampler.generation.requests import Arguments
+from dllm_sampler.generation.runtime import Runtime
+from dllm_sampler.inputs import prompts, texts
+from dllm_sampler.inputs.prompts import Infill, Prompt
 from dllm_sampler.kernels.backend import warn
-from dllm_sampler.options import MOST_ROWS, Progress
-from dllm_sampler.result import Answer, Commits, Ends, Result, summarise
-
-if TYPE_CHECKING:
-    from dllm_sampler.sampler import Sampler
+from dllm_sampler.options import Progress
+from dllm_sampler.result import Commits, Ends, Result, summarise
 
 SAME = "samples={}: the answers to each prompt are the same, since nothing is drawn; set temperature=1, say"
 
@@ -42,8 +37,29 @@ ALIKE = (
 )
 
 
-def result(steps: Iterator[Commits], progress: Progress | None) -> Result:
-    """Take every step of a batch and return its result; `progress` is told of each step that is seen."""
+def steps(
+    runtime: Runtime, prompt: Prompt | Sequence[Prompt], *, every: int, max_new_tokens: int, **arguments: Any
+) -> Iterator[Commits]:
+    """Check the arguments of `Sampler.generate` or `Sampler.stream`, and return the steps of the batch.
+
+    Args:
+        every: one step in `every` is transferred, with 0 only the last.
+        arguments: as `Arguments.checked` takes them.
+    """
+    rows, plugins = prompts.as_list(prompt), runtime.plugins
+    if not rows:
+        raise UserError("there is no prompt: give at least one")
+    if not all(isinstance(one, Infill) for one in rows):
+        prompts.check_new_tokens(max_new_tokens, runtime.spec)  # one number, and no list of them
+    asked = Arguments.checked(runtime, rows, max_new_tokens=max_new_tokens, **arguments)
+    requests = [request for index, one in enumerate(rows) for request in asked.requests(one, index)]
+    planned = warn_of_steps(plugins, requests[:: asked.samples])
+    made = iterate_steps(runtime, requests, asked.stop_strings, every, asked.samples)
+    return _warned(made, plugins, planned)
+
+
+def final_result(steps: Iterator[Commits], progress: Progress | None) -> Result:
+    """Take every step of a batch and return its result. `progress` is called after each step that is transferred."""
     last: Commits | None = None
     for last in steps:
         if progress is not None:
@@ -53,20 +69,57 @@ def result(steps: Iterator[Commits], progress: Progress | None) -> Result:
     return last.result
 
 
+def iterate_steps(
+    runtime: Runtime, requests: Sequence[Request], stop_strings: Sequence[str], every: int, samples: int = 1
+) -> Iterator[Commits]:
+    """Yield the steps of one batch. One in `every` is transferred, with 0 only the last.
+
+    Args:
+        samples: each `samples` consecutive requests have the same prompt.
+
+    Raises:
+        NotFiniteError: the model returned NaN. Its `result` has what was done.
+        RowError: a plug-in cannot use something that a row has. It names the prompt's number.
+    """
+    plugins, engine, reader = runtime.plugins, runtime.engine(samples), Reader(runtime, stop_strings)
+    canvas = runtime.canvas(requests, engine.multiple, cuts=plugins.stop.cuts)
+    bound = runtime.bound(canvas.longest)
+    for request in requests:
+        request.state = "running"
+    try:
+        for step, state in enumerate(engine.run(canvas, bound), 1):
+            reader.stop(engine, state)
+            last = state.finished or step == bound
+            for request in requests if last else ():
+                request.state = "done"
+            if last or (every and step % every == 0):
+                yield _view(state, step, reader.result(state.canvas, state.recorder) if last else None)
+            if last:
+                return
+    except RowError as error:
+        raise error.numbered([request.index + 1 for request in requests]) from error.__cause__
+    except NotFiniteError as error:
+        failed = [row - 1 for row in error.rows]
+        for row in failed:
+            requests[row].state, requests[row].is_finite = "done", False
+        error.result = reader.result(error.state.canvas, error.state.recorder, failed)
+        raise
+
+
 def warn_of_copies(plugins: Plugins, found: Result, samples: int) -> None:
-    """Warn where the answers to each prompt are the same because nothing is drawn."""
-    if samples > 1 and not plugins.context.draws and alike(found.tokens, samples):
+    """Warn if the answers to each prompt are the same because nothing is drawn."""
+    if samples > 1 and not plugins.context.draws and samples_identical(found.tokens, samples):
         warn(SAME.format(samples))
 
 
 def warn_of_bias(plugins: Plugins, samples: int) -> None:
-    """Warn where likely tokens come more often than they are drawn: an unlikely one waits and is drawn again."""
+    """Warn if likely tokens come more often than they are drawn: an unlikely one waits and is drawn again."""
     if samples > 1 and plugins.scheduler.traits.ranks_by_confidence and is_random(plugins.guides):
         warn(ALIKE.format(samples, named(plugins.scheduler)))
 
 
-def warn_of_steps(plugins: Plugins, tasks: Iterable[Task]) -> int:
-    """Warn where the blocks of an answer take more forwards than `scheduler.steps`. Returns these; 0: no warning."""
+def warn_of_steps(plugins: Plugins, requests: Iterable[Request]) -> int:
+    """Warn if the blocks of an answer take more forwards than `scheduler.steps`. Returns these, else 0."""
     steps, blocks = plugins.scheduler.total_steps, plugins.blocks
     if steps is None or blocks.several or plugins.scheduler.traits.initial is not None:
         return 0  # blocks that are open at once share forwards, and an answer may become shorter
@@ -74,8 +127,8 @@ def warn_of_steps(plugins: Plugins, tasks: Iterable[Task]) -> int:
     total, planned, count = max(
         (planned + added * count, planned, count)
         for planned, count in (
-            layout.planned_steps(len(task.prompt), task.new_tokens, task.given, steps, blocks, plugins.context.spec)
-            for task in tasks
+            layout.planned_steps(len(one.prompt), one.max_new_tokens, one.given, steps, blocks, plugins.context.spec)
+            for one in requests
         )
     )
     if total <= steps:
@@ -93,7 +146,7 @@ def warn_of_steps(plugins: Plugins, tasks: Iterable[Task]) -> int:
 
 
 def warn_of_forwards(plugins: Plugins, result: Result, planned: int) -> int:
-    """Warn where an answer took more forwards than `scheduler.steps` and than were planned. Returns the most so far."""
+    """Warn if an answer took more forwards than `scheduler.steps` and than were planned. Returns the most so far."""
     steps, made = plugins.scheduler.total_steps, int(result.nfe.max())
     if steps is None or made <= max(steps, planned):
         return planned
@@ -106,67 +159,18 @@ def warn_of_forwards(plugins: Plugins, result: Result, planned: int) -> int:
     return made
 
 
-def _checked(commits: Iterator[Commits], plugins: Plugins, planned: int) -> Iterator[Commits]:
-    """The steps of a batch, with a warning at the last if there were more than planned."""
-    for step in commits:
+def _warned(steps: Iterator[Commits], plugins: Plugins, planned: int) -> Iterator[Commits]:
+    """Yield the steps of a batch, with a warning at the last if there were more than planned."""
+    for step in steps:
         if step.result is not None:
             warn_of_forwards(plugins, step.result, planned)
         yield step
 
 
-def alike(tokens: Tensor, samples: int) -> bool:
-    """Whether all `samples` answers `[B, N]` to each prompt are the same, side by side."""
+def samples_identical(tokens: Tensor, samples: int) -> bool:
+    """Return True if all `samples` consecutive answers `[B, N]` to each prompt are the same."""
     each = tokens.view(-1, samples, tokens.shape[1])
     return bool((each == each[:, :1]).all())
-
-
-def steps(
-    sampler: Sampler,
-    plugins: Plugins,
-    given: Prompt | Sequence[Prompt],
-    *,
-    new_tokens: int,
-    seed: int | Sequence[int],
-    stops: str | Sequence[str],
-    samples: int,
-    forms: int | Sequence[int] | None,
-    fixed: Fixed,
-    every: int,
-) -> Iterator[Commits]:
-    """Check the arguments of `Sampler.generate` or `Sampler.stream`, and start the loop."""
-    found = prompts.stop_strings(stops, sampler.tokenizer)
-    check_count("samples", samples, most=MOST_ROWS)
-    tasks = infill.encode(given, sampler.tokenizer, plugins, new_tokens, fixed)
-    wrong = fixed.uneven(len(tasks))
-    if wrong is not None:
-        raise wrong
-    tasks = [task for task in tasks for _ in range(samples)]
-    own = prompts.forms(forms, plugins.forms, len(tasks), samples)
-    infill.check_forms(tasks, own or [0] * len(tasks), plugins)
-    planned = warn_of_steps(plugins, tasks[::samples])
-    made = commits(sampler, plugins, tasks, prompts.seeds(seed, len(tasks)), found, every, samples, own)
-    return _checked(made, plugins, planned)
-
-
-def commits(
-    sampler: Sampler,
-    plugins: Plugins,
-    tasks: Sequence[Task],
-    seeds: Sequence[int],
-    stops: tuple[str, ...],
-    every: int,
-    samples: int = 1,
-    forms: Sequence[int] | None = None,
-) -> Iterator[Commits]:
-    """The steps of one batch; one in `every` is transferred, with 0 only the last."""
-    engine, spec = sampler.engine(plugins, samples), sampler.spec
-    rows, new_tokens, given = zip(*tasks, strict=True)
-    canvas = layout.canvas(
-        rows, new_tokens, seeds, spec, plugins.blocks, sampler.noise, plugins.stop.cuts, engine.multiple, forms=forms,
-        given=None if all(one is None for one in given) else given, initial=plugins.scheduler.traits.initial,
-    )  # fmt: skip
-    bound = sampler.max_steps or plugins.bound(canvas.longest)
-    return Reader(spec, sampler.tokenizer, stops, plugins.guides).commits(engine, canvas, bound, every)
 
 
 @dataclass(frozen=True)
@@ -175,34 +179,10 @@ class Reader:
 
     Args:
         stop_strings: texts that end an answer.
-        guides: they say which answers are valid.
     """
 
-    spec: ModelSpec
-    tokenizer: PreTrainedTokenizerBase | None
+    runtime: Runtime
     stop_strings: Sequence[str]
-    guides: Sequence[Guide] = ()
-
-    def commits(self, engine: Engine, canvas: Canvas, bound: int, every: int) -> Iterator[Commits]:
-        """The steps of a batch, at most `bound`; one in `every` is transferred, with 0 only the last.
-
-        Raises:
-            NotFiniteError: the model returned NaN; its `result` holds what was done.
-            RowError: a plug-in has met something it cannot use, with the prompt's number.
-        """
-        try:
-            for step, state in enumerate(engine.run(canvas, bound), 1):
-                self.stop(engine, state)
-                last = state.finished or step == bound
-                if last or (every and step % every == 0):
-                    yield _view(state, step, self.result(state.canvas, state.recorder) if last else None)
-                if last:
-                    return
-        except RowError as error:
-            raise error.numbered([row // engine.samples + 1 for row in range(len(canvas.ids))]) from error.__cause__
-        except NotFiniteError as error:
-            error.result = self.result(error.state.canvas, error.state.recorder, {row - 1 for row in error.rows})
-            raise
 
     def stop(self, engine: Engine, state: Generation) -> None:
         """Finish the rows whose text up to the first mask contains a stop string (a host read, between steps)."""
@@ -210,23 +190,24 @@ class Reader:
             return
         canvas = state.canvas
         answer, noise = canvas.asked(), canvas.masked
-        if engine.plugins.scheduler.traits.revises:  # what stands in the block may still become something else
+        if engine.plugins.scheduler.traits.revises:  # a token in the block may still change
             noise = noise | (canvas.in_block() & ~canvas.done[:, None])
         # One read for all, between two steps and only with stop strings: -1 where a row's text is not known yet.
         known = canvas.ids.masked_fill(noise, -1).gather(1, answer)
         head = torch.zeros_like(canvas.first) if canvas.given is None else canvas.given - canvas.first
         rows = torch.cat([head[:, None], known], 1).tolist()
-        texts = [row[: row.index(-1)] if -1 in row else row for _, *row in rows]
+        known_ids = [row[: row.index(-1)] if -1 in row else row for _, *row in rows]
         heads = None if canvas.given is None else [row[0] for row in rows]  # what is given stays
-        found = prompts.stopped(texts, self.tokenizer, self.stop_strings, heads)
+        found = texts.stopped(known_ids, self.runtime.tokenizer, self.stop_strings, heads)
         hit = [not done and stopped for done, stopped in zip(state.done, found, strict=True)]
         if any(hit):
             state.canvas = replace(canvas, done=canvas.done | torch.tensor(hit, device=canvas.done.device))
             engine.ask(state)
 
     def result(self, canvas: Canvas, recorder: Recorder, failed: Collection[int] = ()) -> Result:
-        """The answers as they stand; for the rows `failed` the model returned no finite statistics."""
-        trace = Trace.of(canvas, recorder, self.spec.mask_id, self.spec.pad_id, self.tokenizer)
+        """Return the answers so far. For the rows `failed` the model returned no finite statistics."""
+        spec, tokenizer = self.runtime.spec, self.runtime.tokenizer
+        trace = Trace.of(canvas, recorder, spec.mask_id, spec.pad_id, tokenizer)
         masked = aligned(canvas, canvas.masked, False).cpu()
         form = torch.zeros_like(canvas.step) if canvas.form is None else canvas.form
         found = (canvas.done, recorder.stuck, recorder.rejected, form)
@@ -234,23 +215,7 @@ class Reader:
         known = _given(canvas)
         given = None if known is None else aligned(canvas, known, False).cpu()
         ends = Ends(masked, done, stuck, rejected, form, given, frozenset(failed))
-        return summarise(trace, ends, self.spec, self.tokenizer, self.stop_strings, self.guides)
-
-    def answer(self, result: Result, at: int, index: int, sample: int = 0, *, new_tokens: int) -> Answer:
-        """Row `at` of a result as the answer to prompt `index`."""
-        return Answer(
-            index,
-            sample,
-            result.finish_reason[at],
-            result.tokens[at, :new_tokens],
-            int(result.lengths[at]),
-            None if result.texts is None else result.texts[at],
-            int(result.nfe[at]),
-            result.trace.row(at).unpadded(new_tokens),
-            int(result.rejections[at]),
-            None if result.valid is None else bool(result.valid[at]),
-            None if result.gaps is None else result.gaps[at],
-        )
+        return summarise(trace, ends, spec, tokenizer, self.stop_strings, self.runtime.plugins.guides)
 
 
 def _view(state: Generation, step: int, result: Result | None) -> Commits:
@@ -269,7 +234,7 @@ def _view(state: Generation, step: int, result: Result | None) -> Commits:
 
 
 def _given(canvas: Canvas) -> Tensor | None:
-    """`[B, L+1] bool` tokens of answers that were given; None: no row has one."""
+    """Return `[B, L+1] bool` given tokens of answers. Returns None if no row has one."""
     if canvas.given is None:
         return None
     column = canvas.columns()

@@ -1,69 +1,55 @@
-"""Answers for any number of prompts, as they finish: behind `Sampler.generate_many`."""
+"""Answers for any number of prompts, as they finish: reads prompts, schedules their requests, and yields answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Literal
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
 
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.engine.in_flight import obstacle
+from dllm_sampler.core.protocols import Prefills
+from dllm_sampler.core.values import Canvas
+from dllm_sampler.engine.in_flight import CannotJoin, Request, RunningBatch, obstacle
 from dllm_sampler.engine.lockstep import Ranks
-from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.errors import UserError
-from dllm_sampler.generation.stream import Stream, alone
-from dllm_sampler.inputs import prompts as texts
-from dllm_sampler.inputs.arguments import check_progress
-from dllm_sampler.inputs.given import Fixed
+from dllm_sampler.errors import NotFiniteError, RowError, UserError
+from dllm_sampler.generation import batch
+from dllm_sampler.generation.batch import Reader
+from dllm_sampler.generation.requests import Arguments
+from dllm_sampler.generation.runtime import Runtime
 from dllm_sampler.kernels.backend import warn
-from dllm_sampler.options import BATCHING, MOST_ROWS, Progress
-from dllm_sampler.result import Answer
+from dllm_sampler.options import BATCHING, MOST_ROWS
+from dllm_sampler.result import Answer, Commits, Result
 
-if TYPE_CHECKING:
-    from dllm_sampler.sampler import Sampler
+FAILED = 2  # status of a rank whose rows cannot join
+STEP = 64  # columns by which the capacity of a slot grows
 
 
 def answers(
-    sampler: Sampler,
-    plugins: Plugins,
+    runtime: Runtime,
     prompts: Iterable[Any],
     *,
-    places: int,
-    new_tokens: int | Sequence[int],
-    forms: int | Sequence[int] | None,
-    seed: int | Sequence[int],
-    stops: str | Sequence[str],
-    samples: int,
+    batch_size: int,
     order: str,
-    max_length: int | None,
     on_error: Literal["raise", "yield"],
     batching: str,
-    progress: Progress | None,
-    fixed: Fixed,
+    **arguments: Any,
 ) -> Iterator[Answer]:
-    """See `Sampler.generate_many`: its arguments, checked before the first prompt is read."""
-    check_count("batch_size", places, most=MOST_ROWS)
-    check_count("samples", samples, most=MOST_ROWS)
-    check_count("max_length", max_length, optional=True)
-    new_tokens, seed = texts.numbers("max_new_tokens", new_tokens), texts.numbers("seed", seed)
-    forms = texts.check_forms(forms, plugins.forms)
-    if max_length is not None:  # no prompt with its answer is longer than the context
-        max_length = min(max_length, sampler.denoiser.spec.max_positions)
-    # Infills say themselves how long they are.
-    asked = not isinstance(prompts, list | tuple) or not all(isinstance(one, texts.Infill) for one in prompts)
-    if asked and isinstance(new_tokens, int):
-        texts.check_new_tokens(new_tokens, sampler.denoiser.spec)
-    for number, one in enumerate(new_tokens, 1) if asked and not isinstance(new_tokens, int) else ():
-        texts.check_new_tokens(one, sampler.denoiser.spec, f"max_new_tokens of prompt {number}")
-    for one in [seed] if isinstance(seed, int) else seed:
-        if abs(one) >= 2**62:
-            raise UserError(f"seed must be a whole number of 62 bits, not {one!r}")
-    check_progress(progress)
-    if asked and max_length is not None and isinstance(new_tokens, int) and max_length <= new_tokens:
-        raise UserError(f"max_length={max_length} leaves no room for a prompt: max_new_tokens is {new_tokens}")
+    """See `Sampler.generate_many`: its arguments are checked before the first prompt is read.
+
+    Args:
+        arguments: as `Arguments.checked` takes them.
+    """
+    check_count("batch_size", batch_size, most=MOST_ROWS)
     for name, value, choices in (
-        ("order", order, ("finished", "given")), ("on_error", on_error, ("raise", "yield")),
+        ("order", order, ("finished", "given")),
+        ("on_error", on_error, ("raise", "yield")),
         ("batching", batching, BATCHING),
-    ):  # fmt: skip
+    ):
         if value not in choices:
             raise UserError(f"{name} must be {' or '.join(choices)}, not {value!r}")
     try:
@@ -72,35 +58,56 @@ def answers(
         several = None
     if several is None:
         raise UserError("generate_many takes several prompts, in a list or any iterable: for one use generate")
-    if isinstance(prompts, Sized):
-        wrong = texts.uneven(new_tokens, forms, seed, len(prompts), samples) or fixed.uneven(len(prompts))
-        if wrong is not None:
-            raise wrong
-    why = obstacle(plugins, sampler.noise, sampler.denoiser) if batching == "in_flight" else None
-    ranks = Ranks.of(sampler.denoiser)
-    if ranks.mesh is not None and (why is not None or batching == "static"):
-        raise alone(why or "batching is static")
-    if why is not None:
-        warn(f"prompts are answered batch by batch: {why}")
-    found = texts.stop_strings(stops, sampler.tokenizer)
-    stream = Stream(
-        sampler, plugins, several, places, new_tokens, forms, seed, found, samples, max_length, on_error,
-        progress, fixed, ranks=ranks,
-    )  # fmt: skip
-    flies = batching == "in_flight" and why is None
-    if flies and stream.group > places:
-        raise UserError(
-            f"batch_size={places} is less than samples={samples}, and this cache computes a prompt once for all of its"
-            " answers, which so begin together: raise batch_size"
-        )
-    if flies and isinstance(prompts, list | tuple) and max_length is None:
-        stream.fit(prompts)
-    made = stream.in_flight() if flies else stream.in_batches()
-    return in_order(made, samples) if order == "given" else made
+    asked = Arguments.checked(runtime, prompts, **arguments)
+    reason = obstacle(runtime.plugins, runtime.noise, runtime.denoiser) if batching == "in_flight" else None
+    ranks = Ranks.of(runtime.denoiser)
+    if ranks.mesh is not None and (reason is not None or batching == "static"):
+        raise ranks_need_in_flight_error(reason or "batching is static")
+    if reason is not None:
+        warn(f"prompts are answered batch by batch: {reason}")
+    many = Many(runtime, asked, requests_of(asked, several), batch_size, on_error, ranks)
+    if batching == "static" or reason is not None:
+        made = many.in_batches()
+    else:
+        if many.group > batch_size:
+            raise UserError(
+                f"batch_size={batch_size} is less than samples={asked.samples}, and this cache computes a prompt once"
+                " for all of its answers, which so begin together: raise batch_size"
+            )
+        if isinstance(prompts, list | tuple) and asked.max_length is None:
+            many.fit()
+        made = many.in_flight()
+    return in_order(made, asked.samples) if order == "given" else made
+
+
+def requests_of(asked: Arguments, prompts: Iterable[Any]) -> Iterator[list[Request] | UserError]:
+    """Yield the requests of each prompt, or the error of one that is refused.
+
+    Raises:
+        UserError: a list of numbers does not suit the number of prompts.
+    """
+    count = 0
+    for count, prompt in enumerate(prompts, 1):
+        mismatch = asked.length_mismatch(count, more=True)
+        if mismatch is not None:
+            raise mismatch
+        try:
+            if isinstance(prompt, int | Mapping):
+                raise UserError(
+                    f"prompt {count} is {prompt!r}, and not a prompt: generate_many takes a list of prompts, generate"
+                    " one as well"
+                )
+            found = asked.requests(prompt, count - 1)
+        except UserError as error:
+            found = error
+        yield found
+    mismatch = asked.length_mismatch(count)
+    if mismatch is not None:
+        raise mismatch
 
 
 def in_order(answers: Iterable[Answer], samples: int) -> Iterator[Answer]:
-    """The answers by prompt and sample; those that are early wait."""
+    """Yield the answers by prompt and sample. Those that are early wait."""
     early: dict[int, Answer] = {}
     following = 0
     for answer in answers:
@@ -108,3 +115,268 @@ def in_order(answers: Iterable[Answer], samples: int) -> Iterator[Answer]:
         while following in early:
             yield early.pop(following)
             following += 1
+
+
+@dataclass
+class Many:
+    """Reads prompts while slots are free, and turns requests that are done into answers.
+
+    Args:
+        source: the requests of each prompt, or the error of one that is refused.
+        batch_size: most requests at a time.
+        on_error: see `Sampler.generate_many`.
+    """
+
+    runtime: Runtime
+    asked: Arguments
+    source: Iterator[list[Request] | UserError]
+    batch_size: int
+    on_error: Literal["raise", "yield"]
+    ranks: Ranks
+    running: RunningBatch | None = None
+    waiting: deque[Request] = field(default_factory=deque)  # answers to the last prompt that have not begun
+    refused: deque[Answer] = field(default_factory=deque)
+    failure: Exception | None = None  # of a prompt, or of their source. Raised after the answers in flight
+    prompts_read: int = 0
+    # Slots: what the running batch, and the next one, have room for.
+    capacity: int = 0  # columns of a slot
+    infill_lengths: set[int] = field(default_factory=set)  # of answers with given tokens
+    has_given: bool = False  # slots may have given tokens
+    slot_lengths: list[int] = field(default_factory=list)  # lengths of answers in the running batch
+    # What warnings and `progress` need.
+    planned: int = 0  # forwards that a warning has named, of an answer that takes more than `scheduler.steps`
+    exceeded: bool = False  # a warning has named an answer that took more
+    forwards: int = 0
+    tokens_started: int = 0  # tokens of all answers that have begun
+    masks_left: int = 0  # of answers that ended with some
+
+    @property
+    def reader(self) -> Reader:
+        """What reads answers out of the running batch."""
+        return Reader(self.runtime, self.asked.stop_strings)
+
+    @property
+    def group(self) -> int:
+        """Number of answers that begin together: all of a prompt's, if a cache computes it once for them.
+
+        On several ranks answers begin alone: computing a prompt is a forward, and the other ranks would not make it.
+        """
+        return self.asked.samples if isinstance(self.runtime.plugins.cache, Prefills) and not self.ranks.mesh else 1
+
+    def fit(self) -> None:
+        """Read all prompts and make slots that fit the longest, so that none has to wait for larger ones."""
+        found = [*self.source]
+        for requests in found:
+            if not isinstance(requests, UserError):
+                self.capacity = max(self.capacity, len(requests[0].prompt) + requests[0].max_new_tokens)
+                self._note_given(requests[0])
+        self.source = iter(found)
+
+    def schedule(self) -> list[Request]:
+        """Return the requests that take free slots now. One that is too long waits until all slots are free."""
+        free = self.batch_size if self.running is None else len(self.running.free)
+        found: list[Request] = []
+        # Refusals are handed out before more is read: there may be any number of them.
+        while len(found) + self.group <= free and (request := self._next()) is not None and not self.refused:
+            size = len(request.prompt) + request.max_new_tokens
+            if size > self.capacity or not self._has_room(request):
+                if self.running is not None:
+                    if found or free < self.batch_size:
+                        break
+                    self.running.close()
+                    self.running = None
+                if size > self.capacity:
+                    size = max(size, self.capacity * 5 // 4)
+                    most = self.runtime.spec.max_positions
+                    self.capacity = self.asked.max_length or min(-(-size // STEP) * STEP, most)
+                self._note_given(request)
+            found += [self.waiting.popleft() for _ in range(self.group)]
+        return found
+
+    def in_flight(self) -> Iterator[Answer]:
+        """Yield answers as they finish: a request that is done gives its slot to the next."""
+        barred: list[Request] = []  # requests that cannot join
+        try:
+            while True:
+                barred = barred or self._admit(self.schedule())
+                while self.refused:
+                    yield self.refused.popleft()
+                runs = self.running is not None and len(self.running.free) < self.batch_size
+                busy = runs or (not barred and (self._next() is not None or bool(self.refused)))
+                status = self.ranks.most(FAILED if barred and self.ranks.mesh is not None else int(busy))
+                if status == FAILED:
+                    raise ranks_need_in_flight_error(
+                        "a plug-in keeps a state of which no row can be given to the next prompt"
+                    )
+                if not status:
+                    break
+                if runs or self.ranks.mesh is not None:  # without a row too, if other ranks have some
+                    yield from self._step()
+        finally:
+            if self.running is not None:
+                self.running.close()
+        if barred:  # nor can others
+            yield from self._batch(barred)
+            yield from self.in_batches()
+        elif self.failure is not None:
+            raise self.failure
+
+    def in_batches(self) -> Iterator[Answer]:
+        """Yield answers batch by batch."""
+        while True:
+            requests: list[Request] = []
+            while len(requests) < self.batch_size:
+                while self.refused:
+                    yield self.refused.popleft()
+                if self._next() is not None:
+                    requests.append(self.waiting.popleft())
+                elif not self.refused:
+                    break
+            if not requests:
+                break
+            yield from self._batch(requests)
+        if self.failure is not None:
+            raise self.failure
+
+    def _next(self) -> Request | None:
+        """Return the request that is next, reading a prompt if necessary. Returns None if there is none now."""
+        while not self.waiting:
+            if self.failure is not None or self.refused:
+                return None
+            try:
+                found = next(self.source)
+            except StopIteration:
+                return None
+            except Exception as error:  # the caller's own, or a list of numbers that is too short or too long
+                self.failure = error
+                return None
+            index, self.prompts_read = self.prompts_read, self.prompts_read + 1
+            if isinstance(found, UserError):
+                self._refuse(index, found)
+            else:
+                self.planned = self.planned or batch.warn_of_steps(self.runtime.plugins, found[:1])
+                self.waiting.extend(found)
+        return self.waiting[0]
+
+    def _refuse(self, index: int, error: UserError) -> None:
+        """Make the answers of a prompt that is refused, or end after the answers in flight."""
+        if self.on_error == "raise":
+            self.failure = error
+            return
+        nothing = torch.full((self.asked.wanted(index)[0],), self.runtime.spec.pad_id)
+        for sample in range(self.asked.samples):
+            self.refused.append(Answer(index, sample, "refused", nothing, error=str(error)))
+
+    def _note_given(self, request: Request) -> None:
+        """Note what the slots of the next running batch must have room for."""
+        if request.given is not None:
+            self.has_given = True
+            self.infill_lengths.add(request.max_new_tokens)
+
+    def _has_room(self, request: Request) -> bool:
+        """Return True if slots are made for an answer of this length, with given tokens if it has some."""
+        if request.given is None or self.running is None:
+            return request.given is None
+        within = self.has_given and min(self.slot_lengths) <= request.max_new_tokens <= max(self.slot_lengths)
+        widest = self.runtime.plugins.blocks.widest
+        return within and widest(request.max_new_tokens) <= max(map(widest, self.slot_lengths))
+
+    def _admit(self, requests: list[Request]) -> list[Request]:
+        """Let requests join the running batch. Returns those that cannot, because a state has no row per slot."""
+        if not requests:
+            return []
+        self.running = self.running or self._running_batch()
+        try:
+            self.running.admit(requests, self.group)
+        except CannotJoin as error:
+            warn(f"prompts are answered batch by batch: {error}")
+            return requests
+        self.tokens_started += sum(one.free_tokens for one in requests)
+        return []
+
+    def _running_batch(self) -> RunningBatch:
+        runtime, engine = self.runtime, self.runtime.engine()
+        self.slot_lengths = lengths = self._lengths()
+        capacity, has_given = self.capacity, self.has_given
+
+        def lay_out(requests: Sequence[Request]) -> Canvas:
+            return runtime.canvas(
+                requests, engine.multiple, cuts=True, length=capacity, lengths=lengths, has_given=has_given
+            )
+
+        watch = partial(self.reader.stop, engine) if self.asked.stop_strings else None
+        return RunningBatch(engine, lay_out, self.batch_size, watch)
+
+    def _lengths(self) -> list[int]:
+        """Return the lengths of answers that may come. Those that are refused do not."""
+        found = [*self.infill_lengths]
+        lists = (self.asked.max_new_tokens, self.asked.forms)
+        prompts = max([1, *(len(one) for one in lists if isinstance(one, list))])
+        for length, form in sorted({self.asked.wanted(index) for index in range(prompts)}):
+            with suppress(UserError):
+                self.asked.check_answer(length, form)
+                found.append(length)
+        return found
+
+    def _step(self) -> Iterator[Answer]:
+        """Make one forward of the running batch, and yield the answers that are done."""
+        self.running = self.running or self._running_batch()
+        try:
+            ended = self.running.step()
+        except RowError as error:
+            raise error.numbered(
+                [0 if one is None else one.index + 1 for one in self.running.slots]
+            ) from error.__cause__
+        if self.asked.progress is not None:
+            self.masks_left += 0 if ended is None else int(ended.canvas.masked.sum())
+            self._report(self.running.masks_left())
+        if ended is not None:
+            failed = [row for row, one in enumerate(ended.requests) if not one.is_finite]
+            result = self.reader.result(ended.canvas, ended.recorder, failed)
+            self._warn(result)
+            yield from _answers(ended.requests, result)
+
+    def _batch(self, requests: list[Request]) -> Iterator[Answer]:
+        """Yield the answers of one batch. One that is not finite leaves it, and the others are made again."""
+        self.tokens_started += sum(one.free_tokens for one in requests)
+        while requests:
+            last: Commits | None = None
+            every = int(self.asked.progress is not None)
+            try:
+                for last in batch.iterate_steps(self.runtime, requests, self.asked.stop_strings, every):
+                    self._report(int(last.masked.sum()))
+            except NotFiniteError as error:
+                yield from _answers(requests, error.result)
+                requests = [one for one in requests if one.state != "done"]
+                continue
+            assert last is not None and last.result is not None
+            self.masks_left += int(last.masked.sum())
+            self._warn(last.result)
+            yield from _answers(requests, last.result)
+            return
+
+    def _warn(self, result: Result) -> None:
+        """Warn of the first answer that takes more forwards than planned."""
+        if not self.exceeded:
+            self.exceeded = batch.warn_of_forwards(self.runtime.plugins, result, self.planned) > self.planned
+
+    def _report(self, masks: int) -> None:
+        """Report progress after a forward that left `masks`."""
+        self.forwards += 1
+        if self.asked.progress is not None:
+            self.asked.progress(self.forwards, self.tokens_started - self.masks_left - masks, self.tokens_started)
+
+
+def _answers(requests: Sequence[Request], result: Result) -> Iterator[Answer]:
+    """Yield the rows of a result as the answers to requests. Those that wait for another try are left out."""
+    for row, one in enumerate(requests):
+        if one.state == "done":
+            yield result.answer(row, one.index, one.sample, max_new_tokens=one.max_new_tokens)
+
+
+def ranks_need_in_flight_error(reason: str) -> UserError:
+    """Return the error of a model that is sharded over several ranks, if prompts cannot be answered in flight."""
+    return UserError(
+        f"{reason}, so prompts are answered batch by batch, and then ranks that share this model's weights (FSDP2) make"
+        " different numbers of forwards: choose plug-ins that can join a batch that runs"
+    )

@@ -67,9 +67,3 @@ def _spec(denoiser: object) -> object:
             f"the spec of a {type(denoiser).__name__} raises AttributeError: {first_line(error)}. Correct its property"
             " `spec`"
         ) from error
-
-
-def check_progress(progress: object) -> None:
-    """Refuse what cannot be called."""
-    if progress is not None and not callable(progress):
-        raise UserError(f"progress must be a function, not {progress!r}")

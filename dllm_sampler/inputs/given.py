@@ -1,8 +1,14 @@
-"""What `prefix=`, `suffix=` and `pinned=` give of answers, as token ids."""
+"""Given tokens of answers: a beginning, an end, tokens anywhere, gaps in a text, spans to generate again.
+
+A given token is on the canvas from the start, like the prompt, and never changes. The model sees it, and fills what is
+free around it. No end token is chosen in a gap that has given tokens after it: a gap keeps its length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +20,18 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import FREE
 from dllm_sampler.errors import UserError
 from dllm_sampler.inputs import prompts
+from dllm_sampler.inputs.prompts import Infill, Prompt
 
+GAP = re.compile(r"\{gap(?::([^{}]*))?\}")
+
+Span = tuple[int, int]  # positions of an answer, from 0; the end is none of them
 Piece = str | Sequence[int] | Tensor  # of an answer, as text or as token ids
 Pinned = Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """What `prefix=`, `suffix=` and `pinned=` give: each one row for all prompts, one for each, or none."""
+class GivenTokens:
+    """The tokens of `prefix=`, `suffix=` and `pinned=`: each has one row for all prompts, one for each, or none."""
 
     prefix: tuple[list[int], ...] = ()
     suffix: tuple[list[int], ...] = ()
@@ -34,8 +44,8 @@ class Fixed:
         pinned: Pinned | None,
         tokenizer: PreTrainedTokenizerBase | None,
         spec: ModelSpec,
-    ) -> Fixed:
-        """The rows, as token ids.
+    ) -> GivenTokens:
+        """Return the rows as token ids.
 
         Raises:
             UserError: something that is neither text nor token ids, or ids that the model does not have.
@@ -49,23 +59,25 @@ class Fixed:
 
         if any(isinstance(one, str) for one in (pinned if isinstance(pinned, list | tuple) else [pinned])):
             raise UserError("pinned must be token ids, -1 where one is free: text goes into prefix, suffix or infill")
-        return Fixed(rows("prefix", prefix), rows("suffix", suffix), rows("pinned", pinned, True))
+        return GivenTokens(rows("prefix", prefix), rows("suffix", suffix), rows("pinned", pinned, True))
 
     def __bool__(self) -> bool:
         return bool(self.prefix or self.suffix or self.pinned)
 
-    def uneven(self, count: int) -> UserError | None:
-        """What is wrong where there are `count` prompts; None: nothing is."""
+    def length_mismatch(self, count: int) -> UserError | None:
+        """Return the error for `count` prompts. Returns None if the rows suit that many."""
         for name, rows in vars(self).items():
             if len(rows) > 1 and len(rows) != count:
                 return UserError(f"{name} has {len(rows)} entries for {count} prompts: give one for all, or for each")
         return None
 
-    def answer(self, index: int, new_tokens: int) -> list[int] | None:
-        """What is given of the answer to prompt `index`, from 0; None: nothing is.
+    def answer(self, index: int, max_new_tokens: int) -> list[int] | None:
+        """Return the answer to prompt `index`, from 0, with `FREE` at each position to generate.
+
+        Returns None if no token is given.
 
         Raises:
-            UserError: more than the answer has room for, or two tokens at one place.
+            UserError: more tokens than the answer has room for, or two tokens at one position.
         """
         own: dict[str, list[int]] = {}
         for name, rows in vars(self).items():
@@ -77,11 +89,11 @@ class Fixed:
             return None
         sizes = " and ".join(_size(name, len(row)) for name, row in own.items())
         fixed = len(own.get("prefix", ())) + len(own.get("suffix", ()))
-        if max(fixed, len(own.get("pinned", ()))) > new_tokens:
-            raise UserError(f"prompt {index + 1}: max_new_tokens={new_tokens} has no room for {sizes}")
-        given = [FREE] * new_tokens
+        if max(fixed, len(own.get("pinned", ()))) > max_new_tokens:
+            raise UserError(f"prompt {index + 1}: max_new_tokens={max_new_tokens} has no room for {sizes}")
+        given = [FREE] * max_new_tokens
         for name, row in own.items():
-            begin = new_tokens - len(row) if name == "suffix" else 0
+            begin = max_new_tokens - len(row) if name == "suffix" else 0
             for at, token in enumerate(row, begin):
                 if FREE not in (token, given[at]) and token != given[at]:
                     raise UserError(
@@ -93,7 +105,7 @@ class Fixed:
 
 
 def _size(name: str, count: int) -> str:
-    """What is given, counted, for an error."""
+    """Return the name and size of a row for an error."""
     tokens = "token" if count == 1 else "tokens"
     return f"{count} pinned {tokens}" if name == "pinned" else f"a {name} of {count} {tokens}"
 
@@ -101,7 +113,7 @@ def _size(name: str, count: int) -> str:
 def piece_ids(
     piece: Any, name: str, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, masks: bool
 ) -> list[int]:
-    """Token ids of a text, or ids that are given, checked; where `masks` may be, `FREE` in their place."""
+    """Return the token ids of a text, or checked ids. If `masks` are allowed, each becomes `FREE`."""
     if isinstance(piece, str):
         if tokenizer is None:
             raise UserError(f"{name} is text, but this checkpoint has no tokenizer: give token ids")
@@ -117,3 +129,130 @@ def piece_ids(
         if token == spec.mask_id and not masks:
             raise UserError(f"{name} contains the mask token (id {token}): leave a place free by pinned, or by a gap")
     return [FREE if token in free else token for token in ids]
+
+
+def templates(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | None) -> list[Infill]:
+    """Return texts with gaps as prompts, each after its own prompt of `given`.
+
+    Raises:
+        UserError: another number of prompts.
+    """
+    texts = [answers] if isinstance(answers, str) or not isinstance(answers, Iterable) else list(answers)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError('infill takes texts with gaps, "... {gap:8} ...": for tokens use pinned')
+    if given is None:
+        return [Infill(text) for text in texts]
+    known = prompts.as_list(given)
+    texts = texts * len(known) if len(texts) == 1 else texts
+    if len(known) != len(texts):
+        raise UserError(f"there are {len(texts)} texts and {len(known)} prompts: give one prompt for each text")
+    return [Infill(text, prompt) for text, prompt in zip(texts, known, strict=True)]
+
+
+def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence[Prompt] | None) -> list[Infill]:
+    """Return answers as prompts, with the `spans` of each free.
+
+    Raises:
+        UserError: no spans, or one outside of an answer.
+    """
+    rows = [_row(row, number) for number, row in enumerate(prompts.as_list(answers), 1)]
+    known = [None] * len(rows) if given is None else prompts.as_list(given)
+    if len(known) != len(rows):
+        raise UserError(f"there are {len(rows)} answers and {len(known)} prompts: give one prompt for each answer")
+    return [
+        Infill(_without(row, spans, number), prompt or None)
+        for number, (row, prompt) in enumerate(zip(rows, known, strict=True), 1)
+    ]
+
+
+def _row(answer: Any, number: int) -> list[int]:
+    """Return the token ids of an answer."""
+    try:
+        return [operator.index(token) for token in answer]
+    except TypeError:
+        raise UserError(f"refine takes an earlier result or token ids, and answer {number} is {answer!r:.60}") from None
+
+
+def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:
+    """Return an answer with its spans free."""
+    found = [spans] if isinstance(spans, tuple | list) and spans and isinstance(spans[0], int) else spans
+    if not isinstance(found, tuple | list) or not found:
+        raise UserError(f"span must be (first, end), positions of the answer from 0, or a list of these, not {spans!r}")
+    free = list(row)
+    for span in found:
+        whole = isinstance(span, tuple | list) and len(span) == 2 and all(type(one) is int for one in span)
+        if not whole or not 0 <= span[0] < span[1] <= len(row):
+            raise UserError(
+                f"span {span!r} should be (first, end) with 0 <= first < end <= {len(row)}, the tokens of answer"
+                f" {number}"
+            )
+        free[span[0] : span[1]] = [FREE] * (span[1] - span[0])
+    return free
+
+
+def encode_template(
+    text: Any, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, name: str, alone: bool = False
+) -> list[int]:
+    """Return the token ids of an answer with gaps, with `FREE` at each position to generate.
+
+    Args:
+        text: a text with gaps, or token ids with -1 where one is free.
+        name: its name in errors.
+        alone: there is no prompt before it.
+
+    Raises:
+        UserError: it has no gap, one without a length, or more tokens than the model's context.
+    """
+    if isinstance(text, str):
+        given = _filled(text, tokenizer, name, alone, spec)
+    else:
+        given = piece_ids(text, name, tokenizer, spec, masks=True)
+    if FREE not in given:
+        raise UserError(f"{name} has no gap, so there is nothing to generate: write one as {{gap:8}}, of 8 tokens")
+    if alone and not any(token != FREE for token in given):
+        raise UserError(f"{name} is nothing but a gap: give text around it, or a prompt in front of it")
+    context = f"the model's context of {spec.max_positions} positions"
+    if len(given) > spec.max_positions:
+        raise UserError(f"{name} has {len(given)} tokens with its gaps, more than {context}")
+    if not alone and len(given) == spec.max_positions:
+        raise UserError(f"{name} has {len(given)} tokens with its gaps, which leaves no room for a prompt in {context}")
+    return given
+
+
+def _filled(text: str, tokenizer: PreTrainedTokenizerBase | None, name: str, alone: bool, spec: ModelSpec) -> list[int]:
+    """Return the tokens of a text with gaps. The tokenizer's special tokens go around one that is `alone`."""
+    free = sum(piece for piece in _split(text, name) if isinstance(piece, int))
+    if free > spec.max_positions:  # said before a list of that many is made
+        raise UserError(
+            f"{name} has gaps of {free} tokens in all, more than the model's context of {spec.max_positions} positions"
+        )
+    parts: list[list[int]] = []
+    for piece in _split(text, name):
+        parts.append([FREE] * piece if isinstance(piece, int) else piece_ids(piece, name, tokenizer, spec, masks=False))
+    known = next((part for part in parts if part and part[0] != FREE), None)
+    if alone and known is not None and tokenizer is not None:
+        # What a tokenizer puts before and after a text (a first token, BERT's separator) goes around the whole.
+        probe = next(piece for piece in _split(text, name) if isinstance(piece, str) and piece.strip())
+        framed = list(tokenizer(probe)["input_ids"])  # pyright: ignore
+        plain = list(tokenizer(probe, add_special_tokens=False)["input_ids"])  # pyright: ignore
+        at = next((at for at in range(len(framed)) if framed[at : at + len(plain)] == plain), None)
+        if at is not None:
+            parts = [framed[:at], *parts, framed[at + len(plain) :]]
+    return [token for part in parts for token in part]
+
+
+def _split(text: str, name: str) -> Iterator[str | int]:
+    """Yield the pieces of a text, and the length of each gap between them."""
+    end = 0
+    for gap in GAP.finditer(text):
+        if text[end : gap.start()]:
+            yield text[end : gap.start()]
+        count = (gap[1] or "").strip()
+        if not count.isdecimal() or int(count) < 1:
+            raise UserError(
+                f"{name} has {gap[0]}, and a gap is written with its number of tokens, at least 1: {{gap:8}}"
+            )
+        yield int(count)
+        end = gap.end()
+    if text[end:]:
+        yield text[end:]

@@ -15,7 +15,7 @@ from dllm_sampler.core.ends import first_end
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import RowError, UserError
 from dllm_sampler.host.functions import resolve_callable
-from dllm_sampler.inputs import prompts
+from dllm_sampler.inputs.texts import decode
 
 NOTHING = -1  # in place of a token: the position is left out
 
@@ -113,9 +113,9 @@ class Reward:
             "completion_ids": [answer for row in rows for answer in row.answers],
         }
         if self.tokenizer is not None:
-            texts = prompts.decode([row.prompt for row in rows], self.tokenizer, ())
+            texts = decode([row.prompt for row in rows], self.tokenizer, ())
             given["prompts"] = [text for text, row in zip(texts, rows, strict=True) for _ in row.answers]
-            given["completions"] = prompts.decode(given["completion_ids"], self.tokenizer, ())
+            given["completions"] = decode(given["completion_ids"], self.tokenizer, ())
         try:
             # Steps may run in inference mode, whose tensors a function could neither keep nor differentiate.
             with torch.inference_mode(False), torch.no_grad():

@@ -24,8 +24,10 @@ from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.generation import requests
 from dllm_sampler.inputs import prompts
 from dllm_sampler.inputs.prompts import Prompt
+from dllm_sampler.inputs.texts import cut, stop_strings, stopped
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.speculative import autoregressive
@@ -156,9 +158,9 @@ class SpeculativeSampler:
         self, given: Prompt | Sequence[Prompt], new_tokens: int, seed: int | Sequence[int], stop: str | Sequence[str]
     ) -> tuple[_Run, tuple[str, ...]]:
         tokenizer, spec = self.drafter.tokenizer, self.drafter.denoiser.spec
-        stops = prompts.stop_strings(stop, tokenizer)
+        stops = stop_strings(stop, tokenizer)
         rows = prompts.encode(given, tokenizer, self.spec, new_tokens)
-        seeds = prompts.seeds(seed, len(rows))
+        seeds = requests.seeds(seed, len(rows))
         text = layout.canvas(rows, new_tokens, seeds, spec, FullBlock(), self.drafter.noise, cuts=False)
         none = torch.full_like(text.ids, -1)
         return _Run(text, self.target.begin(text), seeds, torch.zeros_like(text.nfe), none), stops
@@ -198,7 +200,7 @@ class SpeculativeSampler:
         done = text.done | ends.any(1) | (start >= text.end)
         run.text = replace(text, start=start, done=done)
         if stops:
-            hit = prompts.stopped(self._answers(run.text), self.drafter.tokenizer, stops)
+            hit = stopped(self._answers(run.text), self.drafter.tokenizer, stops)
             run.text = replace(run.text, done=done | torch.tensor(hit, device=done.device))
         return bool(run.text.done.all())
 
@@ -277,7 +279,7 @@ class SpeculativeSampler:
         if self.drafter.tokenizer is not None:
             rows = self._answers(text)
             ended = [row[:-1] if row and row[-1] in self.ends else row for row in rows]
-            found = prompts.cut(ended, self.drafter.tokenizer, stops)
+            found = cut(ended, self.drafter.tokenizer, stops)
             texts = [one.text for one in found]
             sizes = [one.tokens if one.stopped else len(row) for one, row in zip(found, rows, strict=True)]
             lengths = torch.tensor(sizes, device=lengths.device)

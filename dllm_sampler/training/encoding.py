@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
-from dllm_sampler.inputs import chat, prompts
+from dllm_sampler.inputs import prompts
 from dllm_sampler.training.examples import Example
 from dllm_sampler.training.masking import Pair
 
@@ -69,7 +69,7 @@ class Encoder:
             UserError: naming the line and what is wrong with it.
         """
         if _is_chat(example):
-            ids = self._chat_ids(chat.text(list(example.prompt), self.tokenizer, example.where))  # pyright: ignore
+            ids = self._chat_ids(prompts.chat_text(list(example.prompt), self.tokenizer, example.where))  # pyright: ignore
         else:
             ids = self._ids(example.prompt, example.where)
         self._check_tokens(ids, example.where)
@@ -122,9 +122,9 @@ class Encoder:
     def _chat(self, example: Example) -> Pair:
         """Messages by the chat template: the answer is what it writes behind the beginning of the assistant's turn."""
         where, messages = example.where, list(example.prompt)
-        begun = chat.text(messages, self.tokenizer, where)  # pyright: ignore[reportArgumentType]
+        begun = prompts.chat_text(messages, self.tokenizer, where)  # pyright: ignore[reportArgumentType]
         turn = {"role": "assistant", "content": example.answer}
-        whole = chat.text([*messages, turn], self.tokenizer, where, begin=None)  # pyright: ignore[reportArgumentType]
+        whole = prompts.chat_text([*messages, turn], self.tokenizer, where, begin=None)  # pyright: ignore[reportArgumentType]
         if not whole.startswith(begun):
             raise UserError(
                 f"{where}: this model's chat template does not write an answer behind the prompt that it makes: give"

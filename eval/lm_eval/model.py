@@ -22,7 +22,7 @@ from dllm_sampler.eval.folders import environment
 from dllm_sampler.eval.lm_eval import likelihood
 from dllm_sampler.eval.lm_eval.counters import KEY, SCHEMA, Counter
 from dllm_sampler.eval.lm_eval.settings import Settings, parse
-from dllm_sampler.inputs import chat
+from dllm_sampler.inputs.prompts import chat_text
 from dllm_sampler.sampler import Sampler
 
 NAME = "dllm_sampler"
@@ -86,7 +86,7 @@ class SamplerLM(LM):
         if self.tokenizer.chat_template is None:
             raise UserError(f"{self.settings.pretrained} has no chat template: leave --apply_chat_template out")
         self.templated = True
-        return chat.text(chat_history, self.tokenizer, "a sample", add_generation_prompt)
+        return chat_text(chat_history, self.tokenizer, "a sample", add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what the results say of the run: its settings, where it ran, and counts of each task."""

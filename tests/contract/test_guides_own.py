@@ -14,10 +14,9 @@ from torch import Tensor
 from dllm_sampler import Infill, NotFiniteError, UserError
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
-from dllm_sampler.core.values import Canvas
+from dllm_sampler.core.values import FREE, Canvas
 from dllm_sampler.guides import Choices, EndTokens, Temperature, TopK, TopP
 from dllm_sampler.guides.annealing import LinearTemperature
-from dllm_sampler.inputs.infill import FREE
 from dllm_sampler.speculative.deer import SpeculativeSampler
 from dllm_sampler.speculative.mixture import KnownTokens
 from tests import toys

@@ -14,9 +14,9 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.check.promises import check_row
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.trace import aligned
-from dllm_sampler.core.values import Resize
+from dllm_sampler.core.values import FREE, Resize
 from dllm_sampler.engine import layout
-from dllm_sampler.inputs.infill import FREE, Infill
+from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.schedulers.rho_eos import RhoEos
 from tests import toys
 from tests.contract.cases import Settings, kinds, label, settings

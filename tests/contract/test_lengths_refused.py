@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from dllm_sampler import Sampler, UserError
-from dllm_sampler.inputs.infill import FREE, Infill
+from dllm_sampler.core.values import FREE
+from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.training.trajectory import check, trajectories
 from tests import toys
 from tests.contract.cases import settings

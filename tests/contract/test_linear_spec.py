@@ -10,7 +10,8 @@ import torch
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.check.promises import check_row
-from dllm_sampler.inputs.infill import FREE, Infill
+from dllm_sampler.core.values import FREE
+from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.models import loading
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys

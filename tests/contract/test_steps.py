@@ -9,7 +9,7 @@ import pytest
 
 from dllm_sampler import Infill, UserError, config
 from dllm_sampler.check.settings import settings
-from dllm_sampler.inputs.infill import FREE
+from dllm_sampler.core.values import FREE
 from tests import toys
 from tests.contract.cases import toy_for
 

@@ -243,7 +243,7 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
         held = max(held, bytes_held(state.cache))
         if state.finished:
             break
-    result = Reader(spec, base.tokenizer, ()).result(state.canvas, state.recorder)
+    result = Reader(sampler.runtime, ()).result(state.canvas, state.recorder)
     answers = tuple(
         tuple(row[:length]) for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)
     )

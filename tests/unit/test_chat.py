@@ -12,8 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 import dllm_sampler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
-from dllm_sampler.inputs import chat
-from dllm_sampler.inputs.prompts import encode
+from dllm_sampler.inputs.prompts import chat_text, encode
 from tests import toys
 
 MESSAGES = [{"role": "user", "content": "copy : Ada"}]
@@ -32,7 +31,7 @@ def spec() -> ModelSpec:
 def test_the_same_ids_as_by_transformers(tokenizer: PreTrainedTokenizerBase) -> None:
     wanted: Any = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)
     assert encode([MESSAGES], tokenizer, toys.denoiser().spec, 4) == [list(wanted["input_ids"])]
-    assert chat.text(MESSAGES, tokenizer, "it", False) == tokenizer.apply_chat_template(
+    assert chat_text(MESSAGES, tokenizer, "it", False) == tokenizer.apply_chat_template(
         MESSAGES, tokenize=False, continue_final_message=True
     )
 
@@ -65,7 +64,7 @@ def test_a_tokenizer_that_renders_by_itself(tokenizer: PreTrainedTokenizerBase) 
             return f"{conversation[0]['content']} {sorted(options)}"
 
     tokenizer.__class__ = Own
-    said = chat.text(MESSAGES, tokenizer, "it")
+    said = chat_text(MESSAGES, tokenizer, "it")
     assert said == "copy : Ada ['add_generation_prompt', 'continue_final_message', 'tokenize']"
 
 

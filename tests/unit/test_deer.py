@@ -301,7 +301,7 @@ def test_bad_models_and_prompts() -> None:
         deer(target=toys.verifier(vocab=700))
     with pytest.raises(UserError, match="together more than the model's context of 64 positions"):
         deer().generate([[1, 2, 3]], max_new_tokens=62)
-    with pytest.raises(UserError, match="there are 1 seeds for 2 prompts"):
+    with pytest.raises(UserError, match="seed has 1 number, and there are 2 answers"):
         deer().generate([[1], [2]], max_new_tokens=4, seed=[3])
 
 

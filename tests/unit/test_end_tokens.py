@@ -25,7 +25,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides.end_tokens import EndTokens
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.given import completable
-from dllm_sampler.inputs.prompts import cut, decode
+from dllm_sampler.inputs.texts import cut, decode
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.huggingface import wrap
 from dllm_sampler.models.loading import load, load_tokenizer

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dllm_sampler import ModelSpec, UserError
 from dllm_sampler.inputs import prompts
+from dllm_sampler.inputs.texts import decode
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 
@@ -127,5 +128,5 @@ def test_chat_without_a_template(checkpoint: Path, spec: ModelSpec) -> None:
 
 def test_decode(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [ADA, [9, 1, 10], []]
-    assert prompts.decode(rows, tokenizer, ()) == ["copy : Ada , Ben", "Ada Ben", ""]
-    assert prompts.decode(rows, tokenizer, (" ,", "Ben")) == ["copy : Ada", "Ada ", ""]
+    assert decode(rows, tokenizer, ()) == ["copy : Ada , Ben", "Ada Ben", ""]
+    assert decode(rows, tokenizer, (" ,", "Ben")) == ["copy : Ada", "Ada ", ""]

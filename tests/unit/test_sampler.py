@@ -284,7 +284,7 @@ def test_bad_settings(plugins: dict[str, Any], message: str) -> None:
         ({"max_new_tokens": 64}, "leaves no room for a prompt"),
         ({"block_length": 0}, "blocks.length must be a whole number of at least 1, or null, not 0"),
         ({"block_length": 2.0}, "blocks.length must be a whole number of at least 1, or null, not 2.0"),
-        ({"seed": [1, 2]}, "there are 2 seeds for 5 prompts"),
+        ({"seed": [1, 2]}, "seed has 2 numbers, and there are 5 answers"),
         ({"seed": 1.5}, "seed must be a whole number, or a list of whole numbers, not 1.5"),
         ({"seed": 2**64}, "seed must be a whole number of 64 bits, or one per prompt, not 18446744073709551616"),
         ({"seed": True}, "seed must be a whole number"),

@@ -13,8 +13,8 @@ from torch import Tensor
 from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.protocols import Carry
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.inputs.infill import FREE, Infill
+from dllm_sampler.core.values import FREE, Canvas, Edit, Query, Readout
+from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.schedulers.d2f import D2F
 from dllm_sampler.schedulers.lopa import LoPA
 from tests import toys

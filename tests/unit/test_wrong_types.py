@@ -113,7 +113,7 @@ def test_arguments_of_generate_many(argument: str, right: tuple[Any, ...]) -> No
 
 def test_progress_is_called() -> None:
     with pytest.raises(UserError, match=r"^progress must be a function, not 3$"):
-        toys.sampler().generate(PROMPT, progress=cast(Any, 3))
+        toys.sampler().generate(PROMPT, max_new_tokens=2, progress=cast(Any, 3))
 
 
 @pytest.mark.parametrize("prompt", [b"x", bytearray(b"x"), memoryview(b"x"), [True], [1, False], 1.5, {}])

@@ -1,0 +1,288 @@
+"""From what a user typed to requests: arguments are checked once, and each prompt becomes one request per sample."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.ends import first_end
+from dllm_sampler.core.naming import named
+from dllm_sampler.core.values import FREE
+from dllm_sampler.engine.in_flight import Request
+from dllm_sampler.engine.plugins import Plugins
+from dllm_sampler.errors import UserError, counted
+from dllm_sampler.generation.runtime import Runtime
+from dllm_sampler.inputs import texts
+from dllm_sampler.inputs.given import GivenTokens, Piece, Pinned, encode_template
+from dllm_sampler.inputs.prompts import Infill, check_new_tokens, encode_one
+from dllm_sampler.options import MOST_ROWS, Progress
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The checked arguments of one call of `Sampler.generate`, `Sampler.stream` or `Sampler.generate_many`."""
+
+    runtime: Runtime
+    max_new_tokens: int | list[int]
+    seed: int | list[int]
+    stop_strings: tuple[str, ...]
+    samples: int
+    forms: int | list[int] | None
+    given: GivenTokens
+    progress: Progress | None
+    max_length: int | None
+
+    @classmethod
+    def checked(
+        cls,
+        runtime: Runtime,
+        prompts: Any,
+        *,
+        max_new_tokens: int | Sequence[int],
+        seed: int | Sequence[int] = 0,
+        stop_strings: str | Sequence[str] = (),
+        samples: int = 1,
+        forms: int | Sequence[int] | None = None,
+        prefix: Piece | Sequence[Piece] | None = None,
+        suffix: Piece | Sequence[Piece] | None = None,
+        pinned: Pinned | None = None,
+        progress: Progress | None = None,
+        max_length: int | None = None,
+    ) -> Arguments:
+        """Check the arguments of a call before the first prompt is read. `Sampler` explains them.
+
+        Args:
+            prompts: a list or any iterable. A list tells how many numbers the other arguments must have.
+
+        Raises:
+            UserError: a bad argument.
+        """
+        spec, listed = runtime.denoiser.spec, isinstance(prompts, list | tuple)
+        check_count("samples", samples, most=MOST_ROWS)
+        check_count("max_length", max_length, optional=True)
+        if max_length is not None:  # no prompt with its answer is longer than the context
+            max_length = min(max_length, spec.max_positions)
+        max_new_tokens, seed = whole_numbers("max_new_tokens", max_new_tokens), whole_numbers("seed", seed)
+        for one in [seed] if isinstance(seed, int) else seed:
+            _checked_seed(one, seed)
+        if not listed or not all(isinstance(one, Infill) for one in prompts):  # the answer of an `Infill` has a length
+            if isinstance(max_new_tokens, int):
+                check_new_tokens(max_new_tokens, spec)
+                if max_length is not None and max_length <= max_new_tokens:
+                    raise UserError(
+                        f"max_length={max_length} leaves no room for a prompt: max_new_tokens is {max_new_tokens}"
+                    )
+            else:
+                for number, one in enumerate(max_new_tokens, 1):
+                    check_new_tokens(one, spec, f"max_new_tokens of prompt {number}")
+        if progress is not None and not callable(progress):
+            raise UserError(f"progress must be a function, not {progress!r}")
+        arguments = cls(
+            runtime,
+            max_new_tokens,
+            seed,
+            texts.stop_strings(stop_strings, runtime.tokenizer),
+            samples,
+            check_forms(forms, runtime.plugins.forms),
+            GivenTokens.of(prefix, suffix, pinned, runtime.tokenizer, runtime.spec),
+            progress,
+            max_length,
+        )
+        mismatch = arguments.length_mismatch(len(prompts)) if isinstance(prompts, Sized) else None
+        if mismatch is not None:
+            raise mismatch
+        return arguments
+
+    def length_mismatch(self, count: int, more: bool = False) -> UserError | None:
+        """Return the error if a list of numbers does not suit `count` prompts. `more` of them may come."""
+        for name, numbers, each, wanted in (
+            ("max_new_tokens", self.max_new_tokens, "prompt", count),
+            ("forms", self.forms, "prompt", count),
+            ("seed", self.seed, "answer", count * self.samples),
+        ):
+            mismatch = length_mismatch(name, numbers, each, wanted, more)
+            if mismatch is not None:
+                return mismatch
+        return None if more else self.given.length_mismatch(count)
+
+    def requests(self, prompt: Any, index: int) -> list[Request]:
+        """Return one request for each sample of the answer to a prompt. Its number in the call is `index`, from 0.
+
+        Raises:
+            UserError: a bad prompt, by its number, or an answer that model or plug-ins cannot make.
+        """
+        runtime, plugins, number = self.runtime, self.runtime.plugins, index + 1
+        max_new_tokens, form = self.wanted(index)
+        if isinstance(prompt, Infill):
+            if self.given:
+                raise UserError(
+                    f"prompt {number} is an Infill, which says what is given: leave prefix, suffix and pinned out"
+                )
+            before = prompt.prompt
+            given = encode_template(
+                prompt.answer, runtime.tokenizer, runtime.spec, f"prompt {number}", alone=before is None
+            )
+            max_new_tokens = len(given)
+            ids = [] if before is None else encode_one(before, runtime.tokenizer, runtime.spec, len(given), number)
+        else:
+            self.check_answer(max_new_tokens, form)
+            ids = encode_one(prompt, runtime.tokenizer, runtime.spec, max_new_tokens, number)
+            given = self.given.answer(index, max_new_tokens)
+        if self.max_length is not None and len(ids) + max_new_tokens > self.max_length:
+            raise UserError(
+                f"prompt {number} has {len(ids)} tokens and max_new_tokens is {max_new_tokens}, together more than"
+                f" max_length={self.max_length}"
+            )
+        if given is not None:
+            check_given(given, len(ids), plugins, number)
+            self.check_answer(max_new_tokens, form, given)
+        bound, first = runtime.bound(max_new_tokens), index * self.samples
+        return [
+            Request(ids, max_new_tokens, self._seed(first + sample), bound, form, given, index, sample)
+            for sample in range(self.samples)
+        ]
+
+    def wanted(self, index: int) -> tuple[int, int]:
+        """Return the length and the form of the answer to prompt `index`, unless that says its length itself."""
+        length, form = self.max_new_tokens, 0 if self.forms is None else self.forms
+        return length if isinstance(length, int) else length[index], form if isinstance(form, int) else form[index]
+
+    def check_answer(self, max_new_tokens: int, form: int, given: Sequence[int] | None = None) -> None:
+        """Refuse an answer of a length, or with given tokens, that the plug-ins cannot make in that form.
+
+        Raises:
+            UserError: no such blocks, too short for the form, or given tokens that no answer of the form has.
+        """
+        plugins = self.runtime.plugins
+        plugins.blocks.lookahead(max_new_tokens)
+        for guide in plugins.guides:
+            guide.check_answer(tuple(given or [FREE] * max_new_tokens), form)
+
+    def _seed(self, at: int) -> int:
+        return _checked_seed(self.seed + at if isinstance(self.seed, int) else self.seed[at], self.seed)
+
+
+def length_mismatch(name: str, numbers: object, each: str, wanted: int, more: bool = False) -> UserError | None:
+    """Return the error if `numbers` is a list without one number for each of the `wanted`. `more` of them may come."""
+    if not isinstance(numbers, list) or len(numbers) == wanted or (more and len(numbers) > wanted):
+        return None
+    there = f"is {each} {wanted}" if more else f"{'is' if wanted == 1 else 'are'} {counted(wanted, each)}"
+    has = counted(len(numbers), "number")
+    return UserError(f"{name} has {has}, and there {there}: give one for each {each}, or one for all")
+
+
+def whole_numbers(name: str, given: Any) -> int | list[int]:
+    """Return a whole number, or a list of them. numpy's and those of a tensor are allowed.
+
+    Raises:
+        UserError: something else.
+    """
+    values = given.tolist() if hasattr(given, "tolist") else given
+    several = isinstance(values, list | tuple | range)
+    try:
+        if any(isinstance(one, bool) for one in (values if several else [values])):
+            raise TypeError
+        return [operator.index(one) for one in values] if several else operator.index(values)
+    except TypeError:
+        raise UserError(f"{name} must be a whole number, or a list of whole numbers, not {given!r}") from None
+
+
+def seeds(given: int | Sequence[int], count: int) -> list[int]:
+    """Return the seed of each of `count` answers: answer i has `given + i`, or its own number of a list.
+
+    Raises:
+        UserError: a number of more than 64 bits, or not one for each answer.
+    """
+    found = whole_numbers("seed", given)
+    mismatch = length_mismatch("seed", found, "answer", count)
+    if mismatch is not None:
+        raise mismatch
+    return [_checked_seed(one, given) for one in (range(found, found + count) if isinstance(found, int) else found)]
+
+
+def _checked_seed(seed: int, given: Any) -> int:
+    if abs(seed) >= 2**63:
+        raise UserError(f"seed must be a whole number of 64 bits, or one per prompt, not {given!r}")
+    return seed
+
+
+def check_forms(given: Any, known: int) -> int | list[int] | None:
+    """Return the number of each prompt's form, or of all, below `known`. Returns None if no guide has a list of forms.
+
+    Raises:
+        UserError: no such numbers, or numbers without a list of forms, or a list without numbers.
+    """
+    if given is None and not known:
+        return None
+    if given is None:
+        if known == 1:
+            raise UserError("the guide has a list of one form: give the form alone, without brackets, or forms=0")
+        raise UserError(
+            f"the guide has a list of forms: say which each prompt wants, forms=[0, ...], numbers from 0 to {known - 1}"
+        )
+    if not known:
+        raise UserError("forms says which form of a guide's list each prompt wants, and no guide has a list of forms")
+    found = whole_numbers("forms", given)
+    for number, one in enumerate([found] if isinstance(found, int) else found, 1):
+        if not 0 <= one < known:
+            where = "forms" if isinstance(found, int) else f"forms of prompt {number}"
+            raise UserError(f"{where} must be a number from 0 to {known - 1}, as the guide's list has them, not {one}")
+    return found
+
+
+def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int) -> None:
+    """Refuse given tokens that cannot be kept, or that a gap would not see. `prompt` tokens are before the answer.
+
+    Raises:
+        UserError: names the prompt and the reason.
+    """
+    spec = plugins.context.spec
+    if FREE not in given:
+        raise UserError(
+            f"prompt {number}: all {len(given)} tokens of the answer are given, so nothing is to be generated"
+        )
+    first = given.index(FREE)
+    last = max((at for at, token in enumerate(given) if token != FREE), default=-1)
+    if plugins.scheduler.traits.initial is not None and first < last:
+        raise UserError(
+            f"prompt {number} has given tokens behind a gap, whose places scheduler={named(plugins.scheduler)} would"
+            " move: use another scheduler, threshold say, or give a beginning alone"
+        )
+    if spec.encoder:
+        raise UserError(
+            f"prompt {number} has given tokens in its answer, and this model's decoder was made for canvases of noise"
+            " alone: put a beginning into the prompt"
+        )
+    if not prompt and spec.shift and not first:
+        raise UserError(
+            f"prompt {number} begins with a gap, and this model predicts a token from the one before it: give text in"
+            " front of the gap"
+        )
+    end = first_end(given, spec.eos_ids)
+    if end is not None and FREE in given[end:]:
+        raise UserError(
+            f"prompt {number} has an end token before a gap, and an answer ends there: leave one of them out"
+        )
+    if first > last:
+        return  # a beginning alone
+    if not plugins.scheduler.traits.reads_ahead:
+        raise UserError(
+            f"scheduler={named(plugins.scheduler)} asks a verifier that reads from left to right, and"
+            f" prompt {number} has given tokens behind a gap, which it would not see: use another scheduler, threshold"
+            " say"
+        )
+    if spec.attention == "causal_context":
+        raise UserError(
+            f"this model reads from left to right up to its active block, and prompt {number} has given tokens behind a"
+            " gap, which it may not see: give a beginning alone"
+        )
+    grid = plugins.blocks.grid
+    begin = 0 if spec.prompt_block else prompt
+    if grid is not None and (begin + first) // grid < (begin + last) // grid:
+        raise UserError(
+            f"this model is block-causal, a gap does not see later blocks of {grid} tokens, and prompt {number} has"
+            " given tokens in one: give a beginning alone, or text behind a gap in the same block"
+        )

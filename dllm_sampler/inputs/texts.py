@@ -1,0 +1,95 @@
+"""Answers as text: decoded tokens, cut at stop strings."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from dllm_sampler.errors import UserError
+
+
+def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
+    """Return the texts that end an answer, checked.
+
+    Raises:
+        UserError: one is empty or not a text, or there is no tokenizer to find them with.
+    """
+    stops = (given,) if isinstance(given, str) else given
+    if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise UserError(f"stop_strings must be texts that are not empty, not {given!r}")
+    if stops and tokenizer is None:
+        raise UserError("stop_strings need a tokenizer, and this checkpoint has none")
+    return tuple(stops)
+
+
+def decode(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, stop_strings: Sequence[str]) -> list[str]:
+    """Return the text of each row of ids, cut before the first stop string and without special tokens."""
+    return [one.text for one in cut(rows, tokenizer, stop_strings)]
+
+
+class Kept(NamedTuple):
+    """The part of an answer before its first stop string."""
+
+    text: str  # without special tokens
+    tokens: int  # number of the answer's tokens in it
+    stopped: bool  # there is a stop string
+
+
+def cut(
+    rows: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    stop_strings: Sequence[str],
+    heads: Sequence[int] | None = None,
+) -> list[Kept]:
+    """Cut each row of ids before its first stop string after the first `heads` tokens.
+
+    Stop strings are searched in the generated text with its special tokens, so that one may be spelled like these. The
+    text that is left is shown without them.
+    """
+    assert tokenizer is not None
+    return [_cut(row, tokenizer, stop_strings, head) for row, head in zip(rows, heads or [0] * len(rows), strict=True)]
+
+
+def stopped(
+    rows: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    stop_strings: Sequence[str],
+    heads: Sequence[int] | None = None,
+) -> list[bool]:
+    """Return for each row of ids if it has a stop string after its first `heads` tokens, as `cut` sees it."""
+    assert tokenizer is not None
+    pairs = zip(rows, heads or [0] * len(rows), strict=True)
+    return [_before(row, tokenizer, stop_strings, head) is not None for row, head in pairs]
+
+
+def _before(row: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], head: int) -> str | None:
+    """Return the text of a row, special tokens included, before its first stop string. Returns None without one."""
+    if not stop_strings:
+        return None
+    whole = _said(row, tokenizer)
+    start = len(_said(row[:head], tokenizer)) if head else 0
+    places = [at for stop in stop_strings if (at := whole.find(stop, start)) >= 0]
+    return whole[: min(places)] if places else None
+
+
+def _cut(row: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], head: int) -> Kept:
+    before = _before(row, tokenizer, stop_strings, head)
+    if before is None:
+        return Kept(_shown(row, tokenizer), len(row), False)
+    # The fewest tokens whose text has all of it. The last may be the stop string's first, and have some of its signs.
+    covers = bisect_left(range(len(row)), True, key=lambda size: _said(row[:size], tokenizer).startswith(before))
+    whole = next(size for size in range(covers, -1, -1) if before.startswith(_said(row[:size], tokenizer)))
+    rest = before[len(_said(row[:whole], tokenizer)) :]
+    text = _shown(row[:covers], tokenizer)[: len(_shown(row[:whole], tokenizer)) + len(rest)]
+    return Kept(text, covers if rest.strip() else whole, True)
+
+
+def _said(row: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(row, skip_special_tokens=False))
+
+
+def _shown(row: list[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(row, skip_special_tokens=True))
