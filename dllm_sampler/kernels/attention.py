@@ -131,7 +131,9 @@ def _shape(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str
     wide = itemsize > 2  # float32 is multiplied exactly, without tensor cores
     most = (32 if wide else 128) // (2 if heavy else 1)
     block_m = min(max(16, next_power_of_2(packed)), most)
-    blocks = {"BLOCK_D": next_power_of_2(size), "BLOCK_M": block_m, "BLOCK_N": 32 if wide or heavy else 64}
+    block_d = next_power_of_2(size)
+    keys = 16 if wide and heavy else 32 if wide or heavy or block_d <= 64 else 64  # more spill, on Triton 3.6 at least
+    blocks = {"BLOCK_D": block_d, "BLOCK_M": block_m, "BLOCK_N": keys}
     large = block_m * blocks["BLOCK_D"] > 1024
     return blocks, 8 if large and (wide or block_m == most) else 4, 2
 

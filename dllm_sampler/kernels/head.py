@@ -46,7 +46,7 @@ from dllm_sampler.kernels.partial import (
 from dllm_sampler.kernels.readout import readout
 from dllm_sampler.kernels.sampling import GREEDY, Sampling
 
-MOST = 64  # rows, in one tile; with more the product is bound by arithmetic, at which a library is better
+MOST = 64  # rows, in one tile (16 of float32); with more a library multiplies, which is better at arithmetic
 STAGES = 3  # the last one needs no place on all but newer GPUs
 AT_ONCE = 2048  # rows whose logits are stored at once: 0.5 GB of 126464 tokens in bfloat16
 
@@ -125,7 +125,7 @@ def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY) -> Readout
     sampling.check(hidden, vocab)
     if not rows:
         return empty(rows, hidden.device, sampling)
-    if rows > MOST:
+    if rows > (MOST if hidden.dtype.itemsize == 2 else MOST // 4):
         return _stored(hidden, weight, sampling)
     shape, warps = _shape(rows, hidden.dtype.itemsize)
     parts = cdiv(vocab, shape["BLOCK_V"])
@@ -195,5 +195,5 @@ CONFIGURATIONS = [
     _configuration("bf16", 16, 126464, 4096, "draw current"),
     _configuration("fp16", 16, 126464, 4096, "draw"),
     _configuration("fp32", 16, 126464, 4096, "greedy"),
-    _configuration("fp32", 64, 126464, 4096, "draw"),
+    _configuration("fp32", 16, 126464, 4096, "draw"),
 ]

@@ -208,7 +208,7 @@ def store(slots: Tensor, places: Tensor, fresh: Tensor) -> None:
 def _shape(heads: int, kv_heads: int, size: int, rotary: int) -> dict[str, int]:
     tail = next_power_of_2(size - rotary) if rotary < size else 0
     half = next_power_of_2(rotary // 2)
-    block = max(1, min(next_power_of_2(heads), _NUMBERS // (2 * half + tail)))
+    block = max(1, min(next_power_of_2(heads), _NUMBERS // (2 * half + 3 * tail)))
     return {"H": heads, "HKV": kv_heads, "DH": size, "ROTARY": rotary, "HALF": half, "TAIL": tail, "BLOCK_H": block}
 
 
