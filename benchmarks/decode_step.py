@@ -154,7 +154,8 @@ class Bench:
             state = engine.begin(canvas)  # makes the slots, which belongs to no step
             for step in range(window):
                 row, spy.last = window_row if step else refresh, None
-                recorded = graph and state.canvas.sizes.computed <= MOST
+                assert state.wanted is not None
+                recorded = graph and state.wanted.sizes.computed <= MOST
                 seconds = self.now(lambda state=state, step=step: one_step(engine, state, step, window))
                 if spy.last is not None:  # a replay asks nothing
                     again = partial(spy.again, spy.last)
@@ -250,8 +251,7 @@ class Bench:
 
 
 def one_step(engine: Engine, state: Generation, step: int, last: int) -> None:
-    engine.step(state)
-    engine.poll(state, step + 1, last=step + 1 == last)
+    engine.advance(state, step + 1, last=step + 1 == last)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

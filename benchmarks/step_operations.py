@@ -138,9 +138,9 @@ def operations(scheduler: object, cache: object, stop: object) -> Counter[str]:
     engine = Unrecorded(it.denoiser, p, 1, record=lambda run: run)
     canvas = layout.canvas(PROMPTS, 2 * BLOCK, [0, 1], denoiser.spec, p.blocks, CounterNoise(), p.stop.cuts)
     state = engine.begin(canvas)
-    for step in range(1, 4):
+    for _ in range(3):
         engine.step(state)
-        engine.poll(state, step)
+        engine.poll(state)
     seen.found.clear()
     with counted(seen, p):
         engine.step(state)

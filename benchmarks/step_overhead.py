@@ -180,9 +180,9 @@ def overhead(it: Subject, batch: int, cache: str, steps: int, clock: Clock) -> t
         step += 1
         before = state.canvas
 
-        def advance(number: int = step) -> None:
+        def advance() -> None:
             engine.step(state)
-            engine.poll(state, number)
+            engine.poll(state)
 
         ours += clock(advance)
         assert spy.last is not None

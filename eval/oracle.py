@@ -61,7 +61,7 @@ class Oracle(Scheduler):
 
     def init(self, canvas: Canvas) -> Carry:
         """No state; refuses a batch that is not the reference's."""
-        given = (canvas.ids.shape[0], canvas.longest)
+        given = (canvas.ids.shape[0], canvas.layout.longest)
         if given != tuple(self.answer.shape):
             rows, tokens = self.answer.shape
             raise UserError(
@@ -71,7 +71,7 @@ class Oracle(Scheduler):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        at = (query.positions - canvas.first[:, None]).clamp(0, self.answer.shape[1] - 1)  # [B, Q]
+        at = (query.positions - canvas.layout.first[:, None]).clamp(0, self.answer.shape[1] - 1)  # [B, Q]
         answer, order = self.answer.gather(1, at), self.order.gather(1, at)
         known = canvas.eligible(query.positions) & (order >= 0)
         right = known & (readout.token[:, 0] == answer)

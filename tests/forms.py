@@ -55,7 +55,7 @@ def ruled(pattern: str | tuple[str, ...], draws: bool = False, posterior: bool =
 def laid_out(free: Sequence[Sequence[bool]], tokens: Sequence[Sequence[int]]) -> Canvas:
     canvas = toys.canvas(torch.tensor(free))
     ids = torch.cat([torch.tensor(tokens), canvas.ids[:, -1:]], 1)
-    return replace(canvas, ids=torch.where(canvas.masked, MASK, ids), row_seed=torch.arange(len(tokens)))
+    return toys.changed(canvas, ids=torch.where(canvas.masked, MASK, ids), seeds=torch.arange(len(tokens)))
 
 
 def law(pattern: str, ids: Tensor, logits: Tensor, asked: Sequence[int], size: int) -> Tensor:

@@ -58,7 +58,7 @@ class Script:
             assert self.shadows is not None
             shadows = self.shadows(canvas).gather(1, wide)
             logits = torch.where(canvas.masked.gather(1, at)[..., None], logits, shadows)
-        one = torch.ones_like(canvas.nfe)
+        one = torch.ones_like(canvas.step)
         return plan.answers.pick(logits[:, None]), Spent(one, one)
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from dllm_sampler.check.toys import (  # noqa: F401
 from dllm_sampler.core import packing
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Cache, Plan
-from dllm_sampler.core.values import Sizes, Spent
+from dllm_sampler.core.values import Layout, Spent
 
 
 def context(spec: ModelSpec | None = None, kind: str = "llada") -> Context:
@@ -79,12 +79,11 @@ def wanted(canvas: Canvas, query: Query, spec: ModelSpec, chosen: Tensor | None 
     return packing.forward_request(canvas, query, chosen, spec)
 
 
-def planned(canvas: Canvas, query: Query, spec: ModelSpec, live: Cache | None = None) -> tuple[Canvas, Plan]:
-    """The canvas in the sizes that a query needs, and how a live cache computes it; by default without a cache."""
+def planned(canvas: Canvas, query: Query, spec: ModelSpec, live: Cache | None = None) -> Plan:
+    """Return how a live cache computes a query. By default there is no cache."""
     live = NoCache().init(canvas, spec) if live is None else live
     asked = wanted(canvas, query, spec, live.computes(canvas))
-    canvas = packing.sized(canvas, asked)
-    return canvas, live.plan(canvas, asked)
+    return live.plan(canvas, packing.sized(canvas, asked))
 
 
 def computed(plan: Plan) -> Tensor:
@@ -107,23 +106,24 @@ def canvas(masked: Tensor, **changes: Any) -> Canvas:
     zero = torch.zeros(batch, dtype=torch.long)
     empty = torch.zeros(batch, 1, dtype=torch.bool)
     masked = torch.cat([masked, empty], 1)
-    fields: dict[str, Any] = dict.fromkeys(("first", "start", "age", "step", "nfe", "computed", "row_seed"), zero)
-    fields |= {
-        "ids": torch.where(masked, MASK, 1),
-        "masked": masked,
-        "frozen": torch.arange(length + 1).expand(batch, -1) == length,
-        "end": zero + length,
-        "stop": zero + length,
-        "done": zero > 0,
-        "new_tokens": torch.full((batch,), length),
-        "shortest": length,
-        "longest": length,
-        "padded": False,
-        "sizes": Sizes(
-            length, length, batch * length, batch * length, length, whole=True, rows=((length, length),) * batch
-        ),
-        "noise": CounterNoise(),
-        "lookahead": zero + length,
-        "width": length,
-    }
-    return Canvas(**{**fields, **changes})
+    layout = Layout(
+        frozen=torch.arange(length + 1).expand(batch, -1) == length,
+        first=zero,
+        new_tokens=zero + length,
+        seeds=zero,
+        lookahead=zero + length,
+        noise=CounterNoise(),
+        shortest=length,
+        longest=length,
+        width=length,
+        padded=False,
+    )
+    ids, end = torch.where(masked, MASK, 1), zero + length
+    made = Canvas(ids, masked, zero, end, end, zero, zero, zero > 0, layout)
+    return changed(made, **changes)
+
+
+def changed(canvas: Canvas, **changes: Any) -> Canvas:
+    """A canvas with other fields, of its layout too."""
+    fixed = {name: value for name, value in changes.items() if hasattr(canvas.layout, name)}
+    return replace(canvas.with_layout(**fixed), **{name: changes[name] for name in changes.keys() - fixed.keys()})

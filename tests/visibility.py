@@ -14,7 +14,7 @@ from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.d2f import D2FCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.packing import Answers, Pack, forward_request, sized
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.values import Candidates, Canvas, Grid, Query
 from dllm_sampler.core.visibility import Visible
 from tests import toys
 
@@ -43,12 +43,12 @@ class Situation:
         start, stop = int(canvas.start[row]), int(canvas.stop[row])
         if self.kind == "causal_context" and not key < (stop if start <= column < stop else column + 1):
             return False
-        origin = int(canvas.first[row]) if self.kind in ("prompt_block", "d2f") else 0
+        origin = int(canvas.layout.first[row]) if self.kind in ("prompt_block", "d2f") else 0
         on_grid = self.kind not in ("bidirectional", "causal_context")
         if on_grid and self._number(key, origin) > self._number(column, origin):
             return False
         first, last = start, stop
-        if self.canvas.grid is not None:
+        if self.canvas.layout.grid is not None:
             first = next(at for at in range(start, -1, -1) if (at - origin) % self.block == 0)
             last = min(first + self.block, int(canvas.end[row]))
         by_token = query.causal is not None and bool(query.causal[row])
@@ -79,9 +79,8 @@ class Situation:
     def pack(self) -> Pack:
         """The entries."""
         spec = toys.denoiser().spec
-        wanted = forward_request(self.canvas, self.query, self.chosen, spec)
-        canvas = sized(self.canvas, wanted)
-        return Pack.of(canvas, wanted, Answers.of(wanted, canvas.sizes), spec, self.visible)
+        wanted = sized(self.canvas, forward_request(self.canvas, self.query, self.chosen, spec))
+        return Pack.of(self.canvas, wanted, Answers.of(wanted), spec, self.visible)
 
     def wanted(self) -> list[set[tuple[str, int]]]:
         """Return what each entry sees: stored columns of its row, and fresh entries."""
@@ -133,6 +132,7 @@ def situation(seed: int, kind: str) -> Situation:
 
     masked = flip() & (torch.arange(LENGTH + 1) >= torch.tensor(first)[:, None])
     masked = masked & (torch.arange(LENGTH + 1) < torch.tensor(end)[:, None])
+    on_grid = kind in ("block_causal", "prompt_block", "token_causal")
     canvas = toys.canvas(
         masked[:, :-1],
         first=torch.tensor(first),
@@ -141,15 +141,14 @@ def situation(seed: int, kind: str) -> Situation:
         stop=torch.tensor(stop),
         done=torch.tensor([draw.random() < 0.2 for _ in range(batch)]),
         padded=any(at != LENGTH for at in end),
-        grid=block if kind in ("block_causal", "prompt_block", "token_causal") else None,
-        prompt_block=kind == "prompt_block",
+        grid=Grid(block, from_answer=kind == "prompt_block") if on_grid else None,
     )
-    query = Query.window(replace(canvas, width=LENGTH))
+    query = Query.window(canvas.with_layout(width=LENGTH))
     stored, form = draw.random() < 0.5, draw.choice(["plain", "drafts", "shadows", "causal shadows", "causal"])
     if form == "drafts":
         count = draw.randint(2, 3)
         live = torch.tensor([[True] + [draw.random() < 0.7 for _ in range(count - 1)] for _ in range(batch)])
-        query = replace(query, ids=query.ids.expand(-1, count, -1), live=live)
+        query = replace(query, ids=query.ids.expand(-1, count, -1), candidates=Candidates(live=live))
     if "causal" in form:
         query = replace(query, causal=torch.tensor([draw.random() < 0.7 for _ in range(batch)]))
     query = replace(query, leave_one_out="shadows" in form)

@@ -50,7 +50,9 @@ class AdaBlock(Blocks):
         delimits = torch.zeros_like(ahead, dtype=torch.bool)
         for mark in self.delimiters:  # numbers, not a tensor: that would be a copy to the device in every step
             delimits |= readout.token[:, 0] == mark
-        inside = canvas.eligible(query.positions) & (ahead < (self.window * canvas.new_tokens.double()).long()[:, None])
+        inside = canvas.eligible(query.positions) & (
+            ahead < (self.window * canvas.layout.new_tokens.double()).long()[:, None]
+        )
         sure, surest = readout.confidence[:, 0].masked_fill(~(delimits & inside), -1.0).max(1)  # first on a tie
         found = canvas.start + ahead.gather(1, surest[:, None])[:, 0] + 1
         fallback = torch.minimum(canvas.start + self.length, canvas.end)

@@ -47,9 +47,11 @@ class AscendingBlocks(Blocks):
 
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """See `Blocks.open`."""
-        steps = torch.frexp(canvas.new_tokens.double()).exponent - 1  # [B] floor(log2 G)
+        steps = torch.frexp(canvas.layout.new_tokens.double()).exponent - 1  # [B] floor(log2 G)
         following = canvas.end
         for back in range(1, self.count):
-            end = canvas.first + 2 ** (steps - back) - 1  # of the block that has `back` blocks behind it; see `ends`
+            end = (
+                canvas.layout.first + 2 ** (steps - back) - 1
+            )  # of the block that has `back` blocks behind it; see `ends`
             following = torch.where(canvas.start < end, end, following)
         return torch.minimum(following, canvas.end)

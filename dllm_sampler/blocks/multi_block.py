@@ -77,15 +77,15 @@ class MultiBlock(Blocks):
         """`[B] bool` rows that open one more block."""
         column = after.columns()
         last = (column >= self.begins(after, after.stop - 1)[:, None]) & (column < after.stop[:, None])
-        left, size = (last & after.masked).sum(1), (last & ~after.frozen).sum(1)
-        return (after.stop > after.first) & (_share(left, size) >= self.add_threshold)
+        left, size = (last & after.masked).sum(1), (last & ~after.layout.frozen).sum(1)
+        return (after.stop > after.layout.first) & (_share(left, size) >= self.add_threshold)
 
     def full(self, canvas: Canvas) -> Tensor:
         """`[B, N] bool` which blocks must get on, of all that an answer can have."""
-        number, count = self.number(canvas, canvas.columns()), -(-canvas.longest // self.length)
+        number, count = self.number(canvas, canvas.columns()), -(-canvas.layout.longest // self.length)
         if self.full_threshold is None:
             return numbers(count, number.device) == self.number(canvas, canvas.frontier()[:, None])
-        free = ~canvas.frozen & (canvas.columns() < canvas.end[:, None])
+        free = ~canvas.layout.frozen & (canvas.columns() < canvas.end[:, None])
         zero = canvas.ids.new_zeros(len(canvas.ids), count)
         left, size = (zero.scatter_add(1, number, among.long()) for among in (canvas.masked, free))
         before = torch.ones_like(left[:, :1], dtype=torch.float64)  # the prompt
@@ -93,12 +93,12 @@ class MultiBlock(Blocks):
 
     def number(self, canvas: Canvas, columns: Tensor) -> Tensor:
         """`[B, Q]` in which block each of `columns` lies, from 0; what is no part of the answer in the nearest one."""
-        last = (canvas.longest - 1) // self.length
-        return ((columns - canvas.first[:, None]) // self.length).clamp(0, last)
+        last = (canvas.layout.longest - 1) // self.length
+        return ((columns - canvas.layout.first[:, None]) // self.length).clamp(0, last)
 
     def begins(self, canvas: Canvas, column: Tensor) -> Tensor:
         """`[B]` where the block of `column [B]` begins."""
-        return column - (column - canvas.first) % self.length
+        return column - (column - canvas.layout.first) % self.length
 
     def progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Blocks.progress`."""

@@ -45,4 +45,4 @@ class Pipeline(MultiBlock):
 
     def ended(self, after: Canvas) -> Tensor:
         """`[B] bool` rows with an end token."""
-        return (is_end(after.ids, self.end_ids) & ~after.masked & ~after.frozen).any(1)
+        return (is_end(after.ids, self.end_ids) & ~after.masked & ~after.layout.frozen).any(1)

@@ -72,13 +72,13 @@ class BaseCache(Cache):
         return live
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
-        answers = Answers.of(wanted, canvas.sizes)
+        """How to compute what is wanted, in sizes that `wanted.sizes` fixes."""
+        answers = Answers.of(wanted)
         sees, computed = self.sees(canvas, wanted.query), wanted.entries(canvas)
         if self.pads:
             return self.padded(canvas, wanted, answers, sees, computed)
         plan = Plan(self, wanted, answers, computed, Pack.of(canvas, wanted, answers, self.spec, sees))
-        if wanted.query.forks and self.slots is not None:
+        if wanted.query.candidates.forks and self.slots is not None:
             plan = self.forked = replace(plan, pairs=[])
         return plan
 
@@ -148,11 +148,11 @@ class BaseCache(Cache):
         self, canvas: Canvas, wanted: ForwardRequest, answers: Answers, sees: Visible, computed: Tensor
     ) -> PaddedPlan:
         """The padded form: whole rows where some row computes all it has, else as many columns as the longest row."""
-        whole = canvas.sizes.whole
+        whole = wanted.sizes.whole
         if whole:
             positions = canvas.columns()[:, :-1].expand(len(canvas.ids), -1)
         else:
-            positions = select.columns(wanted.computed, canvas.sizes.longest)  # [B, M]
+            positions = select.columns(wanted.computed, wanted.sizes.longest)  # [B, M]
         keys = sees.keys(canvas, wanted.query, positions)
         slots = None if whole else places(canvas, positions)
         common = (self, wanted, answers, computed)

@@ -14,7 +14,7 @@ from dllm_sampler.core.checks import check_switch
 from dllm_sampler.core.packing import forward_request, sized
 from dllm_sampler.core.protocols import Cache, Context, Denoiser, Scheduler
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Canvas, Edit, Layout, Query, Readout
 from dllm_sampler.core.visibility import Visible
 from dllm_sampler.errors import UserError
 
@@ -97,14 +97,17 @@ class BlockCausalCache(BaseCache):
         """See `Prefills.prefill`. The prompt's full blocks see nothing behind them: one forward per prompt, copied."""
         if self.twin is not None:
             return None
-        rows = {name: value[::samples] for name, value in vars(canvas).items() if isinstance(value, Tensor)}
-        one = replace(canvas, **rows)
+
+        def firsts(value: Canvas | Layout) -> dict[str, Tensor]:
+            return {name: rows[::samples] for name, rows in vars(value).items() if isinstance(rows, Tensor)}
+
+        one = replace(canvas, **firsts(canvas)).with_layout(**firsts(canvas.layout))
         one = replace(one, end=one.grid_start())
         cache = template.init(one, self.spec)
         assert isinstance(cache, BlockCausalCache)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
         wanted = forward_request(one, query, cache.computes(one), self.spec)
-        one = sized(one, wanted)  # once per generation, before the first step
+        wanted = sized(one, wanted)  # once per generation, before the first step
         _, spent = denoiser(one, query, cache.plan(one, wanted))
         assert self.slots is not None and cache.slots is not None
         for mine, its in ((self.slots.keys, cache.slots.keys), (self.slots.values, cache.slots.values)):

@@ -109,10 +109,10 @@ class D2Cache(BaseCache):
 
     def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
         """See `Cache.narrow`; every other mask that is computed is asked about too, to learn its confidence."""
-        query = super().narrow(canvas, query, answered)
-        if query.exact:
+        if query.needs_every_position:
             return query
-        return query.join(canvas, canvas.masked & answered, max(canvas.longest, query.positions.shape[1]))
+        query = super().narrow(canvas, query, answered)
+        return query.join(canvas, canvas.masked & answered, max(canvas.layout.longest, query.positions.shape[1]))
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """See `Cache.layer`."""

@@ -82,7 +82,9 @@ class D2FCache(BaseCache):
     def sees(self, canvas: Canvas, query: Query) -> Visible:
         """See `BaseCache.sees`."""
         found = super().sees(canvas, query)
-        return found if self.attention == "full" else found.in_blocks(canvas.columns(), self.length, canvas.first)
+        return (
+            found if self.attention == "full" else found.in_blocks(canvas.columns(), self.length, canvas.layout.first)
+        )
 
     def recalled(self, canvas: Canvas) -> Tensor | None:
         """See `Cache.recalled`."""

@@ -47,7 +47,7 @@ class DelayedPrefix(BaseCache):
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
         live = super().init(canvas, spec)
-        prompt = canvas.columns() < canvas.first[:, None]
+        prompt = canvas.columns() < canvas.layout.first[:, None]
         live.since, live.edge = torch.where(prompt, 0, -1), torch.zeros_like(canvas.start)
         return live
 

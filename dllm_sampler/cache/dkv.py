@@ -80,7 +80,7 @@ class DelayedCache(BaseCache):
         if self.mode == "decode":
             return ~kept
         # The prompt's last row predicts the first generated position.
-        prompt = canvas.columns() < canvas.first[:, None] - int(self.spec.shift)
+        prompt = canvas.columns() < canvas.layout.first[:, None] - int(self.spec.shift)
         prompt = prompt & (canvas.step > 0)[:, None]
         return ~(prompt if self.mode == "prefill" else prompt | kept)
 

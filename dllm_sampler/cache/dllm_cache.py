@@ -85,15 +85,18 @@ class IntervalCache(BaseCache):
         self, canvas: Canvas, wanted: ForwardRequest, answers: Answers, sees: Visible, computed: Tensor
     ) -> PaddedPlan:
         """See `BaseCache.padded`: always whole rows, out of which each layer chooses what it computes."""
-        canvas = replace(canvas, sizes=replace(canvas.sizes, whole=True))
+        wanted = replace(wanted, sizes=replace(wanted.sizes, whole=True))
         return super().padded(canvas, wanted, answers, sees, computed)
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """See `Cache.plan`."""
         length, shift = canvas.length, int(self.spec.shift)
-        begin, behind = (canvas.first - shift).clamp(min=0)[:, None], (canvas.first + canvas.new_tokens)[:, None]
-        prompt, response = canvas.columns()[:, : max(0, length - canvas.shortest - shift)], canvas.columns() + begin
-        response = response[:, : canvas.longest + shift]
+        begin, behind = (canvas.layout.first - shift).clamp(min=0)[:, None], canvas.layout.answer_end[:, None]
+        prompt, response = (
+            canvas.columns()[:, : max(0, length - canvas.layout.shortest - shift)],
+            canvas.columns() + begin,
+        )
+        response = response[:, : canvas.layout.longest + shift]
         response = response.masked_fill(response >= behind, length)
         return IntervalPlan(
             **vars(super().plan(canvas, wanted)),
@@ -102,8 +105,8 @@ class IntervalCache(BaseCache):
             begin=begin[:, 0],
             seen=canvas.seen().gather(1, response),
             urgent=self.urgent.gather(1, response),
-            share=(self.ratio * canvas.new_tokens.double()).long(),
-            most=int(self.ratio * canvas.longest),
+            share=(self.ratio * canvas.layout.new_tokens.double()).long(),
+            most=int(self.ratio * canvas.layout.longest),
         )
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:

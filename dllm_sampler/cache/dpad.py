@@ -57,20 +57,20 @@ class DPadCache(SuffixCache):
         """See `SuffixCache.keeps`."""
         columns = canvas.columns().expand_as(canvas.ids)
         distance = columns - canvas.stop[:, None]
-        near = min(self.window, canvas.longest)  # no mask is farther behind the block
+        near = min(self.window, canvas.layout.longest)  # no mask is farther behind the block
         odds = _odds(near, self.window, self.sigma, self.scale, self.dropout == "even", canvas.ids.device)
         odds = odds[distance.clamp(0, near)]  # [B, L+1]
         if self.dropout == "even":
             return odds > 0
         # A block's draws are those of its number among steps, counted down from -1: no step draws them too.
-        drawn = replace(canvas, step=canvas.first - canvas.start - 1)
+        drawn = replace(canvas, step=canvas.layout.first - canvas.start - 1)
         if self.dropout == "gaussian":
-            return canvas.noise.uniform(drawn, columns) < odds
+            return drawn.uniform(columns) < odds
         behind = canvas.end - canvas.stop  # [B]
         every = behind <= self.number
         count = behind.clamp(max=min(self.number, self.window)).masked_fill(every, 0)
         among = (distance >= 0) & (distance < self.window) & canvas.seen()
-        order = canvas.noise.order(drawn, columns.masked_fill(~among, canvas.length), count)
+        order = canvas.layout.noise.order(drawn, columns.masked_fill(~among, canvas.length), count)
         return select.top(order, among, count) | every[:, None]
 
 

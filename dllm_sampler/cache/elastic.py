@@ -99,7 +99,7 @@ class ElasticCache(BaseCache):
     def ahead(self, canvas: Canvas) -> Tensor:
         """`[B, L+1] bool` the window: the leftmost masks of the block, those behind an end of text last."""
         masked = canvas.masked & canvas.in_block()
-        ended = is_end(canvas.ids, self.spec.eos_ids) & ~canvas.masked & ~canvas.frozen
+        ended = is_end(canvas.ids, self.spec.eos_ids) & ~canvas.masked & ~canvas.layout.frozen
         behind = ended.cumsum(1) > 0
         first = masked & ~behind
         among = torch.where(first.any(1, keepdim=True), first, masked)
@@ -122,7 +122,7 @@ class ElasticCache(BaseCache):
         """See `Cache.plan`."""
         plan, seen = super().plan(canvas, wanted), visible(canvas, wanted.query)
         assert isinstance(plan, PaddedPlan)
-        noise = canvas.longest
+        noise = canvas.layout.longest
         width = min(self.window, noise) if self.block_caching else noise
         chosen = torch.ones_like(seen) if plan.contiguous else self.computes(canvas) & seen
         return ElasticPlan(

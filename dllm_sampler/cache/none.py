@@ -10,11 +10,10 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query
 
 
-def once(canvas: Canvas, query: Query, spec: ModelSpec) -> tuple[Canvas, Plan]:
-    """The canvas and the plan for one forward that computes everything; the host waits for the device to size it."""
-    wanted = forward_request(canvas, query, None, spec)
-    canvas = sized(canvas, wanted)
-    return canvas, NoCache().init(canvas, spec).plan(canvas, wanted)
+def once(canvas: Canvas, query: Query, spec: ModelSpec) -> Plan:
+    """Return the plan for one forward that computes everything. The host waits for the device to size it."""
+    wanted = sized(canvas, forward_request(canvas, query, None, spec))
+    return NoCache().init(canvas, spec).plan(canvas, wanted)
 
 
 @dataclass

@@ -85,13 +85,13 @@ class SparseCache(DualCache):
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """See `Cache.plan`."""
-        plan, sizes = super().plan(canvas, wanted), canvas.sizes
+        plan, sizes = super().plan(canvas, wanted), wanted.sizes
         assert isinstance(plan, PaddedPlan)
         back = self.back
         # A row that sorts computes all its columns: a forward as narrow as the widest block holds no such row, where
         # no block is as wide as an answer (without a prompt, `Canvas.given`, even one column more) and none is hidden.
-        widest = canvas.width + back + (canvas.given is not None)
-        narrow = not plan.contiguous and sizes.longest <= sizes.block + back and widest <= canvas.shortest
+        widest = canvas.layout.width + back + (canvas.layout.given is not None)
+        narrow = not plan.contiguous and sizes.longest <= sizes.block + back and widest <= canvas.layout.shortest
         narrow = narrow and wanted.query.hidden is None
         seen, at = visible(canvas, wanted.query), plan.positions
         return SparsePlan(

@@ -9,7 +9,7 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.spec import Traits
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class StorePass(Around):
         canvas, _, idle = self._counted(canvas, *carry[:4])
         query = super().ask(canvas, carry).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
         # Tokens are drawn by the steps that the inner scheduler counts, as its order is; drafts have their own numbers.
-        single = query.step is None and query.ids.shape[1] == 1
-        return replace(query, step=canvas.step[:, None]) if single else query
+        single = query.candidates.step is None and query.ids.shape[1] == 1
+        return replace(query, candidates=Candidates(step=canvas.step[:, None])) if single else query
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
         """See `Planner.ahead`."""
@@ -84,8 +84,8 @@ class StorePass(Around):
     ) -> tuple[Canvas, Tensor, Tensor]:
         """The canvas with the forwards that the inner scheduler counts; `[B]` the rows whose block waits to be stored,
         and `[B]` those whose forward only stores."""
-        assert canvas.grid is not None
-        prefilled = canvas.grid_line(begun, canvas.grid) > 0
+        assert canvas.layout.grid is not None
+        prefilled = canvas.grid_line(begun, canvas.layout.grid.length) > 0
         late = prefilled & (canvas.start == begun)
         # One that opens full was filled from before it. A part of a block is not stored: a later part may change it.
         over = over | (canvas.age == 0) & (canvas.stop == canvas.grid_end())

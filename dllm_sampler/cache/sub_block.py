@@ -41,9 +41,10 @@ class SubBlockCache(BlockCausalCache):
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
         chosen = super().computes(canvas)
-        if canvas.part is None:
+        grid = canvas.layout.grid
+        if grid is None or grid.part is None:
             return chosen
-        first = canvas.start - canvas.start % canvas.part
+        first = canvas.start - canvas.start % grid.part
         part = (canvas.columns() >= first[:, None]) & (canvas.columns() < canvas.stop[:, None])
         return torch.where(self.whole(canvas, first)[:, None], chosen, chosen & part)
 

@@ -206,7 +206,7 @@ class Scrambled(Around):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        factor = canvas.noise.uniform(replace(canvas, step=canvas.step + 99), query.positions)[:, None]
+        factor = replace(canvas, step=canvas.step + 99).uniform(query.positions)[:, None]
         return self.inner.tell(canvas, query, replace(readout, confidence=readout.confidence * factor), carry)
 
 

@@ -1,10 +1,12 @@
 """The base of schedulers around another scheduler."""
 
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Self
 
 from torch import Tensor
 
+from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Carry, Context, Guide, Paced, Planner, Scheduler, Tempered
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Query
@@ -64,9 +66,16 @@ class Around(Scheduler):
         """See `Planner.ahead`; None where the inner scheduler is no planner."""
         return self.inner.ahead(canvas, self.inside(carry)) if isinstance(self.inner, Planner) else None
 
-    def pace(self, canvas: Canvas, seconds: float) -> int | None:
+    def with_candidates(self, most: int) -> Self:
+        """See `Paced.with_candidates`."""
+        twin = copy(self)
+        if isinstance(self.inner, Paced):
+            vars(twin)["inner"] = self.inner.with_candidates(most)
+        return twin
+
+    def pace(self, made: ForwardRequest, seconds: float) -> int | None:
         """See `Paced.pace`."""
-        return self.inner.pace(canvas, seconds) if isinstance(self.inner, Paced) else None
+        return self.inner.pace(made, seconds) if isinstance(self.inner, Paced) else None
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
         """See `Tempered.guides`."""

@@ -12,14 +12,14 @@ from dllm_sampler.core.values import Canvas
 
 def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
     """`[B, Q]` share of committed positions under a Gaussian of width `sigma` around each of `positions [B, Q]`."""
-    offset, weight, total = bell(sigma, canvas.longest, positions.device)
+    offset, weight, total = bell(sigma, canvas.layout.longest, positions.device)
     near = positions[..., None] + offset  # [B, Q, N]
-    place, length = near - canvas.first[:, None, None], canvas.new_tokens[:, None, None]
+    place, length = near - canvas.layout.first[:, None, None], canvas.layout.new_tokens[:, None, None]
     within = (place >= -length) & (place < 2 * length)  # farther columns count as masked
     near = torch.minimum(near.clamp(min=0), (canvas.end - 1)[:, None, None])
     masked = canvas.masked.gather(1, near.flatten(1)).view_as(near)
     # Summed one by one: a row sums more zeros among longer ones, and the same numbers in the same order.
-    return (weight * (within > masked)).cumsum(-1)[..., -1] / total[canvas.new_tokens][:, None]
+    return (weight * (within > masked)).cumsum(-1)[..., -1] / total[canvas.layout.new_tokens][:, None]
 
 
 @cache  # for good: a recorded step (`engine/graphs.py`) reads these tensors where they are

@@ -26,8 +26,8 @@ class Barred(NamedTuple):
         """Set their logits in `[R, V]` to minus infinity, in place."""
         if self.mask_id is not None:
             logits[..., self.mask_id].fill_(-torch.inf)
-        if canvas.given is not None and self.ends:
-            inner = answers.position < canvas.given[answers.row]  # [R]
+        if canvas.layout.given is not None and self.ends:
+            inner = answers.position < canvas.layout.given[answers.row]  # [R]
             for end in self.ends:
                 logits[..., end] = logits[..., end].masked_fill(inner, -torch.inf)
         return logits
@@ -72,7 +72,7 @@ class Draw:
     def of(guides: tuple[Guide, ...], canvas: Canvas, answers: Answers, vocab: int, barred: Barred) -> Draw:
         """The step's own: its noise is drawn once, so that further choices are coupled to the first."""
         draws = is_random(guides)
-        noise = canvas.noise.tokens(canvas, answers, vocab) if draws else None
+        noise = canvas.layout.noise.tokens(canvas, answers, vocab) if draws else None
         return Draw(guides, canvas, answers, vocab, barred, noise, draws)
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -138,11 +138,11 @@ class Draw:
         """`[R, V]`; None: the best token is taken."""
         if not self.draws or self.noise is not None:
             return self.noise
-        return self.canvas.noise.tokens(self.canvas, self.answers, self.vocab)
+        return self.canvas.layout.noise.tokens(self.canvas, self.answers, self.vocab)
 
     def seeded(self, seeds: Tensor) -> Draw:
         """The same with the noise of other row seeds, `[B] int64`."""
-        return replace(self, canvas=replace(self.canvas, row_seed=seeds), noise=None)
+        return replace(self, canvas=self.canvas.with_layout(seeds=seeds), noise=None)
 
     def greedy(self) -> Draw:
         """The same without noise: the best tokens."""

@@ -54,7 +54,7 @@ def _mix32(x: Tensor) -> Tensor:
 
 def key(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
     """`[B, Q] int64` hash of (row seed, step, position, stream); positions are columns."""
-    return hashed(canvas.row_seed, canvas.step, positions, stream)
+    return hashed(canvas.layout.seeds, canvas.step, positions, stream)
 
 
 def hashed(seeds: Tensor, steps: Tensor, positions: Tensor, stream: int) -> Tensor:
@@ -69,7 +69,7 @@ def unit(keys: Tensor) -> Tensor:
 
 def candidate_seeds(canvas: Canvas, candidate: int) -> Tensor:
     """`[B] int64` row seeds for candidate number `candidate` (from 1) of this step; the first has the row's own."""
-    return hashed(canvas.row_seed, canvas.step, torch.full_like(canvas.start, candidate)[:, None], CANDIDATES)[:, 0]
+    return hashed(canvas.layout.seeds, canvas.step, torch.full_like(canvas.start, candidate)[:, None], CANDIDATES)[:, 0]
 
 
 def _row_key(seed: Tensor, step: Tensor, stream: int) -> Tensor:
@@ -104,7 +104,7 @@ class CounterNoise:
         """`[R] int64` the `key` of each answer's token, by the step that its candidate stands for."""
         row, position = answers.row, answers.position
         position = position if self.begin is None else position + self.begin[row]
-        keys = _row_key(canvas.row_seed[row], answers.step(canvas), TOKENS)
+        keys = _row_key(canvas.layout.seeds[row], answers.step(canvas), TOKENS)
         return _mix64(keys + position * -0x61C8864680B583EB)
 
     def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
@@ -199,11 +199,12 @@ class ReplayNoise:
         return torch.randint(vocab, positions.shape, generator=self.generator).to(positions.device)
 
     def _blockwise(self, canvas: Canvas, positions: Tensor, asked: Tensor, vocab: int) -> Tensor:
-        assert canvas.grid is not None and positions.shape[0] == 1
+        grid = canvas.layout.grid
+        assert grid is not None and positions.shape[0] == 1
         if not bool(asked.any()):
             return torch.zeros(*positions.shape, vocab, device=positions.device)
-        drawn = -torch.log(torch.empty(canvas.grid, vocab).exponential_(generator=self.generator))
-        inside = (positions - canvas.grid_start()[:, None]).clamp(max=canvas.grid - 1)
+        drawn = -torch.log(torch.empty(grid.length, vocab).exponential_(generator=self.generator))
+        inside = (positions - canvas.grid_start()[:, None]).clamp(max=grid.length - 1)
         return drawn[inside.cpu()].to(positions.device)
 
     def _gather(self, row: Tensor, canvas: Canvas, positions: Tensor) -> Tensor:
@@ -213,5 +214,5 @@ class ReplayNoise:
     @staticmethod
     def _padded(canvas: Canvas, positions: Tensor) -> Tensor:
         """`[B, Q]` the columns in published code, whose rows are left-padded; on the CPU."""
-        behind = canvas.first.max() - canvas.first
+        behind = canvas.layout.first.max() - canvas.layout.first
         return (positions + behind[:, None]).clamp(max=canvas.length).cpu()

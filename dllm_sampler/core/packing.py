@@ -26,30 +26,39 @@ if TYPE_CHECKING:
     from dllm_sampler.core.spec import ModelSpec
 
 
-class ForwardRequest(NamedTuple):
-    """A request for the next forward, as sets. Its sizes are not known yet."""
+UNMEASURED = Sizes(queries=1, block=1, computed=1, answers=1, longest=1, whole=True)
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """A request for the next forward, as sets and, once the host has looked, in sizes."""
 
     query: Query
     computed: Tensor  # [B, L+1] bool: columns that each row computes; none of a finished row
     asked: Tensor  # [B, K, Q] bool: queried positions that will be answered
+    previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step, void at age 0
+    most_candidates: int | None = None  # a scheduler that goes by the clock asked about at most as many (`Paced`)
+    sizes: Sizes = UNMEASURED
 
     @staticmethod
     def of(query: Query, computed: Tensor, answered: Tensor) -> ForwardRequest:
         """The request for `query` when the columns `computed [B, L+1]` are, and `answered [B, L+1]` are predicted."""
         asked = answered.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
-        asked = asked.expand(query.ids.shape) if query.live is None else asked & query.live[..., None]
-        if query.stops is not None:
-            asked = asked & (query.positions[:, None] < query.stops[..., None])
+        live, stops = query.candidates.live, query.candidates.stops
+        asked = asked.expand(query.ids.shape) if live is None else asked & live[..., None]
+        if stops is not None:
+            asked = asked & (query.positions[:, None] < stops[..., None])
         return ForwardRequest(query, computed, asked)
 
     def segments(self, canvas: Canvas) -> Tensor:
         """`[B, K, L+1] bool` columns that each candidate computes."""
         query, chosen = self.query, self.computed[:, None].expand(-1, self.query.ids.shape[1], -1)
-        chosen = chosen if query.live is None else chosen & query.live[..., None]
-        if query.stops is None or query.limit is None:
+        live, stops = query.candidates.live, query.candidates.stops
+        chosen = chosen if live is None else chosen & live[..., None]
+        if stops is None or query.limit is None:
             return chosen
-        hidden = canvas.columns() >= query.stops[..., None]
-        return chosen & ~(hidden if canvas.given is None else hidden & ~canvas.frozen[:, None])
+        hidden = canvas.columns() >= stops[..., None]
+        return chosen & ~(hidden if canvas.layout.given is None else hidden & ~canvas.layout.frozen[:, None])
 
     def shadows(self, canvas: Canvas) -> Tensor:
         """`[B, Q] bool` positions of a `leave_one_out` query that get a shadow: all of the block."""
@@ -58,11 +67,12 @@ class ForwardRequest(NamedTuple):
 
     def entries(self, canvas: Canvas) -> Tensor:
         """`[B]` entries of each row."""
-        if self.query.stops is not None:
+        live = self.query.candidates.live
+        if self.query.candidates.stops is not None:
             return self.segments(canvas).sum((1, 2))
         count = self.computed.sum(1)
-        if self.query.live is not None:
-            count = count * self.query.live.sum(1)
+        if live is not None:
+            count = count * live.sum(1)
         elif self.query.ids.shape[1] > 1:
             count = count * self.query.ids.shape[1]
         return count + self.shadows(canvas).sum(1) if self.query.leave_one_out else count
@@ -126,13 +136,13 @@ def stretch(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor]:
     return torch.minimum(begin, end), end
 
 
-def sized(canvas: Canvas, wanted: ForwardRequest) -> Canvas:
-    """The canvas in the exact sizes of a request, for one forward outside the loop.
+def sized(canvas: Canvas, wanted: ForwardRequest) -> ForwardRequest:
+    """Return the request in its exact sizes, for one forward outside the loop.
 
-    The host waits for the device here: nothing else tells it how large that forward is.
+    The host waits for the device here, because nothing else knows how large that forward is.
     """
     measured = measure(canvas, wanted, torch.zeros_like(canvas.start))
-    return replace(canvas, sizes=read(fetch(measured), len(canvas.ids)).sizes)
+    return replace(wanted, sizes=read(fetch(measured), len(canvas.ids)).sizes)
 
 
 class Found(NamedTuple):
@@ -179,12 +189,12 @@ def read(measured: list[int], batch: int) -> Found:
     return Found(sizes, [bool(over) for over in done], {row: step for row, step in enumerate(bad) if step})
 
 
-def largest(canvas: Canvas, wanted: ForwardRequest) -> Sizes:
-    """Sizes that are large enough whatever the request turns out to be."""
+def largest(canvas: Canvas, wanted: ForwardRequest, whole: bool) -> Sizes:
+    """Return sizes that are large enough whatever the request turns out to be; `whole` as in `Sizes`."""
     batch, candidates, width = wanted.query.ids.shape
     longest = canvas.length * candidates + width * wanted.query.leave_one_out
     answers = batch * candidates * width
-    return Sizes(width, canvas.width, batch * longest, answers, longest, whole=canvas.sizes.whole)
+    return Sizes(width, canvas.layout.width, batch * longest, answers, longest, whole=whole)
 
 
 @dataclass(frozen=True)
@@ -194,16 +204,17 @@ class Answers:
     place: Tensor  # [R] in the flat [B*K*Q]; B*K*Q for a filler
     query: Query
     whole: bool  # every place is answered, in order
+    stretch: int | None = None  # see `Sizes.stretch`
 
     @staticmethod
-    def of(wanted: ForwardRequest, sizes: Sizes) -> Answers:
+    def of(wanted: ForwardRequest) -> Answers:
         """The answers of a request."""
-        flat = wanted.asked.flatten()
+        flat, sizes = wanted.asked.flatten(), wanted.sizes
         # As many answers as places: then each place has one, unless the size was rounded up, or raised from 0 to 1.
         if 1 < len(flat) == sizes.answers and sizes.rows is not None:
-            return Answers.every(wanted.query)
+            return replace(Answers.every(wanted.query), stretch=sizes.stretch)
         place = torch.nonzero_static(flat, size=sizes.answers, fill_value=len(flat))[:, 0]
-        return Answers(place, wanted.query, False)
+        return Answers(place, wanted.query, False, sizes.stretch)
 
     @staticmethod
     def every(query: Query) -> Answers:
@@ -232,9 +243,10 @@ class Answers:
 
     def step(self, canvas: Canvas) -> Tensor:
         """`[R]` the forward that keys each answer's noise."""
-        if self.query.step is None:
+        steps = self.query.candidates.step
+        if steps is None:
             return canvas.step[self.row]
-        steps = self.query.step.expand(self.query.ids.shape[:2])
+        steps = steps.expand(self.query.ids.shape[:2])
         return steps.flatten()[self.row * self.query.ids.shape[1] + self.candidate]
 
     def pick(self, values: Tensor) -> Tensor:
@@ -256,7 +268,7 @@ class Answers:
         there = self.spread(torch.ones_like(self.place))  # [B, K, Q]
         there = there.gather(1, candidate[:, None, None].expand(-1, 1, there.shape[2])).flatten() > 0  # [B*Q]
         place = torch.nonzero_static(there, size=len(there), fill_value=len(there))[:, 0]
-        return Answers(place, self.query.of(candidate), False)
+        return Answers(place, self.query.of(candidate), False, self.stretch)
 
 
 @dataclass(frozen=True)
@@ -284,7 +296,7 @@ class Pack:
     @staticmethod
     def of(canvas: Canvas, wanted: ForwardRequest, answers: Answers, spec: ModelSpec, sees: Visible) -> Pack:
         """Pack a request."""
-        query, sizes, columns = wanted.query, canvas.sizes, canvas.length + 1
+        query, sizes, columns = wanted.query, wanted.sizes, canvas.length + 1
         batch, device = len(canvas.ids), canvas.ids.device
         chosen, segments = wanted.computed[:, None], query.ids.shape[1]  # [B, S, L+1]
         predict = predictors(canvas, query.positions, spec, query.shifted)  # [B, Q]
@@ -346,18 +358,8 @@ class Pack:
         shadowed = rows.flatten()[self.row * rows.shape[2] + self.column]
         return shadowed.masked_fill(self.segment != 0, mask_id)
 
-    def soft(self, query: Query, columns: int) -> tuple[Tensor, Tensor]:
-        """Embeddings `[T, D]` of a query that brings some, and `[T] bool` the entries that they stand at."""
-        assert query.soft is not None
-        width = query.positions.shape[1]
-        index = torch.full((len(query.positions), columns), width, device=query.positions.device)
-        index = index.scatter(1, query.positions, select.numbers(width, index.device).expand_as(query.positions))
-        at = index.flatten()[self.row * columns + self.column]  # [T]
-        line = self.row if self.segment is None else self.row * query.ids.shape[1] + self.segment
-        values = query.soft.flatten(0, 2)[line * width + at.clamp(max=width - 1)]
-        return values, (at < width) & (self.column < columns - 1)
 
-
-def trimmed(wanted: ForwardRequest, sizes: Sizes) -> ForwardRequest:
-    """The request without the last query columns, which no row uses."""
-    return wanted._replace(query=wanted.query.trim(sizes.queries), asked=wanted.asked[..., : sizes.queries])
+def trimmed(wanted: ForwardRequest) -> ForwardRequest:
+    """Return the request without the last query columns, which no row uses."""
+    most = wanted.sizes.queries
+    return replace(wanted, query=wanted.query.trim(most), asked=wanted.asked[..., :most])

@@ -163,11 +163,17 @@ class Planner(Protocol):
 
 @runtime_checkable
 class Paced(Protocol):
-    """A scheduler that goes by the clock."""
+    """A scheduler that goes by the clock: it asks about as many candidates as a forward computes at no cost."""
 
-    def pace(self, canvas: Canvas, seconds: float) -> int | None:
-        """`Canvas.branches` from now on, None: unbounded; it must not change what is committed in the end. Called by
-        the host between steps: how long the last one took, of which `canvas` has the sizes."""
+    def with_candidates(self, most: int) -> Scheduler:
+        """Return the same scheduler, which asks about at most `most` candidates. It commits the same in the end."""
+        ...
+
+    def pace(self, made: ForwardRequest, seconds: float) -> int | None:
+        """Return the new limit on candidates, or None for no limit.
+
+        Called between steps with the request for the last forward and the duration of the last step.
+        """
 
 
 @runtime_checkable
@@ -337,14 +343,14 @@ class Cache:
         return None
 
     def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
-        """Drop the positions outside `answered [B, L+1] bool`, which nothing predicts, unless the query is exact.
+        """Drop the positions outside `answered [B, L+1] bool`, which nothing predicts, unless the query needs them all.
 
-        The engine does not ask where every column is computed.
+        The engine does not call this where every column is computed.
         """
-        return query if query.exact else query.drop(canvas, answered)
+        return query if query.needs_every_position else query.drop(canvas, answered)
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """How to compute what is wanted, in sizes that `canvas.sizes` fixes."""
+        """How to compute what is wanted, in sizes that `wanted.sizes` fixes."""
         raise NotImplementedError
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler.core.values import Canvas, Edit, Moved, Query, Readout
+from dllm_sampler.core.values import Canvas, Edit, Moved, Query, Readout, Spent
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.host import files
 from dllm_sampler.host.reading import load_json
@@ -60,13 +60,16 @@ class Recorder:
         self.revised = torch.zeros_like(canvas.done)  # [B]
         self.rejected = torch.zeros_like(canvas.step)  # [B] commits that a guide refused
         self.stuck = torch.zeros_like(canvas.done)  # [B] rows in which a guide refused every commit
+        self.nfe = torch.zeros_like(canvas.step)  # [B] passes that the row took part in
+        self.computed = torch.zeros_like(canvas.step)  # [B] positions computed for the row
 
-    def note(self, before: Canvas, after: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """Take down what one step wrote, by the row's own count of forwards."""
+    def note(self, before: Canvas, after: Canvas, query: Query, edit: Edit, readout: Readout, spent: Spent) -> None:
+        """Record what one step wrote and cost. Tokens are recorded under the row's own count of forwards."""
+        self.nfe, self.computed = self.nfe + spent.nfe, self.computed + spent.computed
         at = query.positions
         was, noise = before.masked.gather(1, at), after.masked.gather(1, at)
         if self.revises or edit.remask is not None:
-            writable = ~(before.frozen.gather(1, at) | before.done[:, None])
+            writable = ~(before.layout.frozen.gather(1, at) | before.done[:, None])
             wrote = edit.commit & ~noise & writable
             other = edit.commit & (edit.ids != before.ids.gather(1, at))
             if edit.remask is not None:
@@ -106,7 +109,7 @@ class Recorder:
 def aligned(canvas: Canvas, values: Tensor, fill: float) -> Tensor:
     """`[B, P+N]` values `[B, L+1]` of a canvas, padded with `fill` so that each answer begins at column P."""
     answer = canvas.asked()  # [B, N]
-    size = int(canvas.first.max())
+    size = int(canvas.layout.first.max())
     columns = torch.cat([answer[:, :1] + torch.arange(-size, 0, device=answer.device), answer], 1)  # [B, P+N]
     outside = (columns < 0) | (columns == canvas.length)
     return values.gather(1, columns.clamp(min=0)).masked_fill(outside, fill)
@@ -140,19 +143,20 @@ class Trace:
     @staticmethod
     def of(canvas: Canvas, recorder: Recorder, mask_id: int | None, pad_id: int, tokenizer: Any = None) -> Trace:
         """The trace of a finished (or interrupted) generation."""
-        origin = int(canvas.first.max())
-        begin = origin - canvas.first  # [B]
-        wanted = canvas.first + canvas.new_tokens - (0 if canvas.surplus is None else canvas.surplus)
+        origin = int(canvas.layout.first.max())
+        begin = origin - canvas.layout.first  # [B]
+        layout = canvas.layout
+        wanted = layout.answer_end if layout.surplus is None else layout.answer_end - layout.surplus
         kept = {
             "ids": aligned(canvas, canvas.ids, pad_id),
             "step_map": aligned(canvas, recorder.step_map, -1),
             "gone": aligned(canvas, recorder.gone, -1),
             "logprob": aligned(canvas, recorder.logprob, 0),
-            "nfe": canvas.nfe,
-            "rows": canvas.computed,
+            "nfe": recorder.nfe,
+            "rows": recorder.computed,
             "begin": begin,
             "end": begin + torch.minimum(canvas.end, wanted),
-            "seeds": canvas.row_seed,
+            "seeds": layout.seeds,
             "revised": recorder.revised,
         }
         if recorder.entropy is not None:
@@ -160,7 +164,8 @@ class Trace:
         if recorder.born is not None:
             kept["born"] = aligned(canvas, recorder.born, 0)
         tensors = {name: tensor.cpu().clone() for name, tensor in kept.items()}
-        about = {"mask_id": mask_id, "pad_id": pad_id, "grid": canvas.grid, "tokenizer": tokenizer}
+        grid = None if layout.grid is None else layout.grid.length
+        about = {"mask_id": mask_id, "pad_id": pad_id, "grid": grid, "tokenizer": tokenizer}
         return Trace(**tensors, origin=origin, **about)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Spent:
-    """The cost of a forward for each row, 0 for finished rows. The loop adds it up."""
+    """The cost of a forward for each row, 0 for finished rows. The recorder adds it up."""
 
     nfe: Tensor  # [B] passes
     computed: Tensor  # [B] positions computed, candidates and guidance branches included
@@ -69,60 +69,86 @@ class Noise(Protocol):
 
 
 @dataclass(frozen=True)
+class Grid:
+    """The lines that no block crosses: one every `length` columns. Block-causal attention goes by the same lines."""
+
+    length: int
+    part: int | None = None  # blocks of attention are decoded in parts of this length, which divides `length`
+    from_answer: bool = False  # the answer begins at a line, and all before it is one block. False: column 0 is one
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The part of a canvas that no step of a generation changes."""
+
+    frozen: Tensor  # [B, L+1] bool: prompt, given tokens of the answer, padding, the empty slot
+    first: Tensor  # [B] first column of the answer
+    new_tokens: Tensor  # [B] columns of each answer, before a stop cuts it
+    seeds: Tensor  # [B] int64
+    lookahead: Tensor  # [B] columns of a block that opens, as far as there is room
+    noise: Noise
+    shortest: int  # no answer has fewer `new_tokens`
+    longest: int  # no answer has more
+    width: int  # no block is ever wider
+    padded: bool  # some row does not see every column: attention needs a key mask
+    grid: Grid | None = None
+    given: Tensor | None = None  # [B] end of the last given token of each answer, `first` without. None: no row has one
+    form: Tensor | None = None  # [B] the guide's form of each answer (`Guide.forms`). None: it has no list of forms
+    surplus: Tensor | None = None  # [B] last `new_tokens` that are decoded but are not part of the answer
+
+    @property
+    def answer_end(self) -> Tensor:
+        """`[B]` end of the columns that are reserved for each answer."""
+        return self.first + self.new_tokens
+
+    @property
+    def given_end(self) -> Tensor:
+        """`[B]` end of what a row's answer is given, and of the prompt where it is given nothing."""
+        return self.first if self.given is None else self.given
+
+    @property
+    def grid_origin(self) -> Tensor | None:
+        """`[B]` the grid's first line. Returns None for column 0."""
+        return self.first if self.grid is not None and self.grid.from_answer else None
+
+
+@dataclass(frozen=True)
 class Canvas:
     """The state of a batch between two steps. Only `apply` writes tokens, only `move` moves blocks."""
 
     ids: Tensor  # [B, L+1] int64
     masked: Tensor  # [B, L+1] bool: still noise (never inferred from ids == mask_id)
-    frozen: Tensor  # [B, L+1] bool: prompt, given tokens of the answer, padding, the empty slot
-    first: Tensor  # [B] first column of the answer
-    end: Tensor  # [B] nothing from here on is seen
     start: Tensor  # [B] first column of the active block
     stop: Tensor  # [B] end of the active block
+    end: Tensor  # [B] nothing from here on is seen
     age: Tensor  # [B] forwards made since the active block begins here; 0 opens it
     step: Tensor  # [B] forwards made by this row
     done: Tensor  # [B] bool
-    nfe: Tensor  # [B] passes the row took part in
-    computed: Tensor  # [B] positions computed for the row
-    row_seed: Tensor  # [B] int64
-    new_tokens: Tensor  # [B] columns of each answer, before a stop cuts it
-    shortest: int  # no answer has fewer `new_tokens`
-    longest: int  # no answer has more
-    padded: bool  # some row does not see every column: attention needs a key mask
-    sizes: Sizes
-    noise: Noise
-    lookahead: Tensor  # [B] columns of a block that opens, as far as there is room
-    width: int  # no block is ever wider
-    grid: int | None = None  # of block-causal attention: no block crosses a multiple of it
-    part: int | None = None  # nor of this, which divides it, where blocks of attention are decoded in parts
-    prompt_block: bool = False  # the grid begins with the answer, and the prompt is one block; False: with column 0
-    surplus: Tensor | None = None  # [B] last `new_tokens` that are decoded but not part of the answer; None: none
-    form: Tensor | None = None  # [B] which of a guide's forms each answer has (`Guide.forms`); None: there is no list
-    given: Tensor | None = None  # [B] end of the last given token of each answer, `first` without; None: no row has one
-    branches: int | None = None  # a drafting scheduler asks about at most this many candidates; None: no limit
+    layout: Layout
+
+    def with_layout(self, **changes: Any) -> Canvas:
+        """Return the same canvas with other fields of the layout."""
+        return replace(self, layout=replace(self.layout, **changes))
 
     @property
     def length(self) -> int:
         """L, the number of columns without the empty slot."""
         return self.ids.shape[1] - 1
 
-    @property
-    def origin(self) -> Tensor | None:
-        """`[B]` the grid's first line, before which there is one block; None: column 0."""
-        return self.first if self.prompt_block else None
-
     def answer(self) -> Tensor:
         """`[B, N]` columns of the answer, padded with L."""
-        column = select.numbers(self.longest, self.ids.device)
-        return (self.first[:, None] + column).masked_fill(column >= self.new_tokens[:, None], self.length)
+        layout = self.layout
+        column = select.numbers(layout.longest, self.ids.device)
+        return (layout.first[:, None] + column).masked_fill(column >= layout.new_tokens[:, None], self.length)
 
     def asked(self) -> Tensor:
         """`[B, N]` columns of the answer that the caller wanted, padded with L; with `surplus` it reads the device."""
-        if self.surplus is None:
+        layout = self.layout
+        if layout.surplus is None:
             return self.answer()
-        wanted = self.new_tokens - self.surplus
+        wanted = layout.new_tokens - layout.surplus
         answer = self.answer()[:, : int(wanted.max())]
-        return answer.masked_fill(answer >= (self.first + wanted)[:, None], self.length)
+        return answer.masked_fill(answer >= (layout.first + wanted)[:, None], self.length)
 
     def columns(self) -> Tensor:
         """`[1, L+1]` the column numbers, not to be written to."""
@@ -139,8 +165,11 @@ class Canvas:
 
     def block_end(self, start: Tensor, width: int | Tensor) -> Tensor:
         """`[B]` provisional end of blocks that begin at `start [B]`: `width` columns on, or at the grid's next line."""
-        stop, length = torch.minimum(start + width, self.end), self.part or self.grid
-        return stop if length is None else torch.minimum(stop, self.grid_line(start, length) + length)
+        stop, grid = torch.minimum(start + width, self.end), self.layout.grid
+        if grid is None:
+            return stop
+        length = grid.part or grid.length
+        return torch.minimum(stop, self.grid_line(start, length) + length)
 
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
@@ -155,19 +184,19 @@ class Canvas:
 
     def free_before(self, until: Tensor) -> Tensor:
         """`[B]` free columns of each answer before `until [B]`."""
-        if self.given is None:
-            return until - self.first
-        return (~self.frozen & (self.columns() < until[:, None])).sum(1)
+        if self.layout.given is None:
+            return until - self.layout.first
+        return (~self.layout.frozen & (self.columns() < until[:, None])).sum(1)
 
     def free_total(self) -> Tensor:
         """`[B]` free columns of each answer, before a stop cuts it."""
-        return self.new_tokens if self.given is None else self.free_before(self.first + self.new_tokens)
+        return self.layout.new_tokens if self.layout.given is None else self.free_before(self.layout.answer_end)
 
     def free_in_block(self) -> Tensor:
         """`[B]` free columns of the active block."""
-        if self.given is None:
+        if self.layout.given is None:
             return self.stop - self.start
-        return (~self.frozen & self.in_block()).sum(1)
+        return (~self.layout.frozen & self.in_block()).sum(1)
 
     def progress(self) -> Tensor:
         """`[B]` share of each answer's free columns that is committed."""
@@ -178,23 +207,26 @@ class Canvas:
 
         It does not ask for noise, since a drafting scheduler may have written into the block already.
         """
-        if self.given is None:
+        if self.layout.given is None:
             return column
         columns = self.columns()
-        free = ~self.frozen & (columns >= column[:, None])
+        free = ~self.layout.frozen & (columns >= column[:, None])
         return torch.where(free, columns, self.end[:, None]).amin(1)
 
     def grid_line(self, column: Tensor, length: int) -> Tensor:
         """`[B]` the last line of a grid of `length` up to each `column [B]` of an answer."""
-        return column - (column if self.origin is None else column - self.origin) % length
+        origin = self.layout.grid_origin
+        return column - (column if origin is None else column - origin) % length
 
     def grid_start(self) -> Tensor:
         """`[B]` first column of the grid's block that contains the active block."""
-        return self.start if self.grid is None else self.grid_line(self.start, self.grid)
+        grid = self.layout.grid
+        return self.start if grid is None else self.grid_line(self.start, grid.length)
 
     def grid_end(self) -> Tensor:
         """`[B]` end of the grid's block that contains the active block."""
-        return self.stop if self.grid is None else torch.minimum(self.grid_start() + self.grid, self.end)
+        grid = self.layout.grid
+        return self.stop if grid is None else torch.minimum(self.grid_start() + grid.length, self.end)
 
     def in_grid_block(self) -> Tensor:
         """`[B, L+1] bool` columns of the grid's block that contains the active block."""
@@ -208,7 +240,7 @@ class Canvas:
     def inside(self, positions: Tensor) -> Tensor:
         """`[B, Q] bool` which of `positions` lie in the active block; given tokens are no part of it."""
         inside = (positions >= self.start[:, None]) & (positions < self.stop[:, None])
-        return inside if self.given is None else inside & ~self.frozen.gather(1, positions)
+        return inside if self.layout.given is None else inside & ~self.layout.frozen.gather(1, positions)
 
     def eligible(self, positions: Tensor) -> Tensor:
         """`[B, Q] bool` which of `positions` are noise inside the active block: what a scheduler may commit."""
@@ -223,7 +255,7 @@ class Canvas:
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
         """Write an edit: the only function that writes a token. It cannot touch prompt, padding or a finished row."""
         touched = edit.commit if edit.remask is None else edit.commit | edit.remask
-        kept = self.frozen.gather(1, positions) | self.done[:, None] | ~touched  # [B, Q]
+        kept = self.layout.frozen.gather(1, positions) | self.done[:, None] | ~touched  # [B, Q]
         # What is not written goes to the empty slot, as what stands there.
         at = positions.masked_fill(kept, self.length)
         after = replace(
@@ -235,8 +267,8 @@ class Canvas:
             after = replace(after, stop=torch.where(self.done, self.stop, torch.minimum(self.stop, edit.stop)))
         if edit.end is None:
             return after
-        least = self.first if self.given is None else self.given  # what is given stays
-        end = torch.where(self.done, self.end, torch.minimum(self.end, edit.end).clamp(min=least))
+        end = torch.minimum(self.end, edit.end).clamp(min=self.layout.given_end)  # what is given stays
+        end = torch.where(self.done, self.end, end)
         masked = after.masked & (self.columns() < end[:, None])
         return replace(after, end=end, stop=torch.minimum(after.stop, end), masked=masked)
 
@@ -260,30 +292,31 @@ class Canvas:
             commit = commit & (edit.ids != forbidden)
         return bad, replace(edit, commit=commit)
 
+    def uniform(self, positions: Tensor) -> Tensor:
+        """`[B, Q]` uniform numbers in (0, 1) that belong to this step and `positions [B, Q]`."""
+        return self.layout.noise.uniform(self, positions)
+
     def renoised(self, vocab: int) -> Canvas:
         """The canvas of uniform diffusion as the next forward is to see it: fresh random tokens where there is noise.
 
         A row draws for its block only. What stands at noise has no meaning, so this writes nothing.
         """
-        at = self.window(self.width)  # [B, W]
+        at = self.window(self.layout.width)  # [B, W]
         fresh = self.masked.gather(1, at) & ~self.done[:, None]
-        drawn = torch.where(fresh, self.noise.ids(self, at, vocab), self.ids.gather(1, at))
+        drawn = torch.where(fresh, self.layout.noise.ids(self, at, vocab), self.ids.gather(1, at))
         return replace(self, ids=self.ids.scatter(1, at, drawn))
 
-    def advance(self, over: Tensor, width: int | Tensor, finish: Tensor | None, spent: Spent | None = None) -> Canvas:
+    def advance(self, over: Tensor, width: int | Tensor, finish: Tensor | None) -> Canvas:
         """`move` the rows whose block is `over [B]` to the next one: `width` columns, as far as there is room."""
         over = over > self.done  # finished rows rest
         start = torch.where(over, self.next_free(self.stop), self.start)
-        return self.move(start, torch.where(over, self.block_end(start, width), self.stop), finish, spent, over)
+        return self.move(start, torch.where(over, self.block_end(start, width), self.stop), finish, over)
 
-    def move(
-        self, start: Tensor, stop: Tensor, finish: Tensor | None, spent: Spent | None, opens: Tensor | None = None
-    ) -> Canvas:
+    def move(self, start: Tensor, stop: Tensor, finish: Tensor | None, opens: Tensor | None = None) -> Canvas:
         """Count the step; from now on the active block is the columns from `start [B]` to `stop [B]`.
 
         Args:
             finish: `[B] bool` rows that end here.
-            spent: what the forward cost.
             opens: `[B] bool` rows that begin a block; None: those whose block begins at another column than before.
         """
         live, done = ~self.done, self.done | (start >= self.end)
@@ -294,29 +327,32 @@ class Canvas:
             age=(self.age + live).masked_fill(start != self.start if opens is None else opens, 0),
             step=self.step + live,
             done=done if finish is None else done | finish,
-            nfe=self.nfe if spent is None else self.nfe + spent.nfe,
-            computed=self.computed if spent is None else self.computed + spent.computed,
         )
 
 
 @dataclass(frozen=True)
+class Candidates:
+    """The hypotheses of a query that has several for a row."""
+
+    live: Tensor | None = None  # [B, K] bool: candidates that are computed. None: all K
+    step: Tensor | None = None  # [B, K] the step each candidate belongs to, which keys its noise. None: canvas.step
+    stops: Tensor | None = None  # [B, K] end of each candidate's active block, under a limit. None: the row's
+    forks: bool = False  # the step may go on from any candidate (`Edit.candidate`), whose keys are then stored
+
+
+@dataclass(frozen=True)
 class Query:
-    """What a scheduler asks of the model: predictions at `positions`, under K hypotheses of what stands there."""
+    """The question to the model: predictions at `positions`, under K hypotheses of the tokens there."""
 
     positions: Tensor  # [B, Q] sorted columns, padded with L
     ids: Tensor  # [B, K, Q]
-    live: Tensor | None = None  # [B, K] bool: candidates that are computed; None: all K
-    step: Tensor | None = None  # [B, K] the step each candidate stands for, which keys its noise; None: canvas.step
-    limit: Tensor | None = None  # [B] columns from here on are hidden; None: canvas.end
+    limit: Tensor | None = None  # [B] columns from here on are hidden. None: canvas.end
     hidden: Tensor | None = None  # [B, L+1] bool: columns that are hidden besides: masks, by blocks or a cache
-    stops: Tensor | None = None  # [B, K] end of each candidate's active block, under a limit; None: the row's
-    forks: bool = False  # the step may go on from any candidate (`Edit.candidate`), whose keys are then stored
-    soft: Tensor | None = None  # [B, K, Q, D] input embeddings in place of the ids'
-    previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step; void at age 0
-    exact: bool = False  # a cache may not drop positions
+    needs_every_position: bool = False  # a cache may not drop positions that it does not predict
     leave_one_out: bool = False  # re-predict committed positions without seeing their token
     causal: Tensor | None = None  # [B] bool: rows that predict each position from what is before it, by shadows with
     # leave_one_out, else by the row before; the other rows are asked as without either
+    candidates: Candidates = Candidates()
 
     @property
     def shifted(self) -> Tensor | None:
@@ -324,19 +360,20 @@ class Query:
         return None if self.leave_one_out else self.causal
 
     @staticmethod
-    def at(canvas: Canvas, positions: Tensor, exact: bool = False) -> Query:
+    def at(canvas: Canvas, positions: Tensor, needs_every_position: bool = False) -> Query:
         """One hypothesis: what the canvas holds at `positions [B, Q]`."""
-        return Query(positions, canvas.ids.gather(1, positions)[:, None], exact=exact)
+        ids = canvas.ids.gather(1, positions)[:, None]
+        return Query(positions, ids, needs_every_position=needs_every_position)
 
     @staticmethod
     def masks(canvas: Canvas) -> Query:
         """The noise of the active block: the least a scheduler can ask for."""
-        return Query.at(canvas, select.columns(canvas.masked & canvas.in_block(), canvas.width))
+        return Query.at(canvas, select.columns(canvas.masked & canvas.in_block(), canvas.layout.width))
 
     @staticmethod
     def window(canvas: Canvas) -> Query:
         """The whole active block, committed columns too."""
-        return Query.at(canvas, canvas.window(canvas.width))
+        return Query.at(canvas, canvas.window(canvas.layout.width))
 
     def join(self, canvas: Canvas, chosen: Tensor, width: int) -> Query:
         """This query, extended by the set `chosen [B, L+1] bool`, `width` columns in all."""
@@ -351,9 +388,9 @@ class Query:
 
     def before(self, canvas: Canvas, column: Tensor) -> Query:
         """This query where all from `column [B]` on is hidden, but for given tokens."""
-        shown = column if canvas.given is None else torch.maximum(column, canvas.given)
+        shown = column if canvas.layout.given is None else torch.maximum(column, canvas.layout.given)
         hidden = self.hidden
-        if canvas.given is not None:
+        if canvas.layout.given is not None:
             masks = canvas.masked & (canvas.columns() >= column[:, None])  # some stand before the last given token
             hidden = masks if hidden is None else hidden | masks
         return replace(self, limit=shown if self.limit is None else torch.minimum(self.limit, shown), hidden=hidden)
@@ -370,15 +407,9 @@ class Query:
             index = candidate.view(-1, *[1] * (values.dim() - 1))
             return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
 
-        return replace(
-            self,
-            ids=pick(self.ids),
-            live=None,
-            stops=None,
-            step=None if self.step is None else pick(self.step.expand(self.ids.shape[:2])),
-            soft=None if self.soft is None else pick(self.soft),
-            forks=False,
-        )
+        step = self.candidates.step
+        step = None if step is None else pick(step.expand(self.ids.shape[:2]))
+        return replace(self, ids=pick(self.ids), candidates=Candidates(step=step))
 
     def trim(self, width: int) -> Query:
         """This query without its last columns, which no row has a position in."""
@@ -475,7 +506,7 @@ class Resize:
 
     def on(self, canvas: Canvas, live: Tensor) -> Moved:
         """Return its effect on the rows `live [B] bool` of a canvas. The others stay."""
-        column, room = canvas.columns(), (canvas.first + canvas.new_tokens)[:, None]
+        column, room = canvas.columns(), canvas.layout.answer_end[:, None]
         before, source, new = canvas.end[:, None], None, torch.zeros_like(canvas.masked)
         opens = torch.zeros_like(live) if self.reopen is None else self.reopen & live
         if self.behind is not None and self.count is not None:
@@ -484,8 +515,8 @@ class Resize:
             new = inside & (column <= behind + count)
             source = torch.where(new, behind, torch.where(inside, column - count, column))
             before, opens = before + count, opens | (count[:, 0] > 0)
-        least = canvas.first if canvas.given is None else canvas.given  # what is given stays
-        end = torch.where(live, torch.minimum(self.end, room[:, 0]).clamp(min=least), canvas.end)
+        end = torch.minimum(self.end, room[:, 0]).clamp(min=canvas.layout.given_end)  # what is given stays
+        end = torch.where(live, end, canvas.end)
         there, lost = column < end[:, None], end < before[:, 0]
         added = (column >= before) & there
         return Moved(self, live, end, opens | lost, lost, source, (new & there) | added, added, there)
@@ -521,7 +552,7 @@ class Moved:
             ids, masked = ids.gather(1, self.source), masked.gather(1, self.source)
         ids = torch.where(self.added, self.change.ids[:, None], ids)
         masked = torch.where(self.added, self.change.masked[:, None], masked) & self.there
-        spare = ~self.there & ~canvas.frozen
+        spare = ~self.there & ~canvas.layout.frozen
         start = torch.minimum(canvas.start, self.end)
         after = replace(
             canvas,
@@ -532,10 +563,11 @@ class Moved:
             age=canvas.age.masked_fill(self.opens, 0),
             done=torch.where(self.live, start >= self.end, canvas.done),
         )
-        frontier, width = after.frontier(), after.lookahead.clamp(min=1)
+        frontier, lookahead = after.frontier(), after.layout.lookahead
+        width = lookahead.clamp(min=1)
         full = (frontier - start) // width * (self.live & (frontier < self.end))  # [B] blocks without noise
         start = start + full * width
-        stop = torch.where(self.live, after.block_end(start, after.lookahead), canvas.stop)
+        stop = torch.where(self.live, after.block_end(start, lookahead), canvas.stop)
         return replace(after, start=start, stop=stop)
 
 

@@ -39,8 +39,8 @@ class Visible:
         found = Visible(canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit))
         if attention == "causal_context":
             found = found.bounded(torch.where(canvas.in_block(), canvas.stop[:, None], column + 1))
-        elif canvas.grid is not None:
-            found = found.in_blocks(column, canvas.grid, canvas.origin)
+        elif canvas.layout.grid is not None:
+            found = found.in_blocks(column, canvas.layout.grid.length, canvas.layout.grid_origin)
         if query.causal is not None:
             first = canvas.grid_start()
             found = found.causal(column, first, torch.where(query.causal, canvas.grid_end(), first))
@@ -68,7 +68,7 @@ class Visible:
         seen = visible(canvas, query)
         if self.until is not None:
             return seen[:, None] & (canvas.columns() < self.until.gather(1, positions)[..., None])
-        whole = not canvas.padded and query.limit is None and query.hidden is None
+        whole = not canvas.layout.padded and query.limit is None and query.hidden is None
         return None if whole else seen
 
 

@@ -13,8 +13,12 @@ from dllm_sampler.cache.slots import Slots
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.tree import walk
 
-PARTS = ("canvas", "cache", "carry", "bad", "recorder", "wanted", "measured", "previous")  # of a state: a step's work
-SIZES = "canvas.sizes"  # what the host sets between two steps
+# parts of a state that a step changes
+PARTS = (
+    "canvas", "cache", "carry", "bad", "recorder", "wanted", "measured", "previous", "most_candidates",
+)  # fmt: skip
+WANTED = PARTS.index("wanted")
+SIZES = "wanted.sizes"  # what the host sets between two steps
 
 
 def address(tensor: Tensor) -> Hashable:

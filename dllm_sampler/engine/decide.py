@@ -15,7 +15,7 @@ from torch import Tensor
 from dllm_sampler.core import packing
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import ForwardRequest
-from dllm_sampler.core.protocols import Cache, Carry, Foresees, Guide, Planner, Stop
+from dllm_sampler.core.protocols import Cache, Carry, Foresees, Guide, Paced, Planner, Stop
 from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 from dllm_sampler.engine.faults import check_edit, checked_answer
@@ -37,8 +37,7 @@ class Generation:
     previous: Tensor | None = None  # [B, W, V] see `Query.previous`
     done: list[bool] = field(default_factory=list)  # of each row, when the host last looked
     failed: dict[int, int] = field(default_factory=dict)  # rows of `bad` then, and the step (from 1) that failed
-    begun: float = 0.0  # when the host began the last step, in seconds of its clock
-    branches: int | None = None  # `Canvas.branches` when the next step was asked for
+    most_candidates: int | None = None  # limit on the candidates of the next request (`Paced`). None: there is none
 
     @property
     def finished(self) -> bool:
@@ -49,12 +48,15 @@ class Generation:
 def ask(plugins: Plugins, state: Generation) -> None:
     """Ask for the next forward: set `wanted`, and `measured`, which tells the host how large it is."""
     spec, cache, scheduler = state.cache.spec, state.cache, plugins.scheduler
+    if state.most_candidates is not None:
+        scheduler = cast(Paced, scheduler).with_candidates(state.most_candidates)
     if spec.mask_id is None:
         state.canvas = state.canvas.renoised(spec.vocab_size)
     canvas = state.canvas
     query = scheduler.ask(canvas, state.carry)
     if plugins.blocks.hides:
-        query = query.before(canvas, canvas.stop if query.stops is None else query.stops.amax(1))
+        stops = query.candidates.stops
+        query = query.before(canvas, canvas.stop if stops is None else stops.amax(1))
     if plugins.foresees:
         ahead = cast(Planner, scheduler).ahead(canvas, state.carry)  # the cache refuses other schedulers
         assert ahead is not None
@@ -74,9 +76,8 @@ def ask(plugins: Plugins, state: Generation) -> None:
         answered = answered & torch.zeros_like(answered).scatter(1, query.positions, True)
         # Not the block's masks that the scheduler did not ask about: it would take them for predicted ones.
         query = query.join(canvas, watched & ~(canvas.masked & canvas.in_block()), canvas.length)
-    if state.previous is not None:
-        query = replace(query, previous=state.previous)
-    state.wanted = ForwardRequest.of(query, computed, answered)
+    wanted = ForwardRequest.of(query, computed, answered)
+    state.wanted = replace(wanted, previous=state.previous, most_candidates=state.most_candidates)
     joint = any(guide.joint for guide in plugins.guides)
     state.measured = packing.measure(canvas, state.wanted, state.bad, joint)
 
@@ -100,8 +101,8 @@ def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: 
         canvas = replace(canvas, stop=torch.where(canvas.age == 0, opened, canvas.stop))
     edit, carry = checked_answer(plugins.scheduler, plugins.scheduler.tell(canvas, query, seen, carry), canvas, query)
     if edit.candidate is not None:
-        if query.stops is not None:
-            canvas = replace(canvas, stop=query.stops.gather(1, edit.candidate[:, None])[:, 0])
+        if query.candidates.stops is not None:
+            canvas = replace(canvas, stop=query.candidates.stops.gather(1, edit.candidate[:, None])[:, 0])
         query, seen = query.of(edit.candidate), seen.of(edit.candidate)
     progressed = blocks.progress(canvas, query, seen, edit)
     if progressed is not edit:
@@ -122,12 +123,12 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
         state.cache.adopt(edit.candidate)
     edit, after = _stop(plugins.stop, canvas, query, seen, edit)
     state.cache.observe(canvas, query, edit, seen)
-    state.recorder.note(canvas, after, query, edit, seen)
+    state.recorder.note(canvas, after, query, edit, seen, spent)
     moved = plugins.blocks.move(after)
     if moved is None:
-        state.canvas = after.advance(after.block_over(edit), canvas.lookahead, edit.finish, spent)
+        state.canvas = after.advance(after.block_over(edit), canvas.layout.lookahead, edit.finish)
     else:
-        state.canvas = after.move(*moved, edit.finish, spent)
+        state.canvas = after.move(*moved, edit.finish)
     if edit.resize is not None:
         resized = edit.resize.on(after, ~canvas.done if edit.finish is None else ~(canvas.done | edit.finish))
         state.recorder.move(canvas, resized)

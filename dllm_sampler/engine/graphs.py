@@ -25,7 +25,7 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.values import Canvas, Noise, Sizes
-from dllm_sampler.engine.buffers import PARTS, Buffers, Step, address, copies, objects, restore
+from dllm_sampler.engine.buffers import PARTS, WANTED, Buffers, Step, address, copies, objects, restore
 from dllm_sampler.engine.capture import GraphRecorder, Record
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine, inference_mode
@@ -186,16 +186,17 @@ class StaticEngine(Engine):
         if not isinstance(state, InPlace):
             super().step(state)
             return
-        if self.record is None or state.canvas.sizes.computed > MOST:
+        assert state.wanted is not None
+        if self.record is None or state.wanted.sizes.computed > MOST:
             self._eager(state)
             return
         state.enter()
-        sizes = rounded(state.canvas)
+        sizes = rounded(state.canvas, state.wanted.sizes)
         steps, key = state.buffers.steps, (state.key, sizes)
         step = steps.get(key)
         if step is None:
             state.own()
-            state.canvas = replace(state.canvas, sizes=sizes)
+            state.wanted = replace(state.wanted, sizes=sizes)
             if key in steps:
                 step = steps[key] = self._recorded(state, self.record)
             else:
@@ -206,15 +207,12 @@ class StaticEngine(Engine):
         step.replay()
         state.replayed(step)
 
-    def poll(self, state: Generation, step: int, last: bool = False) -> None:
+    def poll(self, state: Generation) -> None:
         """See `Engine.poll`. Sizes are no part of the key."""
-        before = state.canvas
-        super().poll(state, step, last)
-        if isinstance(state, InPlace) and state.held and before is state.held[0]:
-            if before.branches == state.canvas.branches:
-                state.held = (state.canvas, *state.held[1:])
-            else:
-                state.held = ()
+        before = state.wanted
+        super().poll(state)
+        if isinstance(state, InPlace) and state.held and before is state.held[WANTED]:
+            state.held = (*state.held[:WANTED], state.wanted, *state.held[WANTED + 1 :])
 
     def end(self, state: Generation) -> None:
         """See `Engine.end`. A later generation may have the buffers."""
@@ -270,17 +268,17 @@ class StaticEngine(Engine):
             del self.free[0], sizes[0]
 
 
-def rounded(canvas: Canvas) -> Sizes:
+def rounded(canvas: Canvas, sizes: Sizes) -> Sizes:
     """Return sizes that are large enough and of which there are few: a recording is good for one.
 
     Up to 64 rows a product takes as long as its weight takes to be read: 16, 32 and 64 are all there is. Beyond, eight
     from one power of two to the next, so at most an eighth is computed for nothing; of the head's rows, which are a
     small part of a step, one.
     """
-    sizes, most = canvas.sizes, canvas.length
+    most = canvas.length
     return Sizes(
         queries=min(most, max(LEAST, 1 << (sizes.queries - 1).bit_length())),
-        block=canvas.width,
+        block=canvas.layout.width,
         computed=_up(sizes.computed),
         answers=max(LEAST, 1 << (sizes.answers - 1).bit_length()),
         longest=most if sizes.whole else min(max(most, sizes.longest), _up(sizes.longest)),

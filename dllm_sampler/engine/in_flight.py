@@ -184,7 +184,7 @@ class RunningBatch:
         canvas = self.state.canvas
         left = canvas.masked.sum(1)
         if self.engine.plugins.scheduler.traits.initial is not None:
-            left = left + canvas.first + canvas.new_tokens - canvas.end
+            left = left + canvas.layout.answer_end - canvas.end
         return int((left * ~canvas.done).sum())
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class RunningBatch:
     def _empty(self, request: Request) -> Canvas:
         """Return a canvas without a live row, with slots that `request` could have."""
         canvas = self.lay_out([request] * len(self.slots))
-        return replace(canvas, done=torch.ones_like(canvas.done), padded=True)
+        return replace(canvas, done=torch.ones_like(canvas.done)).with_layout(padded=True)
 
 
 def join(state: Generation, fresh: Generation, slots: Tensor) -> None:

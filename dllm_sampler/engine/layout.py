@@ -10,7 +10,7 @@ import torch
 
 from dllm_sampler.core.protocols import Blocks
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import FREE, Canvas, Noise, Sizes
+from dllm_sampler.core.values import FREE, Canvas, Grid, Layout, Noise
 
 
 def canvas(
@@ -74,31 +74,28 @@ def canvas(
     made = Canvas(
         ids=ids,
         masked=masked,
-        frozen=frozen,
-        first=first,
-        end=end,
         start=first,
         stop=first,
+        end=end,
         age=zero,
         step=zero,
         done=zero > 0,
-        nfe=zero,
-        computed=zero,
-        row_seed=torch.tensor(seeds, device=spec.device),
-        new_tokens=count,
-        shortest=min(sizes),
-        longest=max(sizes),
-        padded=cuts or initial is not None or any(end != length for end in ends),
-        sizes=Sizes(queries=1, block=1, computed=1, answers=1, longest=1, whole=True),  # read before the first step
-        noise=noise,
-        lookahead=lookahead,
-        width=max(map(blocks.widest, sizes)),
-        grid=blocks.grid,
-        part=blocks.part,
-        prompt_block=spec.prompt_block,
-        given=None if given is None else first + last,
-        form=None if forms is None else torch.tensor(forms, device=spec.device),
-        surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,
+        layout=Layout(
+            frozen=frozen,
+            first=first,
+            new_tokens=count,
+            seeds=torch.tensor(seeds, device=spec.device),
+            lookahead=lookahead,
+            noise=noise,
+            shortest=min(sizes),
+            longest=max(sizes),
+            width=max(map(blocks.widest, sizes)),
+            padded=cuts or initial is not None or any(end != length for end in ends),
+            grid=None if blocks.grid is None else Grid(blocks.grid, blocks.part, spec.prompt_block),
+            given=None if given is None else first + last,
+            form=None if forms is None else torch.tensor(forms, device=spec.device),
+            surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,
+        ),
     )
     moved = blocks.move(made)
     if moved is None:

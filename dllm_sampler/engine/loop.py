@@ -82,25 +82,39 @@ class Engine:
         p = self.plugins
         spec = self.denoiser.spec.with_ends(p.context.spec.eos_ids)
         cache = p.cache.init(canvas, spec)
-        if samples > 1 and isinstance(cache, Prefills):
-            computed = cache.prefill(p.cache, canvas, samples, self.denoiser)
-            canvas = canvas if computed is None else replace(canvas, computed=canvas.computed + computed)
         traits = p.scheduler.traits
         recorder = Recorder(canvas, spec.dtype, self.entropy, traits.revises, traits.initial is not None)
+        if samples > 1 and isinstance(cache, Prefills):
+            computed = cache.prefill(p.cache, canvas, samples, self.denoiser)
+            if computed is not None:
+                recorder.computed += computed
         return Generation(canvas, cache, p.scheduler.init(canvas), torch.zeros_like(canvas.step), recorder)
 
     def advance(self, state: Generation, step: int, last: bool = False) -> None:
-        """Step number `step`, and the host's look at what it left."""
+        """Make step number `step`, and read what it left.
+
+        This is the one time in a step that the host waits for the device. With `poll_every` above 1, and no cache whose
+        steps differ in size, it waits only every `poll_every` steps. The others take the largest sizes there can be.
+        """
+        made, begun = state.wanted, perf_counter()
+        assert made is not None
         with undisturbed(state.canvas.ids.device, self.inference_mode):
-            state.begun = perf_counter()
             self.step(state)
-            self.poll(state, step, last)
+            assert state.wanted is not None
+            if step % self.poll_every and not (last or self.plugins.cache.stores):
+                sizes = packing.largest(state.canvas, state.wanted, made.sizes.whole)
+                state.wanted = replace(state.wanted, sizes=sizes)
+                return
+            self.poll(state)
+            if self.plugins.paced:
+                # The next step has been asked for already. The new limit holds for the one after it.
+                state.most_candidates = cast(Paced, self.plugins.scheduler).pace(made, perf_counter() - begun)
 
     def step(self, state: Generation) -> None:
         """One forward, what it commits, and what the next one is asked for. Never reads the device."""
         p, canvas = self.plugins, state.canvas
         assert state.wanted is not None
-        wanted = packing.trimmed(state.wanted, canvas.sizes)
+        wanted = packing.trimmed(state.wanted)
         plan = state.cache.plan(canvas, wanted)
         hidden, spent = self.denoiser(canvas, wanted.query, plan)
         hidden = state.cache.restore(hidden, plan)
@@ -114,30 +128,19 @@ class Engine:
         self._part(decide.ask)(p, state)
 
     def ask(self, state: Generation) -> None:
-        """Ask again, and look: before the first step, or after someone else changed the canvas."""
+        """Ask again, and read: before the first step, or after someone else changed the canvas."""
         self._part(decide.ask)(self.plugins, state)
-        self.poll(state, 0)
+        self.poll(state)
+        if self.plugins.paced and state.most_candidates is None:
+            assert state.wanted is not None
+            state.most_candidates = cast(Paced, self.plugins.scheduler).pace(state.wanted, 0.0)
 
-    def poll(self, state: Generation, step: int, last: bool = False) -> None:
-        """Read what the last step left: the one time in a step that the host waits for the device.
-
-        With `poll_every` above 1, and no cache whose steps differ in size, it waits only every `poll_every` steps. The
-        other steps take the largest sizes there can be.
-        """
+    def poll(self, state: Generation) -> None:
+        """Read on the host how large the next forward is, which rows are done and which have failed."""
         assert state.wanted is not None and state.measured is not None
-        if step % self.poll_every and not (last or self.plugins.cache.stores):
-            state.canvas = replace(state.canvas, sizes=packing.largest(state.canvas, state.wanted))
-            state.branches = state.canvas.branches
-            return
         found = packing.read(packing.fetch(state.measured), len(state.canvas.ids))
-        before, state.canvas = state.canvas, replace(state.canvas, sizes=found.sizes)
+        state.wanted = replace(state.wanted, sizes=found.sizes)
         state.done, state.failed = found.done, found.bad
-        if self.plugins.paced and (step or before.branches is None):
-            # The next step has been asked for already: what the scheduler says now holds for the one after it.
-            made = replace(before if step else state.canvas, branches=state.branches)
-            branches = cast(Paced, self.plugins.scheduler).pace(made, perf_counter() - state.begun)
-            state.canvas = replace(state.canvas, branches=branches)
-        state.branches = before.branches
 
     def end(self, state: Generation) -> None:
         """After the last step, however that came about."""

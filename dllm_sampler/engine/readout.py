@@ -99,18 +99,18 @@ def _sampling(
 ) -> Sampling | None:
     """What makes a kernel choose and measure as `read` does; None: no kernel can."""
     spec, guides, needs, allow_mask = rule
-    if not needs <= MEASURED | STORED or len(guides) > 1 or canvas.given is not None:
+    if not needs <= MEASURED | STORED or len(guides) > 1 or canvas.layout.given is not None:
         return None
     mask_id = None if allow_mask else spec.mask_id
     current = answers.pick(answers.query.ids) if "current" in needs else None
     if not guides or guides[0].temperature == 0:
         return Sampling(mask_id, current=current)
     guide = guides[0]
-    if guide.temperature is None or type(canvas.noise) is not CounterNoise:
+    if guide.temperature is None or type(canvas.layout.noise) is not CounterNoise:
         return None
     if needs & STORED and guide.measures:  # tempered logits are stored nowhere
         return None
-    return Sampling(mask_id, guide.temperature, guide.measures, canvas.noise.keys(canvas, answers), current)
+    return Sampling(mask_id, guide.temperature, guide.measures, canvas.layout.noise.keys(canvas, answers), current)
 
 
 def read(

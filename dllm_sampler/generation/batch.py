@@ -83,7 +83,7 @@ def iterate_steps(
     """
     plugins, engine, reader = runtime.plugins, runtime.engine(samples), Reader(runtime, stop_strings)
     canvas = runtime.canvas(requests, engine.multiple, cuts=plugins.stop.cuts)
-    bound = runtime.bound(canvas.longest)
+    bound = runtime.bound(canvas.layout.longest)
     for request in requests:
         request.state = "running"
     try:
@@ -194,10 +194,10 @@ class Reader:
             noise = noise | (canvas.in_block() & ~canvas.done[:, None])
         # One read for all, between two steps and only with stop strings: -1 where a row's text is not known yet.
         known = canvas.ids.masked_fill(noise, -1).gather(1, answer)
-        head = torch.zeros_like(canvas.first) if canvas.given is None else canvas.given - canvas.first
+        head = canvas.layout.given_end - canvas.layout.first
         rows = torch.cat([head[:, None], known], 1).tolist()
         known_ids = [row[: row.index(-1)] if -1 in row else row for _, *row in rows]
-        heads = None if canvas.given is None else [row[0] for row in rows]  # what is given stays
+        heads = None if canvas.layout.given is None else [row[0] for row in rows]  # what is given stays
         found = texts.stopped(known_ids, self.runtime.tokenizer, self.stop_strings, heads)
         hit = [not done and stopped for done, stopped in zip(state.done, found, strict=True)]
         if any(hit):
@@ -209,7 +209,7 @@ class Reader:
         spec, tokenizer = self.runtime.spec, self.runtime.tokenizer
         trace = Trace.of(canvas, recorder, spec.mask_id, spec.pad_id, tokenizer)
         masked = aligned(canvas, canvas.masked, False).cpu()
-        form = torch.zeros_like(canvas.step) if canvas.form is None else canvas.form
+        form = torch.zeros_like(canvas.step) if canvas.layout.form is None else canvas.layout.form
         found = (canvas.done, recorder.stuck, recorder.rejected, form)
         done, stuck, rejected, form = (one.cpu().clone() for one in found)
         known = _given(canvas)
@@ -228,14 +228,14 @@ def _view(state: Generation, step: int, result: Result | None) -> Commits:
     tokens, masked, step_map = cut(canvas.ids), cut(canvas.masked), cut(state.recorder.step_map)
     known = _given(canvas)
     given = None if known is None else cut(known)
-    sizes = None if state.recorder.born is None else (canvas.end - canvas.first).cpu()
-    open_end = (canvas.stop - canvas.first).cpu()
-    return Commits(step, tokens, masked, step_map, canvas.nfe.cpu().clone(), result, given, sizes, open_end)
+    sizes = None if state.recorder.born is None else (canvas.end - canvas.layout.first).cpu()
+    open_end = (canvas.stop - canvas.layout.first).cpu()
+    return Commits(step, tokens, masked, step_map, state.recorder.nfe.cpu().clone(), result, given, sizes, open_end)
 
 
 def _given(canvas: Canvas) -> Tensor | None:
     """Return `[B, L+1] bool` given tokens of answers. Returns None if no row has one."""
-    if canvas.given is None:
+    if canvas.layout.given is None:
         return None
     column = canvas.columns()
-    return canvas.frozen & (column >= canvas.first[:, None]) & (column < canvas.given[:, None])
+    return canvas.layout.frozen & (column >= canvas.layout.first[:, None]) & (column < canvas.layout.given[:, None])

@@ -198,7 +198,7 @@ class BlockRule:
             failed=bad > 0,
             logits=seen.logits[:, 0] if self.spec.self_conditioning and seen.logits is not None else None,
         )
-        after = replace(after, ids=ids, noise=CounterNoise())
+        after = replace(after, ids=ids).with_layout(noise=CounterNoise())
         return decision, replace(state, canvas=after.advance(torch.zeros_like(over), 0, over), carry=carry)
 
     def renoised(self, state: BlockState, first: Tensor, step: Tensor, seed: Tensor) -> Tensor:
@@ -209,8 +209,14 @@ class BlockRule:
     def _seen(self, canvas: Canvas, ids: Tensor, first: Tensor, step: Tensor, seed: Tensor) -> Canvas:
         """The canvas as the forward saw it."""
         ids = torch.cat([ids, canvas.ids[:, -1:]], 1)
-        masked = canvas.masked if self.spec.mask_id is None else (ids == self.spec.mask_id) & ~canvas.frozen
-        return replace(canvas, ids=ids, masked=masked, step=step, row_seed=seed, noise=CounterNoise(begin=first))
+        masked = canvas.masked if self.spec.mask_id is None else (ids == self.spec.mask_id) & ~canvas.layout.frozen
+        return replace(
+            canvas,
+            ids=ids,
+            masked=masked,
+            step=step,
+            layout=replace(canvas.layout, seeds=seed, noise=CounterNoise(begin=first)),
+        )
 
     def _read(self, canvas: Canvas, query: Query, logits: Tensor, state: BlockState) -> Readout:
         """What the logits `[B, W, V]` say of the queried positions."""

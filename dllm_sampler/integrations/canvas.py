@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas, Sizes
+from dllm_sampler.core.values import Canvas, Grid, Layout
 
 
 def block(ids: Tensor, noise: Tensor, frozen: Tensor, spec: ModelSpec) -> Canvas:
@@ -23,24 +23,23 @@ def block(ids: Tensor, noise: Tensor, frozen: Tensor, spec: ModelSpec) -> Canvas
     return Canvas(
         ids=slot(ids, spec.pad_id),
         masked=slot(noise, False),
-        frozen=slot(frozen, True),
-        first=start,
-        end=end,
         start=start,
         stop=end,
+        end=end,
         age=zero,
         step=zero,
         done=zero > 0,
-        nfe=zero,
-        computed=zero,
-        row_seed=zero,
-        new_tokens=end,
-        shortest=length,
-        longest=length,
-        padded=False,
-        sizes=Sizes(length, length, batch * length, batch * length, length, whole=True),
-        noise=CounterNoise(),
-        lookahead=end,
-        width=length,
-        grid=length,
+        layout=Layout(
+            frozen=slot(frozen, True),
+            first=start,
+            new_tokens=end,
+            seeds=zero,
+            lookahead=end,
+            noise=CounterNoise(),
+            shortest=length,
+            longest=length,
+            width=length,
+            padded=False,
+            grid=Grid(length),
+        ),
     )

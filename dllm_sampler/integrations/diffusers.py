@@ -232,7 +232,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             self._open(model_output, sample, mask_id, generator, others)
         assert self._state is not None
         canvas = self._state.canvas
-        noise = canvas.masked[:, :-1] if mask_id is None else (sample == mask_id) & ~canvas.frozen[:, :-1]
+        noise = canvas.masked[:, :-1] if mask_id is None else (sample == mask_id) & ~canvas.layout.frozen[:, :-1]
         first = torch.full_like(self._made, (self._blocks - 1) * canvas.length)
         decision, self._state = self._rule.decide(
             self._state, sample, model_output.clone(), first, self._made, self._seeds
@@ -310,7 +310,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
     def _check(self, sample: Tensor, logits: Tensor, opens: bool) -> None:
         """Refuse a block of another size than those before it, and logits of other positions."""
         length = self._length or sample.shape[-1]
-        shape = (len(sample), length) if opens or self._state is None else self._state.canvas.frozen[:, 1:].shape
+        shape = (len(sample), length) if opens or self._state is None else self._state.canvas.layout.frozen[:, 1:].shape
         if tuple(sample.shape) != tuple(shape):
             raise UserError(
                 f"sample has the shape {tuple(sample.shape)}, and the block has {tuple(shape)} rows and positions: call"
@@ -390,7 +390,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         if self._state is None:
             return None
         canvas = self._state.canvas
-        ids, own = canvas.ids[:, :-1].tolist(), (~canvas.frozen[:, :-1]).tolist()
+        ids, own = canvas.ids[:, :-1].tolist(), (~canvas.layout.frozen[:, :-1]).tolist()
         earlier = self._answers or [[] for _ in ids]
         self._answers = [[*row, *compress(*last)] for row, *last in zip(earlier, ids, own, strict=True)]
         return self._answers

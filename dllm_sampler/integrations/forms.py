@@ -68,21 +68,24 @@ class OfAnswer(Guide):
         ids = canvas.ids.gather(1, inside).where(there, rest)
         masked = canvas.masked.gather(1, inside).where(there, ~earlier) & (column < length)
         zero, end = torch.zeros_like(canvas.start), torch.full_like(canvas.start, length)
-        assert isinstance(canvas.noise, CounterNoise) and canvas.noise.begin is not None
+        assert isinstance(canvas.layout.noise, CounterNoise) and canvas.layout.noise.begin is not None
         answer = replace(
             canvas,
             ids=ids,
             masked=masked,
-            frozen=~masked,
-            first=zero,
-            end=end,
             start=zero,
             stop=end,
-            new_tokens=end,
-            shortest=length,
-            longest=length,
-            noise=CounterNoise(begin=shift[:, 0] + canvas.noise.begin),
-            width=length,
+            end=end,
+            layout=replace(
+                canvas.layout,
+                frozen=~masked,
+                first=zero,
+                new_tokens=end,
+                shortest=length,
+                longest=length,
+                width=length,
+                noise=CounterNoise(begin=shift[:, 0] + canvas.layout.noise.begin),
+            ),
         )
         at = answers.query.positions
         place = at - shift

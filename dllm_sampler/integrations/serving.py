@@ -51,7 +51,7 @@ class Rows:
         frozen, seed, step = (one if at is None else one[at] for one in (self.frozen, self.seed, self.step))
         before = [self.before[place] for place in places]
         state = rule.open(ids, (ids == rule.spec.mask_id) & ~frozen, frozen, before)
-        return replace(state, canvas=replace(state.canvas, row_seed=seed, step=step))
+        return replace(state, canvas=replace(state.canvas, step=step).with_layout(seeds=seed))
 
 
 @dataclass
@@ -166,9 +166,9 @@ class Serving:
             mine, seen, start = (one if at is None else one.index_select(0, at) for one in (ids, logits, first))
             rule = self._rule(sampling, self.model, logits.shape[2], logits.device, logits.dtype)
             state = self._state([rows[place] for place in places], mine, rule)
-            decision, after = rule.decide(state, mine, seen, start, state.canvas.step, state.canvas.row_seed)
+            decision, after = rule.decide(state, mine, seen, start, state.canvas.step, state.canvas.layout.seeds)
             after = replace(after, carry=_apart(after.carry, logits, state.carry))
-            together = Rows(state.canvas.frozen[:, :-1], state.canvas.row_seed, after.canvas.step, [], after)
+            together = Rows(state.canvas.layout.frozen[:, :-1], state.canvas.layout.seeds, after.canvas.step, [], after)
             for number, place in enumerate(places):
                 rows[place].rows, rows[place].place = together, number
             ids = decision.ids if at is None else ids.index_copy(0, at, decision.ids)

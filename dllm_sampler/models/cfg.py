@@ -53,9 +53,9 @@ class GuidedDenoiser:
         """The branch that does not see the prompt."""
         mask_id = self.denoiser.spec.mask_id
         assert mask_id is not None
-        frozen = canvas.frozen.gather(1, query.positions)[:, None]  # [B, 1, Q]
+        frozen = canvas.layout.frozen.gather(1, query.positions)[:, None]  # [B, 1, Q]
         return self.denoiser(
-            replace(canvas, ids=canvas.ids.masked_fill(canvas.frozen, mask_id)),
+            replace(canvas, ids=canvas.ids.masked_fill(canvas.layout.frozen, mask_id)),
             replace(query, ids=query.ids.masked_fill(frozen, mask_id)),
             replace(plan, cache=plan.cache.twin),
         )
@@ -64,7 +64,9 @@ class GuidedDenoiser:
         self, canvas: Canvas, query: Query, plan: Plan, cache: ReusesGuidance, reuse: bool
     ) -> tuple[Tensor, Spent]:
         """Guidance by a difference that the cache keeps, of every generated column: later steps ask about others."""
-        columns = torch.cat([canvas.answer(), torch.full_like(canvas.first, canvas.length)[:, None]], 1)  # [B, N+1]
+        columns = torch.cat(
+            [canvas.answer(), torch.full_like(canvas.layout.first, canvas.length)[:, None]], 1
+        )  # [B, N+1]
         every = Query.at(canvas, columns)
         whole = replace(plan, answers=Answers.every(every))
         conditional, spent = self.denoiser(canvas, every, whole)  # [B*(G+1), D]
@@ -75,7 +77,9 @@ class GuidedDenoiser:
         assert cache.difference is not None
         hidden = conditional + self.scale * cache.difference
         row, position = plan.answers.row, plan.answers.position
-        return hidden[row * columns.shape[1] + (position - canvas.first[row]).clamp(0, canvas.longest)], spent
+        return hidden[
+            row * columns.shape[1] + (position - canvas.layout.first[row]).clamp(0, canvas.layout.longest)
+        ], spent
 
     def using(self, backend: Backend) -> GuidedDenoiser:
         """Guidance around the same model on other kernels."""

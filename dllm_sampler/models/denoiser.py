@@ -141,11 +141,9 @@ class TransformerDenoiser:
         if drive is None:
             plan = replace(plan, attention=plan.attention or PackedAttention(pack))
             drive = partial(_drive, plan, self.compile, together)
-        soft = None if query.soft is None else tuple(part[None] for part in pack.soft(query, canvas.length + 1))
         hidden = model(
             pack.ids(canvas, query, self.mask_id)[None],
             positions=pack.column[None],
-            soft=soft,
             drive=drive,
             rows=pack.answers[None],
         )
@@ -153,7 +151,7 @@ class TransformerDenoiser:
 
     def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
         """The same for a cache that drives layers on the padded form."""
-        if query.ids.shape[1] > 1 or query.leave_one_out or query.soft is not None:
+        if query.ids.shape[1] > 1 or query.leave_one_out:
             raise UserError(f"cache={named(plan.cache)} takes plain queries only: use another cache, or none")
         columns = predictors(canvas, query.positions, self)  # [B, Q]
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())

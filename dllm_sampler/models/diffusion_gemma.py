@@ -44,8 +44,8 @@ class Memory:
 
     def __init__(self, layers: int, canvas: Canvas):
         self.layers = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
-        self.upto = torch.zeros_like(canvas.first)  # [B] columns before this are encoded
-        self.width = canvas.length - canvas.shortest  # most columns that a row's encoding can be behind
+        self.upto = torch.zeros_like(canvas.layout.first)  # [B] columns before this are encoded
+        self.width = canvas.length - canvas.layout.shortest  # most columns that a row's encoding can be behind
         self.size = canvas.ids.shape[1]
         self.columns = canvas.ids[:, :0]  # [B, W] where the pass that runs writes
 
@@ -127,15 +127,13 @@ class DiffusionGemmaDenoiser:
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """Hidden states `[R, D]`, one for each of `plan.answers`, which lie in the block."""
         batch, candidates, width = query.ids.shape
-        if query.soft is not None:
-            raise UserError("DiffusionGemma takes tokens and the last step's logits only, no soft embeddings")
         memory, encoded = self._encode(canvas, plan)
-        columns = canvas.window(canvas.sizes.block)  # [B, W]
+        columns = canvas.window(plan.wanted.sizes.block)  # [B, W]
         memory.width = columns.shape[1]
         rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
         rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
         ids = rows.gather(2, columns[:, None].expand(-1, candidates, -1)).flatten(0, 1)  # [B*K, W]
-        before = query.previous
+        before = plan.wanted.previous
         if before is not None:  # the widest block of the batch may be another one now
             before = _each(nn.functional.pad(before, (0, 0, 0, columns.shape[1] - before.shape[1])), candidates)
         decoder = self.model.model.decoder
@@ -152,7 +150,8 @@ class DiffusionGemmaDenoiser:
         place = (query.positions - canvas.start[:, None]).clamp(0, columns.shape[1] - 1)  # [B, Q]
         hidden = hidden.gather(1, _each(place, candidates)[..., None].expand(-1, -1, hidden.shape[-1]))
         live = (~canvas.done).long()  # [B]
-        count = candidates if query.live is None else query.live.sum(1)
+        live_candidates = query.candidates.live
+        count = candidates if live_candidates is None else live_candidates.sum(1)
         computed = (canvas.stop - canvas.start) * count + encoded
         return plan.answers.pick(hidden.view(batch, candidates, width, -1)), Spent(live, computed * live)
 
@@ -166,7 +165,7 @@ class DiffusionGemmaDenoiser:
         memory = plan.cache.memory
         if memory is None:
             memory = plan.cache.memory = Memory(self.spec.num_layers, canvas)
-        elif not canvas.sizes.opens:
+        elif not plan.wanted.sizes.opens:
             return memory, torch.zeros_like(canvas.start)
         columns = canvas.start[:, None] + torch.arange(-memory.width, 0, device=canvas.ids.device)  # [B, W]
         fresh = (columns >= memory.upto[:, None]) & ~canvas.done[:, None]

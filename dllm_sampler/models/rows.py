@@ -41,8 +41,6 @@ class RowsDenoiser:
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """Logits `[R, V]`, one row for each of `plan.answers`."""
         batch, candidates, width = query.ids.shape
-        if query.soft is not None:
-            raise UserError("a model that runs whole rows takes tokens only, no soft embeddings")
         rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
         rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
         ids = rows[:, :, :-1]  # [B, K, L]

@@ -250,7 +250,6 @@ class Transformer(nn.Module):
         *,
         positions: Tensor | None = None,
         keys: Tensor | None = None,
-        soft: tuple[Tensor, Tensor] | None = None,
         drive: Drive | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
@@ -260,7 +259,6 @@ class Transformer(nn.Module):
         positions: int64 `[N, M]`, rotary positions; default 0..M-1
         keys: bool `[N, M]`, keys that may be seen (false for padding), or `[N, M, M]`, those that each row may see
             (see `block_causal`); default all. `drive` makes its own mask
-        soft: input embeddings `[N, M, D]`, and the bool `[N, M]` where they stand in for those of `ids`
         drive: runs each layer in place of the layer's own forward
         rows: int64 `[N, Q]`, indices into the computed positions to answer for; default all of them in order. In
             the last layer the others are keys and values only
@@ -268,8 +266,6 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)  # [1, M]
         hidden = self.embed(ids)  # [N, M, D]
-        if soft is not None:
-            hidden = torch.where(soft[1].unsqueeze(-1), soft[0].to(hidden.dtype), hidden)
         rope = self.rope(positions, hidden.dtype)
         together = self.together(positions.expand_as(ids), keys) if drive is None else None
         mask = None

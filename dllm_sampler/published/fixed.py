@@ -64,7 +64,7 @@ class AnyBlock(PublishedFixedSteps):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""
-        return Query.at(canvas, select.columns(canvas.masked, canvas.longest))
+        return Query.at(canvas, select.columns(canvas.masked, canvas.layout.longest))
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

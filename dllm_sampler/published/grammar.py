@@ -58,7 +58,7 @@ class PublishedGrammar(Grammar):
         text = next(self.texts(canvas), None)
         if text is None:
             return edit
-        columns, first = query.positions[0].tolist(), int(canvas.first[0])
+        columns, first = query.positions[0].tolist(), int(canvas.layout.first[0])
         places = torch.where(canvas.eligible(query.positions)[0])[0]
         best = readout.draw.scores(readout.raw)[0, 0, places].double()  # [P, V]
         plain = best if self.greedy else readout.logits[0, 0, places].double()
@@ -121,4 +121,4 @@ class Behind(Stop):
 
     def positions(self, canvas: Canvas) -> Tensor:
         """See `Stop.positions`."""
-        return canvas.seen() & ~canvas.frozen
+        return canvas.seen() & ~canvas.layout.frozen

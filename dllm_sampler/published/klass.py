@@ -37,7 +37,7 @@ class PublishedKlass(Klass):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""
-        return Query.at(canvas, select.columns(canvas.masked, canvas.longest))
+        return Query.at(canvas, select.columns(canvas.masked, canvas.layout.longest))
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -73,7 +73,7 @@ class RenewedGuidance(GuidedDenoiser):
         mask_id = self.denoiser.spec.mask_id
         assert mask_id is not None
         if not self.hidden:
-            self.hidden[:] = [canvas.frozen, canvas.end]
+            self.hidden[:] = [canvas.layout.frozen, canvas.end]
         columns, end = self.hidden
         now = torch.where((canvas.end != end).any(), ~canvas.masked, columns)
         self.hidden[:] = [now, canvas.end]

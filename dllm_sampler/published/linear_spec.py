@@ -38,9 +38,9 @@ class PublishedLinearSpec(LinearSpec):
         edit, draft = super().tell(canvas, query, readout, carry)
         after = canvas.apply(query.positions, edit)
         column, reached = canvas.columns(), after.frontier()
-        ends = (after.ids == self.eos) & (column >= canvas.first[:, None]) & (column < reached[:, None])
+        ends = (after.ids == self.eos) & (column >= canvas.layout.first[:, None]) & (column < reached[:, None])
         until = torch.where(ends, column + 1, reached[:, None]).amin(1)
-        finish = edit.commit.any(1) & (ends.any(1) | (reached - canvas.first >= self.tokens))
+        finish = edit.commit.any(1) & (ends.any(1) | (reached - canvas.layout.first >= self.tokens))
         if int(canvas.step) and bool(edit.commit.any()):
             self.accepted.append(int(edit.commit.sum()))
         return replace(edit, finish=finish, end=torch.where(finish, until, canvas.end)), draft

@@ -75,7 +75,7 @@ class StaleMasks(Around):
 
     def _before(self, canvas: Canvas, masked: Tensor) -> Canvas:
         """The canvas with the masks that the last fill took; once there is an end token all blocks are open."""
-        ended = (is_end(canvas.ids, self.end_ids) & ~canvas.masked & ~canvas.frozen & canvas.seen()).any(1)
+        ended = (is_end(canvas.ids, self.end_ids) & ~canvas.masked & ~canvas.layout.frozen & canvas.seen()).any(1)
         stop = torch.where(ended, canvas.end, canvas.stop)
         return replace(canvas, masked=masked, stop=stop)
 
@@ -139,7 +139,7 @@ class PublishedDelayedPrefix(DelayedPrefix):
         """See `Cache.narrow`. The next position is asked about too, which brings the row."""
         assert self.unshifted is not None
         after = self.unshifted.roll(1, 1) & answered
-        return super().narrow(canvas, query, answered).join(canvas, after, canvas.width + 1)
+        return super().narrow(canvas, query, answered).join(canvas, after, canvas.layout.width + 1)
 
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
         """See `Cache.restore`."""
@@ -159,6 +159,6 @@ class OneAfterAnother(DelayedPrefix):
     def found(self, canvas: Canvas) -> Tensor:
         """See `DelayedPrefix.found`."""
         known, due = (self.since >= 0).sum(1), self._due(canvas, self.since)  # [B]
-        limit = torch.where(due == known, torch.minimum(known + canvas.lookahead, canvas.start), known)
+        limit = torch.where(due == known, torch.minimum(known + canvas.layout.lookahead, canvas.start), known)
         limit = canvas.start if not self.delay else limit
         return torch.where(canvas.columns() < limit[:, None], super().found(canvas), self.since)

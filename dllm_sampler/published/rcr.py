@@ -34,7 +34,7 @@ class PublishedRunningConfidence(RunningConfidence):
 
     def first(self, canvas: Canvas) -> Tensor:
         """See `RunningConfidence.first`."""
-        return canvas.first[:, None]
+        return canvas.layout.first[:, None]
 
     def missing(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """See `RunningConfidence.missing`."""

@@ -31,7 +31,7 @@ class PublishedSelfVerified(SelfVerified):
     def redrawn(self, readout: Readout, weight: Tensor, failed: Tensor) -> Tensor:
         """See `Verifying.redrawn`."""
         assert readout.draw is not None
-        noise = readout.draw.canvas.noise
+        noise = readout.draw.canvas.layout.noise
         if not isinstance(noise, ReplayNoise):
             return super().redrawn(readout, weight, failed)
         token, (rows, places) = torch.zeros_like(failed, dtype=torch.long), failed.nonzero(as_tuple=True)

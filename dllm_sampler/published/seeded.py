@@ -25,7 +25,11 @@ def seeds(canvas: Canvas) -> Tensor:
 
 def prefills(canvas: Canvas) -> Tensor:
     """`[B] bool` rows whose forward stores the prompt's full blocks and predicts nothing: it ends inside a block."""
-    return (canvas.step == 0) & (canvas.start > (canvas.grid or 0)) & ~seeds(canvas)
+    return (
+        (canvas.step == 0)
+        & (canvas.start > (0 if canvas.layout.grid is None else canvas.layout.grid.length))
+        & ~seeds(canvas)
+    )
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,10 @@ class PartDraws(ReplayNoise):
         nothing = torch.zeros(*positions.shape, vocab, device=positions.device)
         if bool((seeds(canvas) | prefills(canvas)).any()) or not bool((positions < canvas.length).any()):
             return nothing
-        assert canvas.part is not None and positions.shape[0] == 1
-        drawn = -torch.log(torch.empty(canvas.part, vocab).exponential_(generator=self.generator))
-        inside = (positions % canvas.part).cpu()
+        part = None if canvas.layout.grid is None else canvas.layout.grid.part
+        assert part is not None and positions.shape[0] == 1
+        drawn = -torch.log(torch.empty(part, vocab).exponential_(generator=self.generator))
+        inside = (positions % part).cpu()
         return drawn[inside].to(positions.device)
 
 

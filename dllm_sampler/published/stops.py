@@ -26,7 +26,7 @@ class StopAt(BlockStop):
         found = torch.zeros_like(after.masked)
         for token in self.tokens:
             found |= after.ids == token
-        return found & ~after.masked & ~after.frozen & after.seen()
+        return found & ~after.masked & ~after.layout.frozen & after.seen()
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class EarlyStop(PrefixStop):
         assert edit.finish is not None
         committed = (edit.commit & is_end(edit.ids, self.end_ids)).any(1)  # [B]
         looks = committed | after.block_over(edit)
-        asked = (is_end(canvas.ids, self.end_ids) & (canvas.columns() < canvas.first[:, None])).any(1)
+        asked = (is_end(canvas.ids, self.end_ids) & (canvas.columns() < canvas.layout.first[:, None])).any(1)
         finish = edit.finish & looks | asked & committed
         return replace(edit, finish=finish if before is None else before | finish)
 

@@ -58,8 +58,8 @@ class AbsorbingKernel(Scheduler):
         share, step = self.masks(), canvas.step.clamp(max=self.steps - 1)
         now, then = share[step][:, None, None], share[step + 1][:, None, None]  # [B, 1, 1]
         weight = torch.cat([law[..., :mask] * (now - then), then.expand(*law.shape[:2], 1)], -1)
-        place = (query.positions - canvas.first[:, None]).clamp(max=canvas.longest - 1)
-        drawn = torch.rand(len(law), canvas.longest, mask + 1, generator=self.generator)
+        place = (query.positions - canvas.layout.first[:, None]).clamp(max=canvas.layout.longest - 1)
+        drawn = torch.rand(len(law), canvas.layout.longest, mask + 1, generator=self.generator)
         noise = 1e-10 - (drawn.gather(1, place[..., None].expand_as(law)) + 1e-10).log()
         ids = torch.where(last, law.argmax(-1), (weight / noise).argmax(-1))
         return Edit(ids, eligible & (ids != mask)), carry

@@ -35,7 +35,7 @@ class PublishedWino(Wino):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Ask about the block, and about the masks of earlier blocks that are open."""
-        return super().ask(canvas, carry).join(canvas, self.reopened(canvas, carry), canvas.longest)
+        return super().ask(canvas, carry).join(canvas, self.reopened(canvas, carry), canvas.layout.longest)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
@@ -46,7 +46,7 @@ class PublishedWino(Wino):
 
     def reopened(self, canvas: Canvas, carry: Carry) -> Tensor:
         """Return `[B, L+1] bool`, the mask tokens written in earlier blocks that this block may still replace."""
-        written = (canvas.ids == self.noise_id) & ~canvas.masked & ~canvas.frozen
+        written = (canvas.ids == self.noise_id) & ~canvas.masked & ~canvas.layout.frozen
         return torch.where((canvas.age == 0)[:, None], written & (canvas.columns() < canvas.start[:, None]), carry[1])
 
     def eligible(self, canvas: Canvas, query: Query, carry: Carry) -> Tensor:

@@ -54,7 +54,7 @@ class Daedal(Lengthening):
         early, before = carry  # [B]
         ready = ~early
         edit, inner = self.inner.tell(canvas, query, readout, before)
-        signal, room = self.signal(canvas, query, readout), canvas.end < canvas.first + canvas.new_tokens
+        signal, room = self.signal(canvas, query, readout), canvas.end < canvas.layout.answer_end
         grows, (behind, count) = early & room & (signal < self.grow), self._gap(canvas, query, readout, edit)
         count = count * (ready & room & (signal < self.insert))
         more = torch.where(grows, self.expand, self.eos_tokens // 2)

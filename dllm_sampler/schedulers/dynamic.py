@@ -62,7 +62,8 @@ class DynamicThreshold(Threshold):
 
     def share(self, canvas: Canvas, length: Tensor) -> Tensor:
         """`[B]` positions that this step commits at least, in a block of `length [B]`."""
-        whole = length if canvas.grid is None else torch.full_like(length, canvas.part or canvas.grid)
+        grid = canvas.layout.grid
+        whole = length if grid is None else torch.full_like(length, grid.part or grid.length)
         steps = whole if self.steps is None else torch.full_like(whole, self.steps)
         return uniform_share(whole, steps.clamp(min=1), canvas.age).clamp(min=1)
 

@@ -89,7 +89,7 @@ class FixedSteps(SharedSteps, Scheduler):
         score = self.rate(canvas, query, readout)
         if not self.alg_temp:
             return score
-        return score / self.alg_temp + canvas.noise.order(canvas, query.positions, count)
+        return score / self.alg_temp + canvas.layout.noise.order(canvas, query.positions, count)
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """`[B, Q]` what ranks the masks, higher first."""

@@ -6,9 +6,10 @@ from typing import Literal, Self
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, check_count
+from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Context, Scheduler
 from dllm_sampler.core.spec import learned
-from dllm_sampler.core.values import Canvas, Edit, Query
+from dllm_sampler.core.values import Edit, Query
 from dllm_sampler.schedulers.drafting.candidates import Branch
 from dllm_sampler.schedulers.drafting.pace import Pace
 from dllm_sampler.schedulers.drafting.run_ahead import State
@@ -38,6 +39,7 @@ class FreeDave(Drafting):
     draft: int | Literal["auto"] = 4
     match: Match = "exact"
     measured: Pace = field(init=False, default_factory=Pace, repr=False, compare=False)
+    most_candidates: int | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,11 +55,16 @@ class FreeDave(Drafting):
     def branches(self, most: int) -> list[Branch]:
         """One, two, three ... drafted steps; a candidate without a mask would have nothing to predict."""
         longest = self.measured.most if self.draft == "auto" else self.draft
+        longest = longest if self.most_candidates is None else min(longest, self.most_candidates)
         return [Branch(steps) for steps in range(1, min(longest, most))]
 
-    def pace(self, canvas: Canvas, seconds: float) -> int | None:
+    def with_candidates(self, most: int) -> Self:
+        """See `Paced.with_candidates`."""
+        return learned(self, most_candidates=most)
+
+    def pace(self, made: ForwardRequest, seconds: float) -> int | None:
         """See `Paced.pace`."""
-        return self.measured.next(canvas, seconds) if self.draft == "auto" else None
+        return self.measured.next(made, seconds) if self.draft == "auto" else None
 
     def fits(self, query: Query, before: State, after: State) -> Tensor:
         """See `Drafting.fits`; `subset` prefers the fullest candidate that the step covers."""

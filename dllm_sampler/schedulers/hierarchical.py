@@ -83,5 +83,5 @@ class Hierarchical(Renoising):
         row = (canvas.masked & canvas.in_block() & ~canvas.done[:, None]).scatter(1, query.positions, free)
         run = (row & ~row.roll(1, 1)).cumsum(1).gather(1, query.positions)  # [B, Q], from 1 where it is free
         worst = place.shape[1]
-        best = place.new_full((len(place), canvas.width + 1), worst).scatter_reduce(1, run, place, "amin")
+        best = place.new_full((len(place), canvas.layout.width + 1), worst).scatter_reduce(1, run, place, "amin")
         return free & (place == best.gather(1, run))

@@ -38,7 +38,7 @@ class Leftmost(Scheduler):
             return Query.masks(canvas)
         horizon = self.horizon(canvas, self.max_lookahead)
         near = canvas.masked & canvas.in_block() & (canvas.columns() < horizon[:, None])
-        masks = select.columns(near, min(canvas.width, self.max_lookahead))
+        masks = select.columns(near, min(canvas.layout.width, self.max_lookahead))
         return Query.at(canvas, masks).before(canvas, horizon)
 
     def draft(self, canvas: Canvas, query: Query) -> Tensor:

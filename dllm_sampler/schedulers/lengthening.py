@@ -77,9 +77,9 @@ class Lengthening(Around):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The inner scheduler's query and every column of the answer, committed ones too."""
-        first = canvas.first if canvas.given is None else canvas.given
+        first = canvas.layout.given_end
         answer = canvas.seen() & (canvas.columns() >= first[:, None])
-        return super().ask(canvas, carry).join(canvas, answer, canvas.longest)
+        return super().ask(canvas, carry).join(canvas, answer, canvas.layout.longest)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> None:
         """See `Planner.ahead`: what is inserted is not known before."""

@@ -78,7 +78,7 @@ class LinearSpec(Threshold):
         ids = torch.where(carry.known, carry.ids, canvas.ids).gather(1, query.positions)
         drafted = replace(canvas, masked=canvas.masked & ~carry.known)
         limit = torch.where(verifies, drafted.frontier(), (canvas.stop - 1).clamp(min=1))
-        return replace(query, ids=ids[:, None], limit=limit, exact=True, causal=verifies)
+        return replace(query, ids=ids[:, None], limit=limit, needs_every_position=True, causal=verifies)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Draft) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
@@ -88,7 +88,7 @@ class LinearSpec(Threshold):
         said = torch.where(at > 0, token, query.ids[:, 0])
         edit = Edit(said, upto_failure(canvas.eligible(at), said == query.ids[:, 0]) & verifies)
         first = canvas.apply(at, edit).frontier()  # the next round's first mask
-        stop = torch.where(first < canvas.end, first - (canvas.lookahead > 1).long(), canvas.stop)
+        stop = torch.where(first < canvas.end, first - (canvas.layout.lookahead > 1).long(), canvas.stop)
         place = at.masked_fill(~fills, canvas.length)
         known = carry.known.scatter(1, place, fills) | carry.known
         draft = Draft(carry.ids.scatter(1, place, token), known & ~verifies)

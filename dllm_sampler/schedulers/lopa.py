@@ -59,8 +59,8 @@ class LoPA(Forking):
         won = carry.forks.winner(canvas, query, score, self.share, self.alpha)
         filled, token, sure = carry.forks.write(query, won)  # [B, Q]
         now = canvas.apply(query.positions, Edit(token, filled))
-        if query.stops is not None:
-            now = replace(now, stop=query.stops.gather(1, won[:, None])[:, 0])
+        if query.candidates.stops is not None:
+            now = replace(now, stop=query.candidates.stops.gather(1, won[:, None])[:, 0])
         query, seen = query.of(won), readout.of(won)
         edit, inner = self.inner.tell(now, query, seen, carry.inner)
         edit = self.blocks.progress(now, query, seen, edit)

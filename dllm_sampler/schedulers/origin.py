@@ -43,10 +43,10 @@ class Origin(SharedSteps, Scheduler):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The masks that chance opens in this step."""
-        asked = select.columns(canvas.masked & canvas.in_block(), canvas.width)  # [B, Q]
+        asked = select.columns(canvas.masked & canvas.in_block(), canvas.layout.width)  # [B, Q]
         odds = timestep_odds(self._steps(canvas, carry), canvas.age, self.eps)[:, None]
-        opened = (canvas.noise.uniform(canvas, asked) < odds) & (asked < canvas.length)
-        return Query.at(canvas, torch.where(opened, asked, canvas.length).sort(1).values, exact=True)
+        opened = (canvas.uniform(asked) < odds) & (asked < canvas.length)
+        return Query.at(canvas, torch.where(opened, asked, canvas.length).sort(1).values, needs_every_position=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

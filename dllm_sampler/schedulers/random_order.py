@@ -51,8 +51,8 @@ class RandomOrder(SharedSteps, Scheduler):
         """What comes next, and nothing else."""
         most = 1  # positions of a step: a block's share of the steps is rounded, by a factor of 2 at most
         if self.steps is not None:
-            most = min(canvas.width, -(-2 * canvas.longest // self.steps))
-        return Query.at(canvas, select.columns(self.ahead(canvas, carry) > 0, most), exact=True)
+            most = min(canvas.layout.width, -(-2 * canvas.layout.longest // self.steps))
+        return Query.at(canvas, select.columns(self.ahead(canvas, carry) > 0, most), needs_every_position=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
@@ -68,4 +68,4 @@ class RandomOrder(SharedSteps, Scheduler):
     @staticmethod
     def _number(canvas: Canvas, positions: Tensor) -> Tensor:
         """`[B, Q]` number of each position, the same in every step; the highest is next."""
-        return canvas.noise.uniform(replace(canvas, step=torch.zeros_like(canvas.step)), positions)
+        return replace(canvas, step=torch.zeros_like(canvas.step)).uniform(positions)

@@ -88,9 +88,9 @@ class Reward:
 
     def _rows(self, canvas: Canvas, ids: Tensor, judged: Tensor) -> list[_Row]:
         end = canvas.end.clamp(max=canvas.length)
-        if canvas.surplus is not None:
-            end = torch.minimum(end, canvas.first + canvas.new_tokens - canvas.surplus)
-        bounds = torch.stack([judged.to(ids.dtype), canvas.first, end], 1)
+        if canvas.layout.surplus is not None:
+            end = torch.minimum(end, canvas.layout.answer_end - canvas.layout.surplus)
+        bounds = torch.stack([judged.to(ids.dtype), canvas.layout.first, end], 1)
         table = torch.cat([bounds, canvas.ids, ids.flatten(1)], 1).tolist()
         width, found = ids.shape[2], []
         for number, (wanted, first, stop, *numbers) in enumerate(table):

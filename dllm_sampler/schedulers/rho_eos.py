@@ -74,8 +74,12 @@ class RhoEos(Lengthening):
         end = canvas.end + count
         if self.min_length is not None:
             after, column = canvas.apply(query.positions, edit), canvas.columns()
-            text = (column < canvas.end[:, None]) & ~after.masked & (~is_end(after.ids, self.end_ids) | canvas.frozen)
-            least = torch.maximum(canvas.start, canvas.first + self.min_length)
+            text = (
+                (column < canvas.end[:, None])
+                & ~after.masked
+                & (~is_end(after.ids, self.end_ids) | canvas.layout.frozen)
+            )
+            least = torch.maximum(canvas.start, canvas.layout.first + self.min_length)
             least = torch.where(text, column + 1, 0).amax(1).maximum(least)
             end = torch.where(count < 0, torch.maximum(end, torch.minimum(least, canvas.end)), end)
         resize = Resize(end, torch.full_like(end, self.mask), torch.ones_like(final))
@@ -83,7 +87,7 @@ class RhoEos(Lengthening):
 
     def full(self, canvas: Canvas) -> Tensor:
         """`[B] bool` rows that are as long as they may get, whose length is final then."""
-        return canvas.end >= canvas.first + canvas.new_tokens
+        return canvas.end >= canvas.layout.answer_end
 
     def _share(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """`[B] float32` the signal."""

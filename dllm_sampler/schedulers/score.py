@@ -19,6 +19,6 @@ def rate(name: Score, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
     if name == "position":
         return -query.positions.double()
     if name == "random":
-        return canvas.noise.uniform(canvas, query.positions)
+        return canvas.uniform(query.positions)
     value = getattr(readout, name)[:, 0]
     return -value if name == "entropy" else value

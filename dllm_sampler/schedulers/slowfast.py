@@ -58,7 +58,7 @@ class SlowFast(Threshold):
         """Masks of the block, or of the window in a fast phase."""
         _, edge, _, fast, _ = self._opened(canvas, carry)
         end = torch.where(fast >= 0, edge, canvas.stop)[:, None]
-        masks = select.columns(canvas.masked & canvas.in_block() & (canvas.columns() < end), canvas.width)
+        masks = select.columns(canvas.masked & canvas.in_block() & (canvas.columns() < end), canvas.layout.width)
         query = Query.at(canvas, masks)
         return query.before(canvas, torch.where(fast > 0, edge, canvas.end)) if self.truncate else query
 

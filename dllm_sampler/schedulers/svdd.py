@@ -95,6 +95,6 @@ class SoftValueGuided(Choosing):
         values = self.judge(canvas, ids, judged).clamp(min=torch.finfo(torch.float64).min)  # [B, M]; -inf - -inf is NaN
         if self.alpha:
             number = select.numbers(self.candidates, values.device).expand_as(values)
-            noise = gumbel(unit(hashed(canvas.row_seed, step, number, PICKS)))
+            noise = gumbel(unit(hashed(canvas.layout.seeds, step, number, PICKS)))
             values = (values - values.amax(1, keepdim=True)) / self.alpha + noise
         return values.argmax(1).masked_fill(~judged, 0)

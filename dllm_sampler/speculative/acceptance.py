@@ -49,13 +49,13 @@ def verify(
         if draft.logits is not None:
             q[:, :k] = draft.logits.softmax(-1, dtype=p.dtype)
         chosen = draft.ids[..., None]
-        uniform = canvas.noise.uniform(canvas, at[:, :k])
+        uniform = canvas.uniform(at[:, :k])
         taken = leading(uniform * q[:, :k].gather(2, chosen)[..., 0] < p[:, :k].gather(2, chosen)[..., 0])
         there = taken[:, None, None].expand(-1, 1, target.shape[-1])
         p, q = p.gather(1, there), q.gather(1, there) * (taken < width)[:, None, None]
         rest = (p - q).clamp(min=0)
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal laws, told apart by rounding
         answers = Answers.every(Query.at(canvas, at.gather(1, taken[:, None])))
-        noise = answers.spread(canvas.noise.tokens(canvas, answers, target.shape[-1]))[:, 0]
+        noise = answers.spread(canvas.layout.noise.tokens(canvas, answers, target.shape[-1]))[:, 0]
         own = argmax(rest.log() + noise.to(rest.dtype))
     return taken, pad(draft.ids, (0, 1)).scatter(1, taken[:, None], own)

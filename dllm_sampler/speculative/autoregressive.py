@@ -133,7 +133,7 @@ class Reading(Cache):
         """
         # The row that predicts a column is the one before it. Once, all that stands before the drafts comes along:
         # the prompt, and what an answer was given to begin with.
-        before = canvas.length if canvas.given is not None else canvas.length - canvas.shortest
+        before = canvas.length if canvas.layout.given is not None else canvas.length - canvas.layout.shortest
         back = 1 if self.slots else before
         last = self.columns - 1
         at = (first - back)[:, None] + torch.arange(back - 1 + width, device=ids.device)

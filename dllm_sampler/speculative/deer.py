@@ -151,7 +151,9 @@ class SpeculativeSampler:
                 done = self._round(run, stops)
                 if progress is not None:
                     canvas = run.text
-                    progress(run.round, int((canvas.start - canvas.first).sum()), max_new_tokens * len(run.seeds))
+                    progress(
+                        run.round, int((canvas.start - canvas.layout.first).sum()), max_new_tokens * len(run.seeds)
+                    )
         return self._result(run, stops)
 
     def _begin(
@@ -163,7 +165,7 @@ class SpeculativeSampler:
         seeds = requests.seeds(seed, len(rows))
         text = layout.canvas(rows, new_tokens, seeds, spec, FullBlock(), self.drafter.noise, cuts=False)
         none = torch.full_like(text.ids, -1)
-        return _Run(text, self.target.begin(text), seeds, torch.zeros_like(text.nfe), none), stops
+        return _Run(text, self.target.begin(text), seeds, torch.zeros_like(text.step), none), stops
 
     def _round(self, run: _Run, stops: Sequence[str]) -> bool:
         """Draft, verify, emit; returns whether every row is done."""
@@ -229,30 +231,29 @@ class SpeculativeSampler:
         canvas = layout.canvas(
             rows, k + behind, run.seeds, spec, self.drafter.plugins.blocks, self.drafter.noise, cuts=False
         )
-        last, column = canvas.first + width, canvas.columns()
+        last, column = canvas.layout.first + width, canvas.columns()
         masked = canvas.masked & (column < last[:, None])
         ids = canvas.ids if self.separator is None else canvas.ids.masked_fill(column == last[:, None], self.separator)
         canvas = replace(
             canvas,
             ids=ids,
             masked=masked,
-            frozen=~masked,
             end=last + behind,
             stop=torch.minimum(canvas.stop, last + behind),
             done=width == 0,
-            padded=canvas.padded or min(widths) < k,
+            layout=replace(canvas.layout, frozen=~masked, padded=canvas.layout.padded or min(widths) < k),
         )
-        at = canvas.first[:, None] + torch.arange(k, device=ids.device)
+        at = canvas.layout.first[:, None] + torch.arange(k, device=ids.device)
         at = torch.where(at < last[:, None], at, canvas.length)  # [B, k]
         if self.scheduled:  # a generation of its own: schedulers and caches count from step 0
             bound = self.drafter.max_steps or self.drafter.plugins.bound(k + behind)
             engine = Engine(self.drafter.denoiser, self.drafter.plugins, 1, self.drafter.kernels)
-            for state in engine.run(canvas, bound):
-                canvas = state.canvas
-            run.drafting = run.drafting + canvas.nfe
-            return Draft(canvas.ids.gather(1, at), None)
+            *_, state = engine.run(canvas, bound)  # the same object after each step
+            run.drafting = run.drafting + state.recorder.nfe
+            return Draft(state.canvas.ids.gather(1, at), None)
         query = Query.at(canvas, at)
-        canvas, plan = once(replace(canvas, step=text.step), query, spec)
+        canvas = replace(canvas, step=text.step)
+        plan = once(canvas, query, spec)
         hidden, spent = self.drafter.denoiser(canvas, query, plan)
         run.drafting = run.drafting + spent.nfe
         logits = plan.answers.spread(self.drafter.denoiser.head(hidden))[:, 0]  # [B, k, V]
@@ -260,7 +261,7 @@ class SpeculativeSampler:
         logits = self._law(pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf), canvas, at)
         if not self.draws:
             return Draft(argmax(logits), None)
-        noise = canvas.noise.tokens(canvas, Answers.every(query), self.vocab).view_as(logits)
+        noise = canvas.layout.noise.tokens(canvas, Answers.every(query), self.vocab).view_as(logits)
         precise = torch.promote_types(logits.dtype, torch.float32)  # in half precision the sums would tie
         return Draft(argmax(logits.to(precise) + noise.to(precise)), logits)
 
@@ -271,11 +272,11 @@ class SpeculativeSampler:
 
     def _answers(self, text: Canvas) -> list[list[int]]:
         """The decided tokens of each answer."""
-        return [row[first:] for row, first in zip(self._rows(text), text.first.tolist(), strict=True)]
+        return [row[first:] for row, first in zip(self._rows(text), text.layout.first.tolist(), strict=True)]
 
     def _result(self, run: _Run, stops: Sequence[str]) -> Speculation:
         text, spec = run.text, self.drafter.denoiser.spec
-        lengths, texts = text.start - text.first, None
+        lengths, texts = text.start - text.layout.first, None
         if self.drafter.tokenizer is not None:
             rows = self._answers(text)
             ended = [row[:-1] if row and row[-1] in self.ends else row for row in rows]
@@ -283,7 +284,7 @@ class SpeculativeSampler:
             texts = [one.text for one in found]
             sizes = [one.tokens if one.stopped else len(row) for one, row in zip(found, rows, strict=True)]
             lengths = torch.tensor(sizes, device=lengths.device)
-        decided = text.columns() < (text.first + lengths)[:, None]
+        decided = text.columns() < (text.layout.first + lengths)[:, None]
         answer = text.asked()
         accepted = torch.stack(run.accepted, 1) if run.accepted else torch.empty(len(run.seeds), 0, dtype=torch.long)
         return Speculation(

@@ -36,7 +36,7 @@ class _EosStop(Stop):
 
     def ends(self, after: Canvas) -> Tensor:
         """`[B, L+1] bool` end tokens that stand committed in the generation."""
-        return is_end(after.ids, self.end_ids) & ~after.masked & ~after.frozen & after.seen()
+        return is_end(after.ids, self.end_ids) & ~after.masked & ~after.layout.frozen & after.seen()
 
 
 def finished(edit: Edit, finish: Tensor) -> Edit:
@@ -75,7 +75,7 @@ class PrefixStop(_EosStop):
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        reached = (after.masked.cumsum(1) == 0) & after.seen() & ~after.frozen
+        reached = (after.masked.cumsum(1) == 0) & after.seen() & ~after.layout.frozen
         fire = (reached & is_end(after.ids, self.end_ids)).any(1)
         return finished(edit, fire if edit.remask is None else fire & after.block_over(edit))
 

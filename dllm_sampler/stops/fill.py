@@ -26,14 +26,14 @@ class FillStop(PrefixStop):
 
     def positions(self, canvas: Canvas) -> Tensor:
         """See `Stop.positions`: an end token may be committed from the first mask on."""
-        return (canvas.columns() > canvas.frontier()[:, None]) & canvas.seen() & ~canvas.frozen
+        return (canvas.columns() > canvas.frontier()[:, None]) & canvas.seen() & ~canvas.layout.frozen
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         stopped = super().__call__(canvas, after, query, readout, edit)
         at, ended = query.positions, first_of(self.ends(after))  # [B, Q], [B]
         other = ~is_end(after.ids.gather(1, at), self.end_ids) | after.masked.gather(1, at)
-        fill = other & (at > ended[:, None]) & ~canvas.frozen.gather(1, at)
+        fill = other & (at > ended[:, None]) & ~canvas.layout.frozen.gather(1, at)
         if edit.remask is not None:
             fill = fill & after.block_over(edit)[:, None]
         sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence

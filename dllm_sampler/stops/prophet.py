@@ -54,7 +54,7 @@ class Prophet(Stop):
         """`[B, L+1] bool` the answer's columns."""
         if self.start is None:
             return canvas.masked
-        ahead = canvas.columns() - canvas.first[:, None]
+        ahead = canvas.columns() - canvas.layout.first[:, None]
         return (ahead >= max(0, self.start)) & (ahead < self.start + self.length) & canvas.seen()
 
     def positions(self, canvas: Canvas) -> Tensor:

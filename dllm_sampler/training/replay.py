@@ -72,7 +72,7 @@ class Replay(Scheduler):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         at, eligible = query.positions, canvas.eligible(query.positions)  # [B, Q]
-        answer = self.answer.gather(1, (at - canvas.first[:, None]).clamp(0, self.answer.shape[1] - 1))
+        answer = self.answer.gather(1, (at - canvas.layout.first[:, None]).clamp(0, self.answer.shape[1] - 1))
         right = readout.token[:, 0] == answer
         blank = torch.ones(at.shape[0], self.size, device=at.device)
         live = ~canvas.done

@@ -71,8 +71,8 @@ def log_likelihood(
         ids[:, area], masked[:, area] = torch.where(part, ids[:, area], target), part
         canvas = replace(canvas, ids=ids, masked=masked)
         positions = torch.arange(area.start, area.stop, device=spec.device).expand(rows, -1)
-        query = Query.at(canvas, positions, exact=True)
-        canvas, plan = once(canvas, query, spec)
+        query = Query.at(canvas, positions, needs_every_position=True)
+        plan = once(canvas, query, spec)
         hidden_states, _ = denoiser(canvas, query, plan)
         logits = plan.answers.spread(denoiser.head(hidden_states))[:, 0]  # [rows, length, V]
         said = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

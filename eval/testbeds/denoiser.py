@@ -10,7 +10,6 @@ from torch import Tensor
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.errors import UserError
 from dllm_sampler.eval.testbeds.laws import UNKNOWN, Law
 from dllm_sampler.models.denoiser import spent
 
@@ -48,20 +47,18 @@ class LawDenoiser:
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """Log-probabilities `[R, V]`, one row for each of `plan.answers`."""
-        if query.soft is not None:
-            raise UserError("a test bed takes tokens only, no soft embeddings")
         (batch, candidates, _), spec, law = query.ids.shape, self.spec, self.law
         assert spec.mask_id is not None
         rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
         rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids).flatten(0, 1)
         end = canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit)
         hidden = (canvas.columns() >= end[:, None])[:, None].expand(-1, candidates, -1).flatten(0, 1)
-        first = canvas.first.repeat_interleave(candidates)[:, None]  # [B*K, 1]
+        first = canvas.layout.first.repeat_interleave(candidates)[:, None]  # [B*K, 1]
         answer = canvas.answer().repeat_interleave(candidates, 0)  # [B*K, N]
         known = torch.where(hidden | (rows >= law.symbols), UNKNOWN, rows).gather(1, answer[:, : law.length])
         missing = law.length - known.shape[1]
         known = torch.cat([known, known.new_full((known.shape[0], max(0, missing)), UNKNOWN)], 1)
-        said = law.marginals(known, rows.gather(1, first - 1)[:, 0])[:, : canvas.longest]  # [B*K, N, S]
+        said = law.marginals(known, rows.gather(1, first - 1)[:, 0])[:, : canvas.layout.longest]  # [B*K, N, S]
         table = said.new_zeros(*rows.shape, spec.vocab_size)  # [B*K, L+1, V]
         table[..., spec.eos_id] = (canvas.columns() >= first + said.shape[1]).to(table.dtype)
         table[..., : law.symbols].scatter_(1, answer[:, : said.shape[1], None].expand_as(said), said)

@@ -63,7 +63,7 @@ class Offset(Guide):
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""
         column = answers.pick(answers.query.positions[:, None])  # [R]
-        place = (column - canvas.first[answers.row]).double()[:, None]
+        place = (column - canvas.layout.first[answers.row]).double()[:, None]
         token = torch.arange(logits.shape[-1], dtype=torch.float64)
         added = self.amp * torch.sin(0.37 * place * (token + 1) + 1.3 * token)
         added[:, self.eos_id] += self.eos_bias

@@ -50,7 +50,7 @@ class Watched(EntropyRenoise):
         """See `EntropyRenoise.accepts`."""
         chosen = super().accepts(canvas, query, entropy)
         self.canvases.append(query.ids[0, 0].tolist())
-        self.accepted.append((query.positions[0][chosen[0]] - canvas.first[0]).tolist())
+        self.accepted.append((query.positions[0][chosen[0]] - canvas.layout.first[0]).tolist())
         return chosen
 
 

@@ -91,24 +91,20 @@ class Noted(PublishedFreeDave):
         """The first forward behind a forced commit drafts no full block."""
         query = super().ask(canvas, carry)
         open_ = (query.ids[0] == self.mask_id).any(1)  # [K] of one row, fuller from one candidate to the next
-        live = torch.ones_like(open_) if query.live is None else query.live[0]
+        drafts = query.candidates
+        live = torch.ones_like(open_) if drafts.live is None else drafts.live[0]
         if not self.events.forced or int(canvas.age[0]) != 1 or not bool((live & ~open_).any()):
             return query
         kept = max(1, int((live & open_).sum()))
-        step = query.step
-        return replace(
-            query,
-            ids=query.ids[:, :kept],
-            step=None if step is None else step[:, :kept],
-            live=None if query.live is None else query.live[:, :kept],
-        )
+        live, step = (None if one is None else one[:, :kept] for one in (drafts.live, drafts.step))
+        return replace(query, ids=query.ids[:, :kept], candidates=replace(drafts, live=live, step=step))
 
     def commits_next(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
         """See `Drafting.commits_next`."""
         commits = super().commits_next(canvas, before, after)
-        first = int(canvas.start[0] - canvas.first[0])
+        first = int(canvas.start[0] - canvas.layout.first[0])
         for old, new in ((canvas, before), (before, after if commits[0] else before)):
-            self.events.note((old.masked & ~new.masked)[0, int(canvas.first[0]) :].nonzero()[:, 0], first)
+            self.events.note((old.masked & ~new.masked)[0, int(canvas.layout.first[0]) :].nonzero()[:, 0], first)
         return commits
 
 
@@ -143,7 +139,7 @@ class PublishedEager(ForcedFirst):
         """The window, under each draft."""
         start, stop = int(canvas.start[0]), int(canvas.stop[0])
         size = min(stop + -(-self.draft // self.block) * self.block, canvas.length) - start
-        query = Query.at(canvas, torch.arange(start, start + size)[None], exact=True)
+        query = Query.at(canvas, torch.arange(start, start + size)[None], needs_every_position=True)
         if int(canvas.age[0]) == 0:
             return query
         token, sure, stale = carry
@@ -159,7 +155,7 @@ class PublishedEager(ForcedFirst):
         if int(query.positions[0, 0]) == canvas.length:  # a forward that only stores
             return Edit(query.ids[:, 0], torch.zeros_like(query.positions, dtype=torch.bool)), carry
         start, stop, now = int(canvas.start[0]), int(canvas.stop[0]), canvas.ids[0].gather(0, query.positions[0])
-        first, last, block = start - int(canvas.first[0]), stop >= canvas.length, stop - start
+        first, last, block = start - int(canvas.layout.first[0]), stop >= canvas.length, stop - start
         drafts, tokens, sure = query.ids[0], readout.token[0], readout.confidence[0].float()
         best, (token, certainty, stale) = 0, carry
         if int(canvas.age[0]) == 0:

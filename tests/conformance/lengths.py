@@ -78,9 +78,9 @@ class Noted(NoCache):
         moved = edit.resize.on(canvas, ~canvas.done)
         wrote = edit.commit & canvas.eligible(query.positions)
         count = torch.zeros_like(canvas.end) if edit.resize.count is None else edit.resize.count
-        behind = canvas.first if edit.resize.behind is None else edit.resize.behind
+        behind = canvas.layout.first if edit.resize.behind is None else edit.resize.behind
         for row in (~canvas.done).nonzero()[:, 0].tolist():
-            first = int(canvas.first[row])
+            first = int(canvas.layout.first[row])
             before, after = int(canvas.end[row]) - first, int(moved.end[row]) - first
             inserted, edits = int(count[row]), list[list[Any]]()
             if inserted:
@@ -169,7 +169,7 @@ def _restless(sampler: Sampler, prompts: list[list[int]], room: int) -> list[lis
     assert sampler.max_steps is not None
     for state in RestlessEngine(sampler.denoiser, plugins, 1).run(canvas, sampler.max_steps):
         canvas = state.canvas
-    rows = zip(canvas.ids.tolist(), canvas.first.tolist(), canvas.end.tolist(), strict=True)
+    rows = zip(canvas.ids.tolist(), canvas.layout.first.tolist(), canvas.end.tolist(), strict=True)
     return [ids[first:end] for ids, first, end in rows]
 
 

@@ -57,9 +57,12 @@ class Rounds(LoPA):
         assert self.blocks is not None
         whole = edit if self.forks else self.blocks.progress(canvas, query, readout, edit)
         order = [*range(1, self.forks + 1), 0]
-        order = [number for number in order if query.live is None or query.live[0, number]]
-        first, start, columns = int(canvas.first), int(canvas.start), query.positions[0]
-        stops = [int(canvas.stop) if query.stops is None else int(query.stops[0, number]) for number in order]
+        order = [number for number in order if query.candidates.live is None or query.candidates.live[0, number]]
+        first, start, columns = int(canvas.layout.first), int(canvas.start), query.positions[0]
+        stops = [
+            int(canvas.stop) if query.candidates.stops is None else int(query.candidates.stops[0, number])
+            for number in order
+        ]
         forks = [int(carry.forks.at[0, number - 1]) - first if number else None for number in order]
         won = order.index(0 if edit.candidate is None else int(edit.candidate))
         commit = (columns[whole.commit[0]] - first).tolist()

@@ -69,7 +69,7 @@ class Watched(Measured):
         """See `Denoiser`."""
         if int(canvas.age) == 0:
             behind = plan.wanted.computed & (canvas.columns() >= canvas.stop[:, None])
-            self.kept.append((behind[0].nonzero()[:, 0] - canvas.first).tolist())
+            self.kept.append((behind[0].nonzero()[:, 0] - canvas.layout.first).tolist())
         return super().__call__(canvas, query, plan)
 
 
@@ -91,8 +91,8 @@ def streaming(line: Line, checkpoints: Checkpoints) -> Setup:
     args = line.arguments(StreamingArguments)
     if args.cache != "prefix":
         raise Unsupported(f"the published loop with cache {args.cache} has neither the window nor the threshold")
-    plain = args.threshold is None
-    rule = FixedSteps(args.steps) if plain else StreamingThreshold(args.threshold, args.confidence_alpha)
+    threshold = args.threshold
+    rule = FixedSteps(args.steps) if threshold is None else StreamingThreshold(threshold, args.confidence_alpha)
     return _setup(line, checkpoints, args, rule, lambda inner: StreamingCache(inner, args.window_size), "block")
 
 

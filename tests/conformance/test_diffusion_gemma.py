@@ -56,8 +56,9 @@ def laid_out(prompts: list[list[int]], tokens: int = CANVAS) -> tuple[Canvas, Ca
 
 def ask(canvas: Canvas, live: Cache, shown: Tensor, previous: Tensor | None = None) -> Tensor:
     """Logits `[B, K, CANVAS, V]` where the block shows `shown [B, K, CANVAS]`."""
-    query = Query(canvas.window(CANVAS), shown, previous=previous)
-    canvas, plan = toys.planned(canvas, query, denoiser().spec, live)
+    query = Query(canvas.window(CANVAS), shown)
+    plan = toys.planned(canvas, query, denoiser().spec, live)
+    plan = replace(plan, wanted=replace(plan.wanted, previous=previous))
     hidden, _ = denoiser()(canvas, query, plan)
     return plan.answers.spread(denoiser().head(hidden))
 

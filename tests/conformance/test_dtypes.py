@@ -49,7 +49,7 @@ def logits(name: str, dtype: torch.dtype) -> Tensor:
     canvas = layout.canvas(PROMPTS, 16, [0, 0], spec, blocks, CounterNoise(), False)
     if spec.mask_id is None:
         canvas = canvas.renoised(spec.vocab_size)
-    canvas, plan = toys.planned(canvas, Query.window(canvas), spec, NoCache().init(canvas, spec))
+    plan = toys.planned(canvas, Query.window(canvas), spec, NoCache().init(canvas, spec))
     hidden, _ = denoiser(canvas, plan.wanted.query, plan)
     return plan.answers.spread(denoiser.head(hidden))[:, 0]
 

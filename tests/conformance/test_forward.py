@@ -43,13 +43,13 @@ def laid_out(model: TransformerDenoiser, ids: Tensor, begin: Tensor) -> Canvas:
     """Left-padded rows `[B, L]` as a canvas; the last token of each counts as the generated one."""
     rows = [row[first:-1].tolist() for row, first in zip(ids, begin, strict=True)]
     canvas = layout.canvas(rows, 1, [0] * len(rows), model.spec, FixedBlocks(1), CounterNoise(), False)
-    return replace(canvas, ids=canvas.ids.scatter(1, canvas.first[:, None], ids[:, -1:]))
+    return replace(canvas, ids=canvas.ids.scatter(1, canvas.layout.first[:, None], ids[:, -1:]))
 
 
 def ask(model: TransformerDenoiser, live: Cache, canvas: Canvas, first: int, last: int) -> Tensor:
     """Logits that predict the columns `first` to `last`, exclusive."""
-    query = Query.at(canvas, torch.arange(first, last).expand(canvas.ids.shape[0], -1), exact=True)
-    canvas, plan = toys.planned(canvas, query, model.spec, live)
+    query = Query.at(canvas, torch.arange(first, last).expand(canvas.ids.shape[0], -1))
+    plan = toys.planned(canvas, query, model.spec, live)
     hidden, _ = model(canvas, query, plan)
     return plan.answers.spread(model.head(hidden))[:, 0]
 

@@ -143,7 +143,7 @@ def at_last_block(model: TransformerDenoiser, ids: Tensor, length: int) -> Canva
     prompt, total = ids[0, :-length].tolist(), ids.shape[1]
     blocks = FixedBlocks(length).bind(toys.context(model.spec))
     canvas = layout.canvas([prompt], length, [0], model.spec, blocks, CounterNoise(), False)
-    assert (int(canvas.start), int(canvas.stop), canvas.grid) == (total - length, total, length)
+    assert (int(canvas.start), int(canvas.stop), canvas.layout.grid) == (total - length, total, length)
     return replace(canvas, ids=torch.cat([ids, canvas.ids[:, -1:]], 1))
 
 
@@ -167,7 +167,7 @@ def test_cached_forward(name: str, length: int) -> None:
     nothing = Edit(query.ids[:, 0], torch.zeros_like(query.ids[:, 0], dtype=torch.bool))
     blank = Readout(query.ids, query.ids.double())
     for forward in range(2):  # the first one stores the prompt, the second one reads it
-        canvas, plan = toys.planned(canvas, query, model.spec, live)
+        plan = toys.planned(canvas, query, model.spec, live)
         assert int(plan.computed) == (length if forward else 48)
         hidden, _ = model(canvas, query, plan)
         close(model.head(hidden), wanted[0])
@@ -175,7 +175,7 @@ def test_cached_forward(name: str, length: int) -> None:
         canvas = replace(canvas, age=canvas.age + 1)
     assert live.slots is not None
     close(live.slots.read(0, 48 - length)[0], data[f"b{length}.cache_key_layer0"])
-    canvas, plan = toys.planned(canvas, query, model.spec)
+    plan = toys.planned(canvas, query, model.spec)
     hidden, _ = model(canvas, query, plan)
     close(model.head(hidden), wanted[0])
 
@@ -189,7 +189,7 @@ def test_fast_dllm_v2_cached_forwards() -> None:
     live, none = SubBlockCache().init(canvas, model.spec), torch.zeros_like(query.ids[:, 0], dtype=torch.bool)
     blank = Readout(query.ids, query.ids.double())
     for forward in range(2):
-        canvas, plan = toys.planned(canvas, query, model.spec, live)
+        plan = toys.planned(canvas, query, model.spec, live)
         assert int(plan.computed) == (33 if forward else 96)
         hidden, _ = model(canvas, query, plan)
         close(model.head(hidden), wanted[0])
@@ -202,9 +202,11 @@ def test_fast_dllm_v2_cached_forwards() -> None:
     ids = torch.cat([data["sub_block.input_ids"], canvas.ids[:, -1:]], 1)
     masked = canvas.masked & (canvas.columns() >= 73)  # the second quarter but for its first position, and what follows
     start = torch.tensor([73])
-    canvas = replace(canvas, ids=ids, masked=masked, start=start, stop=start + 7, part=8)
+    assert canvas.layout.grid is not None
+    grid = replace(canvas.layout.grid, part=8)
+    canvas = toys.changed(canvas, ids=ids, masked=masked, start=start, stop=start + 7, grid=grid)
     query = Query.window(canvas)
-    canvas, plan = toys.planned(canvas, query, model.spec, live)
+    plan = toys.planned(canvas, query, model.spec, live)
     assert int(plan.computed) == 8
     hidden, _ = model(canvas, query, plan)
     close(model.head(hidden), data["sub_block.logits"][0, :-1])
@@ -226,7 +228,7 @@ def test_nemotron() -> None:
     live, none = BlockCausalCache().init(canvas, model.spec), torch.zeros_like(query.ids[:, 0], dtype=torch.bool)
     blank = Readout(query.ids, query.ids.double())
     for forward in range(2):
-        canvas, plan = toys.planned(canvas, query, model.spec, live)
+        plan = toys.planned(canvas, query, model.spec, live)
         assert int(plan.computed) == (17 if forward else 80)
         hidden, _ = model(canvas, query, plan)
         close(model.head(hidden), wanted[0])
@@ -234,7 +236,7 @@ def test_nemotron() -> None:
         canvas = replace(canvas, age=canvas.age + 1)
     assert live.slots is not None
     close(live.slots.read(0, 64)[0], data["causal.cache_key_layer0"])
-    canvas, plan = toys.planned(canvas, query, model.spec)
+    plan = toys.planned(canvas, query, model.spec)
     hidden, _ = model(canvas, query, plan)
     close(model.head(hidden), wanted[0])
 

@@ -22,7 +22,9 @@ def test_read_in_pieces_with_drafts_turned_down() -> None:
     first = torch.tensor([6, 2])
     ids = torch.zeros(2, length + 5, dtype=torch.long)
     ids[:, :length] = text[0]
-    canvas: Canvas = replace(toys.canvas(torch.ones(2, length + 4, dtype=torch.bool)), first=first, shortest=length - 2)
+    canvas: Canvas = toys.changed(
+        toys.canvas(torch.ones(2, length + 4, dtype=torch.bool)), first=first, shortest=length - 2
+    )
     reading, width = judge.begin(canvas), 5
     for accepted in ([1, 3], [2, 1], [3, 3], [1, 2], [3, 1]):
         draft = ids.clone()

@@ -34,7 +34,7 @@ class Raised(Guide):
         return True
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
-        ahead = (answers.position - canvas.first[answers.row])[:, None]
+        ahead = (answers.position - canvas.layout.first[answers.row])[:, None]
         logits = logits.index_fill(-1, torch.tensor([MASK]), -torch.inf)
         return logits.index_add(-1, torch.tensor([EOS]), (self.start + self.slope * ahead).to(logits.dtype))
 

@@ -37,7 +37,7 @@ class Bias(Guide):
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         logits = logits * self.scale
-        logits[:, EOS] += self.eos + SLOPE * (answers.position - canvas.first[answers.row])
+        logits[:, EOS] += self.eos + SLOPE * (answers.position - canvas.layout.first[answers.row])
         logits[:, MASK] += self.mask
         return logits
 

@@ -45,7 +45,7 @@ class Tilted(Guide):
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""
         logits = logits * self.scale
-        ahead = (answers.position - canvas.first[answers.row]).clamp(min=0).to(logits.dtype)
+        ahead = (answers.position - canvas.layout.first[answers.row]).clamp(min=0).to(logits.dtype)
         logits[:, self.eos] += self.bias + self.slope * ahead
         return logits
 

@@ -205,7 +205,7 @@ def test_a_mask_that_was_not_asked_has_no_history() -> None:
             for step, (canvas, query, _) in zip(result.trace.steps(row), calls, strict=False):
                 assert len(step) == 1 or set(step) <= before
                 many += len(step) > 1
-                before = set((query.positions[row] - canvas.first[row]).tolist())
+                before = set((query.positions[row] - canvas.layout.first[row]).tolist())
     assert many
 
 
@@ -217,7 +217,7 @@ def test_a_run_of_masks_is_one_whatever_of_it_is_asked() -> None:
         for row in range(len(toys.PROMPTS)):
             for step, (canvas, query, _) in zip(result.trace.steps(row), calls, strict=False):
                 masked = canvas.masked[row]
-                run_of = (masked & ~masked.roll(1)).cumsum(0)[canvas.first[row] : -1][step].tolist()
+                run_of = (masked & ~masked.roll(1)).cumsum(0)[canvas.layout.first[row] : -1][step].tolist()
                 assert len(set(run_of)) == len(run_of)
                 holes += int(asked(canvas, query)[row]) < int(masked.sum())
     assert holes

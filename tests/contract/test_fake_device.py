@@ -53,10 +53,10 @@ def make_steps(case: Case, device: str, fetch: Callable[[Tensor], list[int]]) ->
         )  # fmt: skip
         engine = it.engine(plugins)
         state = engine.begin(canvas)
-        for step in range(1, STEPS + 1):
+        for _ in range(STEPS):
             with OneDevice() if device == GPU else nullcontext():
                 engine.step(state)
-            engine.poll(state, step)
+            engine.poll(state)
         engine.end(state)
 
 

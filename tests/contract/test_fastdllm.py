@@ -52,8 +52,8 @@ def test_5_the_forward_that_opens_a_block_is_exact(kind: str, cache: str) -> Non
     opening = [call for call in zip(spy.calls, spy.logits, strict=True) if int(call[0][0].age) == 0]
     assert len(opening) == 4  # blocks of 5 in 16
     for (canvas, query, _), logits in opening:
-        alone, plan = once(canvas, query, spy.spec)
-        hidden, _ = spy.inner(alone, query, plan)
+        plan = once(canvas, query, spy.spec)
+        hidden, _ = spy.inner(canvas, query, plan)
         assert torch.equal(plan.answers.spread(spy.inner.head(hidden)), logits)
 
 
@@ -109,7 +109,7 @@ def test_a_window_sees_what_the_opening_forward_stored(kind: str, cache: str) ->
             hidden = hidden + layer.attend(q, k, v)
             return hidden + layer.mlp(hidden)
 
-        ids = torch.cat([ids, ids.masked_fill(canvas.frozen[:, :-1], toys.MASK)])
+        ids = torch.cat([ids, ids.masked_fill(canvas.layout.frozen[:, :-1], toys.MASK)])
         with torch.no_grad():
             conditional, unconditional = model.head(model.transformer(ids, drive=drive))
         expected = unconditional + weight * (conditional - unconditional)

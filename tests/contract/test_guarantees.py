@@ -176,7 +176,7 @@ class Vandal(Scheduler):
 
     def ask(self, canvas: Canvas, carry: Any) -> Query:
         everything = canvas.columns()[:, :-1].expand(canvas.ids.shape[0], -1)
-        return Query.at(canvas, everything.contiguous(), exact=True)
+        return Query.at(canvas, everything.contiguous(), needs_every_position=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Any) -> tuple[Edit, Any]:
         chance = torch.rand(4, *query.positions.shape)
@@ -185,7 +185,7 @@ class Vandal(Scheduler):
             commit=chance[0] < 0.5,
             remask=chance[1] < 0.1,
             finish=chance[2, :, 0] < 0.15,
-            end=canvas.first - 2 if self.cuts else None,
+            end=canvas.layout.first - 2 if self.cuts else None,
         )
         return edit, carry
 
@@ -200,12 +200,12 @@ def test_nothing_writes_into_prompts_padding_or_finished_rows(cache: dict[str, A
     resting = 0
     for state in Engine(spy, sampler.plugins, 1).run(start, 12):
         after = state.canvas
-        assert torch.equal(after.ids[start.frozen], start.ids[start.frozen])
-        assert torch.equal(after.frozen, start.frozen)
-        assert not (after.masked & start.frozen).any()
-        assert not (state.recorder.step_map[start.frozen] >= 0).any()
+        assert torch.equal(after.ids[start.layout.frozen], start.ids[start.layout.frozen])
+        assert torch.equal(after.layout.frozen, start.layout.frozen)
+        assert not (after.masked & start.layout.frozen).any()
+        assert not (state.recorder.step_map[start.layout.frozen] >= 0).any()
         done = before.done
-        for name in ("ids", "masked", "end", "start", "stop", "age", "step", "nfe", "computed", "done"):
+        for name in ("ids", "masked", "end", "start", "stop", "age", "step", "done"):
             assert torch.equal(getattr(after, name)[done], getattr(before, name)[done]), name
         resting += int(done.sum())
         changed |= after.ids != before.ids

@@ -53,7 +53,7 @@ def noted(scheduler: Settings, tokens: int = TOKENS, **plugins: Any) -> tuple[An
 def following(canvas: Canvas, query: Query, edit: Edit, row: int, tokens: int) -> list[int]:
     """The answer of a row after a step, spelled out in lists: -1 for noise."""
     assert edit.resize is not None
-    first, end = int(canvas.first[row]), int(canvas.end[row])
+    first, end = int(canvas.layout.first[row]), int(canvas.end[row])
     answer = [
         -1 if noise else token
         for token, noise in zip(canvas.ids[row].tolist(), canvas.masked[row].tolist(), strict=True)
@@ -80,7 +80,7 @@ def test_each_canvas_is_the_one_before_and_the_edit(method: str, plugins: dict[s
     grew = shrank = 0
     for (canvas, query, edit, _), (after, *_) in pairwise(steps):
         for row in (~canvas.done).nonzero()[:, 0].tolist():
-            first, end = int(after.first[row]), int(after.end[row])
+            first, end = int(after.layout.first[row]), int(after.end[row])
             ids, masked = after.ids[row, first:end].tolist(), after.masked[row, first:end].tolist()
             now = [-1 if noise else token for token, noise in zip(ids, masked, strict=True)]
             assert now == following(canvas, query, edit, row, TOKENS)
@@ -185,7 +185,7 @@ def test_daedal_commits_nothing_until_it_sees_an_end() -> None:
         assert 0 < first < len(own) and not any(early[first:])
         assert not any(edit.commit[row].any() for _, edit in own[:first])
         canvas = own[first][0]
-        held = canvas.ids[row, canvas.first[row] : canvas.end[row]].tolist()
+        held = canvas.ids[row, canvas.layout.first[row] : canvas.end[row]].tolist()
         masks = held.count(toys.MASK)
         assert held == [toys.MASK] * masks + [toys.EOS] * min(1, TOKENS - masks), "masks, then half of eos_tokens"
         assert int(canvas.age[row]) == 0, "the block opens again"
@@ -219,7 +219,7 @@ def test_rho_eos_counts_in_float32_and_settles() -> None:
         assert edit.resize is not None
         change = edit.resize.end - canvas.end
         assert bool(((change.abs() <= 1) | canvas.done).all())
-        assert bool((change[canvas.end == canvas.first + 9] == 0).all()), "final at the bound"
+        assert bool((change[canvas.end == canvas.layout.first + 9] == 0).all()), "final at the bound"
     assert (result.trace.end - result.trace.origin == 9).all()
 
 
@@ -229,7 +229,7 @@ def test_a_guard_keeps_what_is_said() -> None:
     least, guarded = (int((found.trace.end - found.trace.origin).min()) for found in (cut, kept))
     assert least < 4 <= guarded
     for (canvas, *_), (after, *_) in pairwise(steps):
-        text = ~canvas.masked & ~canvas.frozen & (canvas.ids != toys.EOS) & canvas.seen() & ~canvas.done[:, None]
+        text = ~canvas.masked & ~canvas.layout.frozen & (canvas.ids != toys.EOS) & canvas.seen() & ~canvas.done[:, None]
         assert torch.equal(after.ids[text], canvas.ids[text])
 
 
@@ -243,13 +243,13 @@ def test_columns_that_come_back_hold_nothing_of_before() -> None:
     full = canvas.apply(at, Edit(torch.full_like(canvas.ids, 7), everywhere))
     ids, noise = torch.full_like(canvas.end, toys.MASK), torch.ones_like(canvas.done)
     live = torch.tensor([True, False])
-    cut = Resize(canvas.first + 2, ids, noise).on(full, live).applied(full)
+    cut = Resize(canvas.layout.first + 2, ids, noise).on(full, live).applied(full)
     assert cut.end.tolist() == [4, 7] and cut.start.tolist() == [2, 1] and torch.equal(cut.ids[1], full.ids[1])
     assert cut.ids[0].tolist() == [3, 4, 7, 7] + [toys.EOS] * 7
-    grown = Resize(cut.first + 20, ids, noise).on(cut, live).applied(cut)
+    grown = Resize(cut.layout.first + 20, ids, noise).on(cut, live).applied(cut)
     assert grown.end.tolist() == [10, 7] and grown.ids[0].tolist() == [3, 4, 7, 7] + [toys.MASK] * 6 + [toys.EOS]
     assert grown.masked[0].tolist() == [False] * 4 + [True] * 6 + [False]
-    gone = Resize(canvas.first - 5, ids, noise).on(full, live).applied(full)
+    gone = Resize(canvas.layout.first - 5, ids, noise).on(full, live).applied(full)
     assert gone.end.tolist() == [2, 7] and gone.done.tolist() == [True, False]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -37,10 +36,13 @@ class Counted(toys.Spy):
 
     embedded: list[int] = field(default_factory=list)
     judged: list[int] = field(default_factory=list)
+    charged: list[int] = field(default_factory=list)
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         self.embedded.append(0)
-        return super().__call__(canvas, query, plan)
+        hidden, spent = super().__call__(canvas, query, plan)
+        self.charged.append(int(spent.computed.sum()))
+        return hidden, spent
 
     def watch(self, network: Any) -> list[Any]:
         def embeds(module: nn.Module, given: tuple[Tensor]) -> None:
@@ -84,8 +86,7 @@ def test_a_forward_computes_what_its_rows_need_and_no_more(plugins: dict[str, An
     finally:
         for hook in hooks:
             hook.remove()
-    charged = [canvas.computed.sum() for canvas, _, _ in spy.calls] + [result.trace.rows.sum()]
-    assert spy.embedded == [int(after - before) for before, after in pairwise(charged)]
+    assert spy.embedded == spy.charged and sum(spy.charged) == int(result.trace.rows.sum())
     for (canvas, _, plan), judged in zip(spy.calls, spy.judged, strict=True):
         assert not plan.computed[canvas.done].any()
         masks = (canvas.masked & canvas.in_block() & ~canvas.done[:, None]).sum()
@@ -133,21 +134,20 @@ class Twice(toys.Spy):
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         hidden, spent = super().__call__(canvas, query, plan)
-        for sizes in self.sizes(canvas):
-            other = replace(canvas, sizes=sizes)
-            again = plan.cache.plan(other, plan.wanted)
+        for sizes in self.sizes(canvas, plan.wanted.sizes):
+            again = plan.cache.plan(canvas, replace(plan.wanted, sizes=sizes))
             assert again.pack is not None and again.pack.sizes.rows is None
             self.fillers += len(again.pack.row) - int(plan.computed.sum())
-            found, cost = self.inner(other, query, again)
+            found, cost = self.inner(canvas, query, again)
             one, two = plan.answers.spread(hidden), again.answers.spread(found)
             torch.testing.assert_close(one, two, rtol=0, atol=1e-11)
             assert torch.equal(spent.computed, cost.computed) and torch.equal(spent.nfe, cost.nfe)
         return hidden, spent
 
     @staticmethod
-    def sizes(canvas: Canvas) -> list[Sizes]:
+    def sizes(canvas: Canvas, own: Sizes) -> list[Sizes]:
         """As large as the step needs, as recorded steps have them, and much too large."""
-        own, up = canvas.sizes, rounded(canvas)
+        up = rounded(canvas, own)
         more = {"computed": 2 * own.computed + 3, "answers": 2 * own.answers + 1, "longest": own.longest + 7}
         return [replace(own, rows=None), replace(up, queries=own.queries), replace(own, rows=None, **more)]
 
@@ -194,8 +194,9 @@ def test_answers_know_row_candidate_and_position(seed: int) -> None:
     request = ForwardRequest(Query(positions, ids), canvas.masked, asked)
     values = torch.randn(*ids.shape, 2, generator=draw)
     exact = int(asked.sum())
-    for size, rows in ((exact, canvas.sizes.rows), (exact, None), (exact + 2, None), (ids.numel(), None)):
-        answers = Answers.of(request, replace(canvas.sizes, answers=size, rows=rows))
+    known = ((length, length),) * batch
+    for size, rows in ((exact, known), (exact, None), (exact + 2, None), (ids.numel(), None)):
+        answers = Answers.of(replace(request, sizes=replace(request.sizes, answers=size, rows=rows)))
         assert torch.equal(answers.spread(answers.pick(values)), values * asked[..., None])
         places = asked.nonzero()
         for place, of in enumerate((answers.row, answers.candidate)):

@@ -17,6 +17,7 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.store_pass import StorePass
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Carry, Guide, Paced, Planner, Tempered
 from dllm_sampler.core.values import Edit, Readout
 from dllm_sampler.engine import layout
@@ -214,7 +215,10 @@ class Able(Threshold):
     def ahead(self, canvas: Canvas, carry: Tensor) -> Tensor:
         return canvas.masked * carry[:, None]
 
-    def pace(self, canvas: Canvas, seconds: float) -> int:
+    def with_candidates(self, most: int) -> Scheduler:
+        return self
+
+    def pace(self, made: ForwardRequest, seconds: float) -> int:
         return 3
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
@@ -236,9 +240,11 @@ def test_what_few_schedulers_can_do_is_handed_on(wrapper: type[Around]) -> None:
     if wrapper not in ALONE:
         bound.ask(canvas, carry)
     if bound.traits.plans or not any("plans" in own for own in inherited(OWN, wrapper)):
-        idle = (canvas.first >= 6) & (wrapper is StorePass)  # first a forward that stores the prompt
+        idle = (canvas.layout.first >= 6) & (wrapper is StorePass)  # first a forward that stores the prompt
         assert torch.equal(bound.ahead(canvas, carry), 7 * (canvas.masked & ~idle[:, None]))
-    assert bound.pace(canvas, 1.0) == (None if wrapper in CLOCKS else 3)
+    query = Query.masks(canvas)
+    made = ForwardRequest.of(query, canvas.masked, canvas.masked)
+    assert bound.pace(made, 1.0) == (None if wrapper in CLOCKS else 3)
     assert bound.guides((Temperature(2.0),)) == (Temperature(2.0), Temperature(0.5))
 
 
@@ -247,8 +253,9 @@ def test_what_the_inner_scheduler_cannot_do_a_wrapper_does_not_make_up(wrapper: 
     bound, canvas, carry = begun(
         WRAPPERS[wrapper](Threshold()), draws=issubclass(wrapper, Choosing)
     )  # without, it refuses
+    made = ForwardRequest.of(Query.masks(canvas), canvas.masked, canvas.masked)
     assert isinstance(bound, Planner) and bound.ahead(canvas, carry) is None
-    assert isinstance(bound, Paced) and bound.pace(canvas, 1.0) is None
+    assert isinstance(bound, Paced) and bound.pace(made, 1.0) is None
     assert isinstance(bound, Tempered) and bound.guides((Temperature(2.0),)) == (Temperature(2.0),)
 
 
@@ -278,7 +285,9 @@ class Watched(Around):
         default = Query.masks(canvas) if self.traits.asks == "masks" else Query.window(canvas)
         asked, wanted = (torch.zeros_like(canvas.masked).scatter(1, at.positions, True) for at in (query, default))
         assert torch.equal(asked[:, :-1] & ~canvas.done[:, None], wanted[:, :-1] & ~canvas.done[:, None])
-        assert query.ids.shape[1] == 1 and query.limit is None and not (query.exact or query.leave_one_out)
+        assert (
+            query.ids.shape[1] == 1 and query.limit is None and not (query.needs_every_position or query.leave_one_out)
+        )
         return self.inner.tell(canvas, query, readout, carry)
 
 

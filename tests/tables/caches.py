@@ -201,8 +201,7 @@ def divergence(canvas: Canvas, without: Spy, served: Spy) -> tuple[float, int]:
 def timed(engine: Engine, state: Generation, step: int) -> float:
     """One step; its process time, which leaves out waiting on a shared machine."""
     start = time.process_time()
-    engine.step(state)
-    engine.poll(state, step)
+    engine.advance(state, step)
     return time.process_time() - start
 
 
@@ -221,11 +220,11 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
     sums: dict[str, Any] = dict.fromkeys(SUMS, 0)
     held = 0
     for step in range(1, (setup.max_steps or chosen.scheduler.bound(setup.max_new_tokens)) + 1):
-        before, repeats = state.canvas, (step - 1) % setup.every == 0 and plugins["cache"] != "none"
+        before, spent = state.canvas, state.recorder.computed
+        repeats = (step - 1) % setup.every == 0 and plugins["cache"] != "none"
         if repeats:
             plain = replace(state, cache=other.plugins.cache.init(before, spec), recorder=Recorder(before))
             reference.ask(plain)
-            reference.poll(plain, 0)
             sums["seconds_without"] += timed(reference, plain, step)
         seconds = timed(engine, state, step)
         if repeats:
@@ -234,7 +233,7 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
             sums["predictions"] += count
             sums["repeated"] += 1
         columns = int((before.seen().sum(1) * ~before.done).sum())
-        computed = int((state.canvas.computed - before.computed).sum())
+        computed = int((state.recorder.computed - spent).sum())
         sums["computed"] += computed
         sums["columns"] += columns
         sums["whole"] += computed == columns

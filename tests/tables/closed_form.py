@@ -67,7 +67,7 @@ class GivenParts(Scheduler):
         """`[B, L+1]` the step of each column."""
         turn = torch.zeros_like(canvas.ids)
         for step, part in enumerate(self.parts):
-            turn.scatter_(1, canvas.first[:, None] + torch.tensor(part, device=turn.device), step)
+            turn.scatter_(1, canvas.layout.first[:, None] + torch.tensor(part, device=turn.device), step)
         return turn
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Tensor) -> tuple[Edit, Carry]:

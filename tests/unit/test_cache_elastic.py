@@ -200,7 +200,7 @@ def test_what_a_forward_refreshes(gamma: float) -> None:
             assert (first[live] == (LAYERS if never else 1)).all() or gamma == 0.9
         leftmost = canvas.masked & (canvas.masked.cumsum(1) <= 4)
         asked = torch.zeros_like(canvas.masked).scatter(1, query.positions, query.positions < canvas.length)
-        ended = ((canvas.ids == toys.EOS) & ~canvas.masked & ~canvas.frozen).any(1)
+        ended = ((canvas.ids == toys.EOS) & ~canvas.masked & ~canvas.layout.frozen).any(1)
         assert torch.equal(asked[live & ~ended], leftmost[live & ~ended])
         assert (asked.sum(1)[live] <= 4).all() and query.positions.shape[1] <= 4
         assert not (tracked & canvas.masked).any() and (tracked.sum(1)[live] >= 1).all()

@@ -228,7 +228,8 @@ def test_even_spreads_what_gaussian_keeps_on_average() -> None:
     odds = [0.8 * exp(-((4 * d / 255) ** 2) / 2) for d in range(256)]
     assert abs(len(columns) - sum(odds)) < 1
     assert (
-        columns == kept(DPadCache(NoCache(), "even", 256, 4.0, 2.0), replace(canvas, row_seed=canvas.row_seed + 1))[0]
+        columns
+        == kept(DPadCache(NoCache(), "even", 256, 4.0, 2.0), canvas.with_layout(seeds=canvas.layout.seeds + 1))[0]
     )
     assert columns[:7] == [5, 6, 7, 9, 10, 11, 12]  # nearly 0.8 each: the first is missing, and one of five
     gaps = torch.tensor(columns).diff()
@@ -239,7 +240,7 @@ def test_draws_belong_to_seed_and_block() -> None:
     cache, canvas = DPadCache(NoCache(), window=40), opened(60, 2, 5)
     found = kept(cache, canvas)
     assert found == kept(cache, replace(canvas, step=canvas.step + 9))
-    assert found != kept(cache, replace(canvas, row_seed=canvas.row_seed + 1))
+    assert found != kept(cache, canvas.with_layout(seeds=canvas.layout.seeds + 1))
     assert found != kept(cache, replace(canvas, start=canvas.start + 1))
 
 

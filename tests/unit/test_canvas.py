@@ -23,7 +23,7 @@ def situations(draw: st.DrawFn) -> tuple[Canvas, torch.Tensor, Edit]:
 
     frozen = torch.cat([flip(batch, LENGTH, p=0.3), torch.ones(batch, 1, dtype=torch.bool)], 1)
     masked = flip(batch, LENGTH + 1) & ~frozen
-    canvas = replace(
+    canvas = toys.changed(
         toys.canvas(masked[:, :-1]),
         frozen=frozen,
         ids=torch.randint(0, 30, (batch, LENGTH + 1), generator=generator),
@@ -50,7 +50,7 @@ def test_apply(situation):
         ids, masked, end = canvas.ids[row].tolist(), canvas.masked[row].tolist(), int(canvas.end[row])
         if not canvas.done[row]:
             for place, column in enumerate(positions[row].tolist()):
-                if canvas.frozen[row, column]:
+                if canvas.layout.frozen[row, column]:
                     continue
                 if edit.commit[row, place]:
                     ids[column], masked[column] = int(edit.ids[row, place]), False

@@ -107,7 +107,7 @@ class Autoregressive:
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         out = torch.zeros(*query.ids.shape, toys.VOCAB, dtype=torch.float64)
-        rows = zip(canvas.ids.tolist(), canvas.first.tolist(), canvas.end.tolist(), strict=True)
+        rows = zip(canvas.ids.tolist(), canvas.layout.first.tolist(), canvas.end.tolist(), strict=True)
         for row, (ids, first, end) in enumerate(rows):
             text = ids[:first]
             if self.sure:
@@ -241,7 +241,7 @@ def test_the_separator_stands_behind_the_masks() -> None:
     )
     canvas, query, _ = spy.calls[0]
     for row in range(len(toys.PROMPTS)):
-        first = int(canvas.first[row])
+        first = int(canvas.layout.first[row])
         text = canvas.ids[row, first : canvas.end[row]].tolist()
         assert text == [toys.MASK] * 4 + [3]
         assert query.positions[row].tolist() == list(range(first, first + 4))

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler.core import packing
 from dllm_sampler.core.noise import ReplayNoise
+from dllm_sampler.core.values import Query
 from dllm_sampler.schedulers.drafting.pace import Pace
 from dllm_sampler.schedulers.freedave import FreeDave
 from tests import toys
@@ -147,13 +149,14 @@ def test_noise_in_the_order_of_steps_is_refused() -> None:
 
 
 def test_the_pace_grows_while_branches_are_free() -> None:
-    block = toys.canvas(torch.ones(1, 32, dtype=torch.bool))
+    canvas = toys.canvas(torch.ones(1, 32, dtype=torch.bool))
+    block = packing.sized(canvas, toys.wanted(canvas, Query.masks(canvas), toys.denoiser().spec))
 
     def settle(seconds: dict[int, float]) -> list[int]:
         pace, asked = Pace(most=8, tries=2), [1]
         for _ in range(12):
             sizes = replace(block.sizes, opens=False)
-            asked.append(pace.next(replace(block, sizes=sizes, branches=asked[-1]), seconds[asked[-1]]))
+            asked.append(pace.next(replace(block, sizes=sizes, most_candidates=asked[-1]), seconds[asked[-1]]))
         return asked
 
     assert settle({1: 1.0, 2: 1.0, 4: 1.1, 8: 1.2})[-1] == 8

@@ -102,7 +102,7 @@ USES: list[tuple[Any, str]] = [
     (stored, "entropy"),
     (asserted, "margin"),
     (lambda canvas, query, readout: -readout.gap, "gap"),
-    (lambda canvas, query, readout: canvas.first + readout.logsumexp, "logsumexp"),
+    (lambda canvas, query, readout: canvas.layout.first + readout.logsumexp, "logsumexp"),
     (lambda canvas, query, readout: torch.where(canvas.done, readout.current, 0), "current"),
     (lambda canvas, query, readout: readout.logits.max(-1), "logits"),
     (lambda canvas, query, readout: readout.draw(readout.logits), "draw"),

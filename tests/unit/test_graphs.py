@@ -15,6 +15,7 @@ import torch
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.core.noise import CounterNoise, ReplayNoise
 from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.values import Sizes
 from dllm_sampler.engine import buffers, layout
 from dllm_sampler.engine.buffers import Step
 from dllm_sampler.engine.capture import GraphRecorder
@@ -189,8 +190,8 @@ def test_recorded_sizes_are_hardly_too_large() -> None:
     canvas = layout.canvas([[5]], 2000, [0], spec, plugins.blocks, CounterNoise(), plugins.stop.cuts)
     found = set()
     for size in range(1, 1025):
-        sizes = replace(canvas.sizes, computed=size, answers=size, longest=size, queries=size, whole=False, opens=False)
-        made = rounded(replace(canvas, sizes=replace(sizes, rows=((size, 0, size),))))
+        sizes = Sizes(queries=size, block=1, computed=size, answers=size, longest=size, whole=False, opens=False)
+        made = rounded(canvas, replace(sizes, rows=((size, size),)))
         assert size <= min(made.computed, made.answers, made.longest, made.queries)
         assert max(made.computed, made.longest) <= (size * 9 / 8 if size > 64 else max(16, 2 * size - 1))
         assert made.answers <= max(16, 2 * size - 1)

@@ -35,7 +35,7 @@ def test_a_step_of_several_forms(draws: bool) -> None:
     query = Query.at(canvas, torch.tensor([[0, 1]]).expand(4, -1))
     answers = Answers.every(replace(query, ids=query.ids.repeat(1, 2, 1)))
     logits = 2 * torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(7)).double()
-    several, rule = replace(canvas, form=torch.tensor(forms)), ruled(LISTED, draws, posterior=True)
+    several, rule = toys.changed(canvas, form=torch.tensor(forms)), ruled(LISTED, draws, posterior=True)
     with no_host_reads():
         found = read(logits.clone(), logits, several, answers, rule)
     for row, form in enumerate(forms):
@@ -48,7 +48,7 @@ def test_a_step_of_several_forms(draws: bool) -> None:
 
 def test_the_mask_is_in_no_form() -> None:
     """Also where moves of no token fill up the lists of a smaller form, and the model wants a mask."""
-    canvas = replace(laid_out([[True] * LENGTH] * 2, [[0] * LENGTH] * 2), form=torch.tensor([0, 1]))
+    canvas = toys.changed(laid_out([[True] * LENGTH] * 2, [[0] * LENGTH] * 2), form=torch.tensor([0, 1]))
     rule = ruled(("c{4}", "(?s).*"), posterior=True)._replace(allow_mask=True, needs=frozenset({"logits"}))
     logits = torch.zeros(2 * LENGTH, VOCAB).double()
     logits[:, MASK] = 9

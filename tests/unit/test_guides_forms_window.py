@@ -45,8 +45,11 @@ def question(canvas: Canvas, generator: torch.Generator) -> Query:
     return replace(query, ids=torch.stack([query.ids[:, 0], torch.where(query.positions < LENGTH, other, MASK)], 1))
 
 
-def answered(rule: object, logits: Tensor, canvas: Canvas, query: Query) -> tuple[Tensor, Tensor]:
-    found = read(logits.clone(), logits, canvas, Answers.every(query), rule)  # pyright: ignore[reportArgumentType]
+def answered(
+    rule: object, logits: Tensor, canvas: Canvas, query: Query, stretch: int | None = None
+) -> tuple[Tensor, Tensor]:
+    answers = replace(Answers.every(query), stretch=stretch)
+    found = read(logits.clone(), logits, canvas, answers, rule)  # pyright: ignore[reportArgumentType]
     there = (query.positions < LENGTH)[:, None].expand_as(query.ids)
     assert found.logits is not None
     return found.token[there], found.logits[there]
@@ -61,16 +64,16 @@ def situations(given: bool) -> Iterator[tuple[Canvas, Query, Tensor]]:
         free = (COLUMNS[:-1] >= first) | (torch.rand(4, LENGTH, generator=generator) < 0.2)
         canvas = laid_out(free.tolist(), [one[int(torch.randint(len(one), (), generator=generator))] for one in legal])
         end = torch.randint(3, LENGTH + 1, (4,), generator=generator)
-        canvas = replace(canvas, form=forms, end=end, masked=canvas.masked & (end[:, None] > COLUMNS))
-        canvas = replace(canvas, given=(~free[:, 0]).long() if given else None)
+        canvas = toys.changed(canvas, form=forms, end=end, masked=canvas.masked & (end[:, None] > COLUMNS))
+        canvas = toys.changed(canvas, given=(~free[:, 0]).long() if given else None)
         query, logits = question(canvas, generator), torch.randn(8 * (LENGTH + 1), VOCAB, generator=generator).double()
         yield canvas, query, logits.round() if number % 2 else logits
 
 
-def told(canvas: Canvas, query: Query) -> Canvas:
-    """The canvas of which the host knows how wide the window must be."""
+def told(canvas: Canvas, query: Query) -> int:
+    """How wide the window must be."""
     begin, over = stretch(canvas, query.positions)
-    return replace(canvas, sizes=replace(canvas.sizes, stretch=max(1, int((over - begin).max()))))
+    return max(1, int((over - begin).max()))
 
 
 @pytest.mark.parametrize("numba", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -82,7 +85,7 @@ def test_a_window_changes_no_bit(
     joined.cache_clear()  # edges keep what follows a window, up to the last bit of torch's or of numba's
     rule = ruled(LISTED, draws, posterior=True)._replace(needs=frozenset({"logits"}))
     for canvas, query, logits in situations(given):
-        found = answered(rule, logits, told(canvas, query), query)
+        found = answered(rule, logits, canvas, query, told(canvas, query))
         for one, other in zip(answered(rule, logits, canvas, query), found, strict=True):
             assert torch.equal(one, other)
     assert set(widths) == {1, 2, 3, LENGTH}
@@ -94,11 +97,11 @@ def test_numba_and_torch_go_the_same_way(draws: bool, given: bool, monkeypatch: 
     """Also among ways that are equally good."""
     rule = ruled(LISTED, draws, posterior=True)._replace(needs=frozenset({"logits"}))
     for canvas, query, logits in situations(given):
-        for one in (canvas, told(canvas, query)):
+        for wide in (None, told(canvas, query)):
             monkeypatch.setattr(compiled, "MANY", VOCAB + 1)
-            token, weight = answered(rule, logits, one, query)
+            token, weight = answered(rule, logits, canvas, query, wide)
             monkeypatch.setattr(compiled, "MANY", 0)
-            found = answered(rule, logits, one, query)
+            found = answered(rule, logits, canvas, query, wide)
             assert torch.equal(found[0], token)
             torch.testing.assert_close(found[1], weight, rtol=1e-9, atol=1e-9)
 

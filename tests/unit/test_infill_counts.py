@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -58,7 +56,7 @@ def test_a_mask_behind_the_horizon_waits() -> None:
 
 def test_nothing_cuts_what_is_given_off() -> None:
     canvas = toys.canvas(torch.tensor([[True, True, False, True]]))
-    canvas = replace(canvas, frozen=~canvas.masked, given=torch.tensor([3]))
+    canvas = toys.changed(canvas, frozen=~canvas.masked, given=torch.tensor([3]))
     at = torch.tensor([[0]])
     edit = Edit(at, at > 0, end=torch.tensor([1]))
     assert canvas.apply(at, edit).end == 3
@@ -66,7 +64,7 @@ def test_nothing_cuts_what_is_given_off() -> None:
 
 def test_shares_of_what_is_free() -> None:
     canvas = toys.canvas(torch.tensor([[False, True, True, False, True, False]]))
-    canvas = replace(canvas, frozen=~canvas.masked, given=torch.tensor([6]), start=torch.tensor([1]))
+    canvas = toys.changed(canvas, frozen=~canvas.masked, given=torch.tensor([6]), start=torch.tensor([1]))
     assert canvas.inside(torch.arange(6)[None]).tolist() == [[False, True, True, False, True, False]]
     assert canvas.free_before(torch.tensor([4])) == 2 and canvas.free_in_block() == 3 and canvas.progress() == 0
     assert canvas.next_free(torch.tensor([3])) == 4 and canvas.next_free(torch.tensor([5])) == 6

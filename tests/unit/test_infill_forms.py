@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -50,7 +49,7 @@ def canvas_of(given: Sequence[int], rows: int = 1) -> Canvas:
     free = [token == FREE for token in given]
     canvas = laid_out([free] * rows, [[max(0, token) for token in given]] * rows)
     last = max(at for at, token in enumerate(given, 1) if token != FREE)
-    return replace(canvas, frozen=~canvas.masked, given=torch.full((rows,), last))
+    return toys.changed(canvas, frozen=~canvas.masked, given=torch.full((rows,), last))
 
 
 def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bool = False) -> Tensor:

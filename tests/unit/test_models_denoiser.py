@@ -14,7 +14,7 @@ from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Cache, Denoiser
-from dllm_sampler.core.values import Canvas, Query, Spent
+from dllm_sampler.core.values import Candidates, Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import fused
@@ -44,7 +44,7 @@ def canvas_of(model: Denoiser, prompts: list[list[int]] = PROMPTS) -> Canvas:
 def ask(model: Denoiser, canvas: Canvas, query: Query, cache: Cache | None = None) -> tuple[Tensor, Spent]:
     """Logits `[B, K, Q, V]` and what they cost."""
     live = (cache or NoCache()).init(canvas, model.spec)
-    canvas, plan = toys.planned(canvas, query, model.spec, live)
+    plan = toys.planned(canvas, query, model.spec, live)
     hidden, spent = model(canvas, query, plan)
     return plan.answers.spread(model.head(hidden)), spent
 
@@ -77,8 +77,9 @@ def test_hypotheses_and_cost_of_candidates():
     canvas = canvas_of(model)
     positions = torch.tensor([[5, 7], [6, LENGTH], [5, 8]])
     guesses = torch.randint(0, 37, (3, 2, 2))
-    query = Query(positions, guesses, live=torch.tensor([[True, True], [True, False], [True, True]]))
-    one = [replace(query, ids=guesses[:, [k]], live=None) for k in range(2)]
+    live = torch.tensor([[True, True], [True, False], [True, True]])
+    query = Query(positions, guesses, candidates=Candidates(live))
+    one = [Query(positions, guesses[:, [k]]) for k in range(2)]
     alone = torch.cat([ask(model, canvas, each)[0] for each in one], 1)
     both, spent = ask(model, canvas, query)
     close(both[[0, 2]], alone[[0, 2]])
@@ -87,19 +88,6 @@ def test_hypotheses_and_cost_of_candidates():
     assert spent.computed.tolist() == [18, 6, 14]
     ids = torch.tensor([[1, 2, 3, 4, 5, guesses[0, 1, 0], 39, guesses[0, 1, 1], 39]])
     close(alone[0, 1], model.transformer(ids)[0, [5, 7]].detach())
-
-
-def test_soft_embeddings_of_some_positions():
-    model = denoiser()
-    canvas = canvas_of(model)
-    positions = torch.tensor([[5, 7], [6, LENGTH], [5, 8]])
-    other = torch.randint(0, 37, (3, 1, 2))
-    query = Query.at(canvas, positions)
-    soft = replace(query, soft=model.transformer.embed(other).detach())
-    expected = ask(model, canvas, replace(query, ids=other))[0]
-    logits = ask(model, canvas, soft)[0]
-    close(logits[[0, 2]], expected[[0, 2]])
-    close(logits[1, 0, 0], expected[1, 0, 0])
 
 
 def test_finished_rows_cost_nothing():
@@ -127,7 +115,7 @@ def test_guidance_mixes_two_branches(cache: Cache):
     assert spent.nfe.tolist() == [1, 1, 1]
     assert spent.computed.tolist() == [18, 12, 14]
     conditional, _ = ask(model, canvas, query)
-    blank = replace(canvas, ids=canvas.ids.masked_fill(canvas.frozen, 39))
+    blank = replace(canvas, ids=canvas.ids.masked_fill(canvas.layout.frozen, 39))
     unconditional, _ = ask(model, blank, query)
     close(logits, unconditional + 1.5 * (conditional - unconditional))
 

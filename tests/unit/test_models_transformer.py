@@ -87,14 +87,6 @@ def test_hidden_keys_are_not_seen_and_rotary_positions_are_relative():
     torch.testing.assert_close(model(ids, positions=torch.arange(9)[None] + 100), model(ids))
 
 
-def test_soft_embeddings_stand_in_for_tokens():
-    model = network()
-    ids, other = torch.randint(0, 40, (2, 2, 6))
-    where = torch.tensor([[0, 1, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0]]).bool()
-    expected = model(torch.where(where, other, ids))
-    torch.testing.assert_close(model(ids, soft=(model.embed(other), where)), expected)
-
-
 def test_angles_stay_precise_in_every_dtype():
     positions = torch.tensor([[0, 1, 4095]])
     exact = network(dtype=torch.float64).rope(positions, torch.float64)

@@ -110,9 +110,9 @@ def test_every_part_of_the_key_matters():
     at = columns(base)
     draws = [
         tokens(base, at, 8),
-        tokens(replace(base, row_seed=base.row_seed + 1), at, 8),
+        tokens(toys.changed(base, seeds=base.layout.seeds + 1), at, 8),
         tokens(replace(base, step=base.step + 1), at, 8),
-        tokens(replace(base, row_seed=base.row_seed + 2**40), at, 8),
+        tokens(toys.changed(base, seeds=base.layout.seeds + 2**40), at, 8),
     ]
     drawn = torch.stack(draws).flatten()
     assert len(drawn.unique()) == drawn.numel()

@@ -53,7 +53,7 @@ def test_no_mask_token_is_drawn_at_a_large_temperature():
 
 def test_a_falling_temperature_is_applied_in_float32():
     canvas = toys.canvas(torch.ones(1, 6, dtype=torch.bool))
-    answers = toys.planned(canvas, Query.masks(canvas), toys.denoiser().spec)[1].answers
+    answers = toys.planned(canvas, Query.masks(canvas), toys.denoiser().spec).answers
     logits = torch.full((len(answers.row), 2), 30.0, dtype=torch.float16)
     cold = LinearTemperature(low=0.0, high=1e-4, steps=4)(logits, canvas, answers)
     assert cold.dtype == torch.float32

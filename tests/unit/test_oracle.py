@@ -63,10 +63,10 @@ def test_its_steps_read_nothing() -> None:
     state = engine.begin(
         layout.canvas(rows, TOKENS, seeds, toys.denoiser().spec, engine.plugins.blocks, CounterNoise(), cuts=False)
     )
-    for step in range(1, 4):
+    for _ in range(3):
         with torch.no_grad(), no_host_reads():
             engine.step(state)
-        engine.poll(state, step)
+        engine.poll(state)
 
 
 def model(*rules: tuple[int, set[int], set[int], float]) -> Script:
@@ -77,12 +77,12 @@ def model(*rules: tuple[int, set[int], set[int], float]) -> Script:
 
     def says(canvas: Canvas) -> Tensor:
         table = torch.zeros(canvas.ids.shape[0], canvas.length + 1, 8, dtype=torch.float64)
-        masked = canvas.masked[0, canvas.first[0] :].tolist()
+        masked = canvas.masked[0, canvas.layout.first[0] :].tolist()
         for place in range(4):
             rates = [c for at, there, noise, c in rules if at == place and holds(masked, there, noise)]
             sure = rates[0] if rates else 0.4
-            table[:, canvas.first[0] + place] = (1 - sure) / 7
-            table[:, canvas.first[0] + place, place if rates else 5] = sure
+            table[:, canvas.layout.first[0] + place] = (1 - sure) / 7
+            table[:, canvas.layout.first[0] + place, place if rates else 5] = sure
         return table.log()
 
     def holds(masked: list[bool], there: set[int], noise: set[int]) -> bool:

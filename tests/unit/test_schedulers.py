@@ -105,7 +105,7 @@ def test_order_by_chance_goes_by_the_score():
     """At alg_temp 0.5, of two masks the surer opens first with odds exp(difference / 0.5)."""
     many = 4000
     sure = torch.tensor([[0.2, 0.9]], dtype=torch.float64).expand(many, 2)
-    canvas = replace(toys.canvas(torch.ones(many, 2, dtype=torch.bool)), row_seed=torch.arange(many))
+    canvas = toys.changed(toys.canvas(torch.ones(many, 2, dtype=torch.bool)), seeds=torch.arange(many))
     readout = Readout(torch.zeros(many, 1, 2, dtype=torch.long), sure[:, None])
     scheduler = FixedSteps(alg_temp=0.5)
     edit, _ = scheduler.tell(canvas, Query.masks(canvas), readout, scheduler.init(canvas))
@@ -117,7 +117,7 @@ def test_order_by_chance_goes_by_the_score():
 
 def test_origin_opens_at_the_rate_of_the_process():
     many, steps = 400, 5
-    canvas = replace(toys.canvas(torch.ones(many, 20, dtype=torch.bool)), row_seed=torch.arange(many))
+    canvas = toys.changed(toys.canvas(torch.ones(many, 20, dtype=torch.bool)), seeds=torch.arange(many))
     scheduler = Origin(steps=steps)
     opened = torch.full_like(canvas.start, steps)  # what `tell` hands on
     for age in range(steps):
@@ -127,7 +127,7 @@ def test_origin_opens_at_the_rate_of_the_process():
         p = 1 - s / t if age < steps - 1 else 1.0
         assert share == pytest.approx(p, abs=4 * (p * (1 - p) / (many * 20)) ** 0.5 + 1e-9)
         assert (query.positions.diff(dim=1) >= 0).all()
-        assert query.exact
+        assert query.needs_every_position
 
 
 @pytest.mark.parametrize(

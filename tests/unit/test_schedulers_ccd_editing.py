@@ -43,7 +43,7 @@ def test_density_is_the_published_sum(sigma: float) -> None:
     stands = [{0, 1, 4}, {2, 5, 8}]
     masked = canvas.masked.clone()
     for row, places in enumerate(stands):
-        masked[row, [int(canvas.first[row]) + place for place in places]] = False
+        masked[row, [int(canvas.layout.first[row]) + place for place in places]] = False
     found = CertaintyPrior(sigma=sigma).density(replace(canvas, masked=masked), canvas.asked())
 
     def weight(offset: int) -> float:

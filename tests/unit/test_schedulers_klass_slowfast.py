@@ -119,7 +119,7 @@ class Halving(Stop):
     cuts: ClassVar[bool] = True
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        half = canvas.first + canvas.new_tokens // 2
+        half = canvas.layout.answer_end // 2
         return replace(edit, end=torch.where(canvas.step == 1, half, canvas.end))
 
 

@@ -189,10 +189,12 @@ def test_rounds() -> None:
         result = sampler.generate([prompt], max_new_tokens=TOKENS)
         said: dict[int, float] = {}  # by the forward before, of each column
         for (canvas, query, edit, readout), (later, *_) in zip(scheduler.made, scheduler.made[1:], strict=False):
-            assert query.live is not None and query.stops is not None and edit.candidate is not None
+            assert (
+                query.candidates.live is not None and query.candidates.stops is not None and edit.candidate is not None
+            )
             differ = (query.ids != query.ids[:, :1]).sum(2)[0]  # [K]
-            assert differ[0] == 0 and torch.equal(differ[1:], query.live[0, 1:].long())
-            assert query.live[0, edit.candidate].all() and edit.commit.any()
+            assert differ[0] == 0 and torch.equal(differ[1:], query.candidates.live[0, 1:].long())
+            assert query.candidates.live[0, edit.candidate].all() and edit.commit.any()
             kept = ~canvas.masked & (canvas.columns() < canvas.length)
             assert torch.equal(later.ids[kept], canvas.ids[kept])
             winner = query.ids[0, int(edit.candidate)]
@@ -205,7 +207,7 @@ def test_rounds() -> None:
             chosen = readout.confidence[0, int(edit.candidate)].tolist()
             said = dict(zip(query.positions[0].tolist(), chosen, strict=True))
             won += bool(filled.any())
-            apart += int(query.stops[0, edit.candidate]) != int(canvas.stop)
+            apart += int(query.candidates.stops[0, edit.candidate]) != int(canvas.stop)
         assert torch.isfinite(result.trace.logprob).all()
     assert won > 3 and apart
 
@@ -249,7 +251,7 @@ def test_given_tokens_are_seen_and_the_masks_before_them_are_not(blocks: str, ca
     class Garbled(toys.Spy):
         def __call__(self, canvas: Canvas, query: Query, plan: Any) -> Any:
             behind = canvas.masked & (canvas.columns() >= canvas.stop[:, None])
-            if blocks == "pipeline" and query.stops is None:
+            if blocks == "pipeline" and query.candidates.stops is None:
                 canvas = replace(canvas, ids=torch.where(behind, 3, canvas.ids))
             return super().__call__(canvas, query, plan)
 

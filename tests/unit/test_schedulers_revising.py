@@ -66,7 +66,7 @@ class TestWino:
             stop=start.stop + 4,
         )
         query = replace(Query.window(canvas), leave_one_out=blind)
-        canvas, plan = once(canvas, query, denoiser.spec)
+        plan = once(canvas, query, denoiser.spec)
         hidden, _ = denoiser(canvas, query, plan)
         return plan.answers.spread(denoiser.head(hidden))[0, 0]
 

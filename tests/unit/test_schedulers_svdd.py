@@ -288,12 +288,14 @@ def test_the_scheduler_inside_counts_its_own_steps(blocks: int) -> None:
     steps = Counter(row for row, _ in picks)
     assert all(steps[row] <= int(result.nfe[row]) for row in steps) and result.complete.all()
     for canvas, query, _ in spy.calls:
-        assert query.live is not None
+        assert query.candidates.live is not None
         block = (query.positions >= canvas.start[:, None]) & (query.positions < canvas.stop[:, None])
         masks = ((query.ids == toys.MASK) & block[:, None]).any(2)  # [B, K]
-        assert (masks | ~query.live)[~canvas.done].all(), "what is full needs no forward"
-        assert query.live.any(1)[~canvas.done].all()
-    waiting = [query.live[canvas.age > 0] for canvas, query, _ in spy.calls if query.live is not None]
+        assert (masks | ~query.candidates.live)[~canvas.done].all(), "what is full needs no forward"
+        assert query.candidates.live.any(1)[~canvas.done].all()
+    waiting = [
+        query.candidates.live[canvas.age > 0] for canvas, query, _ in spy.calls if query.candidates.live is not None
+    ]
     assert blocks == 17 or any((~live).any() for live in waiting), "some were full"
 
 

@@ -75,7 +75,7 @@ def test_noise_is_drawn_again_and_nothing_else_is(scheduler: Any) -> None:
     sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
     stayed = changed = 0
     for before, after in pairwise(seen):
-        assert torch.equal(before.ids[before.frozen], after.ids[before.frozen])
+        assert torch.equal(before.ids[before.layout.frozen], after.ids[before.layout.frozen])
         kept = ~before.masked & ~after.masked & ~before.in_block()
         assert torch.equal(before.ids[kept], after.ids[kept])
         noise = before.masked & after.masked & before.in_block() & after.in_block() & ~after.done[:, None]

@@ -121,13 +121,13 @@ def test_fill():
     assert filled(canvas, replace(edit, remask=back))[1:] == ([], [4]), "the block is not over"
     over = replace(edit, remask=back, close_block=torch.tensor([True]))
     assert filled(canvas, over)[1:] == ([3, 4], [])
-    frozen = canvas.frozen | (torch.arange(7) == 3)
-    assert filled(replace(canvas, frozen=frozen), edit)[1] == [4]
+    frozen = canvas.layout.frozen | (torch.arange(7) == 3)
+    assert filled(toys.changed(canvas, frozen=frozen), edit)[1] == [4]
     noise = canvas.ids.scatter(1, torch.tensor([[4]]), E)
     assert filled(replace(canvas, ids=noise), edit)[1] == [3, 4], "noise may look like an end token (uniform diffusion)"
 
 
 def test_where_an_end_token_may_fill():
     canvas = at([1, M, E, M, M, 2])
-    canvas = replace(canvas, frozen=canvas.frozen | (torch.arange(7) == 4), end=torch.tensor([5]))
+    canvas = toys.changed(canvas, frozen=canvas.layout.frozen | (torch.arange(7) == 4), end=torch.tensor([5]))
     assert FillStop().positions(canvas)[0].nonzero()[:, 0].tolist() == [2, 3]

@@ -44,7 +44,7 @@ class Strings:
         answer = canvas.answer()  # [B, L]
         candidates, length = query.ids.shape[1], answer.shape[1]
         token, free = canvas.ids.gather(1, answer), canvas.masked.gather(1, answer)
-        place = query.positions - canvas.first[:, None]
+        place = query.positions - canvas.layout.first[:, None]
         place = torch.where((place >= 0) & (query.positions < canvas.length), place, length).clamp(max=length)
 
         def each(values: Tensor) -> Tensor:  # [N, ...]
@@ -81,14 +81,14 @@ class Lattice:
         there = answers.spread(torch.ones_like(answers.row)).flatten(0, 1)  # [N, Q]
         place = strings.place.masked_fill(there == 0, strings.token.shape[1])
         asked = _put(torch.zeros_like(strings.free), place, torch.ones_like(place, dtype=torch.bool))
-        form = torch.zeros_like(canvas.first) if canvas.form is None else canvas.form
+        form = torch.zeros_like(canvas.layout.first) if canvas.layout.form is None else canvas.layout.form
         form = form.repeat_interleave(len(place) // len(form), 0)
-        window = Window.of(edges, canvas, answers.query)
+        window = Window.of(edges, canvas, answers)
         state = window.entered(edges, form, strings.token)
         unasked = window.cut(strings.exists & strings.free & ~asked)
         sizes = edges.sizes
-        if canvas.given is not None and end_ids:
-            inner = pad(canvas.answer() < canvas.given[:, None], (0, 1))[..., None]  # [B, L+1, 1]
+        if canvas.layout.given is not None and end_ids:
+            inner = pad(canvas.answer() < canvas.layout.given[:, None], (0, 1))[..., None]  # [B, L+1, 1]
             sizes = torch.where(inner, inner_sizes(edges, end_ids), sizes)
             sizes = sizes.repeat_interleave(len(place) // len(sizes), 0)
             sizes = torch.cat([window.cut(sizes), sizes[:, -1:]], 1)
@@ -308,13 +308,15 @@ def _relative(values: Tensor, top: Tensor) -> Tensor:
 
 def unasked(canvas: Canvas, query: Query, lattice: Lattice) -> Tensor:
     """`[N, L, S]` noise for the states behind positions that no forward was asked about."""
-    if not isinstance(canvas.noise, CounterNoise):
-        raise UserError(f"a drawn answer of a form needs noise by position, and {type(canvas.noise).__name__} has none")
+    if not isinstance(canvas.layout.noise, CounterNoise):
+        raise UserError(
+            f"a drawn answer of a form needs noise by position, and {type(canvas.layout.noise).__name__} has none"
+        )
     candidates = query.ids.shape[1]
-    step = canvas.step[:, None] if query.step is None else query.step
+    step = canvas.step[:, None] if query.candidates.step is None else query.candidates.step
     step = step.expand(-1, candidates).flatten()  # [N]
-    seeds, answer = (one.repeat_interleave(candidates, 0) for one in (canvas.row_seed, canvas.answer()))
+    seeds, answer = (one.repeat_interleave(candidates, 0) for one in (canvas.layout.seeds, canvas.answer()))
     answer = lattice.window.cut(answer)
-    begin = canvas.noise.begin
+    begin = canvas.layout.noise.begin
     answer = answer if begin is None else answer + begin.repeat_interleave(candidates, 0)[:, None]
     return token_noise(hashed(seeds, step, answer, FORMS), lattice.edges.accepts.shape[1]).double()

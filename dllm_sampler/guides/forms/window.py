@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.packing import stretch
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.packing import Answers, stretch
+from dllm_sampler.core.values import Canvas
 from dllm_sampler.guides.forms import compiled
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.tops import best, floor, total
@@ -32,15 +32,15 @@ class Window:
     behind: Tensor  # [N] positions behind it that the row has
 
     @staticmethod
-    def of(edges: Edges, canvas: Canvas, query: Query) -> Window:
+    def of(edges: Edges, canvas: Canvas, answers: Answers) -> Window:
         """The window of each candidate of a query's rows: as wide as the host knows that it must be."""
-        length, wide = canvas.longest, canvas.sizes.stretch
+        length, wide, query = canvas.layout.longest, answers.stretch, answers.query
         fits = edges.accepts.numel() * length <= MOST
         width = min(wide, length) if wide is not None and fits else length
-        begin = torch.zeros_like(canvas.first)
+        begin = torch.zeros_like(canvas.layout.first)
         if width < length:
             begin = stretch(canvas, query.positions)[0].clamp(max=length - width)
-        behind = (canvas.end - canvas.first - begin - width).clamp(min=0)
+        behind = (canvas.end - canvas.layout.first - begin - width).clamp(min=0)
         candidates = query.ids.shape[1]
         return Window(begin.repeat_interleave(candidates, 0), width, length, behind.repeat_interleave(candidates, 0))
 

@@ -183,7 +183,7 @@ class Grammar(Guide):
     def texts(self, canvas: Canvas) -> Iterator[Text]:
         """The texts of rows that are not done, as they stand."""
         ids = canvas.ids.masked_fill(canvas.masked, -1).tolist()
-        ends = torch.stack([canvas.first, canvas.end, canvas.done.long()], 1).tolist()
+        ends = torch.stack([canvas.layout.first, canvas.end, canvas.done.long()], 1).tolist()
         for row, (first, end, done) in enumerate(ends):
             if not done:
                 words = [None if token < 0 else self.word(token) for token in ids[row][first:end]]
@@ -259,7 +259,7 @@ class Wanted:
         at = query.positions
         stays = edit.commit if edit.remask is None else edit.commit & ~edit.remask
         new = canvas.masked.gather(1, at) | (edit.ids != canvas.ids.gather(1, at))
-        chosen = stays & new & ~canvas.frozen.gather(1, at)
+        chosen = stays & new & ~canvas.layout.frozen.gather(1, at)
         order = sure.argsort(dim=1, descending=True, stable=True)
         told = torch.stack([at, edit.ids, order, chosen.long(), canvas.eligible(at).long()], 1).tolist()
         return [

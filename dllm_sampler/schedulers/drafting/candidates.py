@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.values import Candidates, Canvas, Query
 
 
 class Branch(NamedTuple):
@@ -44,4 +44,5 @@ class Draft(NamedTuple):
             found.append(torch.where(committed & drafted[:, None], ids, root))
             steps.append(self.root.step + branch.steps + (branch.extra > 0))
             live.append(drafted)
-        return replace(query, ids=torch.stack(found, 1), step=torch.stack(steps, 1), live=torch.stack(live, 1))
+        of = Candidates(torch.stack(live, 1), torch.stack(steps, 1))
+        return replace(query, ids=torch.stack(found, 1), candidates=of)

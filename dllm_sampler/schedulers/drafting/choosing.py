@@ -16,7 +16,7 @@ from dllm_sampler.core.noise import CounterNoise, candidate_seeds
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.statistics import probability
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.rewards import NOTHING
 
@@ -92,10 +92,10 @@ class Choosing(Around):
     def init(self, canvas: Canvas) -> Carry:
         """The inner scheduler's carry, and no drafts."""
         inner = super().init(canvas)
-        if self.candidates > 1 and not isinstance(canvas.noise, CounterNoise):
+        if self.candidates > 1 and not isinstance(canvas.layout.noise, CounterNoise):
             raise UserError(
                 f"scheduler={named(self)} draws each candidate by a noise of its own, and"
-                f" {type(canvas.noise).__name__} draws in the order of steps: use the default noise"
+                f" {type(canvas.layout.noise).__name__} draws in the order of steps: use the default noise"
             )
         if not self._holds:
             return inner
@@ -115,7 +115,7 @@ class Choosing(Around):
             ids.append(torch.where(there[:, None], draft.ids.gather(1, query.positions), query.ids[:, 0]))
             live.append(there if number else there | ~holds)
         step = (carry.step + holds)[:, None]  # keys the noise of what is drafted next
-        return replace(query, ids=torch.stack(ids, 1), live=torch.stack(live, 1), step=step)
+        return replace(query, ids=torch.stack(ids, 1), candidates=Candidates(torch.stack(live, 1), step))
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
@@ -141,7 +141,7 @@ class Choosing(Around):
         now = replace(now, step=carry.step + holds)
         over = holds & held.closed
 
-        seen, asked = readout.of(taken), replace(query, ids=now.ids.gather(1, at)[:, None], live=None)
+        seen, asked = readout.of(taken), replace(query.of(taken), ids=now.ids.gather(1, at)[:, None])
         drafts = tuple(draft for _, draft in self._made(now, asked, seen, inner))
         full = torch.stack([draft.closed for draft in drafts]).all(0) & judged & ~over & (canvas.noise_left() > 0)
         ids = torch.stack([torch.where(draft.masked, NOTHING, draft.ids) for draft in drafts], 1)
@@ -167,7 +167,7 @@ class Choosing(Around):
             if number:
                 seeds = candidate_seeds(canvas, number)
                 if not self.inner.traits.plans:  # its order is fixed before
-                    place = replace(canvas, row_seed=seeds)
+                    place = canvas.with_layout(seeds=seeds)
                 if self.draws:
                     assert readout.draw is not None and readout.raw is not None and readout.probabilities is not None
                     token = readout.draw.seeded(seeds)(readout.raw)

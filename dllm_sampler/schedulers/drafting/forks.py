@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Blocks
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 
 
 class Forks(NamedTuple):
@@ -25,7 +25,7 @@ class Forks(NamedTuple):
     @classmethod
     def none(cls, canvas: Canvas, count: int) -> Self:
         """No forks, in room for `count`, or for as many as a block has positions."""
-        at = torch.full((len(canvas.ids), min(count, canvas.width)), canvas.length, device=canvas.ids.device)
+        at = torch.full((len(canvas.ids), min(count, canvas.layout.width)), canvas.length, device=canvas.ids.device)
         zero = torch.zeros_like(at, dtype=torch.float64)
         return cls(at, at, zero, zero, canvas.stop)
 
@@ -33,7 +33,7 @@ class Forks(NamedTuple):
     def best(cls, canvas: Canvas, query: Query, readout: Readout, score: Tensor, count: int) -> Self:
         """The `count` masks of the active block with the highest `score [B, Q]`, each with its token of `readout`."""
         score = score.masked_fill(~canvas.eligible(query.positions), -torch.inf)
-        count = min(count, canvas.width)
+        count = min(count, canvas.layout.width)
         lack = max(0, count - score.shape[1])
         worth, place = F.pad(score, (0, lack), value=-torch.inf).sort(dim=1, descending=True, stable=True)
         worth, place = worth[:, :count], place[:, :count].clamp(max=score.shape[1] - 1)
@@ -65,7 +65,7 @@ class Forks(NamedTuple):
         """The query of the canvas, `query`, for the forks too."""
         filled = query.positions[:, None] == self.at[..., None]  # [B, F, Q]
         ids = torch.cat([query.ids, torch.where(filled, self.ids[..., None], query.ids)], 1)
-        return replace(query, ids=ids, live=self.live(canvas), stops=stops, forks=True)
+        return replace(query, ids=ids, candidates=Candidates(self.live(canvas), stops=stops, forks=True))
 
     def winner(self, canvas: Canvas, query: Query, score: Tensor, share: float, alpha: float) -> Tensor:
         """`[B]` the candidate with the surest masks; of equal ones the first fork, the canvas last.
@@ -82,8 +82,9 @@ class Forks(NamedTuple):
         # Summed one by one: a row sums the same numbers in the same order among longer ones.
         mean = (lowest.cumsum(2).gather(2, few[..., None] - 1)[..., 0] / few).masked_fill(left == 0, 1.0)
         total = alpha * F.pad(self.worth, (1, 0), value=1.0) + (1 - alpha) * mean
-        assert query.live is not None
-        total = total.masked_fill(~query.live, -torch.inf).roll(-1, 1)
+        live = query.candidates.live
+        assert live is not None
+        total = total.masked_fill(~live, -torch.inf).roll(-1, 1)
         return (total.argmax(1) + 1) % total.shape[1]
 
     def write(self, query: Query, candidate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,8 +97,9 @@ class Forks(NamedTuple):
 
     def _masks(self, canvas: Canvas, query: Query) -> Tensor:
         """`[B, K, Q] bool` the positions of the active block at which each candidate has masks."""
-        masks = canvas if query.stops is None else replace(canvas, stop=query.stops.amax(1))
+        stops = query.candidates.stops
+        masks = canvas if stops is None else replace(canvas, stop=stops.amax(1))
         masks = masks.eligible(query.positions)[:, None]
-        if query.stops is not None:
-            masks = masks & (query.positions[:, None] < query.stops[..., None])
+        if stops is not None:
+            masks = masks & (query.positions[:, None] < stops[..., None])
         return masks & (query.positions[:, None] != F.pad(self.at, (1, 0), value=-1)[..., None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dllm_sampler.core.values import Canvas
+from dllm_sampler.core.packing import ForwardRequest
 
 Table = dict[int, list[float]]  # number of candidates to the seconds of forwards with them
 
@@ -28,13 +28,13 @@ class Pace:
     tries: int = 3
     tables: dict[tuple[int, int, int], Table] = field(default_factory=dict, repr=False)
 
-    def next(self, canvas: Canvas, seconds: float) -> int:
-        """Record the last step's time and choose the number of candidates of the next one."""
-        sizes = canvas.sizes
-        batch, columns = canvas.ids.shape
+    def next(self, made: ForwardRequest, seconds: float) -> int:
+        """Record the time of the last forward and choose the number of candidates of the next one."""
+        sizes = made.sizes
+        batch, columns = made.computed.shape
         # Prompts of nearly one length share a table: their forwards differ less than the slack.
         table = self.tables.setdefault((batch, columns.bit_length(), sizes.block), {1: []})
-        now = canvas.branches
+        now = made.most_candidates
         # A forward that opens a block is wider, and one with few masks left has fewer candidates than it may.
         if now in table and not sizes.opens and sizes.queries >= now:
             table[now].append(seconds)

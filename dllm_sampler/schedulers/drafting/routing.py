@@ -127,8 +127,9 @@ class Routing:
     def _bandit(
         self, canvas: Canvas, readout: Readout, span: Tensor, vocab: int, state: Routed
     ) -> tuple[Tensor, Routed]:
-        assert readout.entropy is not None and canvas.grid is not None
-        whole, length = canvas.part or canvas.grid, span.sum(1)
+        grid = canvas.layout.grid
+        assert readout.entropy is not None and grid is not None
+        whole, length = grid.part or grid.length, span.sum(1)
         done = canvas.stop - canvas.start - canvas.noise_left()
         mean = _total(readout.entropy[:, 0], span) / (length.clamp(min=1) * log(vocab))
         parts = ((length - 1) / max(whole - 1, 1), done / whole, mean)

@@ -98,9 +98,9 @@ class RunAhead(Around):
 
     def init(self, canvas: Canvas) -> Round:
         """See `Scheduler.init`."""
-        if not isinstance(canvas.noise, CounterNoise):
+        if not isinstance(canvas.layout.noise, CounterNoise):
             raise UserError(
-                f"scheduler={named(self)} looks at several steps at once, and {type(canvas.noise).__name__}"
+                f"scheduler={named(self)} looks at several steps at once, and {type(canvas.layout.noise).__name__}"
                 " draws in the order of steps: use the default noise"
             )
         zero = torch.zeros_like(canvas.start)

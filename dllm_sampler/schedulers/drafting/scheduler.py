@@ -10,7 +10,7 @@ from torch import Tensor
 from dllm_sampler.core import select
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.drafting.candidates import Branch, Draft
 from dllm_sampler.schedulers.drafting.run_ahead import Round, RunAhead, State
 
@@ -40,20 +40,18 @@ class Drafting(RunAhead):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The inner scheduler's query, for the canvas and for the states that it may come to."""
-        query, most = super().ask(canvas, carry), canvas.width
+        query, most = super().ask(canvas, carry), canvas.layout.width
         if self.eager:
-            columns, most = canvas.columns(), min(most + self.lookahead, canvas.longest)
+            columns, most = canvas.columns(), min(most + self.lookahead, canvas.layout.longest)
             upto = canvas.next_free(canvas.stop) + self.lookahead
             near = (columns >= canvas.start[:, None]) & (columns < upto[:, None])
             query = Query.at(canvas, select.columns(canvas.masked & near, most))
         if carry.readout is None:  # nothing to draft from
-            return replace(query, step=carry.step[:, None]) if self.draws else query
+            return replace(query, candidates=Candidates(step=carry.step[:, None])) if self.draws else query
         branches = self.branches(most)
-        if canvas.branches is not None:
-            branches = branches[: canvas.branches - 1]
         draft = self.drafted(canvas, carry, max((branch.depth for branch in branches), default=0))
         query = draft.candidates(query, branches)
-        return query if self.draws else replace(query, step=None)
+        return query if self.draws else replace(query, candidates=replace(query.candidates, step=None))
 
     def drafted(self, canvas: Canvas, carry: Round, depth: int) -> Draft:
         """The next `depth` steps by the last predictions, as far as they lead."""
@@ -93,10 +91,11 @@ class Drafting(RunAhead):
         """One step along the candidates, in the rows where one of them holds the state that the step makes."""
         after = self.step(state, query, readout.of(state.candidate))
         score = self.fits(query, state, after)  # [B, K]
-        if query.live is not None:
-            score = score * query.live
-        if query.step is not None:  # tokens are drawn with the step's noise
-            score = score * (query.step == after.canvas.step[:, None])
+        live, step = query.candidates.live, query.candidates.step
+        if live is not None:
+            score = score * live
+        if step is not None:  # tokens are drawn with the step's noise
+            score = score * (step == after.canvas.step[:, None])
         accepted = score.any(1) & self.worth_candidate(canvas, state.canvas, after.canvas)
         return where_rows(accepted, self.follow(query, state, after, score.argmax(1)), state, canvas.length)
 

@@ -125,7 +125,7 @@ class Verifying(DynamicThreshold):
 
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
         """`[B, Q]` uniform numbers for `positions [B, Q]`, of which the empty slot wants none."""
-        return canvas.noise.uniform(canvas, positions)
+        return canvas.uniform(positions)
 
     def redrawn(self, readout: Readout, weight: Tensor, failed: Tensor) -> Tensor:
         """`[B, Q]` tokens drawn in proportion to `weight [B, Q, V]`, of which those at `failed [B, Q]` are used."""
