@@ -15,7 +15,7 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.sub_block import SubBlockCache
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Canvas, Edit, Grid, Query, Readout
 from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.engine import layout
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -143,7 +143,7 @@ def at_last_block(model: TransformerDenoiser, ids: Tensor, length: int) -> Canva
     prompt, total = ids[0, :-length].tolist(), ids.shape[1]
     blocks = FixedBlocks(length).bind(toys.context(model.spec))
     canvas = layout.canvas([prompt], length, [0], model.spec, blocks, CounterNoise(), False)
-    assert (int(canvas.start), int(canvas.stop), canvas.layout.grid) == (total - length, total, length)
+    assert (int(canvas.start), int(canvas.stop), canvas.layout.grid) == (total - length, total, Grid(length))
     return replace(canvas, ids=torch.cat([ids, canvas.ids[:, -1:]], 1))
 
 

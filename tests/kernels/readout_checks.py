@@ -121,7 +121,7 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
     """The tokens and statistics of `readout.read` with its guide and noise, for a batch of canvases."""
     from dllm_sampler.engine import readout
 
-    canvas = toys.canvas(torch.ones(3, 7, dtype=torch.bool), row_seed=torch.tensor([5, -9, 2**40]))
+    canvas = toys.canvas(torch.ones(3, 7, dtype=torch.bool), seeds=torch.tensor([5, -9, 2**40]))
     canvas = replace(canvas, step=torch.tensor([0, 3, 11]))
     query = Query.masks(canvas)
     answers = Answers.every(query)

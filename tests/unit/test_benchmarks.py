@@ -154,15 +154,25 @@ def test_what_a_kernel_is_timed_by() -> None:
     bench = import_module("kernels")
     cases, clocks = import_module("kernel_cases"), import_module("clocks")
     made: list[int] = []
+    ran: list[tuple[int, float]] = []  # data and seconds
 
     def make() -> Any:
         made.append(len(made))
-        return cases.Work(lambda it, own=made[-1]: (own, 0.5 if it is TORCH else 0.125), 8)
+
+        def run(it: Any, data: int = made[-1]) -> torch.Tensor:
+            ran.append((data, 0.5 if it is TORCH else 0.125))
+            return torch.ones(1)
+
+        return cases.Work(run, 8)
 
     class Clock(clocks.Clock):
         def replayed(self, runs: Any) -> Any:
-            assert sorted(run()[0] for run in runs) == [0, 1, 2]  # each on data of its own
-            return lambda: runs[0]()[1]
+            ran.clear()
+            for run in runs:
+                run()
+            assert sorted(data for data, _ in ran) == [0, 1, 2]  # each on data of its own
+            seconds = ran[0][1]
+            return lambda: seconds
 
         def copies(self, moved: int) -> int:
             return 3

@@ -201,7 +201,7 @@ def test_a_window_and_the_last_column() -> None:
 
 def test_gaussian_keeps_a_distance_as_often_as_it_should() -> None:
     rows, window, sigma, scale = 4000, 12, 3.0, 2.7
-    canvas = opened(20, 2, 4, rows, row_seed=torch.arange(rows))
+    canvas = opened(20, 2, 4, rows, seeds=torch.arange(rows))
     cache = DPadCache(NoCache(), window=window, sigma=sigma, scale=scale)
     live = cache.init(canvas, toys.denoiser().spec)
     shares = live.computes(canvas)[:, 4:20].double().mean(0).tolist()
@@ -213,7 +213,7 @@ def test_gaussian_keeps_a_distance_as_often_as_it_should() -> None:
 
 def test_uniform_keeps_a_number_of_the_first_ones() -> None:
     rows, window, number = 3000, 6, 2
-    canvas = opened(14, 2, 4, rows, row_seed=torch.arange(rows))
+    canvas = opened(14, 2, 4, rows, seeds=torch.arange(rows))
     found = kept(DPadCache(NoCache(), "uniform", window, number=number), canvas)
     assert all(len(row) == number and max(row) < 4 + window for row in found)
     counts = torch.bincount(torch.tensor(found).flatten(), minlength=14)[4:10]

@@ -19,8 +19,7 @@ NOISE = CounterNoise()
 
 def rows(seeds: list[int], length: int, step: int = 0) -> Canvas:
     canvas = toys.canvas(torch.ones(len(seeds), length, dtype=torch.bool))
-    changes = {"row_seed": torch.tensor(seeds), "step": canvas.step + step}
-    return replace(canvas, **changes)
+    return toys.changed(canvas, seeds=torch.tensor(seeds), step=canvas.step + step)
 
 
 def columns(canvas: Canvas) -> Tensor:

@@ -130,7 +130,7 @@ def test_an_unfinished_row_ends_before_its_first_hole() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampling_does_not_favour_low_ids_in_half_precision(dtype: torch.dtype) -> None:
     rows, width = 512, 16
-    canvas = toys.canvas(torch.ones(rows, width, dtype=torch.bool), row_seed=torch.arange(rows))
+    canvas = toys.canvas(torch.ones(rows, width, dtype=torch.bool), seeds=torch.arange(rows))
     answers = Answers.every(Query.masks(canvas))
     spec = toys.denoiser().spec
     logits = torch.full((rows * width, spec.vocab_size), -torch.inf, dtype=dtype)

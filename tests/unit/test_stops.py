@@ -18,7 +18,7 @@ E, M = toys.EOS, toys.MASK
 def at(ids: list[int], **changes: object) -> Canvas:
     """A row that holds `ids`, masks where they say so; the rest is committed."""
     row = torch.tensor([ids])
-    return replace(toys.canvas(row == M), ids=torch.tensor([[*ids, 0]]), **changes)
+    return toys.changed(toys.canvas(row == M), ids=torch.tensor([[*ids, 0]]), **changes)
 
 
 def judged(stop: Stop, canvas: Canvas, commits: dict[int, int]) -> tuple[Edit, Canvas]:

@@ -98,7 +98,7 @@ def test_samples_are_those_of_repeated_prompts(kind: str) -> None:
         shared = len(prompt) // 6 * 6 if kind == "causal" else 0
         assert rows == [0, shared, shared]
     with pytest.raises(UserError, match="samples must be a whole number"):
-        sampler.generate(prompts, samples=0)
+        sampler.generate(prompts, max_new_tokens=TOKENS, samples=0)
 
 
 def state_of(module: nn.Module) -> list[Any]:
