@@ -361,19 +361,7 @@ def stale(docs: Path, setup: Setup) -> list[str]:
     picture = docs.with_suffix(".png")
     if not picture.exists():
         found.append(f"there is no picture {picture}")
-    named = entries(text)
-    for name in config.names("scheduler"):
-        if named.count(f"scheduler={name}") != 1:
-            count = named.count(f"scheduler={name}") or "no"
-            found.append(f"{docs} has {count} entries for scheduler={name}, and should have one")
     return found
-
-
-def entries(text: str) -> list[str]:
-    """The plug-ins that a document describes, as `group=name`: the first cells of its tables that name papers."""
-    rows = [row for head, *rows in markdown.tables(text) if "paper" in head for row in rows]
-    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row[0])]
-    return [name if "=" in name else f"scheduler={name}" for name in names]
 
 
 def here() -> tuple[str, str]:
@@ -405,7 +393,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=positive, default=1, metavar="N", help="of torch (1)")
     add("--docs", type=Path, default=DOCS, metavar="FILE", help="document to write; its picture goes next to it")
     add("--output", type=Path, default=OUTPUT, metavar="DIR", help=f"results, kept until deleted ({OUTPUT})")
-    add("--check", action="store_true", help="measure nothing: say whether rows, columns or entries are missing")
+    add("--check", action="store_true", help="measure nothing: say whether rows or columns are missing")
     return parser.parse_args(arguments)
 
 

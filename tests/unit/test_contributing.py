@@ -42,7 +42,6 @@ def margin(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_the_yaml_is_the_class(margin: dict[str, Any]) -> None:
     built = config.build("scheduler", margin)
     assert {"name": "margin", "_target_": f"{MODULE}.Margin", **asdict(built)} == margin
-    assert len(block("python", '"""Margin').splitlines()) <= 100
 
 
 @pytest.mark.parametrize(("toy", "cache"), [("llada", "dual"), ("dream", "none"), ("causal", "block_causal")])

@@ -11,9 +11,9 @@ from dllm_sampler import config
 from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.tasks import TASKS
-from tests.tables import markdown, schedulers
+from tests.tables import markdown, methods, schedulers
 from tests.tables.answers import HARD, Tally
-from tests.tables.schedulers import DOCS, NEEDS, ORACLE, SECTION, Row, entries, front, main
+from tests.tables.schedulers import DOCS, NEEDS, ORACLE, SECTION, Row, front, main
 
 FEW = ["--prompts", "2", "--tasks", "copy", "shuffle", "--max-new-tokens", "16", "--block-length", "16"]
 
@@ -23,8 +23,8 @@ RUN = {"fixed", "fixed steps=1", "threshold", "klass", "wino", "threshold blocks
 
 def few_methods(patch: pytest.MonkeyPatch) -> None:
     """A run of all takes long; that the document has a row for each is what `--check` says."""
-    methods = schedulers.methods
-    patch.setattr(schedulers, "methods", lambda setup: {name: methods(setup)[name] for name in RUN})
+    every = schedulers.methods
+    patch.setattr(schedulers, "methods", lambda setup: {name: every(setup)[name] for name in RUN})
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_another_setup_is_another_measurement(folder: Path, measured: list[str])
 
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = DOCS.read_text()
-    one_less = re.sub(r"^\| \*{0,2}`wino`.*\n", "", text.replace("| `remdm` | fixed", "| remdm | fixed"), flags=re.M)
+    one_less = re.sub(r"^\| \*{0,2}`wino`.*\n", "", text, flags=re.M)
     by_hand = re.sub(r"^(\| `d2f` .*\| )[\d.]+ \|$", r"\1 |", one_less, flags=re.M)
     (tmp_path / "schedulers.md").write_text(by_hand.replace("`ccd`", "`cdc`"))
     capsys.readouterr()
@@ -121,24 +121,28 @@ def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "no row for wino" in said
     assert "a row for cdc, which is no method" in said
-    assert "no entries for scheduler=remdm" in said
     assert "a row for `d2f` without a time" in said
     assert "no picture" in said
 
 
-def test_each_scheduler_has_one_entry() -> None:
-    """The measured table may lack a row: nobody has to measure for a change to pass."""
-    found = entries(DOCS.read_text())
-    assert [name for name in config.names("scheduler") if found.count(f"scheduler={name}") != 1] == []
+def test_the_tables_of_methods_are_made_from_conf() -> None:
+    text = DOCS.read_text()
+    assert text == methods.document(text), (
+        f"docs/schedulers.md is older than the comments in conf/. Run {methods.COMMAND}"
+    )
+    assert text.count("\n| `") > len(config.names("scheduler"))
 
 
-def test_entries_name_what_there_is() -> None:
-    """Each method has one entry in the hand-written tables, and each entry is a plug-in, which --info then lists."""
-    found = entries(DOCS.read_text())
-    assert len(found) == len(set(found)) > len(config.names("scheduler"))
-    for entry in found:
-        group, _, name = entry.partition("=")
-        assert config.entry(group, name).about
+@pytest.mark.parametrize(
+    ("about", "cells"),
+    [
+        ("Where (n + 1) fits (X's, arXiv 1234.56789).", ("Where (n + 1) fits", "X's 1234.56789")),
+        ("All open blocks (X); several at once.", ("All open blocks; several at once", "X")),
+        ("The leftmost masks.", ("The leftmost masks", "")),
+    ],
+)
+def test_a_description_ends_with_its_paper(about: str, cells: tuple[str, str]) -> None:
+    assert methods.described(about) == cells
 
 
 @pytest.mark.parametrize(
