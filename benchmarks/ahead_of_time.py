@@ -171,11 +171,15 @@ def check() -> str:
         UserError: it cannot compile here.
     """
     if importlib.util.find_spec("triton") is None:
-        raise UserError("triton is not installed, and nothing can be compiled without it: pip install triton")
+        raise UserError(
+            "package-missing", "triton is not installed, and nothing can be compiled without it: pip install triton"
+        )
     from triton import __version__, knobs
 
     if knobs.runtime.interpret:
-        raise UserError("TRITON_INTERPRET is set, so that kernels are interpreted, not compiled: unset it")
+        raise UserError(
+            "compile-unsupported", "TRITON_INTERPRET is set, so that kernels are interpreted, not compiled: unset it"
+        )
     return __version__
 
 
@@ -193,7 +197,7 @@ def report(targets: Sequence[str], words: Sequence[str], processes: int, file: P
     version = check()
     chosen = [(module, place) for module, place, it in discover() if any(word in it.name for word in words)]
     if not chosen:
-        raise UserError(f"no kernel's name contains {' or '.join(words)}")
+        raise UserError("choice-unknown", f"no kernel's name contains {' or '.join(words)}")
     console = Console(width=max(Console().width, 120))
     jobs = [(module, place, target) for module, place in chosen for target in targets]
     found = compile_all(jobs, processes, Console(stderr=True))

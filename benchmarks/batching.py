@@ -272,7 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     denoiser, given = untrained(options), prompts(options)
     room = denoiser.spec.max_positions - options.tokens
     if options.longest > room:
-        raise UserError(f"--longest {options.longest}: with --tokens {options.tokens} the model has room for {room}")
+        raise UserError(
+            "option-range", f"--longest {options.longest}: with --tokens {options.tokens} the model has room for {room}"
+        )
     work: list[tuple[Case, Prompts, list[int], int]] = []
     if "batches" in options.tables:
         for name, cache in product(options.schedulers, options.caches):

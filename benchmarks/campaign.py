@@ -135,11 +135,15 @@ def earlier(options: argparse.Namespace) -> dict[str, Any]:
         stages, smoke = found["stages"], found["smoke"]
     except OSError:
         said = f"there is no {file} to continue: leave out --continue, or name its folder with --out"
-        raise UserError(said) from None
+        raise UserError("file-invalid", said) from None
     except (ValueError, LookupError, TypeError):
-        raise UserError(f"{file} is no result of a campaign: remove it, and leave out --continue") from None
+        raise UserError(
+            "file-invalid", f"{file} is no result of a campaign: remove it, and leave out --continue"
+        ) from None
     if smoke != options.smoke:
-        raise UserError(f"{file} was written {'with' if smoke else 'without'} --smoke: continue it in the same way")
+        raise UserError(
+            "run-differs", f"{file} was written {'with' if smoke else 'without'} --smoke: continue it in the same way"
+        )
     return stages
 
 

@@ -151,7 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = (case for case in cases(device, options.smoke) if any(text in case.name for text in only))
     first = next(chosen, None)
     if first is None:
-        raise UserError(f"no case's name contains {' or '.join(only)}: without --only the table has them all")
+        raise UserError(
+            "choice-unknown", f"no case's name contains {' or '.join(only)}: without --only the table has them all"
+        )
     clock, console = Clock(device), Console(width=max(Console().width, 100))
     moves = bandwidth(clock)
     about = circumstances() | moves.about()

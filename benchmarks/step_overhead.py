@@ -118,8 +118,9 @@ class Bare:
         positions = torch.arange(first, last, device=device)[None]
         if run is None or not torch.equal(run, positions.expand(batch, -1)) or not plan.answers.whole:
             raise UserError(
+                "cache-incompatible",
                 f"a bare forward computes one run of columns, and cache={named(plan.cache)} others: choose"
-                " --caches among none, prefix and dual"
+                " --caches among none, prefix and dual",
             )
         ids, rows = canvas.ids[:, first:last].clone(), query.positions - first  # [B, Q]
 

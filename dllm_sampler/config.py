@@ -200,9 +200,11 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
         given["adapter"] = fspath(adapter)
     made = ModelSettings(**check(owner, ModelSettings, {**entry("model", name).settings, **given}))
     if made.path == "???":  # as in conf/model/checkpoint.yaml
-        raise UserError('model settings need a name or a path, as in {"name": "mini"}')
+        raise UserError("option-missing", 'model settings need a name or a path, as in {"name": "mini"}')
     if made.revision is not None and expanded(f"{owner}: path", made.path).is_dir():
-        raise UserError(f"{owner}: revision={made.revision} is for a hub id, and {made.path} is a folder: leave it out")
+        raise UserError(
+            "option-not-applicable", f"{owner}: the folder {made.path} has no revision={made.revision}. Remove it."
+        )
     return vars(made)
 
 
@@ -213,7 +215,7 @@ def checkpoint(name: str) -> str:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "~")):
         return name
     if "/" in name or name.startswith((".", "~")):
-        raise UserError(f"there is no folder '{short(name)}' to load a model from")
+        raise UserError("model-not-found", f"there is no folder '{short(name)}' to load a model from")
     known = [one for one in names("model") if one != CHECKPOINT]
     there = "there is no such folder; dllm-sample --info model lists the names, and a hub id is written org/name"
     raise unknown("model", name, known, there)
@@ -239,7 +241,7 @@ def check(owner: str, target: Any, values: Mapping[str, object], whole: bool = F
         checked[key] = _typed(f"{owner}: {key}" if owner else key, target, key, value)
     for key, one in parameters.items() if whole else ():
         if one.default is one.empty and key not in values and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            raise UserError(f"{owner}: the field {key} is missing")
+            raise UserError("option-missing", f"{owner}: the field {key} is missing")
     return checked
 
 
@@ -257,7 +259,7 @@ def plugin_class(owner: str, group: str, target: str) -> type:
     found: Any = resolve_callable(f"{owner}: _target_", target)
     base = resolve(BASES[group])
     if not inspect.isclass(found) or found is base or not issubclass(found, base):
-        raise UserError(f"{owner}: _target_ should name a class that extends {base.__name__}, and {target} is none")
+        raise UserError("target-invalid", f"{owner}: _target_={target} does not extend {base.__name__}")
     return found
 
 
@@ -275,9 +277,9 @@ def _one(group: str, spec: object) -> Any:
     name, target = given.pop("name", None), given.pop("_target_", None)
     if "_target_" in spec and target is None:
         owner = f"{group}={name}" if name else group
-        raise UserError(f"{owner}: _target_ should name a class, as in package.module.Class, and there is none")
+        raise UserError("target-invalid", f"{owner}: _target_ names no class. Write package.module.Class.")
     if target is None and name is None:
-        raise UserError(f'{group} settings need a name, as in {{"name": "{names(group)[-1]}"}}')
+        raise UserError("option-missing", f'{group} settings need a name, as in {{"name": "{names(group)[-1]}"}}')
     if target is None:
         defaults = dict(entry(group, str(name)).settings)
         target = defaults.pop("_target_", None)
@@ -309,7 +311,7 @@ def _made(group: str, plugin: object) -> object:
 
 def _check_size(owner: str, key: str, value: object) -> None:
     if isinstance(value, int) and abs(value) >= 2**31:
-        raise UserError(f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
+        raise UserError("option-range", f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
 
 
 def _nested(hint: Any, value: object) -> Any:
@@ -358,7 +360,9 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
     except ValidationError as error:
         number = any(one["type"] == "string_type" and isinstance(one["input"], int | float) for one in error.errors())
         quote = "; a number in quotes is a string" if number else ""
-        raise UserError(f"{what} should be {_expected(error)}, not {short(repr(value))}{quote}") from None
+        raise UserError(
+            "option-type", f"{what} should be {_expected(error)}, not {short(repr(value))}{quote}"
+        ) from None
 
 
 def _expected(error: ValidationError) -> str:

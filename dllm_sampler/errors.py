@@ -17,11 +17,27 @@ class Sentence(Exception):
 
 
 class UserError(Sentence, ValueError):
-    """A mistake in the user's input; the message is one sentence: what is wrong, where, and what would be right."""
+    """A mistake in the user's input: what is wrong, where, and what would be right.
+
+    Attributes:
+        code: the kind of mistake, for programs, for example `prompt-empty`. docs/errors.md lists them. The words of a
+            message may change; its code does not, and the message names the input as it was typed.
+    """
+
+    def __init__(self, code: str, message: object):
+        super().__init__(message)
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to unpickle it: subclasses differ in their arguments."""
+        return Exception.__new__, (type(self), *self.args), self.__dict__
 
 
 class NotWrittenError(UserError):
     """A file cannot be written: the disk is full, say. What it had before is still there."""
+
+    def __init__(self, message: object):
+        super().__init__("file-not-written", message)
 
 
 class FallbackWarning(Sentence, RuntimeWarning):
@@ -94,11 +110,15 @@ def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = 
         listing: said in place of the list, which may be too long.
     """
     known = list(choices)
+    subject = kind.partition(" ")[0]
+    code = f"{subject}-unknown" if subject in ("field", "flag", "option") else "choice-unknown"
     near = " or ".join(f"'{name}'" for name in nearest(word, known))
     word = short(word)
     what = "fields" if kind.startswith("field") else "choices"
     listing = listing or (f"the {what} are {', '.join(known)}" if known else "it has none")
-    return UserError(f"unknown {kind} '{word}'" + (f", did you mean {near}? ({listing})" if near else f": {listing}"))
+    return UserError(
+        code, f"unknown {kind} '{word}'" + (f", did you mean {near}? ({listing})" if near else f": {listing}")
+    )
 
 
 class RowError(UserError):
@@ -109,16 +129,16 @@ class RowError(UserError):
         prompts: the numbers (from 1) of their prompts.
     """
 
-    def __init__(self, template: str, rows: list[int], prompts: list[int] | None = None):
+    def __init__(self, code: str, template: str, rows: list[int], prompts: list[int] | None = None):
         """`template` says `{prompts}` where the numbers of the prompts stand; `prompts` (from 1), None: the rows'."""
         numbers = sorted({row + 1 for row in rows} if prompts is None else {*prompts})
         named = f"prompt{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-        super().__init__(template.replace("{prompts}", named))
+        super().__init__(code, template.replace("{prompts}", named))
         self.template, self.rows, self.prompts = template, rows, numbers
 
     def numbered(self, prompts: Sequence[int]) -> "RowError":
         """The same error where row i belongs to the prompt number `prompts[i]`, from 1."""
-        return RowError(self.template, self.rows, [prompts[row] for row in self.rows])
+        return RowError(self.code, self.template, self.rows, [prompts[row] for row in self.rows])
 
 
 class NotFiniteError(UserError):
@@ -137,8 +157,9 @@ class NotFiniteError(UserError):
     def __init__(self, step: int, rows: list[int]):
         which = ", ".join(map(str, rows))
         super().__init__(
+            "not-finite",
             f"the model or a guide returned NaN or infinite logits at step {step} for prompt {which}: generation"
             " stopped there; check the weights, the dtype (float16 overflows where bfloat16 does not) and guides of"
-            " your own"
+            " your own",
         )
         self.step, self.rows = step, rows

@@ -70,7 +70,7 @@ def check_among(*choices: object) -> Callable[[str, object], None]:
 
     def check_one(name: str, value: object) -> None:
         if not any(value == one and type(value) is type(one) for one in choices):
-            raise UserError(f"{name} must be {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
+            raise UserError("choice-unknown", f"{name} must be {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
 
     return check_one
 
@@ -78,17 +78,19 @@ def check_among(*choices: object) -> Callable[[str, object], None]:
 def check_threads(name: str, value: object) -> None:
     """Refuse anything but `auto` or a number of threads."""
     if value != AUTO and (not is_whole(value) or not 1 <= value <= MOST_THREADS):
-        raise UserError(f"{name} should be {AUTO} or a number from 1 to {MOST_THREADS}, not {short(repr(value))}")
+        raise UserError(
+            "option-range", f"{name} should be {AUTO} or a number from 1 to {MOST_THREADS}, not {short(repr(value))}"
+        )
 
 
 def _check_temperature(name: str, value: object) -> None:
     if isinstance(value, int) and value >= 2**31:  # torch takes no larger integers
-        raise UserError(f"{name} must be at most {2**31 - 1}, not {value}")
+        raise UserError("option-range", f"{name} must be at most {2**31 - 1}, not {value}")
 
 
 def _check_seed(name: str, value: int) -> None:
     if not -LARGEST_SEED <= value <= LARGEST_SEED:
-        raise UserError(f"{name} should have at most 18 digits, not {len(str(abs(value)))}")
+        raise UserError("option-range", f"{name} should have at most 18 digits, not {len(str(abs(value)))}")
 
 
 def _check_dtype(name: str, value: str) -> None:
@@ -244,17 +246,13 @@ def end_token_ids(given: Any, spec: ModelSpec) -> tuple[int, ...]:
             raise TypeError
         listed = [operator.index(one) for one in several]  # numpy's and torch's integers too
     except TypeError:
-        raise UserError(
-            f"stop_token_ids={given!r} is no token id or list of token ids. Write [5, 6], for example."
-        ) from None
+        raise UserError("option-type", f"stop_token_ids={given!r} is not a list of token ids. Write [5, 6].") from None
     for token in listed:
         if not 0 <= token < spec.vocab_size:
             raise UserError(
-                f"stop_token_ids has the token id {token}, outside the vocabulary of {spec.vocab_size}. Give ids of"
-                " this model's tokens."
+                "token-outside-vocabulary",
+                f"stop_token_ids has {token}, outside the vocabulary of {spec.vocab_size}. Remove it.",
             )
         if token == spec.mask_id:
-            raise UserError(
-                f"stop_token_ids has {token}, the mask token, which no answer contains. Leave it out of the list."
-            )
+            raise UserError("mask-token-given", f"stop_token_ids has {token}, the mask token. Remove it.")
     return tuple(listed)

@@ -61,10 +61,10 @@ class Result:
         """
         given = sorted(answers, key=lambda answer: (answer.index, answer.sample))
         if not given:
-            raise UserError("there are no answers to stack")
+            raise UserError("answers-missing", "there are no answers to stack")
         refused = next((answer for answer in given if answer.trace is None), None)
         if refused is not None:
-            raise UserError(f"an answer cannot be stacked, because its prompt was refused: {refused.error}")
+            raise UserError("answer-refused", f"cannot stack an answer whose prompt was refused: {refused.error}")
         trace = Trace.stack([answer.trace for answer in given if answer.trace is not None])
         width = trace.generated.shape[1]
         texts = [answer.text for answer in given if answer.text is not None]

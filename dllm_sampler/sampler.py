@@ -309,7 +309,7 @@ class Sampler:
         """
         if isinstance(answers, Result):
             if prompts is not None:
-                raise UserError("a result knows its prompts: leave prompts out")
+                raise UserError("options-conflict", "a result knows its prompts: leave prompts out")
             prompts, answers = answers.token_rows()
         return self.generate(given.refined(answers, span, prompts), **options)
 

@@ -18,7 +18,7 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """See `ArgumentParser.error`."""
-        raise UserError(f"{message}; try --help")
+        raise UserError("option-syntax", f"{message}; try --help")
 
 
 def command(name: str) -> Callable[[Main], Callable[..., int]]:

@@ -36,23 +36,23 @@ def about(file: Path, text: str) -> dict[str, Any]:
         found = load_json(text)
     except ValueError as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
-        raise UserError(f"{file}, line {line}: this is not JSON ({getattr(error, 'msg', error)}): {_AGAIN}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file}, line 1: here should be a JSON object, not {_short(found)}: {_AGAIN}")
-    if found.get("schema") != SCHEMA:
         raise UserError(
-            f"{file.parent} is no run of schema {SCHEMA}, the one this version reads: run again into another folder"
-        )
+            "run-damaged", f"{file}, line {line}: not JSON ({getattr(error, 'msg', error)}): {_AGAIN}"
+        ) from error
+    if not isinstance(found, dict):
+        raise UserError("run-damaged", f"{file}, line 1: here should be a JSON object, not {_short(found)}: {_AGAIN}")
+    if found.get("schema") != SCHEMA:
+        raise UserError("version-differs", f"{file.parent} is not a run of schema {SCHEMA}. Name another folder.")
     for name, (holds, wanted) in _ABOUT.items():
         if not holds(found.get(name)) or (name not in found and name not in _LATER):
-            raise UserError(f"{file}, line {_line(text, name)}: {_wrong(name, found, wanted)}: {_AGAIN}")
+            raise UserError("run-damaged", f"{file}, line {_line(text, name)}: {_wrong(name, found, wanted)}: {_AGAIN}")
     return found
 
 
 def differs(file: Path, name: str, found: object, wanted: object) -> NoReturn:
     """Raise a UserError: a field of `run.json` is not what the task says."""
     line = _line(file.read_text(encoding="utf-8"), name)
-    raise UserError(f"{file}, line {line}: `{name}` is {_short(found)}, and the task has {_short(wanted)}: {_AGAIN}")
+    raise UserError("run-damaged", f"{file}, line {line}: `{name}` is {_short(found)}, not {_short(wanted)}: {_AGAIN}")
 
 
 def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) -> Record:
@@ -70,9 +70,7 @@ def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) 
     try:
         return parse(line, run)
     except ValueError as error:
-        raise UserError(
-            f"{file}, line {number}: {error}: remove the line, and the command of the run makes the sample again"
-        ) from error
+        raise UserError("run-damaged", f"{file}, line {number}: {error}. Remove the line and resume.") from error
 
 
 def parse(line: bytes, run: Mapping[str, Any] | None) -> Record:

@@ -91,7 +91,7 @@ def _run(words: list[str]) -> int:
     words = [word for word in words if word not in ("-m", "--multirun")]
     for word in words:
         if "=" not in word and not word.startswith("~"):
-            raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-eval --help")
+            raise UserError("option-syntax", f"'{word}' is not NAME=VALUE. See dllm-eval --help.")
     check_tasks(words)
     found = jobs(words)
     # These import torch and transformers: seconds that the page above and a mistake do not wait for.
@@ -108,7 +108,7 @@ def _run(words: list[str]) -> int:
             RunFolder(folder).records()  # the report covers the folder: a damaged run shows before hours of work
     refused = launch(words, found, Console(stderr=True))
     if len(refused) == len(found):
-        raise UserError(next(iter(refused.values())))
+        raise UserError("runs-refused", next(iter(refused.values())))
     share = accelerated()
     if share is None or share.rank == 0:
         comparison = load([job.folder for job in found])
@@ -137,8 +137,9 @@ def check_tasks(words: Sequence[str]) -> None:
             if name not in choices("task") and harness_names.is_task(name):
                 line = harness_names.command(name, words)
                 raise UserError(
+                    "option-not-applicable",
                     f"task={name} is a task of lm-evaluation-harness. Run `{line} --output_path {name}`, and give that"
-                    " folder to dllm-report."
+                    " folder to dllm-report.",
                 )
 
 

@@ -47,7 +47,7 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path / ABOUT} cannot be read: {error}") from error
+            raise UserError("file-unreadable", f"{self.path / ABOUT} cannot be read: {error}") from error
         return checked.about(self.path / ABOUT, text)
 
     def begin(self, job: Job, device: str) -> None:

@@ -98,7 +98,7 @@ class Job:
         """The task itself."""
         task = config.build("task", self.task)
         if task.count is not None and task.count < 1:
-            raise UserError(f"task.count should be at least 1, not {task.count}")
+            raise UserError("option-range", f"task.count should be at least 1, not {task.count}")
         if self.choices["task"] in own("task"):
             return cast(Task, Asked(task, self.choices["task"]))
         return task
@@ -150,7 +150,7 @@ def job(words: Sequence[str]) -> Job:
     model, plugins = parts(composed)
     task = composed.tree.pop("task", None)
     if not isinstance(task, dict):
-        raise UserError(f"no task: say task=NAME, with one of {', '.join(choices('task'))}")
+        raise UserError("option-missing", f"no task: say task=NAME, with one of {', '.join(choices('task'))}")
     made_of = Options(**config.check("", Options, composed.tree))
     chosen = {group: str(composed.choices.get(group)) for group in ("task", *config.GROUPS)}
     chosen["guide"] = "+".join(guide["name"] for guide in plugins["guide"]) or "none"  # type: ignore[union-attr]
@@ -187,9 +187,7 @@ def jobs(words: Sequence[str]) -> list[Job]:
     """
     for word in words:
         if of_hydra(word) and (not re.match(r"[+~]*hydra[/.]launch", word) or "_target_" in word):
-            raise UserError(
-                f"{word} sets how Hydra runs, and only hydra/launcher and its fields are for the user to set"
-            )
+            raise UserError("option-reserved", f"{word} is Hydra's. Only hydra/launcher may be set.")
     found: dict[str, Job] = {}
     for given in lines([word for word in words if not of_hydra(word)]):
         line = spelled_out(given, holders)
@@ -247,39 +245,37 @@ def values(word: str) -> list[str]:
         return [word]
     if isinstance(override.value(), Glob):
         if key not in EVAL.groups:
-            raise UserError(
-                f"{word}: glob chooses files, of {', '.join(EVAL.groups)}; write the values of {key} as a,b"
-            )
+            raise UserError("option-syntax", f"{word}: glob does not work for {key}. Write a,b.")
         known = config.names(key)  # a pattern names no file of the user's
         names = override.value().filter(known)  # type: ignore[union-attr]
         if not names:
             yours = f"; your own are to be named, {', '.join(own(key))}" if own(key) else ""
-            raise UserError(f"{word} matches nothing: the choices are {', '.join(known)}{yours}")
+            raise UserError("choice-unknown", f"{word} matches nothing: the choices are {', '.join(known)}{yours}")
         return [f"{key}={name}" for name in names]
     try:
         found = list(islice(override.sweep_string_iterator(), MOST_CONFIGURATIONS + 1))
     except (HydraException, ValueError) as error:  # an interval, which has no values of its own, or a step of 0
-        raise UserError(f"{word} has no values to go through ({error}): write a,b or range(first,end,step)") from None
+        raise UserError("option-syntax", f"{word} has no values ({error}). Write a,b or range(0,9,3).") from None
     if not found:
-        raise UserError(f"{word} has no values to go through: write a,b or range(first,end,step)")
+        raise UserError("option-syntax", f"{word} has no values. Write a,b or range(0,9,3).")
     _check_count(len(found), word)
     return [f"{override.get_key_element()}={one}" for one in found]
 
 
 def _check_count(count: int, said: str) -> None:
     if count > MOST_CONFIGURATIONS:
-        raise UserError(f"{said} would be more than {MOST_CONFIGURATIONS} configurations: write fewer values")
+        raise UserError("option-range", f"{said} makes over {MOST_CONFIGURATIONS} runs. Write fewer values.")
 
 
 def _suite(name: str) -> dict[str, list[Any]]:
     """A file of `conf/suite`: `sweeps`, a list of lists of words, and `common` words for all of them."""
     suite = entry("suite", name).settings
     if not set(suite) <= {"common", "sweeps"} or not isinstance(suite.get("sweeps"), list) or not suite["sweeps"]:
-        raise UserError(f"suite={name} should have `sweeps`, a list of lists of words, and may have `common` ones")
+        raise UserError("config-invalid", f"suite={name} needs `sweeps`, a list of lists of words")
     for place, line in [("common", suite.get("common", [])), *(("a sweep", one) for one in suite["sweeps"])]:
         if not isinstance(line, list) or not all(isinstance(word, str) and "=" in word for word in line):
             form = "[scheduler=threshold, 'scheduler.threshold=0.5,0.9']"
-            raise UserError(f"suite={name}: {place} should be a list of words, as in {form}, not {line!r}")
+            raise UserError("config-invalid", f"suite={name}: {place} must be words, as in {form}, not {line!r}")
     return suite
 
 

@@ -53,11 +53,11 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
     workers = max(job.options.workers for job in found)
     named = any(word.startswith(LAUNCHER) and word != f"{LAUNCHER}basic" for word in words)
     if accelerated() is not None and (named or workers > 1):
-        raise UserError("accelerate has its own processes: leave out workers and hydra/launcher, or accelerate")
+        raise UserError("options-conflict", "accelerate and workers exclude each other. Remove one.")
     alone = not named and workers == 1
     idle = [word for word in words if alone and of_hydra(word) and word != f"{LAUNCHER}basic"]
     if idle:
-        raise UserError(f"{idle[0]} is for other processes, and there are none: add workers=N or hydra/launcher=NAME")
+        raise UserError("option-not-applicable", f"{idle[0]} needs workers=N or hydra/launcher=NAME")
     share = accelerated() or Share()
     if share.rank == 0:
         _open(found)
@@ -123,15 +123,16 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
             try:
                 launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
             except RuntimeError as error:  # Hydra's, for a class outside of the packages of its plug-ins
-                raise UserError(f"hydra.launcher._target_ should name a launcher of Hydra's: {error}") from error
+                raise UserError("target-invalid", f"hydra.launcher._target_ is not a launcher: {error}") from error
             with _safe_path():
                 done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
         except (HydraException, ImportError) as error:
             raise _explain(error, said, loader) from error
         except BrokenExecutor as error:
             raise UserError(
-                "a worker process was ended, by hand or for want of memory: what is done is kept, and the same command"
-                " goes on from there"
+                "worker-killed",
+                "A worker was killed (by a user or out of memory). Finished samples are saved. Rerun the command to"
+                " resume.",
             ) from error
     refused: dict[str, str] = {}
     for job in done:
@@ -165,11 +166,11 @@ def _explain(error: Exception, said: Sequence[str], loader: Any) -> UserError:
         names = [f"hydra.launcher.{name}" for name in launcher if name != "_target_"]
         return unknown("setting of Hydra", key[1], ["hydra/launcher", *names])
     if any(_absent(f"hydra_plugins.hydra_{name}_launcher") for name in ("joblib", "submitit")):
-        return UserError(f"{text}; the launchers come with {installing('eval')}")
+        return UserError("package-missing", f"{text}; the launchers come with {installing('eval')}")
     names = loader.get_group_options("hydra/launcher")
     if chosen.removeprefix(LAUNCHER) not in names:
         return unknown("hydra/launcher", chosen.removeprefix(LAUNCHER), names)
-    return UserError(text)
+    return UserError("config-invalid", text)
 
 
 def _absent(module: str) -> bool:
@@ -214,8 +215,9 @@ def run_all(
     if failed:
         runs = "this run" if len(failed) == 1 else f"these {len(failed)} runs"
         raise UserError(
+            "run-failed",
             f"{runs} ended with an error in the code, whose traceback is above: {', '.join(failed)}. What is done is"
-            " kept, and the same command goes on from there"
+            " kept, and the same command goes on from there",
         )
     return refused
 

@@ -21,7 +21,7 @@ def numbered(samples: Sequence[Sample]) -> Iterator[None]:
         yield
     except RowError as error:
         numbers = [samples[number - 1].index + 1 for number in error.prompts]
-        raise RowError(error.template, error.rows, numbers) from error.__cause__
+        raise RowError(error.code, error.template, error.rows, numbers) from error.__cause__
 
 
 def check_prompts(
@@ -49,4 +49,4 @@ def check_prompts(
         try:
             prompts.encode([prompt], tokenizer, spec, max_new_tokens, sample.index + 1)
         except UserError as error:
-            raise UserError(f"{sources[sample.index]}: {error}") from error
+            raise UserError(error.code, f"{sources[sample.index]}: {error}") from error

@@ -65,8 +65,9 @@ class Oracle(Scheduler):
         if given != tuple(self.answer.shape):
             rows, tokens = self.answer.shape
             raise UserError(
+                "length-mismatch",
                 f"this oracle knows {rows} answers of {tokens} tokens, and the batch has {given[0]} prompts and"
-                f" {given[1]} new tokens: make one from this batch's own reference"
+                f" {given[1]} new tokens: make one from this batch's own reference",
             )
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
@@ -101,11 +102,11 @@ def decode(
     stop, predicts = reference.plugins.stop, getattr(reference.plugins.stop, "mode", None) == "predicted"
     if predicts or not isinstance(stop, LEGAL_STOPS):
         raise UserError(
-            f"the oracle cannot reproduce an answer under stop={named(stop)}, which decides by predictions:"
-            " use stop=prefix, block, truncate or none"
+            "stop-incompatible",
+            f"the oracle does not support stop={named(stop)}, which reads predictions. Use stop=prefix.",
         )
     if is_random(reference.plugins.guides):
-        raise UserError("the oracle compares the most likely tokens, and a temperature draws others: leave it out")
+        raise UserError("options-conflict", "the oracle needs greedy decoding. Remove the temperature.")
     one_by_one = reference.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)
     oracle = Sampler(denoiser, scheduler=Oracle.of(one_by_one.trace), tokenizer=tokenizer, **plugins)  # type: ignore[arg-type]
     return one_by_one, oracle.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)

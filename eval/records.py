@@ -81,9 +81,7 @@ class Record:
         """
         for name, value in self.scores.items():
             if not math.isfinite(value):
-                raise UserError(
-                    f"the task's grade {name} of sample {self.index} is {value}: it should be a finite number"
-                )
+                raise UserError("task-result", f"the task's grade {name} of sample {self.index} is {value}, not finite")
         fields = asdict(self)
         times = {name: fields.pop(name) for name in TIMES}
         fields["confidence"] = [finite(value) for value in self.confidence]

@@ -121,7 +121,9 @@ class Runner:
             self.plugins["guide"] = (*self.plugins["guide"][:-1], bound)
         laid_out(self.sampler.denoiser, self.sampler.kernels)
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
-            raise UserError(f"task={job.choices['task']} has text prompts, and the model has no tokenizer")
+            raise UserError(
+                "tokenizer-missing", f"task={job.choices['task']} needs a tokenizer, and the model has none"
+            )
         check_prompts(task, self._prompts, self.tokenizer, self.denoiser.spec, job.max_new_tokens)
 
     def records(self, batches: Sequence[Sequence[Sample]], done: Container[int]) -> Iterator[list[Record]]:
@@ -215,7 +217,9 @@ class Runner:
     def _form(self, sample: Sample) -> str:
         form = self.job.built_task.form(sample)
         if form is None:
-            raise UserError(f"guided=true: task={self.job.choices['task']} gives no form, task=formed does")
+            raise UserError(
+                "option-not-applicable", f"guided=true: task={self.job.choices['task']} gives no form. Use task=formed."
+            )
         return form
 
     def _settings(self, batch: Sequence[Sample]) -> dict[str, Any]:

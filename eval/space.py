@@ -45,21 +45,21 @@ class Domain:
         """
         if isinstance(given, list):
             if not given or not all(value is None or isinstance(value, str | int | float) for value in given):
-                raise UserError(f"{where} should have at least one value in its list, no lists in it, not {given!r}")
+                raise UserError("option-type", f"{where} must be a list of values, not {given!r}")
             for value in given:
                 check(value)
             return Domain(tuple(given))
         if not isinstance(given, Mapping) or not {"low", "high"} <= set(given) <= {"low", "high", "log", "step"}:
-            raise UserError(f"{where} should be a list of values, or low and high (log, step), not {given!r}")
+            raise UserError("option-type", f"{where} must be a list, or low and high, not {given!r}")
         low, high, log, step = given["low"], given["high"], given.get("log", False), given.get("step")
         if not all(map(is_real, (low, high))):
-            raise UserError(f"{where}: low and high should be numbers, not {low!r} and {high!r}")
+            raise UserError("option-type", f"{where}: low and high should be numbers, not {low!r} and {high!r}")
         if low > high:
-            raise UserError(f"{where}: low should be at most high, and {low} is above {high}")
+            raise UserError("option-range", f"{where}: low should be at most high, and {low} is above {high}")
         if not isinstance(log, bool) or (log and (low <= 0 or step is not None)):
-            raise UserError(f"{where}: log should be true or false, and true only with low above 0 and without step")
+            raise UserError("option-range", f"{where}: log=true needs low above 0, and no step")
         if step is not None and (not is_real(step) or step <= 0):
-            raise UserError(f"{where}: step should be a number above 0, not {step!r}")
+            raise UserError("option-range", f"{where}: step should be a number above 0, not {step!r}")
         check(low)
         check(high)
         return Domain((), low, high, log, step, _real(check) or not float(step or 1).is_integer())
@@ -94,16 +94,14 @@ class Space:
             UserError: something unknown, empty or of another form.
         """
         if not given:
-            raise UserError(
-                "tune.space has nothing to choose from: name groups with their choices, as conf/tune/fast.yaml"
-            )
+            raise UserError("option-missing", "tune.space is empty. Name groups, as conf/tune/fast.yaml.")
         groups: dict[str, Mapping[str, Knobs]] = {}
         for group, choices in given.items():
             if group not in (known := (*config.GROUPS[1:], "options")):
                 raise unknown("group of tune.space", group, known)
             if not isinstance(choices, Mapping) or not choices:
                 form = "KNOB: [VALUE, ...]" if group == "options" else f"{group}: {{NAME: {{}}, ...}}"
-                raise UserError(f"tune.space.{group} should be written {form}, not {choices!r}")
+                raise UserError("option-type", f"tune.space.{group} should be written {form}, not {choices!r}")
             if group != "options":
                 groups[group] = {str(name): _knobs(group, str(name), knobs) for name, knobs in choices.items()}
         options = {knob: _option(knob, domain) for knob, domain in given.get("options", {}).items()}
@@ -148,13 +146,13 @@ class Tuning:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w-]+", self.name):
-            raise UserError(f"tune.name should be letters, digits, - and _, not {self.name!r}")
+            raise UserError("option-type", f"tune.name should be letters, digits, - and _, not {self.name!r}")
         if not 1 <= self.trials <= TRIALS:
-            raise UserError(f"tune.trials should be at least 1 and at most {TRIALS}, not {self.trials}")
+            raise UserError("option-range", f"tune.trials should be at least 1 and at most {TRIALS}, not {self.trials}")
         if not 0 <= self.seed <= SEEDS - self.trials:
-            raise UserError(f"tune.seed should be between 0 and {SEEDS - self.trials}, not {self.seed}")
+            raise UserError("option-range", f"tune.seed should be between 0 and {SEEDS - self.trials}, not {self.seed}")
         if not 0 <= self.loss <= 100:
-            raise UserError(f"tune.loss should be between 0 and 100 points, not {self.loss}")
+            raise UserError("option-range", f"tune.loss should be between 0 and 100 points, not {self.loss}")
         if self.measure not in SPEEDS:
             raise unknown("measure of speed", self.measure, SPEEDS)
         _ = self.choices  # a mistake in it shows here
@@ -173,7 +171,7 @@ class Tuning:
 def _knobs(group: str, name: str, given: object) -> Knobs:
     where, settings = f"tune.space.{group}.{name}", entry(group, name).settings
     if given is not None and not isinstance(given, Mapping):
-        raise UserError(f"{where} should have knobs, as in {{KNOB: [VALUE, ...]}}, or {{}}, not {given!r}")
+        raise UserError("option-type", f"{where} must have knobs, as in {{KNOB: [VALUE, ...]}}, or {{}}, not {given!r}")
     found = {}
     for knob, domain in (given or {}).items():
         names = [field for field in settings if field != "_target_"]

@@ -77,7 +77,7 @@ class Tuner:
         for word in words:
             key = word.partition("=")[0].lstrip("+~")
             if key in tuning.choices.keys or (key := key.partition(".")[0]) in tuning.choices.keys:
-                raise UserError(f"{word}: {key} is what tune.space lets the search choose; take it out of one of them")
+                raise UserError("options-conflict", f"{word}: tune.space has {key}, too. Remove one.")
         self.tuning, self.words, self.console = tuning, list(words), console
         self.base = jobs([*words, *REFERENCE])
         self.output = Path(self.base[0].options.output).expanduser()
@@ -91,7 +91,7 @@ class Tuner:
 
         tuning = self.tuning
         if tuning.file.exists() and not (tuning.file.is_file() and MARK.encode() in tuning.file.read_bytes()):
-            raise UserError(f"{tuning.file} is none of dllm-tune's: give the winner another tune.name")
+            raise UserError("file-overwrite", f"{tuning.file} is not from dllm-tune. Change tune.name.")
         with self.study() as study, bars(self.console) as progress:
             if few := too_few([len(job.built_task.samples()) for job in self.base], tuning):
                 self.console.print(f"dllm-tune: {few}", highlight=False, soft_wrap=True)
@@ -132,7 +132,7 @@ class Tuner:
             import optuna
             from sqlalchemy.exc import OperationalError, SQLAlchemyError  # comes with Optuna
         except ImportError as error:
-            raise UserError(f"the search needs Optuna: {installing('eval')}") from error
+            raise UserError("package-missing", f"the search needs Optuna: {installing('eval')}") from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         files.make_folder(self.output)
         file = self.output.resolve() / "study.db"
@@ -149,7 +149,7 @@ class Tuner:
             cause = error if isinstance(error, SQLAlchemyError) else error.__cause__
             reason = str(getattr(cause, "orig", None) or error).partition("\n")[0]
             if not isinstance(cause, OperationalError):  # neither a full disk nor a lock
-                raise UserError(f"{file} is damaged ({reason}): remove it to start the search again") from error
+                raise UserError("run-damaged", f"{file} is damaged ({reason}). Remove it to restart.") from error
             raise NotWrittenError(
                 f"{file} cannot be used: {reason}; what is done is kept, and the same command goes on from there"
             ) from error
@@ -196,11 +196,9 @@ class Tuner:
         """
         found = self.measure(words, REFERENCE)
         if isinstance(found, str):
-            raise UserError(f"one token per step cannot run: {found}")
+            raise UserError("baseline-failed", f"one token per step cannot run: {found}")
         if found.score <= 0:
-            raise UserError(
-                f"one token per step scores 0 on {tasks_of(found)}: there is nothing for a faster configuration to keep"
-            )
+            raise UserError("baseline-failed", f"one token per step scores 0 on {tasks_of(found)}")
         return found
 
     def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | str:
@@ -220,9 +218,7 @@ class Tuner:
         score, speed = figures["score"], figures[self.tuning.measure]
         assert score is not None
         if speed is None:
-            raise UserError(
-                f"tune.measure={self.tuning.measure} counts the tokens of texts, and these answers have none"
-            )
+            raise UserError("option-not-applicable", f"tune.measure={self.tuning.measure} needs answers that are texts")
         return Found(found, chosen, score, speed, sum(len(run.records) for run in runs.values()))
 
     def confirm(self, tried: Sequence[Trial], reference: Found) -> tuple[Found, Found, Found, dict[Sequence[str], str]]:
@@ -287,9 +283,9 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
     """
     for word in words:
         if "=" not in word and not word.startswith("~"):
-            raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see dllm-tune --help")
+            raise UserError("option-syntax", f"'{word}' is not NAME=VALUE. See dllm-tune --help.")
         if of_hydra(word) or word.startswith(("suite=", "report=", "workers=")):
-            raise UserError(f"{word} is for dllm-eval, not for a search")
+            raise UserError("option-not-applicable", f"{word} is for dllm-eval, not for a search")
     own = [word for word in words if re.match(r"[+~]{0,2}tune[.=]", word)]
     settings = composition(TUNE, own).tree.get("tune") or {}
     rest = [word for word in words if word not in own]
@@ -301,10 +297,10 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
         for word, found in each.items():
             key = word.partition("=")[0].lstrip("+~")
             if len(found) > 1 and key != "seed" and key.partition(".")[0] != "task":
-                raise UserError(f"{word}: a search would measure all these values together: give it one")
+                raise UserError("option-repeated", f"{word} has several values. Give one.")
     made = Tuning(**config.check("tune", Tuning, settings, whole=True))
     if made.name in config.names("experiment"):
-        raise UserError(f"tune.name={made.name} is the name of a recipe of ours: give the winner another one")
+        raise UserError("choice-taken", f"tune.name={made.name} is the name of a recipe. Choose another.")
     return made, rest
 
 

@@ -138,7 +138,9 @@ def earlier(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise UserError(f"{file} is no result of this command: remove it, or name another folder with --out") from None
+        raise UserError(
+            "file-invalid", f"{file} is no result of this command: remove it, or name another folder with --out"
+        ) from None
 
 
 def table(found: dict[str, Any]) -> str:

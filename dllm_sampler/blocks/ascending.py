@@ -34,7 +34,9 @@ class AscendingBlocks(Blocks):
         """Where the blocks of a generation of `tokens` end."""
         steps = tokens.bit_length() - 1
         if self.count > max(steps, 1):
-            raise UserError(f"blocks.count={self.count} is more than the {steps} steps of {tokens} new tokens")
+            raise UserError(
+                "option-range", f"blocks.count={self.count} is more than {tokens} new tokens allow: {steps}"
+            )
         later = [2 ** (steps - 1) + 1 + tokens - 2**steps, *(2 ** (steps - 2 - i) for i in range(self.count - 2))]
         sizes = list(reversed(later[: self.count - 1]))
         first = tokens - sum(sizes)

@@ -42,12 +42,9 @@ class FixedBlocks(Blocks):
         spec = context.spec
         length, causal = self.length or spec.block_length or DEFAULT_LENGTH, spec.attention == "block_causal"
         if self.part is not None and not causal:
-            raise UserError(
-                "blocks.part cuts the blocks of block-causal models, and this one sees the whole canvas: use"
-                " blocks.length alone"
-            )
+            raise UserError("blocks-incompatible", "blocks.part is for block-causal models. Set blocks.length alone.")
         if self.part is not None and length % self.part:
-            raise UserError(f"blocks.part={self.part} does not divide blocks of {length} positions")
+            raise UserError("option-range", f"blocks.part={self.part} does not divide blocks of {length} positions")
         return learned(replace(self, length=length), causal=causal)
 
     @property

@@ -52,8 +52,7 @@ class MultiBlock(Blocks):
         """See `PlugIn.bind`."""
         if context.spec.attention != "bidirectional" or context.spec.encoder:
             raise UserError(
-                f"this model is block-causal, or denoises whole blocks, and blocks={named(self)} opens several at once:"
-                " use blocks=fixed"
+                "blocks-incompatible", f"blocks={named(self)} opens several blocks of this model. Use blocks=fixed."
             )
         return self
 

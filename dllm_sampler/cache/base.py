@@ -54,7 +54,7 @@ class BaseCache(Cache):
         self._refuse_live()
         why = next(self._obstacles(context), None)
         if why is not None:
-            raise UserError(why)
+            raise UserError("cache-incompatible", why)
         return self
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
@@ -161,8 +161,8 @@ class BaseCache(Cache):
     def _refuse_live(self) -> None:
         if self.live:
             raise UserError(
-                f"this {type(self).__name__} belongs to one generation and holds its keys and values: hand over the"
-                " cache it was made from, or its name"
+                "cache-in-use",
+                f"this {type(self).__name__} belongs to one generation. Give the cache it was made from.",
             )
 
     def _obstacles(self, context: Context) -> Iterator[str]:

@@ -51,21 +51,15 @@ class BlockCausalCache(BaseCache):
 
     def __post_init__(self) -> None:
         if self.store_pass not in get_args(StorePasses):
-            raise UserError(f"cache.store_pass must be ride or separate, not {self.store_pass!r}")
+            raise UserError("choice-unknown", f"cache.store_pass must be ride or separate, not {self.store_pass!r}")
         check_switch("cache.token_causal", self.token_causal)
 
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`."""
         if self.store_pass == "separate" and context.spec.attention == "causal_context":
-            raise UserError(
-                "cache.store_pass=separate is for block-causal models, and this one's context is causal: use"
-                " cache.store_pass=ride"
-            )
+            raise UserError("cache-incompatible", "cache.store_pass=separate is for block-causal models. Use ride.")
         if self.token_causal and context.spec.attention == "causal_context":
-            raise UserError(
-                "cache.token_causal=true is for block-causal models, and this one's context is causal already: leave it"
-                " out"
-            )
+            raise UserError("cache-incompatible", "cache.token_causal=true is for block-causal models. Remove it.")
         return super().bind(context)
 
     def around(self, scheduler: Scheduler) -> Scheduler:

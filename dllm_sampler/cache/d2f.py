@@ -54,8 +54,9 @@ class D2FCache(BaseCache):
         blocks = context.blocks
         if self.attention == "block_causal" and blocks.sizes_on_open:
             raise UserError(
+                "cache-incompatible",
                 f"cache.attention=block_causal wants blocks of one length, and blocks={named(blocks)} makes others:"
-                " use blocks=pipeline, blocks=fixed or cache.attention=full"
+                " use blocks=pipeline, blocks=fixed or cache.attention=full",
             )
         bound = replace(self)
         bound.length = blocks.lookahead(2**16)

@@ -55,9 +55,9 @@ class DelayedCache(BaseCache):
         check_count("cache.refresh_every", self.refresh_every, optional=True)
         check_choice("cache.mode", self.mode, Mode)
         if self.shift == "right":
-            raise UserError("cache.shift=right leaves masks without the rows that predict them: use un_right, or un")
+            raise UserError("options-conflict", "cache.shift=right hides rows that predict masks. Use un_right or un.")
         if self.shift not in get_args(Shift):
-            raise UserError(f"cache.shift must be un or un_right, not {self.shift!r}")
+            raise UserError("choice-unknown", f"cache.shift must be un or un_right, not {self.shift!r}")
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""

@@ -47,9 +47,10 @@ class GreedyCache(BaseCache):
         """See `Cache.bind`. It needs a scheduler that plans."""
         if context.scheduler is not None and not context.scheduler.traits.plans:
             raise UserError(
+                "cache-incompatible",
                 f"cache={named(self)} must know before each forward what it will commit, and"
                 f" scheduler={named(context.scheduler)} decides that by the forward's predictions: use"
-                " scheduler=random_order, or another cache, dkv say"
+                " scheduler=random_order, or another cache, dkv say",
             )
         return super().bind(context)
 

@@ -60,7 +60,7 @@ class SparseCache(DualCache):
         check_share("cache.keep", self.keep)
         check_count("cache.delay", self.delay, 0)
         if isinstance(self.kernel, bool) or not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError(f"cache.kernel must be an odd number of positions, not {self.kernel!r}")
+            raise UserError("option-range", f"cache.kernel must be an odd number of positions, not {self.kernel!r}")
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""

@@ -43,7 +43,7 @@ class SuffixCache(Cache, ABC):
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Cache):
-            raise UserError(f"cache.inner must be a Cache, PrefixCache() say, not {self.inner!r}")
+            raise UserError("option-type", f"cache.inner must be a Cache, PrefixCache() say, not {self.inner!r}")
         vars(self).update({name: getattr(self.inner, name) for name in FACTS})
 
     @abstractmethod
@@ -59,20 +59,23 @@ class SuffixCache(Cache, ABC):
         """See `Cache.bind`."""
         why = next(self._obstacles(context), None)
         if why is not None:
-            raise UserError(why)
+            raise UserError("cache-incompatible", why)
         try:
             inner = self.inner.bind(context)
         except UserError as error:
-            raise UserError(f"cache={named(self)}: {str(error).replace('cache=', 'cache.inner=')}") from None
+            raise UserError(
+                error.code, f"cache={named(self)}: {str(error).replace('cache=', 'cache.inner=')}"
+            ) from None
         if inner.hides:
             raise UserError(
-                f"cache={named(self)} and cache.inner={named(self.inner)} both choose which masks behind the block"
-                " stay: use cache.inner=prefix, dual or none"
+                "cache-incompatible",
+                f"cache={named(self)} and cache.inner={named(self.inner)} both choose masks. Use cache.inner=dual.",
             )
         if inner.keeps_noise and not inner.refreshes:
             raise UserError(
+                "cache-incompatible",
                 f"cache={named(self)} shows each block other masks, and cache.inner={named(self.inner)} does not"
-                " compute all that it is shown when a block opens: use cache.inner=prefix, dual or none"
+                " compute all that it is shown when a block opens: use cache.inner=prefix, dual or none",
             )
         return replace(self, inner=inner)
 

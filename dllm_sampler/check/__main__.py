@@ -61,10 +61,15 @@ def subject(words: Sequence[str]) -> dict[str, Any]:
     for word in (word for given in spelled_out(words, holders) for word in literal(given)):
         group = parse(word).key_or_group.partition(".")[0]
         if group not in config.GROUPS[1:]:
-            raise UserError(f"{word} is not a plug-in's. Set plug-ins only: {', '.join(config.GROUPS[1:])}.")
+            raise UserError(
+                "option-not-applicable",
+                f"{word} is not a plug-in's. Set plug-ins only: {', '.join(config.GROUPS[1:])}.",
+            )
         groups[group] = None
     if not groups:
-        raise UserError("nothing to check: say scheduler=NAME, or another plug-in (--help lists the groups)")
+        raise UserError(
+            "option-missing", "nothing to check: say scheduler=NAME, or another plug-in (--help lists the groups)"
+        )
     _, plugins = parts(composition(SAMPLE, words))
     return {group: plugins[group] for group in groups}
 

@@ -52,7 +52,7 @@ def split(words: Sequence[str]) -> Arguments:
             break
         if word in FLAGS:
             if action not in ("run", FLAGS[word]):
-                raise UserError(f"--{action} and {word} ask for different pages: leave one of them out")
+                raise UserError("options-conflict", f"--{action} and {word} are different pages. Remove one.")
             action = FLAGS[word]
         elif is_flag(word):
             raise _no_flag(word)
@@ -67,13 +67,12 @@ def _no_flag(word: str) -> UserError:
     """The error for a word that is written like a flag: what to write instead."""
     if word in MULTIRUN:
         return UserError(
-            f"{word} is for several runs, and dllm-sample makes one: dllm-eval takes several values, as in"
-            " dllm-eval scheduler=fixed,threshold"
+            "flag-unknown", f"{word} is for several runs. Use dllm-eval, for example with scheduler=fixed,threshold."
         )
     name, _, value = word.lstrip("-").replace("-", "_").partition("=")
     if name in Options.__dataclass_fields__:
         value = value or ("true" if Options.__dataclass_fields__[name].default is False else "VALUE")
-        return UserError(f"{word} is no flag: options are written name=value, here {name}={value}")
+        return UserError("flag-unknown", f"{word} is no flag: options are written name=value, here {name}={value}")
     return UserError(
-        f"{unknown('flag', word, [*FLAGS, FLAG])}; options are written name=value, and a prompt may follow --"
+        "flag-unknown", f"{unknown('flag', word, [*FLAGS, FLAG])}. Options are name=value. Put a prompt after --."
     )

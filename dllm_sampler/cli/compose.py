@@ -95,11 +95,11 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
             raise several(app, str(override.input_line))
         group = override.key_or_group
         if re.match(r"hydra([./@]|\Z)", group):
-            raise UserError(f"{override.input_line} sets how Hydra runs, which {app.name} decides itself: leave it out")
+            raise UserError("option-reserved", f"{override.input_line} is not for users of {app.name}. Remove it.")
         if override.package is not None:
-            raise UserError(f"{override.input_line} has an @, which has no meaning here: write {group}=NAME")
+            raise UserError("option-syntax", f"{override.input_line} has an @. Write {group}=NAME.")
         if group in app.groups and group not in SEVERAL and isinstance(override.value(), list):
-            raise UserError(f"{override.input_line} names several, and there can be one only: say {group}=NAME")
+            raise UserError("option-missing", f"{override.input_line} names several. Write {group}=NAME.")
     with uninterrupted():  # OmegaConf fails where Ctrl-C comes while it cleans up
         composed = _compose(app, parsed)
     if unread is not None:
@@ -111,7 +111,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
             for group in set(composed.choices) & set(app.groups):
                 for name in set(_names(composed.choices[group])) & set(own(group)):
                     entry(group, name)
-        raise UserError(first_line(error)) from error
+        raise UserError("config-invalid", first_line(error)) from error
 
 
 def _compose(app: App, parsed: Sequence[Override]) -> Composed:
@@ -136,9 +136,7 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
         if group == "guide":
             names = _names(chosen[group])
             if repeated := next((name for name in names if names.count(name) > 1), None):
-                raise UserError(
-                    f"guide=[...] names {repeated} twice, and a command has one set of settings for it: name it once"
-                )
+                raise UserError("options-conflict", f"guide=[...] names {repeated} twice. Name it once.")
             tree[group] = {name: _file(app, group, name) for name in names if name != "none"}
         elif chosen[group] != "???":
             tree[group] = _file(app, group, str(chosen[group]))
@@ -177,8 +175,9 @@ def _file(
             overridden[key] = value
         else:
             raise UserError(
+                "config-invalid",
                 f"{group}={name}: its defaults have {short(json.dumps(one))}. Name another {group}, or in an experiment"
-                f" 'override /GROUP: NAME', with a group of {', '.join(app.groups)}."
+                f" 'override /GROUP: NAME', with a group of {', '.join(app.groups)}.",
             )
     return tree
 
@@ -220,17 +219,19 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
     there = isinstance(node, dict) and last in node
     if not isinstance(node, dict) or not (there or adds):
         wrong = missing(app, key, tree, chosen, short(word.partition("=")[2]))
-        raise wrong or UserError(f"{word}: there is no field '{key}' to set")
+        raise wrong or UserError("field-unknown", f"{word}: there is no field '{key}' to set")
     if one.is_delete():
         if value is not None and value != node[last]:
-            raise UserError(f"{word} removes a value that is not there: {key} is {short(json.dumps(node[last]))}")
+            raise UserError("field-unknown", f"{word} removes another value: {key} is {short(json.dumps(node[last]))}")
         del node[last]
     elif one.is_add() and there and node[last] is not None and not isinstance(value, dict | list):
-        raise UserError(f"{word} adds what is there already: say {word[1:]}")
+        raise UserError("options-conflict", f"{word} adds what is there already: say {word[1:]}")
     elif isinstance(value, dict) and isinstance(node.get(last), dict):
         inner = None if adds else _unknown_field(node[last], value)
         if inner is not None:
-            raise missing(app, f"{key}.{inner}", tree, chosen) or UserError(f"{word}: there is no field '{inner}'")
+            raise missing(app, f"{key}.{inner}", tree, chosen) or UserError(
+                "field-unknown", f"{word}: there is no field '{inner}'"
+            )
         _merge(node[last], {str(name): each for name, each in value.items()})
     else:
         node[last] = _copy(value)
@@ -257,7 +258,7 @@ def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
     plugins: dict[str, object] = {}
     model = tree.pop("model", None)
     if not isinstance(model, dict) or model.get("path") in (None, "???"):
-        raise UserError("no model: say model=NAME, model=FOLDER or model=ORG/NAME")
+        raise UserError("option-missing", "no model: say model=NAME, model=FOLDER or model=ORG/NAME")
     for group in config.GROUPS[1:]:
         found = tree.pop(group, None)
         plugins[group] = _guides(found) if group == "guide" else _plugin(group, found, chosen)
@@ -266,7 +267,7 @@ def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
 
 def _plugin(group: str, found: object, chosen: dict[str, Any]) -> object:
     if not isinstance(found, dict) or not found:
-        raise UserError(f"no {group}: say {group}=NAME, with one of {', '.join(choices(group))}")
+        raise UserError("option-missing", f"no {group}: say {group}=NAME, with one of {', '.join(choices(group))}")
     return _inner(group, _from_file(str(chosen.get(group)), found))
 
 
@@ -292,7 +293,7 @@ def _guides(found: object) -> list[object]:
     guides: dict[str, dict[str, Any]] = {}
     for name, given in found.items() if isinstance(found, dict) else ():
         if not isinstance(given, dict):
-            raise UserError(f"guide.{name} should be a guide's settings, as in guide={name}, not {given!r}")
+            raise UserError("option-type", f"guide.{name} must be settings, as in guide={name}, not {given!r}")
         guides[str(name)] = given
     return [_from_file(name, given) for name, given in guides.items()]
 
@@ -323,7 +324,7 @@ def parse(word: str) -> Override:
     try:
         return _PARSER.parse_override(word)
     except (HydraException, RecursionError):
-        raise UserError(unreadable(word)) from None
+        raise UserError("option-syntax", unreadable(word)) from None
 
 
 def readable(word: str) -> bool:
@@ -345,7 +346,9 @@ def several(app: App, word: str) -> UserError:
     key, _, value = word.partition("=")
     listed = key in LISTS or "." in key
     sweep = "; dllm-eval runs every one of several" if app.name == "dllm-sample" else ""
-    return UserError(f"{word} gives several values: give one{f', or a list as {key}=[{value}]' * listed}{sweep}")
+    return UserError(
+        "option-repeated", f"{word} has several values. Give one{f', or a list as {key}=[{value}]' * listed}{sweep}"
+    )
 
 
 def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value: str = "VALUE") -> UserError | None:
@@ -361,19 +364,21 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
             others, inside = holders(where, first), ".NAME" * (where == "guide")
             name = others[0] if len(others) == 1 else "NAME"
             return UserError(
+                "option-unknown",
                 f"unknown option '{first}': {where}={chosen.get(where)} has no such field; say {where}={name}"
                 f" {where}{inside.replace('NAME', name)}.{first}={value}"
-                + (f", where NAME is one of {', '.join(others)}" if len(others) > 1 else "")
+                + (f", where NAME is one of {', '.join(others)}" if len(others) > 1 else ""),
             )
         if app.name == "dllm-sample" and first in ("prompt", "prompts"):
             return UserError(
+                "option-unknown",
                 f"unknown option '{first}': a prompt is written without a name. Type it alone in quotes, after -- if it"
-                " looks like an option, or name a file with several by prompts_file=FILE"
+                " looks like an option, or name a file with several by prompts_file=FILE",
             )
         near = [paths[name] + f"={value}" * (paths[name] != name) for name in nearest(first, paths)]
         hint = f", did you mean {' or '.join(near)}?" if near else ""
         prompt = "; a prompt may follow --" if app.name == "dllm-sample" else ""
-        return UserError(f"unknown option '{first}'{hint} ({app.name} --help lists them{prompt})")
+        return UserError("option-unknown", f"unknown option '{first}'{hint} ({app.name} --help lists them{prompt})")
     at = f"{first}={chosen[first]}" if isinstance(chosen.get(first), str) else first
     node = known[first]
     for part in rest:
@@ -381,7 +386,7 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
             fields = _leaves(node)
             if first == "guide" and node is known[first]:
                 if part in choices(first):
-                    return UserError(f"guide.{part} sets a guide that is not chosen: add guide={part}")
+                    return UserError("option-not-applicable", f"guide.{part} sets an unused guide. Add guide={part}.")
                 if len(rest) > 1:
                     return unknown("guide", part, choices(first))
                 # Names of guides may be left out before their fields.
@@ -390,7 +395,11 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
                     return unknown("guide", part, choices(first))
             wrong = unknown(f"field of {at}", part, fields)
             others = holders(first, part) if node is known[first] else []
-            return UserError(f"{wrong}; those that have it are {first}={', '.join(others)}") if others else wrong
+            return (
+                UserError("field-unknown", f"{wrong}; those that have it are {first}={', '.join(others)}")
+                if others
+                else wrong
+            )
         # Guides have their names between the group's and the field's: several may be given.
         at, node = f"guide={part}" if first == "guide" and node is known[first] else f"{at}.{part}", node[part]
     return None

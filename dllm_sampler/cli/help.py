@@ -149,7 +149,7 @@ def check_topics(command: str, words: Sequence[str], form: str | None = "GROUP=N
     for word in words:
         if not word.startswith("-") and "=" not in word:
             way = f"Pages are asked for as {command} --help {form}" if form else f"{command} --help is the only one"
-            raise UserError(f"--help {word}: this command has no such page. {way}.")
+            raise UserError("choice-unknown", f"--help {word}: this command has no such page. {way}.")
 
 
 def choices_of(word: str) -> list[tuple[str, str]]:

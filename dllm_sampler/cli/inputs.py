@@ -36,9 +36,9 @@ class Forms(NamedTuple):
         for value, place in zip(self.values, self.places, strict=True):
             if value is None:
                 where = f'"form" should be in each line of {self.file}, or in none'
-                raise UserError(f"{place} names no form, and others do: {where}")
+                raise UserError("form-number", f"{place} names no form, and others do: {where}")
             if not is_whole(value) or not 0 <= value < known:
-                raise UserError(f'{place}: "form" should be {right}, not {json.dumps(value)}')
+                raise UserError("form-number", f'{place}: "form" should be {right}, not {json.dumps(value)}')
             found.append(value)
         return found
 
@@ -66,7 +66,7 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: 
     forms: Forms | None = None
     if file == "-" or (file is None and not prompts and stdin is not None and wanted):
         if stdin is None:
-            raise UserError("prompts_file=- reads a pipe, and there is none")
+            raise UserError("prompt-missing", "prompts_file=- reads a pipe, and there is none")
         prompts += _lines(stdin, "standard input")
     elif file is not None:
         path = expanded("prompts_file", file)
@@ -82,15 +82,15 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: 
                 else:
                     prompts += _lines(lines, file)
         except OSError as error:
-            raise UserError(f"cannot read prompts_file {file}: {error.strerror}") from None
+            raise UserError("file-unreadable", f"cannot read prompts_file {file}: {error.strerror}") from None
     if not prompts and wanted:
         where = f" in {file}" if file else ': dllm-sample "reverse: Ada, Ben, Cal, Dan", or see dllm-sample --help'
-        raise UserError(f"there is no prompt{where}")
+        raise UserError("prompt-missing", f"there is no prompt{where}")
     for number, one in enumerate(prompts, 1):
         try:
             json.dumps(one, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8
-            raise UserError(f"prompt {number} is not valid Unicode text") from None
+            raise UserError("text-invalid", f"prompt {number} is not valid Unicode text") from None
     return Given(prompts, forms)
 
 
@@ -104,7 +104,7 @@ def _lines(lines: Iterable[str], name: str) -> list[Prompt]:
     try:
         return [line.rstrip("\r\n") for line in _unmarked(lines) if line.strip()]
     except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise UserError("text-invalid", f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _unmarked(lines: Iterable[str]) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _numbered(lines: Iterable[str], name: str) -> list[tuple[int, str]]:
     try:
         return [(number, line) for number, line in enumerate(_unmarked(lines), 1) if line.strip()]
     except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise UserError("text-invalid", f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _json(line: str, where: str) -> Any:
@@ -138,11 +138,11 @@ def _json(line: str, where: str) -> Any:
         record = json.loads(line)
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # "\\udc80": half of a character
-        raise UserError(f"{where} is not valid Unicode text") from None
+        raise UserError("text-invalid", f"{where} is not valid Unicode text") from None
     except RecursionError:
-        raise UserError(f"{where} is JSON in too many brackets: lists and objects may be a few hundred deep") from None
+        raise UserError("json-invalid", f"{where} is JSON that is nested too deeply. Use fewer brackets.") from None
     except ValueError as error:
-        raise UserError(f"{where} is not JSON: {str(error).partition(':')[0]}") from None
+        raise UserError("json-invalid", f"{where} is not JSON: {str(error).partition(':')[0]}") from None
     return record
 
 
@@ -155,19 +155,19 @@ def prompt(record: Any, where: str) -> Prompt:
     if isinstance(record, str):
         return record
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
-        raise UserError(f'{where} needs either "prompt" or "messages"')
+        raise UserError("prompt-missing", f'{where} needs either "prompt" or "messages"')
     if "messages" in record:
         return _messages(record["messages"], where)
     given = record["prompt"]
     if isinstance(given, str) or (isinstance(given, list) and all(map(is_whole, given))):
         return given
-    raise UserError(f'{where}: "prompt" should be text or a list of token ids')
+    raise UserError("prompt-type", f'{where}: "prompt" should be text or a list of token ids')
 
 
 def _messages(messages: object, where: str) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
-        raise UserError(f'{where}: "messages" should be a list of {{"role": ..., "content": ...}}')
+        raise UserError("messages-invalid", f'{where}: "messages" should be a list of {{"role": ..., "content": ...}}')
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError(f'{where}: each of "messages" needs the texts "role" and "content"')
+            raise UserError("messages-invalid", f'{where}: each of "messages" needs the texts "role" and "content"')
     return messages

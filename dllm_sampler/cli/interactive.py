@@ -125,7 +125,7 @@ class Session:
         chosen = settings([*overrides, *shown])
         for name in _ELSEWHERE:
             if getattr(chosen.options, name) is not None:
-                raise UserError(f"{name}= is for a command line with prompts: start dllm-sample with it")
+                raise UserError("option-not-applicable", f"{name}= does not work in a session. Restart with it.")
         check_target(chosen.options, overrides)
         check_experiments(chosen, overrides)
         # The same model stays where it is: loading one may take minutes.

@@ -68,11 +68,8 @@ class Options(options.Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resume and self.output is None:
-            raise UserError("resume=true continues a file of samples. Name it as output=FILE.jsonl.")
+            raise UserError("option-missing", "resume=true continues a file of samples. Name it as output=FILE.jsonl.")
         if self.output == "-":
-            raise UserError("output=- would write a file named -. For standard output say output=/dev/stdout.")
+            raise UserError("file-name", "output=- would write a file named -. Use output=/dev/stdout.")
         if self.output is not None and (suffix := Path(self.output).suffix.lower()) in OTHER_FORMATS:
-            raise UserError(
-                f"output={self.output}: samples are written as JSON lines, not as {suffix[1:].upper()}; name a file"
-                " that ends in .jsonl"
-            )
+            raise UserError("file-name", f"output={self.output}: {suffix} is not JSON lines. Name a .jsonl file.")

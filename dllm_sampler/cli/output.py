@@ -60,9 +60,9 @@ class Records:
         self.path, self.samples, self.settings = Path(path).expanduser(), samples, settings
         self.there: set[int] = set()
         if prompts_file is not None and files.same(self.path, Path(prompts_file).expanduser()):
-            raise UserError(f"output={path} would overwrite prompts_file: give it another name")
+            raise UserError("file-overwrite", f"output={path} would overwrite prompts_file: give it another name")
         if self.path.suffix != ".jsonl" and _other(self.path):
-            raise UserError(f"output={path} would overwrite a file that has no samples: name one that ends in .jsonl")
+            raise UserError("file-overwrite", f"output={path} would overwrite another file. Name a .jsonl file.")
         self.lines = files.Lines(self.path, f"output {path}")
         self.numbers: list[int] = []  # of the samples whose lines are written, ascending, and of the one being written
 
@@ -94,7 +94,7 @@ class Records:
             UserError: the output is a stream, or a line of it does not belong to this run.
         """
         if not self.lines.regular:
-            raise UserError(f"resume=true reads output={self.path}, which must be a regular file. Name a file.")
+            raise UserError("file-invalid", f"resume=true cannot read output={self.path}. Name a file.")
         data = self.path.read_bytes()
         self.lines.kept = data.rfind(b"\n") + 1
         for number, line in enumerate(data[: self.lines.kept].splitlines(), 1):
@@ -113,16 +113,12 @@ class Records:
                 raise ValueError
             settings, prompt = found.get("settings"), found["prompt"]
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{where} is not a sample. Remove the line, or give another output=.") from None
+            raise UserError("file-invalid", f"{where} is not a sample. Remove the line.") from None
         if settings != self.settings or not 0 <= sample < self.samples:
-            raise UserError(
-                f"{where} was made with other settings. Give those, or another output=, or leave out resume=true to"
-                " replace the file."
-            )
+            raise UserError("run-differs", f"{where} was made with other settings. Give those, or another output=.")
         if not 0 <= index < len(prompts) or prompt != prompts[index]:
             raise UserError(
-                f"{where} is the answer to another prompt than number {index + 1} of this run. Give the same prompts,"
-                " or another output=."
+                "run-differs", f"{where} answers another prompt than number {index + 1}. Give the same prompts."
             )
         return index * self.samples + sample
 

@@ -46,7 +46,7 @@ def request(arguments: Arguments) -> Request:
     pipe = None if terminal else sys.stdin
     given, own = inputs.read(arguments.prompts, options.prompts_file, pipe, options.infill is None)
     if own is not None and options.forms is not None:
-        raise UserError(f"forms= names the prompts' forms, and so does {options.prompts_file}: leave one of them out")
+        raise UserError("options-conflict", f"forms= and {options.prompts_file} both name forms. Remove one.")
     return Request(chosen, given, own)
 
 
@@ -58,10 +58,7 @@ def check_length(overrides: Sequence[str]) -> None:
     """
     given = {name for name, _, value in (word.lstrip("+~").partition("=") for word in overrides) if value != "null"}
     if {"infill", "max_new_tokens"} <= given:
-        raise UserError(
-            "max_new_tokens= and infill= both say how long an answer is: leave max_new_tokens out, a gap has its own"
-            " length, as in {gap:8}"
-        )
+        raise UserError("options-conflict", "max_new_tokens= and infill= exclude each other. Write lengths as {gap:8}.")
 
 
 def check_experiments(chosen: Settings, overrides: Sequence[str]) -> None:
@@ -82,8 +79,9 @@ def check_experiments(chosen: Settings, overrides: Sequence[str]) -> None:
             for field in fields:
                 if field not in known and f"{group}.{field}" not in typed:
                     raise UserError(
-                        f"experiment={experiment} sets {group}.{field}, and {group}={plugin['name']} has no such field:"
-                        " leave one of them out"
+                        "options-conflict",
+                        f"experiment={experiment} sets {group}.{field}, unknown to {group}={plugin['name']}. Remove"
+                        f" one.",
                     )
 
 
@@ -96,16 +94,13 @@ def check_target(options: Options, overrides: Sequence[str]) -> None:
     given = {re.split(r"[.=@]", word.lstrip("+~"))[0] for word in overrides}
     if options.target is None:
         if idle := sorted(given & {"draft_length", "draft_scheduled", "separator"}):
-            raise UserError(f"{idle[0]} is for drafts that a target verifies: name a causal language model as target=")
+            raise UserError("option-not-applicable", f"{idle[0]} needs a verifier. Add target=MODEL.")
         return
     if options.stream:
-        raise UserError("stream=true shows a canvas being denoised, and target= has none: leave one of them out")
+        raise UserError("options-conflict", "stream=true and target= exclude each other. Remove one.")
     if wrong := sorted(given & {"prefix", "suffix", "infill", "samples"}):
-        raise UserError(f"{wrong[0]} is not for target=, whose model writes from left to right, once: leave it out")
+        raise UserError("option-not-applicable", f"{wrong[0]} does nothing with target=. Remove it.")
     if options.block_length is not None:
-        raise UserError("block_length is not for target=: a draft has draft_length tokens, its blocks blocks.length")
+        raise UserError("option-not-applicable", "block_length does nothing with target=. Set draft_length.")
     if not options.draft_scheduled and (idle := sorted(given & {"scheduler", "blocks", "stop", "cache", "experiment"})):
-        raise UserError(
-            f"{idle[0]} changes nothing where the model drafts for target= in one forward: leave it out, or say"
-            " draft_scheduled=true"
-        )
+        raise UserError("option-not-applicable", f"{idle[0]} needs draft_scheduled=true. Add it.")

@@ -194,7 +194,7 @@ def check(sampler: Sampler, options: Options) -> None:
         try:
             sampler.plugins.of_length(options.block_length)
         except UserError as error:
-            raise UserError(f"{error}, as block_length=null does") from error
+            raise UserError(error.code, f"{error} block_length=null removes it.") from error
 
 
 def asks(given: Sequence[Prompt], options: Options) -> list[Any]:
@@ -206,16 +206,19 @@ def asks(given: Sequence[Prompt], options: Options) -> list[Any]:
     found: list[Any] = []
     ends = [f"{name}=" for name in ("prefix", "suffix") if getattr(options, name) is not None]
     if ends and options.infill is not None:
-        raise UserError(f"{' and '.join(ends)} and infill= both say what is given of an answer: leave one of them out")
+        raise UserError("options-conflict", f"{' and '.join(ends)} and infill= exclude each other. Remove one.")
     for number, prompt in enumerate(given, 1):
         gaps = isinstance(prompt, str) and GAP.search(prompt) is not None
         if gaps and (options.chat or options.infill is not None):
             raise UserError(
+                "gap-unexpected",
                 f"prompt {number} has a gap, and {'chat=true' if options.chat else 'infill='} takes it for something to"
-                " be answered: a text with gaps stands alone, or in infill= with a prompt in front of it"
+                " be answered: a text with gaps stands alone, or in infill= with a prompt in front of it",
             )
         if gaps and ends:
-            raise UserError(f"{' and '.join(ends)} would add to prompt {number}, a text with gaps: write it there")
+            raise UserError(
+                "gap-unexpected", f"{' and '.join(ends)} conflicts with gaps in prompt {number}. Write it there."
+            )
         asked = inputs.as_chat(prompt) if options.chat else prompt
         if gaps:
             found.append(Infill(str(prompt)))
@@ -319,7 +322,7 @@ def _denoise(
         raise
     except RowError as error:
         numbers = [(first + number - 1) // options.samples + 1 for number in error.prompts]
-        raise RowError(error.template, error.rows, numbers) from error.__cause__
+        raise RowError(error.code, error.template, error.rows, numbers) from error.__cause__
     except NotFiniteError as error:
         if records:
             records.write(first, given, error.result, time.perf_counter() - begun - shown)

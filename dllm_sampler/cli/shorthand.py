@@ -41,5 +41,5 @@ def _spelled_out(word: str, chosen: Sequence[str], holders: Callable[[str, str],
     having = [name for name in chosen if name in holders("guide", field)]
     if len(having) > 1:
         ways = " or ".join(f"guide.{name}.{field}" for name in having)
-        raise UserError(f"guide.{field} could be that of several guides: say {ways}")
+        raise UserError("option-ambiguous", f"guide.{field} could be that of several guides: say {ways}")
     return f"guide.{having[0]}.{field}={value}" if having else word

@@ -65,9 +65,7 @@ def with_config_dir(words: Sequence[str], run: Callable[[list[str]], int]) -> in
             name = word.partition("=")[2] if "=" in word else next(rest, "")
             folder = expanded(FLAG, name) if name else None
             if folder is None or not folder.is_dir():
-                raise UserError(
-                    f"{FLAG} {name}".rstrip() + " names no folder. Give the folder that has GROUP/NAME.yaml."
-                )
+                raise UserError("file-missing", f"{FLAG} {name}".rstrip() + " names no folder. Name one.")
         else:
             kept.append(word)
     with using(folder):
@@ -119,7 +117,7 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {first_line(error)}") from error
+        raise UserError("file-unreadable", f"{file} cannot be read: {first_line(error)}") from error
 
 
 def check(group: str, name: str) -> None:
@@ -130,10 +128,7 @@ def check(group: str, name: str) -> None:
     """
     file = _found(group).get(name) if name in config.names(group) else None
     if file is not None and not _is_packaged(file, group):
-        raise UserError(
-            f"{file} has the name of a file of ours, and would be used in its place. Rename it, and write"
-            f" {group}=NEWNAME."
-        )
+        raise UserError("choice-taken", f"{file} has the name of a packaged file. Rename it for {group}=NEWNAME.")
 
 
 def holders(group: str, field: str) -> list[str]:

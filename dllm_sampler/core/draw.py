@@ -46,10 +46,12 @@ def rewritten(guide: Guide, logits: Tensor, canvas: Canvas, answers: Answers, ba
         return barred.exclude(logits, canvas, answers)
     if not isinstance(found, Tensor) or not found.is_floating_point():
         what = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else short(repr(found))
-        raise UserError(f"guide={named(guide)} returned {what} in place of logits. Return a floating-point tensor.")
+        raise UserError("plugin-result", f"guide={named(guide)} returned {what}. Return a floating-point tensor.")
     if found.shape != logits.shape or found.device != logits.device:
         was, now = (f"{list(one.shape)} on {one.device}" for one in (logits, found))
-        raise UserError(f"guide={named(guide)} returned logits of shape {now}, given {was}. Return one for each.")
+        raise UserError(
+            "plugin-result", f"guide={named(guide)} returned logits of shape {now}, given {was}. Return one for each."
+        )
     return barred.exclude(found.clone(), canvas, answers)
 
 
@@ -97,8 +99,8 @@ class Draw:
         token: Any = joint.choose(*noised, rest, self.canvas, self.answers)
         if not isinstance(token, Tensor) or (token.shape, token.dtype) != (choice.shape[:-1], torch.int64):
             raise UserError(
-                f"guide={named(joint)} did not choose one token for each of {len(choice)} rows of logits. Return their"
-                " ids from choose, as int64."
+                "plugin-result",
+                f"guide={named(joint)} did not choose one token for each of {len(choice)} rows. Return int64 ids.",
             )
         # Where nothing is left of `choice`, the joint guide chooses by `whole`.
         return token, (choice.amax(-1) < torch.inf) & whole.amax(-1).isfinite()

@@ -308,9 +308,9 @@ class Trace:
                 optional = {*OPTIONAL} & set(file.keys())
                 tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)} if known else {}
         except (OSError, SafetensorError, ValueError) as error:
-            raise UserError(f"{path} cannot be read as a trace: {error}") from error
+            raise UserError("trace-invalid", f"{path} cannot be read as a trace: {error}") from error
         if not known:
-            raise UserError(f"{path} is not a trace of schema {SCHEMA}, the one this version reads")
+            raise UserError("trace-invalid", f"{path} is not a trace of schema {SCHEMA}, the one this version reads")
         return Trace(**tensors, **{name: about[name] for name in NUMBERS})
 
 

@@ -155,8 +155,7 @@ def _stop(stop: Stop, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -
         check_edit("stop", stop, stopped, canvas, query)
     if stopped.close_block is not edit.close_block or stopped.keep_block is not edit.keep_block:
         raise UserError(
-            f"stop={named(stop)} decides when a row leaves its block (close_block or keep_block of the edit),"
-            " which is for schedulers and blocks to say: a stop ends rows (finish, end)"
+            "plugin-result", f"stop={named(stop)} returned close_block or keep_block. Return finish or end."
         )
     writes = ("ids", "commit", "remask", "end")
     if any(getattr(stopped, name) is not getattr(edit, name) for name in writes):

@@ -43,8 +43,7 @@ def checked_answer(scheduler: Scheduler, told: Any, canvas: Canvas, query: Query
     """
     if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], Edit):
         raise UserError(
-            f"scheduler={named(scheduler)}: tell must return (edit, carry), an Edit and what the next step's call gets,"
-            f" not {type(told).__name__}"
+            "plugin-result", f"scheduler={named(scheduler)}: tell must return (edit, carry), not {type(told).__name__}"
         )
     check_edit("scheduler", scheduler, told[0], canvas, query)
     return told[0], told[1]
@@ -57,7 +56,7 @@ def check_edit(group: str, plugin: object, edit: Any, canvas: Canvas, query: Que
         UserError: naming the plug-in, the field and the right shape.
     """
     if not isinstance(edit, Edit):
-        raise UserError(f"{group}={named(plugin)} returned {type(edit).__name__} in place of an Edit. Return an Edit.")
+        raise UserError("plugin-result", f"{group}={named(plugin)} returned {type(edit).__name__}. Return an Edit.")
     rows, positions = canvas.step.shape, query.positions.shape
     for name, boolean, each in EDIT:
         value: Any = getattr(edit, name)
@@ -69,8 +68,9 @@ def check_edit(group: str, plugin: object, edit: Any, canvas: Canvas, query: Que
         shape = f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         right = f"{list(wanted)}{' of torch.bool' * boolean}"
         raise UserError(
+            "plugin-result",
             f"{group}={named(plugin)} returned an Edit whose {name} is {shape}, and {right} is needed. Return one value"
-            f" for each {'of query.positions' if each else 'row'}."
+            f" for each {'of query.positions' if each else 'row'}.",
         )
 
 
@@ -96,8 +96,8 @@ def check_needs(error: Exception, again: Callable[[Readout], object], seen: Read
             group = next((group for group, kind in KINDS.items() if isinstance(plugin, kind)), None)
             if group is not None:
                 raise UserError(
-                    f"{group}={named(plugin)} reads readout.{read}, which is not measured. Add {str(read)!r} to what"
-                    " its property needs returns."
+                    "plugin-needs",
+                    f"{group}={named(plugin)} reads readout.{read}, not measured. Add {str(read)!r} to its needs.",
                 ) from error
     except Exception:
         return  # it fails in another way

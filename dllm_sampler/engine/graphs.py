@@ -170,7 +170,7 @@ class StaticEngine(Engine):
         except Opaque as error:
             why = f"{error}, and a recording cannot know what it keeps"
             if self.must:
-                raise UserError(f"cuda_graph: {why}") from None
+                raise UserError("graph-unsupported", f"cuda_graph: {why}") from None
             warn(f"steps run without CUDA graphs: {why}")
             return plain
         return state
@@ -317,7 +317,7 @@ def engine(
     """
     why = None if choice is False else obstacle(plugins, noise, denoiser)
     if why is not None and choice is True:
-        raise UserError(f"cuda_graph=true cannot be: {why}")
+        raise UserError("graph-unsupported", f"cuda_graph=true cannot be: {why}")
     if why is not None or choice is False:
         return Engine(denoiser, plugins, poll_every, kernels, *options)
     same = plugins, kernels, options[1], inference_mode(denoiser)

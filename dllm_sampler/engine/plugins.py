@@ -90,9 +90,7 @@ class Plugins:
         """
         if not isinstance(self.blocks, FixedBlocks):
             name = named(self.blocks)
-            raise UserError(
-                f"block_length belongs to blocks=fixed, and this run has blocks={name}: leave one of them out"
-            )
+            raise UserError("options-conflict", f"block_length needs blocks=fixed, not blocks={name}. Remove one.")
         return self.on(FixedBlocks(block_length))
 
     def on(self, blocks: Blocks) -> Plugins:
@@ -180,7 +178,9 @@ def _set(guides: list[Guide], new: Guide, field: str, place: int) -> None:
 
 def _of(kind: type[Kind], group: str, plugin: object) -> Kind:
     if not isinstance(plugin, kind):
-        raise UserError(f"{group} must be a name, a settings dict or a {kind.__name__}, not {type(plugin).__name__}")
+        raise UserError(
+            "option-type", f"{group} must be a name, a settings dict or a {kind.__name__}, not {type(plugin).__name__}"
+        )
     return plugin
 
 
@@ -196,12 +196,13 @@ def check(plugins: Plugins) -> None:
         unknown = sorted(plugin.needs - FIELDS)
         if unknown:
             raise UserError(
+                "plugin-needs",
                 f"{named(plugin)} needs {', '.join(unknown)}, which no readout has: there are"
-                f" {', '.join(sorted(FIELDS))}"
+                f" {', '.join(sorted(FIELDS))}",
             )
     why = next(chain(_obstacles(plugins), _of_guides(plugins.guides)), None)
     if why is not None:
-        raise UserError(why)
+        raise UserError("plugins-incompatible", why)
 
 
 def untrained(plugins: Plugins) -> str | None:

@@ -51,13 +51,13 @@ def answers(
         ("batching", batching, BATCHING),
     ):
         if value not in choices:
-            raise UserError(f"{name} must be {' or '.join(choices)}, not {value!r}")
+            raise UserError("choice-unknown", f"{name} must be {' or '.join(choices)}, not {value!r}")
     try:
         several = None if isinstance(prompts, str | Mapping) else iter(prompts)
     except TypeError:  # a tensor of no dimension is an `Iterable`, too
         several = None
     if several is None:
-        raise UserError("generate_many takes several prompts, in a list or any iterable: for one use generate")
+        raise UserError("prompt-type", "generate_many takes a list of prompts. For one use generate.")
     asked = Arguments.checked(runtime, prompts, **arguments)
     reason = obstacle(runtime.plugins, runtime.noise, runtime.denoiser) if batching == "in_flight" else None
     ranks = Ranks.of(runtime.denoiser)
@@ -71,8 +71,8 @@ def answers(
     else:
         if many.group > batch_size:
             raise UserError(
-                f"batch_size={batch_size} is less than samples={asked.samples}, and this cache computes a prompt once"
-                " for all of its answers, which so begin together: raise batch_size"
+                "option-range",
+                f"batch_size={batch_size} is less than samples={asked.samples}, which begin together. Raise it.",
             )
         if isinstance(prompts, list | tuple) and asked.max_length is None:
             many.fit()
@@ -93,10 +93,7 @@ def requests_of(asked: Arguments, prompts: Iterable[Any]) -> Iterator[list[Reque
             raise mismatch
         try:
             if isinstance(prompt, int | Mapping):
-                raise UserError(
-                    f"prompt {count} is {prompt!r}, and not a prompt: generate_many takes a list of prompts, generate"
-                    " one as well"
-                )
+                raise UserError("prompt-type", f"prompt {count} is {prompt!r}. Give generate_many a list of prompts.")
             found = asked.requests(prompt, count - 1)
         except UserError as error:
             found = error
@@ -377,6 +374,7 @@ def _answers(requests: Sequence[Request], result: Result) -> Iterator[Answer]:
 def ranks_need_in_flight_error(reason: str) -> UserError:
     """Return the error of a model that is sharded over several ranks, if prompts cannot be answered in flight."""
     return UserError(
+        "ranks-unsupported",
         f"{reason}, so prompts are answered batch by batch, and then ranks that share this model's weights (FSDP2) make"
-        " different numbers of forwards: choose plug-ins that can join a batch that runs"
+        " different numbers of forwards: choose plug-ins that can join a batch that runs",
     )

@@ -73,13 +73,14 @@ class Arguments:
                 check_new_tokens(max_new_tokens, spec)
                 if max_length is not None and max_length <= max_new_tokens:
                     raise UserError(
-                        f"max_length={max_length} leaves no room for a prompt: max_new_tokens is {max_new_tokens}"
+                        "context-exceeded",
+                        f"max_length={max_length} has no room beside max_new_tokens={max_new_tokens}",
                     )
             else:
                 for number, one in enumerate(max_new_tokens, 1):
                     check_new_tokens(one, spec, f"max_new_tokens of prompt {number}")
         if progress is not None and not callable(progress):
-            raise UserError(f"progress must be a function, not {progress!r}")
+            raise UserError("function-invalid", f"progress must be a function, not {progress!r}")
         arguments = cls(
             runtime,
             max_new_tokens,
@@ -118,9 +119,7 @@ class Arguments:
         max_new_tokens, form = self.wanted(index)
         if isinstance(prompt, Infill):
             if self.given:
-                raise UserError(
-                    f"prompt {number} is an Infill, which says what is given: leave prefix, suffix and pinned out"
-                )
+                raise UserError("options-conflict", f"prompt {number} is an Infill. Remove prefix, suffix and pinned.")
             before = prompt.prompt
             given = encode_template(
                 prompt.answer, runtime.tokenizer, runtime.spec, f"prompt {number}", alone=before is None
@@ -133,8 +132,9 @@ class Arguments:
             given = self.given.answer(index, max_new_tokens)
         if self.max_length is not None and len(ids) + max_new_tokens > self.max_length:
             raise UserError(
-                f"prompt {number} has {len(ids)} tokens and max_new_tokens is {max_new_tokens}, together more than"
-                f" max_length={self.max_length}"
+                "context-exceeded",
+                f"prompt {number} has {len(ids)} tokens. With max_new_tokens={max_new_tokens} they exceed"
+                f" max_length={self.max_length}.",
             )
         if given is not None:
             check_given(given, len(ids), plugins, number)
@@ -171,7 +171,9 @@ def length_mismatch(name: str, numbers: object, each: str, wanted: int, more: bo
         return None
     there = f"is {each} {wanted}" if more else f"{'is' if wanted == 1 else 'are'} {counted(wanted, each)}"
     has = counted(len(numbers), "number")
-    return UserError(f"{name} has {has}, and there {there}: give one for each {each}, or one for all")
+    return UserError(
+        "length-mismatch", f"{name} has {has}, and there {there}: give one for each {each}, or one for all"
+    )
 
 
 def whole_numbers(name: str, given: Any) -> int | list[int]:
@@ -187,7 +189,7 @@ def whole_numbers(name: str, given: Any) -> int | list[int]:
             raise TypeError
         return [operator.index(one) for one in values] if several else operator.index(values)
     except TypeError:
-        raise UserError(f"{name} must be a whole number, or a list of whole numbers, not {given!r}") from None
+        raise UserError("option-type", f"{name} must be one or several whole numbers, not {given!r}") from None
 
 
 def seeds(given: int | Sequence[int], count: int) -> list[int]:
@@ -205,7 +207,7 @@ def seeds(given: int | Sequence[int], count: int) -> list[int]:
 
 def _checked_seed(seed: int, given: Any) -> int:
     if abs(seed) >= 2**63:
-        raise UserError(f"seed must be a whole number of 64 bits, or one per prompt, not {given!r}")
+        raise UserError("option-type", f"seed must be a whole number of 64 bits, or one per prompt, not {given!r}")
     return seed
 
 
@@ -219,17 +221,15 @@ def check_forms(given: Any, known: int) -> int | list[int] | None:
         return None
     if given is None:
         if known == 1:
-            raise UserError("the guide has a list of one form: give the form alone, without brackets, or forms=0")
-        raise UserError(
-            f"the guide has a list of forms: say which each prompt wants, forms=[0, ...], numbers from 0 to {known - 1}"
-        )
+            raise UserError("form-number", "the guide has a list of one form. Remove its brackets, or set forms=0.")
+        raise UserError("form-number", f"a guide has several forms. Set forms= from 0 to {known - 1}.")
     if not known:
-        raise UserError("forms says which form of a guide's list each prompt wants, and no guide has a list of forms")
+        raise UserError("option-not-applicable", "forms= needs a guide with a list of forms. Add one or remove it.")
     found = whole_numbers("forms", given)
     for number, one in enumerate([found] if isinstance(found, int) else found, 1):
         if not 0 <= one < known:
             where = "forms" if isinstance(found, int) else f"forms of prompt {number}"
-            raise UserError(f"{where} must be a number from 0 to {known - 1}, as the guide's list has them, not {one}")
+            raise UserError("form-number", f"{where} must be from 0 to {known - 1}, not {one}")
     return found
 
 
@@ -241,48 +241,41 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
     """
     spec = plugins.context.spec
     if FREE not in given:
-        raise UserError(
-            f"prompt {number}: all {len(given)} tokens of the answer are given, so nothing is to be generated"
-        )
+        raise UserError("nothing-to-generate", f"prompt {number}: all {len(given)} tokens of the answer are given")
     first = given.index(FREE)
     last = max((at for at, token in enumerate(given) if token != FREE), default=-1)
     if plugins.scheduler.traits.initial is not None and first < last:
         raise UserError(
+            "given-unsupported",
             f"prompt {number} has given tokens behind a gap, whose places scheduler={named(plugins.scheduler)} would"
-            " move: use another scheduler, threshold say, or give a beginning alone"
+            " move: use another scheduler, threshold say, or give a beginning alone",
         )
     if spec.encoder:
-        raise UserError(
-            f"prompt {number} has given tokens in its answer, and this model's decoder was made for canvases of noise"
-            " alone: put a beginning into the prompt"
-        )
+        raise UserError("given-unsupported", f"prompt {number} has given tokens. This model needs them in the prompt.")
     if not prompt and spec.shift and not first:
-        raise UserError(
-            f"prompt {number} begins with a gap, and this model predicts a token from the one before it: give text in"
-            " front of the gap"
-        )
+        raise UserError("given-unsupported", f"prompt {number} begins with a gap. This model needs text before it.")
     end = first_end(given, spec.eos_ids)
     if end is not None and FREE in given[end:]:
-        raise UserError(
-            f"prompt {number} has an end token before a gap, and an answer ends there: leave one of them out"
-        )
+        raise UserError("given-conflict", f"prompt {number} has an end token before a gap. Remove one.")
     if first > last:
         return  # a beginning alone
     if not plugins.scheduler.traits.reads_ahead:
         raise UserError(
+            "given-unsupported",
             f"scheduler={named(plugins.scheduler)} asks a verifier that reads from left to right, and"
             f" prompt {number} has given tokens behind a gap, which it would not see: use another scheduler, threshold"
-            " say"
+            " say",
         )
     if spec.attention == "causal_context":
         raise UserError(
-            f"this model reads from left to right up to its active block, and prompt {number} has given tokens behind a"
-            " gap, which it may not see: give a beginning alone"
+            "given-unsupported",
+            f"this causal model cannot see given tokens after a gap of prompt {number}. Give a beginning alone.",
         )
     grid = plugins.blocks.grid
     begin = 0 if spec.prompt_block else prompt
     if grid is not None and (begin + first) // grid < (begin + last) // grid:
         raise UserError(
+            "given-unsupported",
             f"this model is block-causal, a gap does not see later blocks of {grid} tokens, and prompt {number} has"
-            " given tokens in one: give a beginning alone, or text behind a gap in the same block"
+            " given tokens in one: give a beginning alone, or text behind a gap in the same block",
         )

@@ -70,7 +70,7 @@ def make_folder(path: str | Path) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except FileExistsError:  # no `NotWrittenError`: the same command would fail again
-        raise UserError(f"results cannot be kept in {path}: it is a file, and should be a folder") from None
+        raise UserError("folder-invalid", f"cannot write to {path}: it is not a folder") from None
     except OSError as error:
         raise NotWrittenError(f"results cannot be kept in {path}: {error.strerror}") from error
 
@@ -143,7 +143,7 @@ def locked(path: Path, busy: str | None = None, *, keep: bool = False) -> Iterat
         try:
             lock.acquire(blocking=busy is None)
         except Timeout:
-            raise UserError(busy or "") from None
+            raise UserError("file-locked", busy or "") from None
     try:
         yield
     finally:
@@ -183,7 +183,7 @@ class Lines:
             self.regular = number is None and stat.S_ISREG(os.fstat(self.file).st_mode)
         if self.regular and not lock(self.file, wait=False):
             os.close(self.file)
-            raise UserError(f"another process is writing {named}: wait until it is done, or choose another file")
+            raise UserError("file-locked", f"another process is writing {named}. Wait, or name another file.")
 
     def add(self, line: str) -> None:
         """Write a line, given without its end. After an error a regular file has the lines before and no part of it.

@@ -21,16 +21,16 @@ def expanded(what: str, given: str | PathLike[str]) -> Path:
         UserError: an empty path, a home folder of somebody unknown, or a path that cannot be: too long a name, say.
     """
     if not fspath(given):
-        raise UserError(f"{what} is empty: it should be a path")
+        raise UserError("path-invalid", f"{what} is empty: it should be a path")
     try:
         path = Path(given).expanduser()
     except RuntimeError:
         user = Path(given).parts[0]
-        raise UserError(f"{what}={short(fspath(given))}: there is no home folder {short(user)}") from None
+        raise UserError("path-invalid", f"{what}={short(fspath(given))}: no home folder {short(user)}") from None
     try:
         with suppress(FileNotFoundError, NotADirectoryError):  # to be written, or for the caller to complain about
             os.stat(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{what}={short(fspath(given))} is a path that cannot be looked for: {reason}") from None
+        raise UserError("path-invalid", f"{what}={short(fspath(given))} is not a path: {reason}") from None
     return path

@@ -18,11 +18,11 @@ def check_name(model: object) -> None:
     """Refuse a model that is no name, path or settings, such as a module."""
     if isinstance(model, torch.nn.Module):
         raise UserError(
-            f"from_pretrained loads a model by name, and a {type(model).__name__} is one: use"
-            " Sampler(TransformerDenoiser(model, mask_id=..., eos_id=...))"
+            "model-invalid",
+            f"from_pretrained needs a name. Use Sampler(TransformerDenoiser(...)) for a {type(model).__name__}.",
         )
     if not isinstance(model, str | PathLike | Mapping):
-        raise UserError(f"model must be a name, a folder, a hub id or a settings dict, not a {type(model).__name__}")
+        raise UserError("model-invalid", f"model must be a name, folder, hub id or dict, not a {type(model).__name__}")
 
 
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
@@ -30,23 +30,23 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
     spec = _spec(denoiser)
     if not isinstance(spec, ModelSpec):
         raise UserError(
+            "model-invalid",
             f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"
             " masked LM of transformers by dllm_sampler.models.huggingface.wrap. Any other module or function is a"
-            " model for Sampler.from_callable"
+            " model for Sampler.from_callable",
         )
     if spec.mask_id in spec.eos_ids:
         raise UserError(
-            f"{type(denoiser).__name__}: mask_id and eos_id are both {spec.mask_id}. Give each the token that the model"
-            " was trained with"
+            "mask-token-invalid", f"{type(denoiser).__name__}: mask_id and eos_id are both {spec.mask_id}. Correct one."
         )
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError(f"tokenizer must be a tokenizer of transformers, or None, not a {type(tokenizer).__name__}")
+        raise UserError("option-type", f"tokenizer must be one of transformers, not a {type(tokenizer).__name__}")
     methods = ("tokens", "order", "uniform", "ids")
     complete = not isinstance(noise, type) and all(callable(getattr(noise, one, None)) for one in methods)
     if noise is not None and not complete:
         raise UserError(
-            f"noise must be a source of noise (dllm_sampler.CounterNoise()), or None, not a {type(noise).__name__}: for"
-            " other random numbers give another seed"
+            "option-type",
+            f"noise must be a CounterNoise() or None, not a {type(noise).__name__}. Set seed for other numbers.",
         )
 
 
@@ -64,6 +64,7 @@ def _spec(denoiser: object) -> object:
         return found.__get__(denoiser, type(denoiser)) if hasattr(type(found), "__get__") else found
     except AttributeError as error:
         raise UserError(
+            "model-invalid",
             f"the spec of a {type(denoiser).__name__} raises AttributeError: {first_line(error)}. Correct its property"
-            " `spec`"
+            " `spec`",
         ) from error

@@ -58,7 +58,7 @@ class GivenTokens:
             return tuple(piece_ids(one, name, tokenizer, spec, masks) for one in found)
 
         if any(isinstance(one, str) for one in (pinned if isinstance(pinned, list | tuple) else [pinned])):
-            raise UserError("pinned must be token ids, -1 where one is free: text goes into prefix, suffix or infill")
+            raise UserError("option-type", "pinned must be token ids, -1 where free. Text goes into infill.")
         return GivenTokens(rows("prefix", prefix), rows("suffix", suffix), rows("pinned", pinned, True))
 
     def __bool__(self) -> bool:
@@ -68,7 +68,9 @@ class GivenTokens:
         """Return the error for `count` prompts. Returns None if the rows suit that many."""
         for name, rows in vars(self).items():
             if len(rows) > 1 and len(rows) != count:
-                return UserError(f"{name} has {len(rows)} entries for {count} prompts: give one for all, or for each")
+                return UserError(
+                    "length-mismatch", f"{name} has {len(rows)} entries for {count} prompts. Give 1 or {count}."
+                )
         return None
 
     def answer(self, index: int, max_new_tokens: int) -> list[int] | None:
@@ -82,7 +84,7 @@ class GivenTokens:
         own: dict[str, list[int]] = {}
         for name, rows in vars(self).items():
             if index >= len(rows) > 1:
-                raise UserError(f"{name} has {len(rows)} entries, and there is prompt {index + 1}")
+                raise UserError("length-mismatch", f"{name} has {len(rows)} entries, and there is prompt {index + 1}")
             if rows:
                 own[name] = rows[index if len(rows) > 1 else 0]
         if all(token == FREE for row in own.values() for token in row):
@@ -90,15 +92,17 @@ class GivenTokens:
         sizes = " and ".join(_size(name, len(row)) for name, row in own.items())
         fixed = len(own.get("prefix", ())) + len(own.get("suffix", ()))
         if max(fixed, len(own.get("pinned", ()))) > max_new_tokens:
-            raise UserError(f"prompt {index + 1}: max_new_tokens={max_new_tokens} has no room for {sizes}")
+            raise UserError(
+                "given-too-long", f"prompt {index + 1}: max_new_tokens={max_new_tokens} cannot hold {sizes}"
+            )
         given = [FREE] * max_new_tokens
         for name, row in own.items():
             begin = max_new_tokens - len(row) if name == "suffix" else 0
             for at, token in enumerate(row, begin):
                 if FREE not in (token, given[at]) and token != given[at]:
                     raise UserError(
-                        f"prompt {index + 1}: token {at + 1} of the answer is {given[at]} in one of"
-                        f" {', '.join(own)} and {token} in another"
+                        "given-conflict",
+                        f"prompt {index + 1}: {', '.join(own)} give token {at + 1} as {given[at]} and {token}",
                     )
                 given[at] = given[at] if token == FREE else token
         return given
@@ -116,18 +120,20 @@ def piece_ids(
     """Return the token ids of a text, or checked ids. If `masks` are allowed, each becomes `FREE`."""
     if isinstance(piece, str):
         if tokenizer is None:
-            raise UserError(f"{name} is text, but this checkpoint has no tokenizer: give token ids")
+            raise UserError("tokenizer-missing", f"{name} is text and there is no tokenizer. Give token ids.")
         ids = prompts.text_ids(piece, tokenizer, name, special=False)
     else:
         ids = piece.tolist() if isinstance(piece, Tensor) else piece
         if not isinstance(ids, list | tuple) or not all(map(is_whole, ids)):
-            raise UserError(f"{name} must be {'' if masks else 'text or '}token ids, not {piece!r:.60}")
+            raise UserError("option-type", f"{name} must be {'' if masks else 'text or '}token ids, not {piece!r:.60}")
     free = {FREE, spec.mask_id} if masks else set()
     for token in ids:
         if token not in free and not 0 <= token < spec.vocab_size:
-            raise UserError(f"{name} has the token id {token}, outside the vocabulary of {spec.vocab_size}")
+            raise UserError(
+                "token-outside-vocabulary", f"{name} has token id {token}. The vocabulary has {spec.vocab_size}."
+            )
         if token == spec.mask_id and not masks:
-            raise UserError(f"{name} contains the mask token (id {token}): leave a place free by pinned, or by a gap")
+            raise UserError("mask-token-given", f"{name} contains the mask token (id {token}). Use pinned or gaps.")
     return [FREE if token in free else token for token in ids]
 
 
@@ -139,13 +145,13 @@ def templates(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | N
     """
     texts = [answers] if isinstance(answers, str) or not isinstance(answers, Iterable) else list(answers)
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError('infill takes texts with gaps, "... {gap:8} ...": for tokens use pinned')
+        raise UserError("option-type", 'infill takes texts with gaps, "... {gap:8} ...": for tokens use pinned')
     if given is None:
         return [Infill(text) for text in texts]
     known = prompts.as_list(given)
     texts = texts * len(known) if len(texts) == 1 else texts
     if len(known) != len(texts):
-        raise UserError(f"there are {len(texts)} texts and {len(known)} prompts: give one prompt for each text")
+        raise UserError("length-mismatch", f"there are {len(texts)} texts for {len(known)} prompts. Give as many.")
     return [Infill(text, prompt) for text, prompt in zip(texts, known, strict=True)]
 
 
@@ -158,7 +164,7 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
     rows = [_row(row, number) for number, row in enumerate(prompts.as_list(answers), 1)]
     known = [None] * len(rows) if given is None else prompts.as_list(given)
     if len(known) != len(rows):
-        raise UserError(f"there are {len(rows)} answers and {len(known)} prompts: give one prompt for each answer")
+        raise UserError("length-mismatch", f"there are {len(rows)} answers for {len(known)} prompts. Give as many.")
     return [
         Infill(_without(row, spans, number), prompt or None)
         for number, (row, prompt) in enumerate(zip(rows, known, strict=True), 1)
@@ -170,21 +176,22 @@ def _row(answer: Any, number: int) -> list[int]:
     try:
         return [operator.index(token) for token in answer]
     except TypeError:
-        raise UserError(f"refine takes an earlier result or token ids, and answer {number} is {answer!r:.60}") from None
+        raise UserError(
+            "option-type", f"refine takes results or token ids, and answer {number} is {answer!r:.60}"
+        ) from None
 
 
 def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:
     """Return an answer with its spans free."""
     found = [spans] if isinstance(spans, tuple | list) and spans and isinstance(spans[0], int) else spans
     if not isinstance(found, tuple | list) or not found:
-        raise UserError(f"span must be (first, end), positions of the answer from 0, or a list of these, not {spans!r}")
+        raise UserError("span-invalid", f"span must be (first, end), or a list of these, not {spans!r}")
     free = list(row)
     for span in found:
         whole = isinstance(span, tuple | list) and len(span) == 2 and all(type(one) is int for one in span)
         if not whole or not 0 <= span[0] < span[1] <= len(row):
             raise UserError(
-                f"span {span!r} should be (first, end) with 0 <= first < end <= {len(row)}, the tokens of answer"
-                f" {number}"
+                "span-invalid", f"span {span!r} must be (first, end) within 0 and {len(row)} of answer {number}"
             )
         free[span[0] : span[1]] = [FREE] * (span[1] - span[0])
     return free
@@ -208,14 +215,16 @@ def encode_template(
     else:
         given = piece_ids(text, name, tokenizer, spec, masks=True)
     if FREE not in given:
-        raise UserError(f"{name} has no gap, so there is nothing to generate: write one as {{gap:8}}, of 8 tokens")
+        raise UserError("gap-missing", f"{name} has no gap. Write one of 8 tokens as {{gap:8}}.")
     if alone and not any(token != FREE for token in given):
-        raise UserError(f"{name} is nothing but a gap: give text around it, or a prompt in front of it")
+        raise UserError("gap-without-text", f"{name} is only a gap. Add text or a prompt before it.")
     context = f"the model's context of {spec.max_positions} positions"
     if len(given) > spec.max_positions:
-        raise UserError(f"{name} has {len(given)} tokens with its gaps, more than {context}")
+        raise UserError("context-exceeded", f"{name} has {len(given)} tokens with its gaps, more than {context}")
     if not alone and len(given) == spec.max_positions:
-        raise UserError(f"{name} has {len(given)} tokens with its gaps, which leaves no room for a prompt in {context}")
+        raise UserError(
+            "context-exceeded", f"{name} has {len(given)} tokens with its gaps, and no prompt fits {context}"
+        )
     return given
 
 
@@ -223,9 +232,7 @@ def _filled(text: str, tokenizer: PreTrainedTokenizerBase | None, name: str, alo
     """Return the tokens of a text with gaps. The tokenizer's special tokens go around one that is `alone`."""
     free = sum(piece for piece in _split(text, name) if isinstance(piece, int))
     if free > spec.max_positions:  # said before a list of that many is made
-        raise UserError(
-            f"{name} has gaps of {free} tokens in all, more than the model's context of {spec.max_positions} positions"
-        )
+        raise UserError("context-exceeded", f"{name} has gaps of {free} tokens. The context is {spec.max_positions}.")
     parts: list[list[int]] = []
     for piece in _split(text, name):
         parts.append([FREE] * piece if isinstance(piece, int) else piece_ids(piece, name, tokenizer, spec, masks=False))
@@ -249,9 +256,7 @@ def _split(text: str, name: str) -> Iterator[str | int]:
             yield text[end : gap.start()]
         count = (gap[1] or "").strip()
         if not count.isdecimal() or int(count) < 1:
-            raise UserError(
-                f"{name} has {gap[0]}, and a gap is written with its number of tokens, at least 1: {{gap:8}}"
-            )
+            raise UserError("gap-invalid", f"{name} has {gap[0]}. Write a gap with its length: {{gap:8}}")
         yield int(count)
         end = gap.end()
     if text[end:]:

@@ -56,8 +56,7 @@ def check_new_tokens(max_new_tokens: int, spec: ModelSpec, name: str = "max_new_
     check_count(name, max_new_tokens)
     if max_new_tokens >= spec.max_positions:
         raise UserError(
-            f"{name}={max_new_tokens} leaves no room for a prompt: the model's context is"
-            f" {spec.max_positions} positions"
+            "context-exceeded", f"{name}={max_new_tokens} leaves no room in the context of {spec.max_positions}"
         )
 
 
@@ -75,7 +74,7 @@ def encode(
     """
     given = as_list(prompts)
     if not given:
-        raise UserError("there is no prompt: give at least one")
+        raise UserError("prompt-missing", "there is no prompt: give at least one")
     return [encode_one(prompt, tokenizer, spec, max_new_tokens, number) for number, prompt in enumerate(given, first)]
 
 
@@ -90,19 +89,23 @@ def encode_one(
     check_new_tokens(max_new_tokens, spec)
     ids = _ids(prompt, tokenizer, number)
     if not ids:
-        raise UserError(f"prompt {number} is empty: give it at least one token")
+        raise UserError("prompt-empty", f"prompt {number} is empty: give it at least one token")
     bad = [token for token in ids if not 0 <= token < spec.vocab_size]
     if bad:
-        raise UserError(f"prompt {number} has the token id {bad[0]}, outside the vocabulary of {spec.vocab_size}")
+        raise UserError(
+            "token-outside-vocabulary", f"prompt {number} has token id {bad[0]}. The vocabulary has {spec.vocab_size}."
+        )
     if spec.mask_id in ids:
         raise UserError(
-            f"prompt {number} contains the mask token (id {spec.mask_id}) at position {ids.index(spec.mask_id)}:"
-            " a prompt must not have masks"
+            "mask-token-given",
+            f"prompt {number} contains the mask token (id {spec.mask_id}) at position {ids.index(spec.mask_id)}."
+            f" Remove it.",
         )
     if len(ids) + max_new_tokens > spec.max_positions:
         raise UserError(
-            f"prompt {number} has {len(ids)} tokens and max_new_tokens is {max_new_tokens}, together more than the"
-            f" model's context of {spec.max_positions} positions"
+            "context-exceeded",
+            f"prompt {number} has {len(ids)} tokens and max_new_tokens is {max_new_tokens}. The context is"
+            f" {spec.max_positions}.",
         )
     return ids
 
@@ -110,33 +113,37 @@ def encode_one(
 def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, number: int) -> list[int]:
     if isinstance(prompt, Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
-            raise UserError(f"prompt {number} must be a 1-D tensor of token ids, not {prompt.dim()}-D {prompt.dtype}")
+            raise UserError(
+                "prompt-type", f"prompt {number} must be 1-D token ids, not {prompt.dim()}-D {prompt.dtype}"
+            )
         return prompt.tolist()
     if isinstance(prompt, BYTES):
-        raise UserError(f"prompt {number} is bytes: give text, as by bytes.decode(), or a list of token ids")
+        raise UserError("prompt-type", f"prompt {number} is bytes. Give text, for example by bytes.decode().")
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(isinstance(t, int) for t in prompt):
         if any(isinstance(t, bool) for t in prompt):
-            raise UserError(f"prompt {number} has true or false among its token ids, which should be whole numbers")
+            raise UserError("prompt-type", f"prompt {number} has true or false among its token ids. Give numbers.")
         return list(prompt)
     text = isinstance(prompt, str)
     if not text and not isinstance(prompt, Sequence):
-        raise UserError(f"prompt {number} must be a string, token ids or chat messages, not {type(prompt).__name__}")
+        raise UserError(
+            "prompt-type", f"prompt {number} must be text, token ids or messages, not {type(prompt).__name__}"
+        )
     for at, message in () if text else enumerate(prompt, 1):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise UserError(f"prompt {number} must be a string, token ids, or chat messages with 'role' and 'content'")
+            raise UserError(
+                "messages-invalid", f"prompt {number} must be text, token ids, or have 'role' and 'content'"
+            )
         if not isinstance(message["content"], str):
             raise UserError(
-                f"prompt {number}: the content of message {at} should be a text, not {short(repr(message['content']))}"
+                "messages-invalid", f"prompt {number}: message {at} must be text, not {short(repr(message['content']))}"
             )
     if tokenizer is None:
-        raise UserError(
-            f"prompt {number} is text, but this checkpoint has no tokenizer: give token ids, or add its files"
-        )
+        raise UserError("tokenizer-missing", f"prompt {number} is text and there is no tokenizer. Give token ids.")
     if not text:
         name = f"prompt {number}"
         return text_ids(chat_text(prompt, tokenizer, name), tokenizer, name, special=False)  # the template has its own
     if not prompt.strip():
-        raise UserError(f"prompt {number} is empty: give it at least one token")
+        raise UserError("prompt-empty", f"prompt {number} is empty: give it at least one token")
     return text_ids(prompt, tokenizer, f"prompt {number}")
 
 
@@ -159,16 +166,17 @@ def chat_text(
         UserError: there is no template, or it raises an error.
     """
     if tokenizer.chat_template is None:
-        raise UserError(
-            f"{name} has chat messages, but this model's tokenizer has no chat template. Give plain text instead."
-        )
+        raise UserError("chat-template-missing", f"{name} has chat messages without a chat template. Give plain text.")
     chat = [dict(message) for message in messages]
     options: dict[str, Any] = {"add_generation_prompt": bool(begin), "continue_final_message": begin is False}
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
     except Exception as error:  # a template can raise whatever Python can
         message = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{name} does not fit this model's chat template: {short(' '.join(message.split()))}") from None
+        raise UserError(
+            "chat-template-failed",
+            f"{name} does not fit this model's chat template: {short(' '.join(message.split()))}",
+        ) from None
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: bool = True) -> list[int]:
@@ -188,7 +196,7 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
         word = text[start:stop]
         # One token may stand for the end of a text, too, and a template write it.
         if token == tokenizer.unk_token_id and not (word == unknown and unknown in others):
-            raise UserError(f"{name} has {word!r}, which is not in this model's vocabulary{_known(tokenizer)}")
+            raise UserError("text-outside-vocabulary", f"{name} has {word!r}, not in the vocabulary{_known(tokenizer)}")
     return ids
 
 

@@ -19,9 +19,9 @@ def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase 
     """
     stops = (given,) if isinstance(given, str) else given
     if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise UserError(f"stop_strings must be texts that are not empty, not {given!r}")
+        raise UserError("option-type", f"stop_strings must be texts that are not empty, not {given!r}")
     if stops and tokenizer is None:
-        raise UserError("stop_strings need a tokenizer, and this checkpoint has none")
+        raise UserError("tokenizer-missing", "stop_strings need a tokenizer, and this checkpoint has none")
     return tuple(stops)
 
 

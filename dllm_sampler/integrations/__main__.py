@@ -115,12 +115,12 @@ def written(words: Sequence[str]) -> str:
 def _check(word: str) -> None:
     """Refuse a word that is no setting, or that sets what the engine or its requests say."""
     if not is_override(word):
-        raise UserError(f"cannot make sense of '{word}': settings are written NAME=VALUE, see {COMMAND} --help")
+        raise UserError("option-syntax", f"'{word}' is not NAME=VALUE. See {COMMAND} --help.")
     key = re.split(r"[.=@/]", word.lstrip("+~"))[0]
     if key in OURS or key not in {*config.GROUPS, *Options.__dataclass_fields__}:  # what nothing has is refused later
         return
     why = THEIRS.get(key, f"these have {', '.join(OURS)}")
-    raise UserError(f"{word} does not belong in an engine's settings: {why}")
+    raise UserError("option-not-applicable", f"{word} does not belong in an engine's settings: {why}")
 
 
 def _settings(plugins: Mapping[str, Any], options: Options) -> dict[str, Any]:
@@ -129,7 +129,9 @@ def _settings(plugins: Mapping[str, Any], options: Options) -> dict[str, Any]:
 
     blocks = config.build("blocks", plugins["blocks"])
     if not isinstance(blocks, FixedBlocks):
-        raise UserError(f"blocks={plugins['blocks']['name']}: an engine's blocks have one length; use blocks=fixed")
+        raise UserError(
+            "blocks-incompatible", f"blocks={plugins['blocks']['name']}: blocks need one length. Use blocks=fixed."
+        )
     guides = [_named("guide", _held(one)) for one in plugins["guide"]]
     found = {
         "scheduler": _named("scheduler", plugins["scheduler"]),

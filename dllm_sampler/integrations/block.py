@@ -96,7 +96,7 @@ class BlockRule:
         given = config.build("scheduler", scheduler)
         why = beyond(given) if isinstance(given, Scheduler) else None  # before a second model is loaded
         if why is not None:
-            raise UserError(why)
+            raise UserError("engine-unsupported", why)
         guides = config.build("guide", guide)
         check_text(spec, guides, tokenizer)
         self.plugins = assemble(
@@ -115,7 +115,7 @@ class BlockRule:
         self.spec, self.length, self.kernels, self.max_new_tokens = spec, length, kernels, max_new_tokens
         why = obstacle(self.plugins)
         if why is not None:
-            raise UserError(why)
+            raise UserError("engine-unsupported", why)
         bound = self.plugins.scheduler, *self.plugins.guides
         _check_ends(spec, bound)
         self.ends = any(
@@ -124,10 +124,7 @@ class BlockRule:
         self.form = next((guide for guide in self.plugins.guides if guide.joint), None)
         if self.form is not None:
             if max_new_tokens is None:
-                raise UserError(
-                    f"guide={named(self.form)} says what form a whole answer has, and must know how long that is: add"
-                    " max_new_tokens"
-                )
+                raise UserError("option-missing", f"guide={named(self.form)} needs a length. Add max_new_tokens.")
             self.form.check_answer([FREE] * max_new_tokens)
         rule = self.plugins.scheduler
         if rule.traits.scope == "answer":
@@ -258,7 +255,7 @@ def check_text(spec: ModelSpec, guides: Iterable[Guide], tokenizer: PreTrainedTo
     """
     formed = [one for one in guides if of_text(one)]
     if formed and tokenizer is None:
-        raise UserError(f"guide={named(formed[0])} must know the text of tokens: add a tokenizer")
+        raise UserError("tokenizer-missing", f"guide={named(formed[0])} must know the text of tokens: add a tokenizer")
     _check_ends(spec, formed)
 
 
@@ -268,10 +265,7 @@ def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
         if NO_END not in _ends(one) and not of_text(one):
             continue
         kind = "guide" if isinstance(one, Guide) else "scheduler"
-        raise UserError(
-            f"{kind}={named(one)} must know the model's end token, and none is known: give it an eos_token_id, or a"
-            " tokenizer that has one"
-        )
+        raise UserError("end-token-missing", f"{kind}={named(one)} needs an end token. Set eos_token_id.")
 
 
 def model(vocab_size: int, mask_id: int | None, ends: tuple[int, ...], length: int, device: torch.device) -> ModelSpec:

@@ -32,7 +32,9 @@ try:
     from diffusers.schedulers.scheduling_utils import SchedulerMixin
     from diffusers.utils.outputs import BaseOutput
 except ImportError as error:
-    raise UserError(f"DllmScheduler needs the package diffusers: {installing('diffusers')}") from error
+    raise UserError(
+        "package-missing", f"DllmScheduler needs the package diffusers: {installing('diffusers')}"
+    ) from error
 
 # What `LLaDA2Pipeline` tells every scheduler unless its caller says otherwise.
 UNSAID = {"temperature": 0.0, "top_p": None, "top_k": None, "threshold": 0.7, "editing_threshold": 0.5}
@@ -54,7 +56,7 @@ class Timesteps:
             UserError: it has not been said.
         """
         if self.num_inference_steps is None:
-            raise UserError("call set_timesteps before step: it says how many forwards a block may take")
+            raise UserError("timesteps-missing", "set_timesteps has not been called. Call it before step.")
         return self.num_inference_steps
 
     def clock(self, num_inference_steps: int, device: str | torch.device | None) -> None:
@@ -313,13 +315,12 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         shape = (len(sample), length) if opens or self._state is None else self._state.canvas.layout.frozen[:, 1:].shape
         if tuple(sample.shape) != tuple(shape):
             raise UserError(
-                f"sample has the shape {tuple(sample.shape)}, and the block has {tuple(shape)} rows and positions: call"
-                " set_timesteps before blocks of another size"
+                "shape-mismatch",
+                f"sample has the shape {tuple(sample.shape)}, not {tuple(shape)}. Call set_timesteps first.",
             )
         if logits.dim() != 3 or logits.shape[:2] != sample.shape:
             raise UserError(
-                f"model_output should hold logits of the {tuple(shape)} rows and positions of sample, and has the shape"
-                f" {tuple(logits.shape)}"
+                "shape-mismatch", f"model_output has the shape {tuple(logits.shape)}, not that of {tuple(shape)}"
             )
 
     def _filled(self, ids: Tensor, left: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,14 +350,15 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         """Begin a block."""
         if mask_id is None and not self._rule.plugins.scheduler.traits.uniform:
             raise UserError(
+                "mask-token-missing",
                 f"scheduler={named(self._rule.plugins.scheduler)} fills masks, and no mask_token_id says which token"
-                " that is: give DllmScheduler one, or take block_refine or entropy_renoise for noise of random tokens"
+                " that is: give DllmScheduler one, or take block_refine or entropy_renoise for noise of random tokens",
             )
         frozen = torch.zeros_like(sample, dtype=torch.bool) if mask_id is None else sample != mask_id
         if others.get("prompt_mask") is not None:
             frozen = frozen | others["prompt_mask"]
         if bool(frozen.all()):
-            raise UserError(f"sample holds nothing to decode: no token of it is the mask token {mask_id}")
+            raise UserError("nothing-to-generate", f"sample has no mask token {mask_id}, so nothing to decode")
         made_for = (logits.shape[-1], mask_id, sample.shape[1], sample.device)
         if self._built_for != made_for:
             with warnings.catch_warnings():
@@ -384,8 +386,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         """Tokens of each answer in earlier blocks, for a guide on its form; None: there are none."""
         if mask_id is None or self._length is None:
             raise UserError(
-                f"guide={named(form)} says what form a whole answer has, and this pipeline does not show where one"
-                " begins: use LLaDA2Pipeline of diffusers 0.42"
+                "guide-incompatible",
+                f"guide={named(form)} needs to see whole answers. Use LLaDA2Pipeline of diffusers 0.42.",
             )
         if self._state is None:
             return None
@@ -419,6 +421,7 @@ def check_json(group: str, plugin: Any) -> None:
         json.dumps(plugin)
     except TypeError:
         raise UserError(
+            "plugin-not-saved",
             f'{group}={plugin!r} cannot be saved: a file holds settings, so give a dict with "name", or with "_target_"'
-            " for a class of your own"
+            " for a class of your own",
         ) from None

@@ -64,7 +64,7 @@ class Settings:
         """
         checked = config.check(where, Settings, values)
         if "scheduler" not in checked:
-            raise UserError(f"{where} names no scheduler: {COMMAND} scheduler=NAME writes what it takes")
+            raise UserError("option-missing", f"{where} names no scheduler. Run {COMMAND} scheduler=NAME.")
         return Settings(**checked)
 
     @staticmethod
@@ -79,9 +79,9 @@ class Settings:
         try:
             found = yaml.safe_load(yaml_text(Path(path)))
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise UserError(f"{where}: {path} cannot be read: {first_line(error)}") from error
+            raise UserError("file-unreadable", f"{where}: {path} cannot be read: {first_line(error)}") from error
         if not isinstance(found, dict):
-            raise UserError(f"{where}: {path} should have names with values, as scheduler: threshold")
+            raise UserError("config-invalid", f"{where}: {path} should have names with values, as scheduler: threshold")
         return Settings.read(found, where)
 
     def rule(

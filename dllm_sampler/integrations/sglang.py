@@ -97,7 +97,7 @@ class BlockAlgorithm:
         rule = settings.checked(settings.block_size or LENGTH)
         if rule.form is not None and getattr(server_args, "skip_tokenizer_init", False):
             raise UserError(
-                f"guide={named(rule.form)} must know the text of tokens: leave out --skip-tokenizer-init, or the guide"
+                "tokenizer-missing", f"guide={named(rule.form)} needs a tokenizer. Remove --skip-tokenizer-init."
             )
 
     @classmethod

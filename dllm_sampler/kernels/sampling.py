@@ -38,14 +38,14 @@ class Sampling:
             UserError: a temperature without keys, a token out of range, rows that are not contiguous.
         """
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature must be a number of at least 0, not {self.temperature!r}")
+            raise UserError("option-range", f"temperature must be a number of at least 0, not {self.temperature!r}")
         if self.draws and self.keys is None:
-            raise UserError("sampling at a temperature needs keys, the noise.key of every row")
+            raise UserError("option-missing", "sampling at a temperature needs keys, the noise.key of every row")
         if self.mask_id is not None and not 0 <= self.mask_id < vocab:
-            raise UserError(f"mask_id must be a token below {vocab}, not {self.mask_id}")
+            raise UserError("token-outside-vocabulary", f"mask_id must be a token below {vocab}, not {self.mask_id}")
         if rows.dim() != 2 or rows.stride(1) != 1:
             shape = f"{tuple(rows.shape)} {rows.stride()}"
-            raise UserError(f"rows must be [N, width] with neighbours in memory, not {shape}")
+            raise UserError("shape-mismatch", f"rows must be [N, width] with neighbours in memory, not {shape}")
 
 
 GREEDY = Sampling()

@@ -21,7 +21,7 @@ def _read_sdar_moe(fields: Fields) -> TransformerConfig:
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(one) is int and 0 <= one < layers for one in dense):
         raise UserError(
-            f"{fields.source}: mlp_only_layers should list numbers of layers from 0 to {layers - 1}, not {shown(dense)}"
+            "checkpoint-config-invalid", f"{fields.source}: mlp_only_layers must be below {layers}, not {shown(dense)}"
         )
     moe = experts(
         fields,

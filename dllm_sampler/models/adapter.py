@@ -50,8 +50,9 @@ def find_base(folder: Path) -> Base:
     path, revision = raw.get("base_model_name_or_path"), raw.get("revision")
     if not isinstance(path, str) or not path:
         raise UserError(
+            "adapter-invalid",
             f"{folder / CONFIG}: base_model_name_or_path should name the adapter's base, not {shown(path)}. Give the"
-            f" base as model=BASE, with model.adapter={folder}"
+            f" base as model=BASE, with model.adapter={folder}",
         )
     near = folder / Path(path).expanduser()
     if near.is_dir():
@@ -89,7 +90,9 @@ def merge(network: nn.Module, folder: Path, family: Family | None = None) -> Non
     """
     raw = weights.read_json(folder / CONFIG)
     if find_spec("peft") is None:
-        raise UserError(f"{folder} is an adapter, which needs the package peft: {installing('train')}")
+        raise UserError(
+            "package-missing", f"{folder} is an adapter, which needs the package peft: {installing('train')}"
+        )
     tensors = _tensors(folder)
     if isinstance(network, Transformer):
         assert family is not None
@@ -114,11 +117,11 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     if not file.is_file():
         pickles = sorted(found.name for found in folder.glob("adapter_model.*"))
         other = f", only {pickles[0]}: convert it to safetensors" if pickles else ": copy it there"
-        raise UserError(f"{folder} has no {WEIGHTS}{other}")
+        raise UserError("adapter-invalid", f"{folder} has no {WEIGHTS}{other}")
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is truncated or corrupt ({first_line(error)}): copy or download it again") from None
+        raise UserError("checkpoint-damaged", f"{file} is damaged ({first_line(error)}). Copy it again.") from None
 
 
 def _modules(tensors: Collection[str], known: set[str], folder: Path) -> set[str]:
@@ -129,10 +132,7 @@ def _modules(tensors: Collection[str], known: set[str], folder: Path) -> set[str
         while module and module not in known:
             module = module.rpartition(".")[0]
         if not module:
-            raise UserError(
-                f"{folder / WEIGHTS}: {name} belongs to no layer of the model. Apply the adapter to the model that it"
-                " was trained on"
-            )
+            raise UserError("adapter-incompatible", f"{folder / WEIGHTS}: no layer is {name}. Name its own model.")
         touched.add(module)
     return touched
 
@@ -154,8 +154,9 @@ def _refuse_shared(network: nn.Module, held: Held, touched: set[str], folder: Pa
     for name, weight in names.items():
         if count[id(weight)] > 1 and name.rpartition(".")[0] in touched:
             raise UserError(
+                "adapter-incompatible",
                 f"{folder} changes {name}, whose numbers another layer of this model shares (tied embeddings). Merge it"
-                " into a checkpoint that is not tied"
+                " into a checkpoint that is not tied",
             )
 
 
@@ -229,8 +230,9 @@ def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor],
         config.task_type, config.inference_mode = None, True  # a task would ask for a model of transformers
         if config.is_prompt_learning:
             raise UserError(
+                "adapter-unsupported",
                 f"{source}: peft_type {shown(raw.get('peft_type'))} adds a prompt and no weights, which is not"
-                " supported. Use an adapter that can be merged, LoRA for example"
+                " supported. Use an adapter that can be merged, LoRA for example",
             )
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong is an error below
@@ -245,16 +247,17 @@ def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor],
     except UserError:
         raise
     except Exception as error:  # peft raises many kinds for a config that does not fit
-        raise UserError(f"peft cannot merge {folder} into this model ({first_line(error)})") from None
+        raise UserError("adapter-incompatible", f"peft cannot merge {folder} ({first_line(error)})") from None
     left = next((name for name, _ in merged.named_modules() if re.search(r"lora_|modules_to_save", name)), None)
     if left is not None:
-        raise UserError(f"peft has no way to merge {folder}, which changes more than weights ({left})")
+        raise UserError("adapter-unsupported", f"peft cannot merge {folder}: it is more than weights ({left})")
     return merged
 
 
 def _complain(folder: Path, what: str, names: Collection[str]) -> None:
     if names:
         raise UserError(
+            "adapter-incompatible",
             f"{folder / WEIGHTS} {what} tensors for this model and {CONFIG}, among them {min(names)}. Apply the adapter"
-            " to the model that it was trained on"
+            " to the model that it was trained on",
         )

@@ -105,7 +105,7 @@ def compiled(denoiser: Denoiser) -> Denoiser:
     if isinstance(denoiser, GuidedDenoiser):
         return replace(denoiser, denoiser=compiled(denoiser.denoiser))
     if not isinstance(denoiser, TransformerDenoiser):
-        raise UserError(f"compile=true is for our own Transformer; compile the model inside {type(denoiser).__name__}")
+        raise UserError("compile-unsupported", f"compile=true cannot reach inside {type(denoiser).__name__}")
     return replace(denoiser, compile=True)
 
 
@@ -116,9 +116,9 @@ def guided(denoiser: Denoiser, scale: float) -> Denoiser:
         UserError: a negative or infinite scale, or a model without a mask token.
     """
     if not 0 <= scale < float("inf"):
-        raise UserError(f"cfg_scale should be a number from 0 on, not {scale}")
+        raise UserError("option-range", f"cfg_scale should be a number from 0 on, not {scale}")
     if scale > 0 and denoiser.spec.mask_id is None:
-        raise UserError("cfg_scale needs a model with a mask token, to hide the prompt from the second branch")
+        raise UserError("mask-token-missing", "cfg_scale needs a mask token, which hides the prompt")
     return GuidedDenoiser(denoiser, float(scale)) if scale > 0 else denoiser
 
 

@@ -80,7 +80,7 @@ class TransformerDenoiser:
         model = getattr(model, "_orig_mod", model)  # torch.compile cannot trace through a cache
         if not isinstance(model, Transformer):
             raise UserError(
-                f"a {type(model).__name__} is no dllm_sampler Transformer; wrap it in a Denoiser of its own"
+                "model-invalid", f"{type(model).__name__} is no dllm_sampler Transformer. Wrap it in a Denoiser."
             )
         return model
 
@@ -152,7 +152,7 @@ class TransformerDenoiser:
     def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
         """The same for a cache that drives layers on the padded form."""
         if query.ids.shape[1] > 1 or query.leave_one_out:
-            raise UserError(f"cache={named(plan.cache)} takes plain queries only: use another cache, or none")
+            raise UserError("cache-incompatible", f"cache={named(plan.cache)} takes plain queries only. Use another.")
         columns = predictors(canvas, query.positions, self)  # [B, Q]
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
         hidden = self.transformer(
@@ -188,7 +188,9 @@ def check_tokens(size: int, **tokens: int | None) -> None:
     """Refuse special tokens outside a vocabulary of `size` tokens; None is no token."""
     for name, token in tokens.items():
         if token is not None and not 0 <= token < size:
-            raise UserError(f"{name} {shown(token)} lies outside the model's vocabulary of {size} tokens")
+            raise UserError(
+                "token-outside-vocabulary", f"{name} {shown(token)} is outside the vocabulary of {size} tokens"
+            )
 
 
 def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...]:
@@ -199,7 +201,7 @@ def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...
     """
     ends = end_ids(eos_id)
     if not ends:
-        raise UserError("eos_id is an empty list, and something must end an answer: give one token id or several")
+        raise UserError("end-token-missing", "eos_id is an empty list. Give at least one token id.")
     for end in ends:
         check_tokens(size, eos_id=end)
     return ends[0] if len(ends) == 1 else ends

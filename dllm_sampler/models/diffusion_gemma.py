@@ -232,7 +232,7 @@ def load(
     try:
         from transformers import DiffusionGemmaForBlockDiffusion
     except ImportError:
-        raise UserError(f"{folder} needs a newer transformers, one that has DiffusionGemma (5.23 does)") from None
+        raise UserError("package-missing", f"{folder} needs a transformers with DiffusionGemma (5.23)") from None
     _check_numbers(folder / "config.json")
     model = huggingface.pretrained(
         DiffusionGemmaForBlockDiffusion,
@@ -257,25 +257,28 @@ def _check_numbers(source: Path) -> None:
     whole, own = Fields(raw, str(source)), Fields(text, f"{source}: text_config")
     for fields, key in ((own, "final_logit_softcapping"), (own, "sliding_window"), (whole, "canvas_length")):
         if key in fields.raw and fields.raw[key] is None:
-            raise UserError(f"{fields.source}: {key} should be a positive number, not null")
+            raise UserError("checkpoint-config-invalid", f"{fields.source}: {key} must be a positive number, not null")
     own.number("final_logit_softcapping", 30.0, most=1e6)
     own.length("sliding_window", default=512)
     context, canvas = own.length("max_position_embeddings", default=131_072), whole.length("canvas_length", default=256)
     if canvas > context:
-        raise UserError(f"{source}: a canvas_length of {canvas} does not fit a context of {context} positions")
+        raise UserError(
+            "checkpoint-config-invalid", f"{source}: canvas_length={canvas} exceeds the context of {context}"
+        )
     experts = own.get("num_experts")
     if experts is not None and own.size("top_k_experts") > own.size("num_experts"):
-        raise UserError(f"{own.source}: top_k_experts should be at most num_experts, which is {experts}")
+        raise UserError("checkpoint-config-invalid", f"{own.source}: top_k_experts is above num_experts={experts}")
     rope, kinds = text.get("rope_parameters"), {"full_attention", "sliding_attention"}
     if isinstance(rope, dict) and kinds & rope.keys():  # else transformers puts them there
         for kind in sorted(kinds):
             given = rope.get(kind)
             if not isinstance(given, dict) or not isinstance(given.get("rope_type"), str):
-                raise UserError(f"{own.source}: rope_parameters should have an object for {kind}, with its rope_type")
+                raise UserError(
+                    "checkpoint-config-invalid", f"{own.source}: rope_parameters has no {kind} with a rope_type"
+                )
             if given["rope_type"] != "proportional" and given.get("partial_rotary_factor", 1) != 1:
                 raise UserError(
-                    f"{own.source}: rope_parameters of {kind} should have the rope_type proportional, which a"
-                    " partial_rotary_factor needs"
+                    "checkpoint-config-invalid", f"{own.source}: rope_parameters of {kind} need rope_type=proportional"
                 )
 
 
@@ -293,7 +296,7 @@ def wrap(
     """
     text: Any = model.config.text_config
     if text.use_bidirectional_attention == "all":
-        raise UserError("a DiffusionGemma whose encoder attends in both directions is not implemented")
+        raise UserError("checkpoint-unsupported", "a bidirectional encoder in DiffusionGemma is not implemented")
     sources = {
         "generation_config.json": model.generation_config,
         "config.json": model.config,
@@ -302,7 +305,7 @@ def wrap(
     }
     listed = tuple(end_tokens({place: getattr(one, "eos_token_id", None) for place, one in sources.items()}))
     if not listed:
-        raise UserError("this DiffusionGemma names no end token: nothing could end an answer")
+        raise UserError("end-token-missing", "this DiffusionGemma names no end token: nothing could end an answer")
     turn = None if tokenizer is None else tokenizer.get_vocab().get(END_OF_TURN)
     ends = end_ids((turn, *listed)) if turn is not None and turn in listed else listed
     pad_id = text.pad_token_id if is_whole(text.pad_token_id) else ends[0]

@@ -56,7 +56,9 @@ def _read_llada_moe(fields: Fields) -> TransformerConfig:
     theta, rotary_dim = rotary(fields, head_dim, 1.0)
     frequency = fields.get("moe_layer_freq", [1] * layers)
     if not isinstance(frequency, list) or len(frequency) != layers or not all(one in (0, 1) for one in frequency):
-        raise UserError(f"{fields.source}: moe_layer_freq should have a 0 or a 1 for each of the {layers} layers")
+        raise UserError(
+            "checkpoint-config-invalid", f"{fields.source}: moe_layer_freq needs 0 or 1 for {layers} layers"
+        )
     expert = fields.size("expert_intermediate_size")
     return read_qwen(
         fields,
@@ -83,7 +85,7 @@ def _read_llada2(fields: Fields) -> TransformerConfig:
     layers, head_dim = fields.depth("num_hidden_layers"), own_head_dim(fields)
     theta, rotary_dim = rotary(fields, head_dim, 0.5)
     if fields.length("rotary_dim", default=rotary_dim or head_dim) != (rotary_dim or head_dim):
-        raise UserError(f"{fields.source}: rotary_dim and partial_rotary_factor contradict each other")
+        raise UserError("checkpoint-config-invalid", f"{fields.source}: rotary_dim and partial_rotary_factor differ")
     groups, top_groups = fields.size("n_group", default=1), fields.size("topk_group", default=1)
     pool = 0 if fields.get("expert_capacity") is None else fields.size("expert_capacity")  # of LLaDA2.2: no groups then
     dense, expert = fields.count("first_k_dense_replace"), fields.size("moe_intermediate_size")
@@ -231,9 +233,9 @@ def llada_config(
         UserError: the shape has something that LLaDA's format cannot say.
     """
     if config.qk_norm or config.head_dim * config.num_heads != config.hidden_size:
-        raise UserError("LLaDA's format knows neither norms on queries and keys nor heads of another width")
+        raise UserError("export-unsupported", "LLaDA's format has no query norms and no other head widths")
     if config.moe is not None or config.o_bias or config.rotary_dim is not None:
-        raise UserError("LLaDA's format knows neither experts, nor biased outputs, nor partly rotated heads")
+        raise UserError("export-unsupported", "LLaDA's format has no experts, output biases or partial rotation")
     return {
         "architectures": ["LLaDAModelLM"],
         "model_type": LLADA.model_type,

@@ -81,16 +81,23 @@ class Family:
             value = fields.get(key)
             if value is not None and (value != allowed or isinstance(value, bool) != isinstance(allowed, bool)):
                 raise UserError(
-                    f"{source}: {self.name} with {key} = {shown(raw[key])} is not implemented, only {allowed!r}"
+                    "checkpoint-unsupported",
+                    f"{source}: {self.name} with {key} = {shown(raw[key])} is not implemented, only {allowed!r}",
                 )
         config = self.read(fields)
         if self.block_length is not None:
             length = self.block_length(fields)
             if length > config.max_positions:
-                raise UserError(f"{source}: blocks of {length} tokens do not fit a context of {config.max_positions}")
+                raise UserError(
+                    "checkpoint-config-invalid",
+                    f"{source}: blocks of {length} exceed the context of {config.max_positions}",
+                )
         fields.refuse_rest(self.name, self.ignored)
         if config.num_heads % config.num_kv_heads:
-            raise UserError(f"{source}: {config.num_heads} heads do not share {config.num_kv_heads} key heads evenly")
+            raise UserError(
+                "checkpoint-config-invalid",
+                f"{source}: {config.num_heads} heads do not share {config.num_kv_heads} key heads evenly",
+            )
         return config
 
     def _bounded(self, raw: Mapping[str, Any], source: str, shapes: Mapping[str, tuple[int, ...]]) -> Fields:

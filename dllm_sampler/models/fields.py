@@ -54,7 +54,9 @@ def end_tokens(places: Mapping[str, object]) -> dict[int, str]:
     for place, value in places.items():
         for one in value if isinstance(value, list | tuple) else [value]:
             if one is not None and not is_whole(one):
-                raise UserError(f"{place}: eos_token_id should be a token id, or a list of them, not {shown(value)}")
+                raise UserError(
+                    "checkpoint-config-invalid", f"{place}: eos_token_id must be token ids, not {shown(value)}"
+                )
             if one is not None:
                 found.setdefault(one, f"{place}: eos_token_id")
     return found
@@ -87,27 +89,35 @@ class Fields:
         """The first of `keys` that is set, a positive whole number that the checkpoint's tensors have room for."""
         key, value = self._first(keys, default)
         if not is_whole(value) or value < 1:
-            raise UserError(f"{self.source}: {key} should be a positive whole number, not {shown(value)}")
+            raise UserError(
+                "checkpoint-config-invalid", f"{self.source}: {key} must be a whole number above 0, not {shown(value)}"
+            )
         return self._held(key, value)
 
     def depth(self, key: str) -> int:
         """The number of layers, at most those that the checkpoint's tensors make."""
         value = self.size(key)
         if self.layers is not None and value > self.layers:
-            raise UserError(f"{self.source}: {key} is {value}, and the checkpoint has tensors of {self.layers} layers")
+            raise UserError(
+                "checkpoint-config-invalid", f"{self.source}: {key}={value}, but tensors have {self.layers} layers"
+            )
         return value
 
     def length(self, key: str, default: int) -> int:
         """A positive whole number of tokens: no tensor bounds it, but `LONGEST`."""
         value = Fields(self.raw, self.source, read=self.read).size(key, default=default)
         if value > LONGEST:
-            raise UserError(f"{self.source}: {key} should be at most {LONGEST}, not {shown(value)}")
+            raise UserError(
+                "checkpoint-config-invalid", f"{self.source}: {key} must be at most {LONGEST}, not {shown(value)}"
+            )
         return value
 
     def head_dim(self, width: int, heads: int) -> int:
         """Width of a head where the stream is cut into heads evenly: an even number, since rotary turns pairs."""
         if width % (2 * heads):
-            raise UserError(f"{self.source}: a width of {width} cannot be cut into {heads} heads of even width")
+            raise UserError(
+                "checkpoint-config-invalid", f"{self.source}: {heads} heads do not divide the width {width} evenly"
+            )
         return width // heads
 
     def number(self, key: str, default: float, most: float = float_info.max) -> float:
@@ -122,14 +132,18 @@ class Fields:
         """A whole number from 0 on that the checkpoint's tensors have room for."""
         value = self.get(key, default)
         if not is_whole(value) or value < 0:
-            raise UserError(f"{self.source}: {key} should be a whole number from 0 on, not {shown(value)}")
+            raise UserError(
+                "checkpoint-config-invalid", f"{self.source}: {key} must be a whole number, not {shown(value)}"
+            )
         return self._held(key, value)
 
     def flag(self, key: str, default: bool) -> bool:
         """A switch."""
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise UserError(f"{self.source}: {key} should be true or false, not {shown(value)}")
+            raise UserError(
+                "checkpoint-config-invalid", f"{self.source}: {key} must be true or false, not {shown(value)}"
+            )
         return value
 
     def rope(self, theta: float = 10_000.0, partial: float = 1.0) -> tuple[float, float]:
@@ -150,25 +164,28 @@ class Fields:
                 inside.get(kind) not in (None, "default") for kind in ("rope_type", "type")
             ):
                 raise UserError(
-                    f"{self.source}: {where} asks for scaled rotary positions, which are not implemented: it should be"
-                    " null"
+                    "checkpoint-unsupported", f"{self.source}: {where} must be null: scaling is not implemented"
                 )
             for key, value in inside.items():
                 if key not in ROPE and not neutral(key, value):
                     raise UserError(
-                        f"{self.source}: {where} with {key} = {shown(value)} is not implemented, {where} should be null"
+                        "checkpoint-unsupported",
+                        f"{self.source}: {where} with {key} = {shown(value)} is not implemented",
                     )
                 if key in said and value is not None:
                     said[key][f"{where}.{key}"] = self._number(f"{where}.{key}", value)
         for found in said.values():
             if len(set(found.values())) > 1:
                 listing = " and ".join(f"{name} = {value:g}" for name, value in found.items())
-                raise UserError(f"{self.source} contradicts itself: {listing}")
+                raise UserError("checkpoint-config-invalid", f"{self.source} contradicts itself: {listing}")
         theta, partial = (
             next(iter(said[name].values()), default) for name, default in zip(said, (theta, partial), strict=True)
         )
         if not 1 < theta <= HIGHEST_BASE:
-            raise UserError(f"{self.source}: rope_theta should be above 1, at most {HIGHEST_BASE:g}, not {theta:g}")
+            raise UserError(
+                "checkpoint-config-invalid",
+                f"{self.source}: rope_theta must be in (1, {HIGHEST_BASE:g}], not {theta:g}",
+            )
         return theta, partial
 
     def refuse_rest(self, family: str, ignored: Iterable[str]) -> None:
@@ -187,8 +204,8 @@ class Fields:
                 continue
             if COMPUTES.search(key.lower()):
                 raise UserError(
-                    f"{self.source}: {family} with {key} = {shown(value)} is not implemented: take the field out if the"
-                    " network does not depend on it"
+                    "checkpoint-unsupported",
+                    f"{self.source}: {family} with {key} = {shown(value)} is not implemented. Remove it if unused.",
                 )
             unknown.append(key)
         if unknown:
@@ -202,21 +219,22 @@ class Fields:
     def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
         found = [(key, value) for key in keys if (value := self.get(key)) is not None]
         if not found and default is None:
-            raise UserError(f"{self.source}: the field {keys[0]!r} is missing")
+            raise UserError("checkpoint-config-invalid", f"{self.source}: the field {keys[0]!r} is missing")
         return found[0] if found else (keys[0], default)
 
     def _held(self, key: str, value: int) -> int:
         if self.largest is not None and value > self.largest:
             raise UserError(
-                f"{self.source}: {key} is {shown(value)}, and the largest tensor of the checkpoint has"
-                f" {self.largest} numbers"
+                "checkpoint-config-invalid", f"{self.source}: {key}={shown(value)} exceeds all tensors ({self.largest})"
             )
         return value
 
     def _number(self, key: str, value: Any, most: float = float_info.max) -> float:
         if not is_real(value) or not 0 < value <= most:
             limit = "" if most == float_info.max else f" of at most {most:g}"
-            raise UserError(f"{self.source}: {key} should be a positive number{limit}, not {shown(value)}")
+            raise UserError(
+                "checkpoint-config-invalid", f"{self.source}: {key} must be above 0{limit}, not {shown(value)}"
+            )
         return float(value)
 
 
@@ -270,6 +288,8 @@ def check_numbers(raw: Any, shapes: Mapping[str, tuple[int, ...]], source: str) 
                 continue
             # Layers may share their tensors (ALBERT), so that there can be more than tensors; never thousands.
             if re.search(r"layers$|depth$", key) and value > max(SHARED, len(shapes)):
-                raise UserError(f"{source}: {key} is {shown(value)}, and the checkpoint has {len(shapes)} tensors")
+                raise UserError(
+                    "checkpoint-config-invalid", f"{source}: {key}={shown(value)} for {len(shapes)} tensors"
+                )
             if re.search(r"(^|_)(num|n)_|(size|dim|width|heads|experts)$", key):
                 Fields({key: value}, source, most).count(key)

@@ -34,8 +34,9 @@ def find(path: str | None, spec: ModelSpec) -> Path:
         return expanded("scheduler.filter", path)
     if spec.folder is None or not (spec.folder / FILE).is_file():
         raise UserError(
+            "option-missing",
             "scheduler.filter is missing, and this model ships none: train one with"
-            f" `dllm-train train=filter train.model={spec.folder or 'MODEL'} train.output={FILE}` and name that file"
+            f" `dllm-train train=filter train.model={spec.folder or 'MODEL'} train.output={FILE}` and name that file",
         )
     return spec.folder / FILE
 
@@ -57,19 +58,21 @@ def load(path: Path, spec: ModelSpec) -> Layers:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
             said = load_json((file.metadata() or {}).get("filter", "{}"))  # published filters say nothing
     except (OSError, SafetensorError, ValueError) as error:
-        raise UserError(f"scheduler.filter: {path} cannot be read as a safetensors file ({error})") from error
+        raise UserError("filter-invalid", f"scheduler.filter: {path} is not a safetensors file ({error})") from error
     _check_made_for(spec, said, path)
     names = [f"fc{index + 1}" for index in range(len(tensors) // 2)]
     if not names or set(tensors) != {f"{name}.{part}" for name in names for part in ("weight", "bias")}:
-        raise UserError(f"scheduler.filter: {path} should hold fc1.weight, fc1.bias, fc2..., not {', '.join(tensors)}")
+        raise UserError(
+            "filter-invalid", f"scheduler.filter: {path} needs fc1.weight, fc1.bias ..., not {', '.join(tensors)}"
+        )
     layers = tuple((tensors[f"{name}.weight"].float(), tensors[f"{name}.bias"].float()) for name in names)
     size = layers[0][0].shape[-1]
     for weight, bias in layers:
         if weight.dim() != 2 or weight.shape[1] != size or bias.shape != weight.shape[:1]:
-            raise UserError(f"scheduler.filter: the layers of {path} do not fit one another")
+            raise UserError("filter-invalid", f"scheduler.filter: the layers of {path} do not fit one another")
         size = weight.shape[0]
     if size != layers[0][0].shape[1]:
-        raise UserError(f"scheduler.filter: {path} maps {layers[0][0].shape[1]} positions to {size}, not to themselves")
+        raise UserError("filter-invalid", f"scheduler.filter: {path} maps {layers[0][0].shape[1]} positions to {size}")
     return tuple((weight.to(spec.device), bias.to(spec.device)) for weight, bias in layers)
 
 
@@ -77,10 +80,11 @@ def _check_made_for(spec: ModelSpec, said: Any, path: Path) -> None:
     """Confidences fit any model, so the wrong filter would run, and commit the wrong tokens."""
     said = said if isinstance(said, dict) else {}
     if said.get("schema", SCHEMA) != SCHEMA:
-        raise UserError(f"scheduler.filter: {path} has schema {said['schema']!r}, and only {SCHEMA} is known here")
+        raise UserError("filter-incompatible", f"scheduler.filter: {path} has schema {said['schema']!r}, not {SCHEMA}")
     for name, what in (("vocab_size", "tokens"), ("num_layers", "layers")):
         if said.get(name, getattr(spec, name)) != getattr(spec, name):
             raise UserError(
+                "filter-incompatible",
                 f"scheduler.filter: {path} was trained on a model of {said[name]} {what}, and this one has"
-                f" {getattr(spec, name)}: train one for this model with `dllm-train train=filter`"
+                f" {getattr(spec, name)}: train one for this model with `dllm-train train=filter`",
             )

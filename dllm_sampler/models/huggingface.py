@@ -130,7 +130,7 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     """
     source = folder / "config.json"
     if not source.is_file():
-        raise UserError(f"{folder} is no checkpoint: it has no config.json")
+        raise UserError("checkpoint-incomplete", f"{folder} is no checkpoint: it has no config.json")
     # First, so that pickles, broken files and absurd sizes get our sentences: transformers builds before it compares.
     raw = weights.read_json(source)
     check_numbers(raw, weights.shapes(folder), str(source))
@@ -140,14 +140,12 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
                 alone, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
             )
     except Exception as error:  # transformers raises many kinds for a checkpoint that does not fit
-        raise UserError(f"transformers cannot load {folder} as {what} ({first_line(error)})") from None
+        raise UserError("checkpoint-config-invalid", f"cannot load {folder} as {what} ({first_line(error)})") from None
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
-        raise UserError(f"the checkpoint {folder} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}")
+        raise UserError("checkpoint-tensors", f"{folder} lacks {len(missing)} tensors: {', '.join(missing[:3])}")
     if layers := sorted(name for name in report["unexpected_keys"] if re.search(r"layers?\.\d+\.", name)):
-        raise UserError(
-            f"{source}: the checkpoint {folder} has tensors of more layers, among them {', '.join(layers[:3])}"
-        )
+        raise UserError("checkpoint-tensors", f"{source}: {folder} has tensors of more layers: {', '.join(layers[:3])}")
     if getattr(model.config, "quantization_config", None) is None:  # else integers are what it should hold
         weights.check_floating(folder, [name for name, _ in model.named_parameters()])
     multiply_experts(model)
@@ -231,9 +229,11 @@ def wrap(
     mask_id = token("mask_token_id")
     named = getattr(model.config, "mask_token_id", None)
     if mask_id is None and named is not None:
-        raise UserError(f"{type(model).__name__}: mask_token_id should be one token id, not {shown(named)}")
+        raise UserError(
+            "mask-token-invalid", f"{type(model).__name__}: mask_token_id must be an id, not {shown(named)}"
+        )
     if mask_id is None:
-        raise UserError(f"{type(model).__name__} has no mask token: masked diffusion needs one")
+        raise UserError("mask-token-missing", f"{type(model).__name__} has no mask token: masked diffusion needs one")
     pad_id = token("pad_token_id")
     places: dict[str, object] = {
         "the tokenizer": getattr(tokenizer, "eos_token_id", None),
@@ -245,14 +245,12 @@ def wrap(
         last = token("sep_token_id")
         last = pad_id if last is None else last
         if last is None:
-            raise UserError(
-                f"{type(model).__name__} names neither an end nor a padding token: nothing could end an answer"
-            )
+            raise UserError("end-token-missing", f"{type(model).__name__} has neither an end nor a padding token")
         ends = (last,)
     if mask_id in ends:
         raise UserError(
-            f"{type(model).__name__}: mask_token_id is {mask_id}, which is the end-of-text token too. Correct the"
-            " tokenizer or the model's config"
+            "mask-token-invalid",
+            f"{type(model).__name__}: mask_token_id {mask_id} is the end-of-text token, too. Correct it.",
         )
     multiply_experts(model)
     return MaskedLMDenoiser(model, mask_id, ends, ends[0] if pad_id is None else pad_id)

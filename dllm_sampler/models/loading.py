@@ -93,30 +93,30 @@ def load(
     wanted = as_dtype(dtype)
     quantized.check(quantize)
     if quantize is not None and device_map is not None:
-        raise UserError("model.quantize and device_map exclude each other: quantise what fits one device, or map it")
+        raise UserError("options-conflict", "model.quantize and device_map exclude each other. Remove one.")
     folder, added = with_adapter(find(path, revision, trust_remote_code), adapter, trust_remote_code)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is no checkpoint: it has no config.json")
+        raise UserError("checkpoint-incomplete", f"{folder} is no checkpoint: it has no config.json")
     raw = weights.read_json(folder / "config.json")
     family = find_family(raw, folder)
     if causal_context is not None and (family is None or family.attention != "causal_context"):
-        raise UserError(f"{folder}: model.causal_context is for models with a causal context, Nemotron-Labs-Diffusion")
+        raise UserError("option-not-applicable", f"{folder}: model.causal_context is for Nemotron-Labs-Diffusion")
     known = None if family is None else PreTrainedConfig()
     tokenizer = None if added is None else load_tokenizer(added, trust_remote_code, known or PreTrainedConfig())
     tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code, known)
     if family is None and quantize is not None:
-        raise UserError(f"{folder}: model.quantize is for the families {_known()}, which run on our own layers")
+        raise UserError("option-not-applicable", f"{folder}: model.quantize is for the families {_known()}")
     if family is None and mask_id is not None:
-        raise UserError(f"{folder}: model.mask_id is for the families {_known()}; this model names its mask token")
+        raise UserError("option-not-applicable", f"{folder}: model.mask_id is for the families {_known()}")
     if family is None:
         from dllm_sampler.models import diffusion_gemma, huggingface
 
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
             if added is not None:  # encoder and decoder share weights, which would get it twice
-                raise UserError(f"{added} cannot be merged into DiffusionGemma. Use a checkpoint that has it merged")
+                raise UserError("adapter-unsupported", f"{added} cannot be merged into DiffusionGemma")
             return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, device_map), tokenizer)
         if device_map is not None:
-            raise UserError(f"{folder}: device_map is for models of the families {_known()}, not for a masked LM")
+            raise UserError("option-not-applicable", f"{folder}: device_map is for the families {_known()}")
         return Loaded(huggingface.load(folder, tokenizer, wanted, target, added), tokenizer)
 
     source = str(folder / "config.json")
@@ -125,7 +125,7 @@ def load(
         with torch.device("meta"):
             model = Transformer(config).eval()
     except RuntimeError as error:  # the product of sizes is more than a tensor can have
-        raise UserError(f"{source} describes no network ({first_line(error)})") from None
+        raise UserError("checkpoint-config-invalid", f"{source} describes no network ({first_line(error)})") from None
     if wanted is None:
         wanted = weights.stored_dtype(folder)
         if wanted == torch.float16 and target.type == "cpu":
@@ -139,7 +139,7 @@ def load(
 
     if quantize is not None:
         if wanted not in (torch.bfloat16, torch.float32):  # sums of integers leave float16's range
-            raise UserError(f"model.quantize=int8 is for bfloat16 and float32, not {wanted}: give a dtype")
+            raise UserError("options-conflict", f"model.quantize=int8 needs bfloat16 or float32, not {wanted}")
         fill(lambda name: torch.device("cpu"))
         quantized.quantize(model, target)
     elif places is None:
@@ -172,20 +172,19 @@ def with_adapter(
                 folder = find(base.path, base.revision, trust_remote_code)
             except UserError as error:
                 raise UserError(
+                    "adapter-invalid",
                     f"{own / adapters.CONFIG}: base_model_name_or_path cannot be loaded ({first_line(error)}). Give the"
-                    f" base as model=BASE, with model.adapter={own}"
+                    f" base as model=BASE, with model.adapter={own}",
                 ) from None
             if adapters.has_adapter(folder):
-                raise UserError(
-                    f"{own} is an adapter, and so is its base {folder}. Merge one of them into a checkpoint"
-                )
+                raise UserError("adapter-unsupported", f"{own} and its base {folder} are both adapters. Merge one.")
     if adapter is None:
         return folder, own
     if own is not None:
-        raise UserError(f"model.adapter={adapter}: the model {own} has an adapter of its own. Leave one of them out")
+        raise UserError("options-conflict", f"model.adapter={adapter}: {own} is an adapter, too. Remove one.")
     own = find(adapter, None, trust_remote_code, "model.adapter")
     if not adapters.has_adapter(own):
-        raise UserError(f"model.adapter={adapter} has no {adapters.CONFIG}. Give the folder of an adapter of peft")
+        raise UserError("adapter-invalid", f"model.adapter={adapter} has no {adapters.CONFIG}. Name another folder.")
     return folder, own
 
 
@@ -233,18 +232,18 @@ def find(
         return folder
     name = str(path)
     if folder.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        raise UserError(f"there is no checkpoint folder {name!r}, and a hub id is written org/name")
+        raise UserError("model-not-found", f"there is no checkpoint folder {name!r}, and a hub id is written org/name")
     patterns = [*DOWNLOADS, "*.py"] if trust_remote_code else DOWNLOADS
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError:
-        raise UserError(f"{name} is gated on the hub: ask for access there and log in with `hf auth login`") from None
+        raise UserError("model-gated", f"{name} is gated on the hub. Ask for access, then `hf auth login`.") from None
     except RevisionNotFoundError:
-        raise UserError(f"{name} has no revision {revision!r} on the hub") from None
+        raise UserError("model-not-found", f"{name} has no revision {revision!r} on the hub") from None
     except RepositoryNotFoundError:
-        raise UserError(f"there is neither a folder nor a public hub repository {name}") from None
+        raise UserError("model-not-found", f"there is neither a folder nor a public hub repository {name}") from None
     except Exception as error:  # whatever the network, a proxy or the disk raises
-        raise UserError(f"{name} is no folder here and the hub does not deliver it ({first_line(error)})") from None
+        raise UserError("hub-unreachable", f"{name} is no folder, and the hub fails ({first_line(error)})") from None
 
 
 def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
@@ -259,8 +258,9 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
     if kind == diffusion_gemma.MODEL_TYPE or huggingface.knows(kind):
         return None
     raise UserError(
+        "architecture-unknown",
         f"{folder / 'config.json'}: unknown architecture {shown(kind)}; known are {_known()}, and every masked language"
-        " model of transformers"
+        " model of transformers",
     )
 
 
@@ -280,11 +280,12 @@ def load_tokenizer(
     settings = weights.read_json(folder / files[1]) if (folder / files[1]).is_file() else {}
     code = settings.get("auto_map") or {}
     if not isinstance(code, list | dict):
-        raise UserError(f"{folder / files[1]}: auto_map should map the names of classes to code, not be {shown(code)}")
+        raise UserError(
+            "checkpoint-config-invalid", f"{folder / files[1]}: auto_map must map names to code, not {shown(code)}"
+        )
     if (isinstance(code, list) or "AutoTokenizer" in code) and not trust_remote_code:
         raise UserError(
-            f"the tokenizer of {folder} is code of its own: allow it to run with model.trust_remote_code=true"
-            " (trust_remote_code=True in Python)"
+            "code-untrusted", f"the tokenizer of {folder} is code. Allow it by model.trust_remote_code=true."
         )
     try:
         if config is not None and not code and "tokenizer_class" not in settings and (folder / files[0]).is_file():
@@ -293,10 +294,12 @@ def load_tokenizer(
         else:
             found = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers, tokenizers or the checkpoint's own code raise
-        raise UserError(f"the tokenizer of {folder} cannot be loaded ({first_line(error)})") from None
+        raise UserError("tokenizer-invalid", f"cannot load the tokenizer of {folder} ({first_line(error)})") from None
     longest = getattr(found, "model_max_length", 0)
     if not is_real(longest):
-        raise UserError(f"{folder / files[1]}: model_max_length should be a number of tokens, not {shown(longest)}")
+        raise UserError(
+            "checkpoint-config-invalid", f"{folder / files[1]}: model_max_length must be a number, not {shown(longest)}"
+        )
     return found
 
 
@@ -309,7 +312,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
             raise unknown("dtype", dtype, ["auto", *DTYPES])
         return DTYPES[dtype.removeprefix("torch.")]
     if dtype is not None and dtype not in DTYPES.values():
-        raise UserError(f"a model cannot run in {dtype}: the choices are {', '.join(DTYPES)}")
+        raise UserError("choice-unknown", f"a model cannot run in {dtype}: the choices are {', '.join(DTYPES)}")
     return dtype
 
 
@@ -320,13 +323,13 @@ def as_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        raise UserError(f"unknown device {short(repr(device))}: the choices are auto, cpu, cuda, cuda:0 ...") from None
+        raise UserError("choice-unknown", f"no device {short(repr(device))}. Use auto, cpu, cuda ...") from None
     if found.type not in ("cpu", "cuda", "mps"):
-        raise UserError(f"a model cannot be sampled from on device {device}: the choices are auto, cpu, cuda, mps")
+        raise UserError("choice-unknown", f"device {device} is not supported. Use auto, cpu, cuda or mps.")
     if found.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError("device=mps needs an Apple GPU, and torch sees none here")
+        raise UserError("device-missing", "device=mps needs an Apple GPU, and torch sees none here")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device={device} needs a GPU, and torch sees {torch.cuda.device_count()} of them here")
+        raise UserError("device-missing", f"device={device} needs a GPU. torch sees {torch.cuda.device_count()}.")
     return found
 
 
@@ -356,7 +359,9 @@ def _denoiser(
             if value is None:
                 continue
             if not is_whole(value):
-                raise UserError(f"{place}: {name} should be one token id, not {shown(value)}")
+                raise UserError(
+                    "checkpoint-config-invalid", f"{place}: {name} must be one token id, not {shown(value)}"
+                )
             return _Token(value, f"{place}: {name}")
         return None
 
@@ -375,13 +380,13 @@ def _denoiser(
         places[tokens] = own
     ends = end_tokens(places)
     if not ends:
-        raise UserError(f"{folder / 'config.json'} names no eos_token_id, which sampling needs")
+        raise UserError("end-token-missing", f"{folder / 'config.json'} names no eos_token_id, which sampling needs")
     if mask is None:
-        raise UserError(f"{folder / 'config.json'} names no mask_token_id, which sampling needs: give model.mask_id")
+        raise UserError("mask-token-missing", f"{folder / 'config.json'} has no mask_token_id. Set model.mask_id.")
     if mask.id in ends:
         raise UserError(
-            f"{mask.place} is {mask.id}, which is the end-of-text token too ({ends[mask.id]}). Correct the file, or"
-            " give model.mask_id"
+            "mask-token-invalid",
+            f"{mask.place} is {mask.id}, the end-of-text token ({ends[mask.id]}). Set model.mask_id.",
         )
     source = Fields(raw, str(folder / "config.json"))
     return TransformerDenoiser(
@@ -410,10 +415,10 @@ def _place(name: str, places: Places) -> torch.device:
     """Where our parameter `name` goes: the entry of the longest module prefix, in main memory while offloaded."""
     prefixes = [prefix for prefix in places if not prefix or name == prefix or name.startswith(prefix + ".")]
     if not prefixes:
-        raise UserError(f"device_map has no place for {name}")
+        raise UserError("device-map-invalid", f"device_map has no place for {name}")
     place = places[max(prefixes, key=len)]
     if place == "disk":
-        raise UserError("device_map puts weights on disk, which is not supported: use cpu, or a smaller dtype")
+        raise UserError("device-map-invalid", "device_map cannot put weights on disk. Use cpu.")
     return as_device(f"cuda:{place}" if isinstance(place, int) else place)
 
 

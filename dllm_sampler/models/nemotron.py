@@ -27,21 +27,23 @@ def _positions(fields: Fields) -> tuple[float, Yarn | None]:
     inside = fields.get(said[0], {}) if said else {}
     where = said[0] if said else BOTH[0]
     if len(said) > 1:
-        raise UserError(f"{fields.source}: {said[1]} besides {said[0]} is not implemented: leave one of them out")
+        raise UserError("checkpoint-unsupported", f"{fields.source}: {said[1]} and {said[0]} exclude each other")
     if not isinstance(inside, dict):
-        raise UserError(f"{fields.source}: {where} = {shown(inside)} is not implemented, it should be an object")
+        raise UserError("checkpoint-unsupported", f"{fields.source}: {where}= {shown(inside)} is not an object")
     kind = inside.get("rope_type", inside.get("type"))
     if kind != "yarn":
         return fields.rope(10_000.0)[0], None
     for key, value in inside.items():
         if key not in ROPE and not neutral(key, value):
-            raise UserError(f"{fields.source}: {where} with {key} = {shown(value)} is not implemented")
+            raise UserError(
+                "checkpoint-unsupported", f"{fields.source}: {where} with {key} = {shown(value)} is not implemented"
+            )
     if inside.get(EVEN[0]) != inside.get(EVEN[1]) or not inside.get(EVEN[0]):
-        raise UserError(f"{fields.source}: {where} with mscale and mscale_all_dim that differ is not implemented")
+        raise UserError("checkpoint-unsupported", f"{fields.source}: {where} has mscale and mscale_all_dim that differ")
     numbers = Fields({key: value for key, value in inside.items() if value is not None}, f"{fields.source}: {where}")
     theta = numbers.number("rope_theta", fields.number("rope_theta", 10_000.0), most=1e15)
     if fields.get("rope_theta") not in (None, theta):
-        raise UserError(f"{fields.source} contradicts itself: rope_theta and {where}.rope_theta differ")
+        raise UserError("checkpoint-config-invalid", f"{fields.source}: rope_theta and {where}.rope_theta differ")
     queries = inside.get("llama_4_scaling_beta")
     yarn = Yarn(
         factor=numbers.number("factor", 1.0, most=1e6),

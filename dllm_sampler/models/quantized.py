@@ -20,7 +20,7 @@ def check(kind: object) -> None:
         UserError: what it may be.
     """
     if kind is not None and kind not in KINDS:
-        raise UserError(f"model.quantize must be null or {' or '.join(KINDS)}, not {kind!r}")
+        raise UserError("choice-unknown", f"model.quantize must be null or {' or '.join(KINDS)}, not {kind!r}")
 
 
 @torch.no_grad()
@@ -35,11 +35,11 @@ def quantize(model: Transformer, device: torch.device) -> None:
         UserError: torchao is missing, or the model has experts, which are no linear layers.
     """
     if model.config.moe is not None:
-        raise UserError("model.quantize=int8 is for dense models: this one's experts are no linear layers")
+        raise UserError("option-not-applicable", "model.quantize=int8 is for dense models, not for experts")
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
-        raise UserError(f"model.quantize=int8 needs torchao: {installing('quantize')}") from None
+        raise UserError("package-missing", f"model.quantize=int8 needs torchao: {installing('quantize')}") from None
     rule = Int8WeightOnlyConfig(set_inductor_config=False, version=2)
     for layer in model.layers:
         assert isinstance(layer, Layer)

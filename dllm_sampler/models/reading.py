@@ -43,16 +43,19 @@ def experts(fields: Fields, **settings: Any) -> MoeConfig:
     )
     if moe.num_experts % moe.groups or not moe.top_groups <= moe.groups:
         raise UserError(
+            "checkpoint-config-invalid",
             f"{fields.source}: {moe.num_experts} experts do not make {moe.groups} equal groups of which"
-            f" {moe.top_groups} are kept"
+            f" {moe.top_groups} are kept",
         )
     available = moe.num_experts // moe.groups * moe.top_groups
     if moe.top_k > available:
-        raise UserError(f"{fields.source}: {moe.top_k} experts per token cannot be chosen among {available}")
+        raise UserError(
+            "checkpoint-config-invalid", f"{fields.source}: {moe.top_k} experts per token, but only {available}"
+        )
     if moe.pool and not moe.top_k <= moe.pool <= moe.num_experts:
         raise UserError(
-            f"{fields.source}: expert_capacity should lie between the {moe.top_k} experts of a token and all"
-            f" {moe.num_experts}, not {moe.pool}"
+            "checkpoint-config-invalid",
+            f"{fields.source}: expert_capacity={moe.pool} is not within {moe.top_k} and {moe.num_experts}",
         )
     return moe
 
@@ -63,7 +66,7 @@ def own_head_dim(fields: Fields) -> int:
         return fields.head_dim(fields.size("hidden_size"), fields.size("num_attention_heads"))
     size = fields.size("head_dim")
     if size % 2:
-        raise UserError(f"{fields.source}: head_dim should be even, since rotary positions turn pairs, not {size}")
+        raise UserError("checkpoint-config-invalid", f"{fields.source}: head_dim must be even, not {size}")
     return size
 
 
@@ -73,7 +76,8 @@ def rotary(fields: Fields, head_dim: int, default: float) -> tuple[float, int | 
     size = int(head_dim * part) if part <= 1 else 0
     if size % 2 or not size:
         raise UserError(
-            f"{fields.source}: partial_rotary_factor = {part:g} leaves no even number of a head's {head_dim} dimensions"
+            "checkpoint-config-invalid",
+            f"{fields.source}: partial_rotary_factor = {part:g} does not fit head_dim={head_dim}",
         )
     return theta, None if size == head_dim else size
 
@@ -82,5 +86,7 @@ def whole_rope(fields: Fields) -> float:
     """The base of rotary positions that turn whole heads."""
     theta, part = fields.rope()
     if part != 1:
-        raise UserError(f"{fields.source}: partial_rotary_factor = {part:g} is not implemented, only 1")
+        raise UserError(
+            "checkpoint-unsupported", f"{fields.source}: partial_rotary_factor = {part:g} is not implemented"
+        )
     return theta

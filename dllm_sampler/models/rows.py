@@ -96,14 +96,18 @@ class FunctionDenoiser(RowsDenoiser):
             UserError: it cannot be called, or a number is wrong.
         """
         if not callable(function):
-            raise UserError(f"logits_fn should be a function (ids, mask) -> logits, not a {type(function).__name__}")
+            raise UserError(
+                "function-invalid", f"logits_fn must be a function (ids, mask), not a {type(function).__name__}"
+            )
         check_count("vocab_size", vocab_size)
         check_count("max_positions", max_positions)
         ends = tuple(eos_id) if isinstance(eos_id, list | tuple) and eos_id else (eos_id,)
         given = [("mask_id", mask_id), *(("eos_id", end) for end in ends)]
         for name, token in given if pad_id is None else [*given, ("pad_id", pad_id)]:
             if not is_whole(token) or not 0 <= token < vocab_size:
-                raise UserError(f"{name} should be a token id from 0 to {vocab_size - 1}, not {shown(token)}")
+                raise UserError(
+                    "token-outside-vocabulary", f"{name} must be a token id below {vocab_size}, not {shown(token)}"
+                )
         first, *others = end_ids(cast("tuple[int, ...]", ends))
         weight = next(function.parameters(), None) if isinstance(function, nn.Module) else None
         spec = ModelSpec(
@@ -126,16 +130,18 @@ class FunctionDenoiser(RowsDenoiser):
         """See `RowsDenoiser.logits`."""
         found = self.function(ids, mask)
         if not isinstance(found, Tensor):
-            raise UserError(f"logits_fn returned a {type(found).__name__}. It should return a tensor of logits")
+            raise UserError(
+                "function-result", f"logits_fn returned a {type(found).__name__}. Return a tensor of logits."
+            )
         if found.shape != (*ids.shape, self.spec.vocab_size) or not found.is_floating_point():
             raise UserError(
+                "function-result",
                 f"logits_fn returned {str(found.dtype).removeprefix('torch.')} {list(found.shape)} for ids"
-                f" {list(ids.shape)}. It should return floating-point logits {[*ids.shape, self.spec.vocab_size]}"
+                f" {list(ids.shape)}. It should return floating-point logits {[*ids.shape, self.spec.vocab_size]}",
             )
         if found.device != ids.device:
             raise UserError(
-                f"logits_fn returned logits on {found.device} for ids on {ids.device}. Give from_callable the device"
-                " of the function, device="
+                "function-result", f"logits_fn returned logits on {found.device} for ids on {ids.device}. Set device=."
             )
         return found
 

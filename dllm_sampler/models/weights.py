@@ -105,7 +105,9 @@ def _floating(opened: Any, name: str) -> bool:
 
 def _not_floating(file: Path, name: str, opened: Any) -> UserError:
     stored = opened.get_slice(name).get_dtype()
-    return UserError(f"{file}: {name} holds {stored}, and weights are floating-point numbers of 16, 32 or 64 bits")
+    return UserError(
+        "checkpoint-unsupported", f"{file}: {name} holds {stored}. Use float16, bfloat16, float32 or float64."
+    )
 
 
 def _shape(held: list[tuple[str, Part]], shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -169,19 +171,18 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
         if pickles:
             raise UserError(
-                f"{folder} has only pickle weights ({pickles[0]}), which can run code when opened and are refused:"
-                " convert them to safetensors"
+                "checkpoint-pickled", f"{folder} has pickle weights ({pickles[0]}). Convert them to safetensors."
             )
-        raise UserError(f"{folder} has no weights: expected {SINGLE}, or {INDEX} with its shards")
+        raise UserError("checkpoint-incomplete", f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
     located = read_json(folder / INDEX).get("weight_map")
     if not isinstance(located, dict) or not all(isinstance(shard, str) for shard in located.values()):
-        raise UserError(f"{folder / INDEX} should map tensor names to shards under 'weight_map'")
+        raise UserError("checkpoint-damaged", f"{folder / INDEX} should map tensor names to shards under 'weight_map'")
     files: dict[str, Path] = {}
     for shard in sorted(set(located.values())):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise UserError(f"{folder / INDEX} names the shard {shard!r}, which is no safetensors file of its folder")
+            raise UserError("checkpoint-damaged", f"{folder / INDEX} names the shard {shard!r}, not a safetensors file")
         if not (folder / shard).is_file():
-            raise UserError(f"{folder / INDEX} names the shard {shard}, which is missing")
+            raise UserError("checkpoint-incomplete", f"{folder / INDEX} names the shard {shard}, which is missing")
         for name in _names(folder / shard):
             files[name] = folder / shard
     _complain(folder, "lacks, although the index names them,", [name for name in located if name not in files])
@@ -203,9 +204,9 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         found = load_json(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise UserError(f"{file} is not valid JSON ({error})") from None
+        raise UserError("json-invalid", f"{file} is not valid JSON ({error})") from None
     if not isinstance(found, dict):
-        raise UserError(f"{file} should hold a JSON object, not a {type(found).__name__}")
+        raise UserError("json-invalid", f"{file} should hold a JSON object, not a {type(found).__name__}")
     return found
 
 
@@ -218,11 +219,11 @@ def _names(file: Path) -> list[str]:
 
 
 def _corrupt(file: Path, error: Exception) -> UserError:
-    return UserError(f"{file} is truncated or corrupt ({error}): copy or download it again")
+    return UserError("checkpoint-damaged", f"{file} is truncated or corrupt ({error}): copy or download it again")
 
 
 def _complain(folder: Path, what: str, tensors: list[str]) -> None:
     """Raise an error that counts `tensors` and names up to three of them; silent when there are none."""
     if tensors:
         more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-        raise UserError(f"the checkpoint {folder} {what} tensors: {', '.join(tensors[:3])}{more}")
+        raise UserError("checkpoint-tensors", f"the checkpoint {folder} {what} tensors: {', '.join(tensors[:3])}{more}")

@@ -27,10 +27,7 @@ class PublishedFreeDave(FreeDave):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.eager:
-            raise UserError(
-                "scheduler.eager is exact, and published eager acceptance is not: use scheduler=freedave with it, or"
-                " PublishedFreeDave without"
-            )
+            raise UserError("options-conflict", "scheduler.eager is for scheduler=freedave. Remove it.")
 
     def bound(self, tokens: int) -> int:
         """See `Drafting.bound`. A forward may open a block and commit nothing."""

@@ -29,8 +29,9 @@ class PublishedWindow(WindowCache):
         scheduler = context.scheduler
         if context.spec.shift and scheduler is not None and not forces_first(scheduler):
             raise UserError(
+                "cache-incompatible",
                 f"cache={named(self)} leaves each block's first position without a prediction on this model,"
-                f" and scheduler={named(scheduler)} does not commit it first: use ForcedFirst around it"
+                f" and scheduler={named(scheduler)} does not commit it first: use ForcedFirst around it",
             )
         return super().bind(context)
 

@@ -21,7 +21,7 @@ class SharedSteps:
 def check_eps(eps: float) -> None:
     """Refuse an end time outside (0, 1)."""
     if not isinstance(eps, float) or not 0 < eps < 1:
-        raise UserError(f"scheduler.eps must lie between 0 and 1, not {eps!r}")
+        raise UserError("option-range", f"scheduler.eps must lie between 0 and 1, not {eps!r}")
 
 
 def block_steps(canvas: Canvas, steps: int | None) -> Tensor:

@@ -30,7 +30,7 @@ class CertaintyPrior(FixedSteps):
         super().__post_init__()
         check_positive("scheduler.sigma", self.sigma, "a number of positions")
         if self.score == "entropy":
-            raise UserError("scheduler.score=entropy cannot be scaled by a density: use confidence or margin")
+            raise UserError("options-conflict", "scheduler.score=entropy has no density. Use confidence.")
 
     @property
     def traits(self) -> Traits:

@@ -48,7 +48,7 @@ class EntropyRenoise(Renoising):
         check_count("scheduler.stability_threshold", self.stability_threshold, 0, optional=True)
         check_number("scheduler.confidence_threshold", self.confidence_threshold, optional=True)
         if self.t_max < self.t_min or self.t_max == float("inf"):
-            raise UserError(f"scheduler.t_max must be a finite number from t_min={self.t_min} on, not {self.t_max!r}")
+            raise UserError("option-range", f"scheduler.t_max must be at least t_min={self.t_min}, not {self.t_max!r}")
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
         """The falling temperature comes last."""

@@ -45,22 +45,22 @@ class Eoser(Around):
         check_number("scheduler.low", self.low, finite=True)
         check_number("scheduler.high", self.high, finite=True)
         if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
-            raise UserError("scheduler.progress must be committed, or step or ascending together with scheduler.steps")
+            raise UserError(
+                "options-conflict",
+                "scheduler.progress must be committed, or step or ascending together with scheduler.steps",
+            )
         inner = named(self.inner)
         if check_inner(self.inner).traits.drafts:
             raise UserError(
-                f"scheduler=eoser cannot change what {inner} has drafted: put it inside, as in"
-                " scheduler=freedave scheduler.inner=eoser"
+                "scheduler-incompatible", f"scheduler=eoser cannot change drafts of {inner}. Put eoser inside it."
             )
         if self.inner.traits.initial is not None:
             raise UserError(
-                f"scheduler=eoser lowers the confidence of end tokens, by which {inner} finds the length of an answer:"
-                " use another scheduler inside, fixed say"
+                "scheduler-incompatible", f"scheduler=eoser hides end tokens from {inner}. Use inner=fixed."
             )
         if not self.inner.traits.ranks_by_confidence:
             raise UserError(
-                f"scheduler=eoser scales confidences, and {inner} with these settings does not look at them: use"
-                " another scheduler inside, fixed or threshold say"
+                "scheduler-incompatible", f"scheduler=eoser scales confidences that {inner} ignores. Use inner=fixed."
             )
 
     @property

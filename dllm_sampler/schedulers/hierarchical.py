@@ -44,7 +44,7 @@ class Hierarchical(Renoising):
             UserError: remasking on a model without a mask token.
         """
         if self.remask is not None and context.spec.mask_id is None:
-            raise UserError("scheduler.remask needs a model with a mask token: set it to null")
+            raise UserError("mask-token-missing", "scheduler.remask needs a model with a mask token: set it to null")
         return super().bind(context)
 
     @property

@@ -51,8 +51,8 @@ class Lengthening(Around):
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if why is not None:
             raise UserError(
-                f"scheduler={named(self)} changes the length of the answer, and {named(self.inner)} {why}: use another"
-                " scheduler inside, threshold say"
+                "scheduler-incompatible",
+                f"scheduler={named(self)} changes lengths, and {named(self.inner)} {why}. Use inner=threshold.",
             )
 
     @property

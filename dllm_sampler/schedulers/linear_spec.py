@@ -53,13 +53,14 @@ class LinearSpec(Threshold):
         name = f"scheduler={named(self)}"
         if context.spec.attention != "causal_context":
             raise UserError(
+                "scheduler-incompatible",
                 f"{name} verifies drafts by a model with a causal context (Nemotron-Labs-Diffusion), and this one has"
-                " none: use scheduler=freedave, or scheduler=s2d2 for block-causal models"
+                " none: use scheduler=freedave, or scheduler=s2d2 for block-causal models",
             )
         if context.blocks.sizes_on_open:
             raise UserError(
-                f"{name} ends a block where its draft fails, and blocks={named(context.blocks)} by another rule: use"
-                " blocks=fixed"
+                "scheduler-incompatible",
+                f"{name} and blocks={named(context.blocks)} both end blocks. Use blocks=fixed.",
             )
         return super().bind(context)
 

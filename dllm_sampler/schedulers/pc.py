@@ -58,13 +58,13 @@ class PositionCalibrated(FixedSteps):
                 counts = {int(token): float(count) for token, count in table["p_baseline_dict"].items()}
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
-                    f"scheduler.frequency: {self.frequency} is no JSON file with num_token and p_baseline_dict"
-                    f" ({error})"
+                    "file-invalid",
+                    f"scheduler.frequency: {self.frequency} lacks num_token or p_baseline_dict ({error})",
                 ) from error
             if not (0 < total < math.inf) or not all(0 <= count < math.inf for count in counts.values()):
                 raise UserError(
-                    f"scheduler.frequency: {self.frequency} has counts that are not finite or below 0, or a num_token"
-                    " that is not above 0. Count the tokens again"
+                    "file-invalid",
+                    f"scheduler.frequency: {self.frequency} has an impossible count. Count the tokens again.",
                 )
             share.fill_(1 / total)
             known = [token for token in counts if 0 <= token < spec.vocab_size]

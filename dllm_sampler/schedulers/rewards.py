@@ -65,7 +65,9 @@ class Reward:
             UserError: it is none.
         """
         if not isinstance(given, str) and not callable(given):
-            raise UserError(f"{setting} must be a function, or package.module:function that names one, not {given!r}")
+            raise UserError(
+                "function-invalid", f"{setting} must be a function or package.module:function, not {given!r}"
+            )
         name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
         call: Any = resolve_callable(f"{setting}:", given) if isinstance(given, str) else given
         return Reward(call, f"{setting}={name}", tokenizer, end_ids)
@@ -128,13 +130,16 @@ class Reward:
             direct = error.__traceback__ is None or error.__traceback__.tb_next is None  # not inside the function
             if isinstance(error, TypeError) and direct and "unexpected keyword argument" in reason:
                 reason += "; a last argument **_ takes those that it does not read"
-            raise RowError(f"{self.name} failed for {{prompts}} ({reason})", numbers) from error
+            raise RowError("function-failed", f"{self.name} failed for {{prompts}} ({reason})", numbers) from error
         if found is None:
             raise RowError(
-                f"{self.name} returned None for {{prompts}}: it must return one number for each answer", numbers
+                "function-result",
+                f"{self.name} returned None for {{prompts}}: it must return one number for each answer",
+                numbers,
             )
         if len(found) != wanted:
             raise RowError(
+                "function-result",
                 f"{self.name} returned {len(found)} numbers for the {wanted} answers of {{prompts}}: it must return"
                 " one for each",
                 numbers,
@@ -149,6 +154,8 @@ class Reward:
             number = math.nan
         if math.isnan(number) or number == math.inf:
             raise RowError(
-                f"{self.name} returned {value!r} for {{prompts}}: it must return a finite number, or -inf", [row]
+                "function-result",
+                f"{self.name} returned {value!r} for {{prompts}}: it must return a finite number, or -inf",
+                [row],
             )
         return number

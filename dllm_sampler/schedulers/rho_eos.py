@@ -53,7 +53,7 @@ class RhoEos(Lengthening):
         for name in ("low", "high"):
             check_share(f"scheduler.{name}", getattr(self, name))
         if self.low > self.high:
-            raise UserError(f"scheduler.low={self.low} must not be above scheduler.high={self.high}")
+            raise UserError("option-range", f"scheduler.low={self.low} must not be above scheduler.high={self.high}")
         for name, choices in (("scale", Scale), ("signal_of", Signal)):
             check_choice(f"scheduler.{name}", getattr(self, name), choices)
         check_count("scheduler.min_length", self.min_length, 0, optional=True)

@@ -57,7 +57,9 @@ class SoftValueGuided(Choosing):
         elif self.looks_ahead and (traits.revises or traits.leave_one_out or not traits.asks_block):
             why = "with scheduler.value=fill one that takes tokens back or chooses what to ask in each step"
         if why and self.candidates > 1:
-            raise UserError(f"scheduler=svdd cannot draft for {inner}, {why}: use scheduler.inner=fixed, say")
+            raise UserError(
+                "scheduler-incompatible", f"scheduler=svdd cannot draft for {inner}, {why}. Use inner=fixed."
+            )
 
     @property
     def looks_ahead(self) -> bool:
@@ -78,12 +80,13 @@ class SoftValueGuided(Choosing):
         if self.candidates == 1:
             return bound
         if self.reward is None:
-            raise UserError("scheduler=svdd needs a reward: scheduler.reward=package.module:function")
+            raise UserError("option-missing", "scheduler=svdd needs a reward: scheduler.reward=package.module:function")
         draws = is_random(bound.guides(context.guides))
         if not draws and not bound.inner.traits.draws_order:
             raise UserError(
+                "candidates-identical",
                 f"scheduler=svdd chooses among candidates, and {named(self.inner)} draws nothing, so that all"
-                " are the same: use temperature=1, say, or scheduler.inner={name: fixed, score: random}"
+                " are the same: use temperature=1, say, or scheduler.inner={name: fixed, score: random}",
             )
         ends = spec.eos_ids if self.looks_ahead else ()
         judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, ends)

@@ -69,16 +69,17 @@ class Verifier:
         config: Any = self.model.config.get_text_config()
         if canvas.length > self.longest:
             raise UserError(
-                f"{self.name} reads {self.longest} tokens at most, and prompt and answer take {canvas.length}: ask"
-                " for fewer max_new_tokens"
+                "context-exceeded",
+                f"{self.name} reads {self.longest} tokens, not {canvas.length}. Lower max_new_tokens.",
             )
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral names none, and slides
         window = getattr(config, "sliding_window", None)
         narrow = "sliding_attention" in kinds and window is not None and window < canvas.length
         if narrow or kinds - {"full_attention", "sliding_attention"} or getattr(self.model, "_is_stateful", False):
             raise UserError(
+                "verifier-unsupported",
                 f"{self.name} must see all {canvas.length} tokens of prompt and answer in every layer, and"
-                f" this {type(self.model).__name__} does not: use one with full attention"
+                f" this {type(self.model).__name__} does not: use one with full attention",
             )
         return Reading(self, canvas.ids.shape[1])
 
@@ -94,16 +95,14 @@ class Verifier:
             return
         own: Any = loading.load_tokenizer(self.folder)
         if own is None:
-            raise UserError(
-                f"{self.name}: {self.folder} has no tokenizer files, and its tokens must be the model's: put its"
-                " tokenizer there"
-            )
+            raise UserError("tokenizer-missing", f"{self.name}: {self.folder} has no tokenizer. Put it there.")
         added, theirs = own.get_added_vocab(), tokenizer.get_vocab()
         for token, index in sorted(own.get_vocab().items(), key=lambda item: item[1]):
             if token not in added and theirs.get(token) != index:
                 raise UserError(
+                    "tokenizer-differs",
                     f"{self.name} has another tokenizer than the model, token {index} is {token!r} in it: use a"
-                    " causal LM of the model's own family"
+                    " causal LM of the model's own family",
                 )
 
 
@@ -195,20 +194,17 @@ def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> 
         UserError: none given, nothing to load, or another vocabulary.
     """
     if verifier is None:
-        raise UserError(
-            f"{name} is missing: name a causal LM with the model's tokenizer, a folder or a hub id"
-            " (Qwen/Qwen2.5-0.5B for Dream)"
-        )
+        raise UserError("option-missing", f"{name} is missing. Name a causal LM with the model's tokenizer.")
     if isinstance(verifier, str | Path):
         found = load(str(verifier), spec, name)
     elif isinstance(verifier, PreTrainedModel):
         huggingface.multiply_experts(verifier)
         found = Verifier(verifier, spec, name=name)
     else:
-        raise UserError(f"{name} should be a folder, a hub id or a model of transformers, not {verifier!r:.60}")
+        raise UserError("option-type", f"{name} must be a folder, hub id or transformers model, not {verifier!r:.60}")
     if abs(found.vocab_size - spec.vocab_size) >= PADDING or found.vocab_size <= max(spec.eos_ids):
         raise UserError(
-            f"{name} has a vocabulary of {found.vocab_size} tokens and the model one of {spec.vocab_size}:"
-            " use a causal LM with the model's tokenizer"
+            "vocabulary-differs",
+            f"{name} has {found.vocab_size} tokens, the model {spec.vocab_size}. Use another model.",
         )
     return found

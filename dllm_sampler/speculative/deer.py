@@ -89,27 +89,22 @@ class SpeculativeSampler:
         check_count("draft_length", draft_length, 0)
         if spec.mask_id is None:
             raise UserError(
-                "a drafter fills masks in one forward, and this model has none, its noise are random tokens (uniform"
-                " diffusion): draft with a masked-diffusion model"
+                "mask-token-missing", "a drafter needs masks, and this model has none (uniform diffusion). Use another."
             )
         forms = [named(guide) for guide in drafter.plugins.guides if guide.joint or guide.vetoes]
         if forms:
-            raise UserError(
-                f"guide={forms[0]} says what form an answer has, and a target knows nothing of it: leave one out"
-            )
+            raise UserError("options-conflict", f"guide={forms[0]} and a target exclude each other. Remove one.")
         if drafter.plugins.scheduler.traits.initial is not None:
             raise UserError(
+                "scheduler-incompatible",
                 f"scheduler={named(drafter.plugins.scheduler)} changes the length of answers, and a draft has"
-                " draft_length tokens: draft with another scheduler, threshold say"
+                " draft_length tokens: draft with another scheduler, threshold say",
             )
         self.drafter, self.draft_length, self.scheduled = drafter, draft_length, scheduled
         self.guides = tuple(guide for guide in drafter.plugins.guides if guide.chooses)
         self.draws = is_random(self.guides)
         if scheduled and self.draws:
-            raise UserError(
-                "a draft of several steps has no law that could be held against the target's: draft in one pass, or"
-                " leave the temperature out"
-            )
+            raise UserError("options-conflict", "a draft of several steps cannot have a temperature. Remove one.")
         self.separator = self._token(separator)
         self.target: Verifier = autoregressive.fit(target, spec, "target")
         if drafter.tokenizer is not None:
@@ -303,10 +298,10 @@ class SpeculativeSampler:
         if isinstance(separator, str):
             found = None if tokenizer is None else tokenizer.get_vocab().get(separator)
             if found is None:
-                raise UserError(f"separator {separator!r} is no token of the drafter's tokenizer: use a special token")
+                raise UserError("token-outside-vocabulary", f"separator {separator!r} is not a token of the drafter")
             return found
         if separator is not None and (isinstance(separator, bool) or not 0 <= separator < size):
-            raise UserError(f"separator {separator!r} lies outside the drafter's vocabulary of {size} tokens")
+            raise UserError("token-outside-vocabulary", f"separator {separator!r} is outside the vocabulary of {size}")
         return separator
 
     def _end_tokens(self) -> tuple[int, ...]:

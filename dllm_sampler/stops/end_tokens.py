@@ -56,8 +56,8 @@ class BlockStop(_EosStop):
         """See `Stop.bind`."""
         if context.blocks.several:
             raise UserError(
-                f"stop={named(self)} ends a row with the block that holds an end token, and"
-                f" blocks={named(context.blocks)} opens several at once: use stop=prefix"
+                "stop-incompatible",
+                f"stop={named(self)} needs one open block, not blocks={named(context.blocks)}. Use stop=prefix.",
             )
         return super().bind(context)
 

@@ -30,14 +30,14 @@ def check(lora: Mapping[str, float] | None) -> None:
     if lora is None:
         return
     if set(lora) != {"r", "alpha", "dropout"}:
-        raise UserError(f"train.lora needs r, alpha and dropout, or is null, not {lora}")
+        raise UserError("option-type", f"train.lora needs r, alpha and dropout, or is null, not {lora}")
     if not (lora["r"] >= 1 and float(lora["r"]).is_integer()):
-        raise UserError(f"train.lora.r must be a whole number of at least 1, not {lora['r']}")
+        raise UserError("option-range", f"train.lora.r must be a whole number of at least 1, not {lora['r']}")
     check_positive("train.lora.alpha", lora["alpha"])
     if not 0 <= lora["dropout"] < 1:
-        raise UserError(f"train.lora.dropout must be from 0 to below 1, not {lora['dropout']}")
+        raise UserError("option-range", f"train.lora.dropout must be from 0 to below 1, not {lora['dropout']}")
     if find_spec("peft") is None:
-        raise UserError(f"train.lora needs the package peft: {installing('train')}")
+        raise UserError("package-missing", f"train.lora needs the package peft: {installing('train')}")
 
 
 def attach(network: nn.Module, lora: Mapping[str, float], seed: int, shared: tuple[str, str] | None = None) -> Any:

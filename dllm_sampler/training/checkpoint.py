@@ -40,7 +40,7 @@ def read_json(path: Path) -> Any:
     try:
         return load_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); remove it to start the run again") from None
+        raise UserError("run-damaged", f"{path} is damaged ({error}). Remove it to restart.") from None
 
 
 def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
@@ -52,8 +52,9 @@ def check_same(path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]
     for key, value in settings.items():
         if saved.get(key) != json.loads(json.dumps(value)):
             raise UserError(
+                "run-differs",
                 f"{path} holds an unfinished run with another train.{key} ({saved.get(key)}, not {value});"
-                " resume it as it was or choose another train.output"
+                " resume it as it was or choose another train.output",
             )
 
 
@@ -70,10 +71,7 @@ def check_content(folder: Path, saved: Mapping[str, Any], content: str, path: st
         UserError: the examples have changed since.
     """
     if saved.get("content") != content:
-        raise UserError(
-            f"{folder} holds an unfinished run on other examples: train.data={path} has changed since; choose another"
-            " train.output"
-        )
+        raise UserError("run-differs", f"{folder} has a run on an older train.data={path}. Change train.output.")
 
 
 def save(
@@ -111,7 +109,7 @@ def _opened(folder: Path) -> Iterator[Any]:
         with safe_open(folder / FILE, "pt") as file:
             yield file
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{folder / FILE} is damaged ({error}); remove it to start the run again") from None
+        raise UserError("run-damaged", f"{folder / FILE} is damaged ({error}). Remove it to restart.") from None
 
 
 def settings(folder: Path) -> dict[str, Any]:

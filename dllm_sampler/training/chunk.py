@@ -114,8 +114,7 @@ def scorable(model: nn.Module | Denoiser) -> nn.Module:
     if not isinstance(model, nn.Module):
         if hasattr(model, "spec"):
             raise UserError(
-                f"a {type(model).__name__} cannot be scored. Give the module, or the denoiser of a sampler without"
-                " guidance"
+                "model-not-scorable", f"a {type(model).__name__} cannot be scored. Give the module without guidance."
             )
         return cast(Any, model)  # a function that is called as one is
     ours = any(isinstance(one, Transformer | RowsModule) for one in model.modules())

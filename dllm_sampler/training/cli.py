@@ -96,7 +96,9 @@ def _read(words: Sequence[str]) -> tuple[Any, int | str]:
     """The trainer, and what is said of threads."""
     choices = [word.partition("=")[2] for word in words if word.startswith("train=")]
     if not choices:
-        raise UserError(f"nothing to train: say train=NAME, with one of {', '.join(user_files.choices('train'))}")
+        raise UserError(
+            "option-missing", f"nothing to train. Set train to one of {', '.join(user_files.choices('train'))}"
+        )
     name = choices[-1]
     defaults = user_files.entry("train", name).settings
     for word in words:
@@ -117,7 +119,7 @@ def _read(words: Sequence[str]) -> tuple[Any, int | str]:
     target = str(settings.pop("_target_"))
     cls: Any = resolve_callable(f"train={name}: _target_", target)
     if not inspect.isclass(cls) or not is_dataclass(cls) or not hasattr(cls, "run"):  # asked before it is called
-        raise UserError(f"train={name}: _target_ should name a dataclass with a method run, and {target} is none")
+        raise UserError("target-invalid", f"train={name}: _target_={target} is no dataclass with a method run")
     return cls(**config.check(f"train={name}", cls, settings, whole=True)), tree["threads"]
 
 
@@ -246,7 +248,7 @@ def _known(name: str, settings: Mapping[str, Any], path: list[str]) -> None:
 
 def _refuse(word: str) -> None:
     if not re.match(r"[+~]{1,2}train\.", word):
-        raise UserError(f"cannot make sense of '{word}': settings are written train.FIELD=VALUE, see dllm-train --help")
+        raise UserError("option-syntax", f"'{word}' is not train.FIELD=VALUE. See dllm-train --help.")
 
 
 def _fields(node: Any) -> list[str]:

@@ -115,11 +115,11 @@ class DeerTrainer:
         counts = ("checkpoint_every", "target_steps", "answers", "new_tokens", "draft_length", "batch")
         for name in (*counts, "distill_steps", "refine_steps", "longest", "held_out"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"train.{name} must be at least 1, not {value}")
+                raise UserError("option-range", f"train.{name} must be at least 1, not {value}")
         if not 0 < self.least_t <= 1:
-            raise UserError(f"train.least_t must be above 0 and at most 1, not {self.least_t}")
+            raise UserError("option-range", f"train.least_t must be above 0 and at most 1, not {self.least_t}")
         if not 0 < self.alpha < math.inf:
-            raise UserError(f"train.alpha must be a number above 0, not {self.alpha}")
+            raise UserError("option-range", f"train.alpha must be a number above 0, not {self.alpha}")
         check_settings(vars(self))
         check_model(vars(self))
         if self.target is None:
@@ -136,11 +136,11 @@ class DeerTrainer:
         logging.disable_progress_bar()  # ours is the one to look at
         self.folder = expanded("train.output", self.output)
         if (self.folder / "report.json").exists():
-            raise UserError(f"{self.folder} already holds a finished run; choose another train.output or remove it")
+            raise UserError("run-finished", f"{self.folder} has a finished run. Choose another train.output.")
         self.accelerator, self._device = sharding.start(as_device(self.device))
         processes = self.accelerator.num_processes
         if self.batch < processes:
-            raise UserError(f"train.batch={self.batch} is less than the {processes} processes: each needs an example")
+            raise UserError("option-range", f"train.batch={self.batch} is less than {processes} processes. Raise it.")
         self.accelerator.wait_for_everyone()  # one may be through before another has looked whether there is a report
         self.source: Source = self._data.source(
             self.tasks, self.seed, self.held_out, most=MOST_HELD_OUT, answers=self.target is None
@@ -172,13 +172,12 @@ class DeerTrainer:
         """What the drafter, its tokenizer and the examples say: a mistake is told before the first step."""
         named, spec = called(self.model), start.denoiser.spec
         if spec.attention == "causal_context":
-            raise UserError(f"train.model={named} has a causal context: it cannot draft several blocks in one forward")
+            raise UserError("model-not-trainable", f"train.model={named} has a causal context and cannot draft blocks")
         if start.tokenizer is None:
-            raise UserError(f"train.model={named} has no tokenizer, and training reads texts: add its files")
+            raise UserError("tokenizer-missing", f"train.model={named} has no tokenizer. Add its files.")
         if self._data.path is None and start.tokenizer.get_vocab() != vocabulary():
             raise UserError(
-                f"train.model={named} does not have mini's tokenizer, which mini's tasks are written in: say"
-                " train.data=FILE.jsonl"
+                "tokenizer-differs", f"train.model={named} lacks mini's tokenizer. Set train.data=FILE.jsonl."
             )
         self.tokenizer, self.spec = start.tokenizer, spec
         self.behind = [] if self.separator is None else [self._token(self.separator)]

@@ -65,15 +65,16 @@ class DistillTrainer(FineTuner):
         super().__post_init__()
         for name in ("answers", "batch", "block_length"):
             if getattr(self, name) < 1:
-                raise UserError(f"train.{name} must be at least 1, not {getattr(self, name)}")
+                raise UserError("option-range", f"train.{name} must be at least 1, not {getattr(self, name)}")
         if self.masking not in get_args(Masking):
             raise unknown("train.masking", self.masking, get_args(Masking))
         if not 0 < self.ratio < 1:
-            raise UserError(f"train.ratio must be a share between 0 and 1, not {self.ratio}")
+            raise UserError("option-range", f"train.ratio must be a share between 0 and 1, not {self.ratio}")
         if not self.certainty >= 0 or not 0 < self.entropy_temperature < math.inf:
             raise UserError(
+                "option-range",
                 "train.certainty must be at least 0 and train.entropy_temperature above 0, not"
-                f" {self.certainty}, {self.entropy_temperature}"
+                f" {self.certainty}, {self.entropy_temperature}",
             )
 
     @property
@@ -87,8 +88,9 @@ class DistillTrainer(FineTuner):
         masking.check(spec, self.trained.named)
         if spec.attention == "block_causal" and (self.masking, self.block_length) != ("block", spec.block_length):
             raise UserError(
-                f"train.model={self.trained.named} is block-causal: it takes train.masking=block and"
-                f" train.block_length={spec.block_length}"
+                "model-not-trainable",
+                f"train.model={self.trained.named} needs train.masking=block and"
+                f" train.block_length={spec.block_length}",
             )
         self.check_prompts()
         self.say_examples()
@@ -97,7 +99,7 @@ class DistillTrainer(FineTuner):
             write_json(path, self._answer())
         self.pairs: list[tuple[list[int], list[int]]] = read_json(path)
         if not self.pairs:
-            raise UserError(f"none of the {self.answers} answers is right, so there is nothing to learn from")
+            raise UserError("nothing-to-learn", f"none of the {self.answers} answers is right. Ask for more.")
 
     def step(self, number: int) -> dict[str, float]:
         """One batch, both samples of it."""

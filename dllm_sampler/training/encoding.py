@@ -39,8 +39,9 @@ class Encoder:
         length = len(prompt) + len(answer)
         if length > self.most:
             raise UserError(
+                "example-too-long",
                 f"{example.where} has {length} tokens of prompt and answer, and there is room for {self.most}:"
-                f" {self.way_out}"
+                f" {self.way_out}",
             )
         return prompt, answer
 
@@ -57,8 +58,8 @@ class Encoder:
         prompt, answer = self(example)
         if len(answer) - 1 > new_tokens:
             raise UserError(
-                f"the answer of {example.where} has {len(answer) - 1} tokens, and the answers that measure the model"
-                f" have {new_tokens}: raise train.new_tokens"
+                "example-too-long",
+                f"the answer of {example.where} has {len(answer) - 1} tokens. Raise train.new_tokens={new_tokens}.",
             )
         self._check_room(prompt, example.where, new_tokens)
 
@@ -79,8 +80,9 @@ class Encoder:
     def _check_room(self, prompt: list[int], where: str, new_tokens: int) -> None:
         if len(prompt) + new_tokens > self.spec.max_positions:
             raise UserError(
+                "example-too-long",
                 f"the prompt of {where} has {len(prompt)} tokens, with train.new_tokens={new_tokens} more than"
-                f" the model's context of {self.spec.max_positions}"
+                f" the model's context of {self.spec.max_positions}",
             )
 
     def _check_tokens(self, ids: list[int], where: str) -> None:
@@ -88,7 +90,7 @@ class Encoder:
         bad = [token for token in ids if not 0 <= token < self.spec.vocab_size or token == mask]
         if bad:
             what = "the mask token" if bad[0] == mask else f"a token outside the model's {self.spec.vocab_size}"
-            raise UserError(f"{where} has {what} (id {bad[0]}) in its prompt or answer")
+            raise UserError("example-invalid", f"{where} has {what} (id {bad[0]}) in its prompt or answer")
 
     def _pair(self, example: Example) -> Pair:
         if id(example) in self._known:
@@ -108,7 +110,7 @@ class Encoder:
     def _ids(self, prompt: object, where: str) -> list[int]:
         if isinstance(prompt, str):
             if not prompt.strip():
-                raise UserError(f"{where} has an empty prompt")
+                raise UserError("example-invalid", f"{where} has an empty prompt")
             return prompts.text_ids(prompt, self.tokenizer, where)
         assert isinstance(prompt, list)
         return list(prompt)
@@ -116,7 +118,7 @@ class Encoder:
     def _answer(self, text: str, where: str) -> list[int]:
         found = prompts.text_ids(text, self.tokenizer, f"the answer of {where}", special=False)
         if not found:
-            raise UserError(f"the answer of {where} has no tokens")
+            raise UserError("example-invalid", f"the answer of {where} has no tokens")
         return found
 
     def _chat(self, example: Example) -> Pair:
@@ -126,10 +128,7 @@ class Encoder:
         turn = {"role": "assistant", "content": example.answer}
         whole = prompts.chat_text([*messages, turn], self.tokenizer, where, begin=None)  # pyright: ignore[reportArgumentType]
         if not whole.startswith(begun):
-            raise UserError(
-                f"{where}: this model's chat template does not write an answer behind the prompt that it makes: give"
-                " prompt and answer as texts"
-            )
+            raise UserError("chat-template-failed", f"{where}: this chat template cannot write an answer. Give texts.")
         return self._chat_ids(begun), self._answer(whole[len(begun) :], where)
 
     def _chat_ids(self, text: str) -> list[int]:

@@ -171,13 +171,12 @@ class Data:
         """
         if self.path is None:
             if not tasks:
-                raise UserError("there is nothing to learn from: say train.data=FILE.jsonl, or train.tasks={NAME: 1}")
+                raise UserError("option-missing", "no examples. Set train.data=FILE.jsonl, or train.tasks={NAME: 1}.")
             return Tasks(tasks)
         found = self.load(seed, held_out, answers, most=most, processes=processes)
         if len(found.held) < processes:
             raise UserError(
-                f"{len(found.held)} examples are held out, fewer than the {processes} processes. Set train.held_out to"
-                f" at least {processes}."
+                "option-range", f"{len(found.held)} held-out examples for {processes} processes. Raise train.held_out."
             )
         return found
 
@@ -197,7 +196,7 @@ class Data:
         assert self.path is not None
         metric = Metric("train.data.metric", self.metric)
         if self.subset is not None and _is_file(self.path):
-            raise UserError(f"train.data={self.path} is a file, which has no subsets: leave out train.data.subset")
+            raise UserError("option-not-applicable", f"train.data={self.path} is a file. Remove train.data.subset.")
         train, held = self._examples(self.path, self.split, answers), list[Example]()
         if self.test is not None:
             held = self._examples(*((self.test, WHOLE) if _is_file(self.test) else (self.path, self.test)), answers)
@@ -211,8 +210,9 @@ class Data:
             train = [one for one in train if repr(one.prompt) not in prompts]
             if not train:
                 raise UserError(
+                    "nothing-to-learn",
                     f"train.data={self.path} has {len(shuffled)} examples, and train.held_out={held_out} leaves none to"
-                    " learn from. Add examples, or name a file to measure on as train.data.test."
+                    " learn from. Add examples, or name a file to measure on as train.data.test.",
                 )
         for example in kept:
             metric.check(example.answer, example.where)
@@ -222,23 +222,24 @@ class Data:
         file = expanded("train.data", path)
         if split != WHOLE and _is_file(path):
             raise UserError(
-                f"train.data={path} is a file, which has no split {split}: leave out train.data.split, and name another"
-                " file as train.data.test"
+                "option-not-applicable",
+                f"train.data={path} is a file without splits. Use train.data.test, not train.data.split.",
             )
         if file.suffix in JSON:
             try:
                 with file.open(encoding="utf-8") as opened:
                     lines = inputs.records(opened, path)
             except OSError as error:
-                raise UserError(f"cannot read train.data {path}: {error.strerror}") from None
+                raise UserError("file-unreadable", f"cannot read train.data {path}: {error.strerror}") from None
         elif file.is_file() and file.suffix not in TABLES:
             endings = ", ".join((*JSON, *TABLES))
-            raise UserError(f"train.data={path}: the name of a file should end in what it is, one of {endings}")
+            raise UserError("file-name", f"train.data={path}: the name must end in one of {endings}")
         else:
             lines = [(f"{path} {split} example {i}", line) for i, line in enumerate(self._table(file, path, split), 1)]
         if not lines:
             raise UserError(
-                f"train.data={path} has no examples{'' if file.suffix in JSON else f' in its split {split}'}"
+                "nothing-to-learn",
+                f"train.data={path} has no examples{'' if file.suffix in JSON else f' in its split {split}'}",
             )
         return [self._example(where, line, answers) for where, line in lines]
 
@@ -261,16 +262,17 @@ class Data:
             return datasets.load_dataset(str(file) if file.is_dir() else path, self.subset, split=split)
         except Exception as error:  # whatever datasets, the network or the disk raise
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError(f"train.data={path} with the split {split} cannot be loaded ({reason})") from None
+            raise UserError("file-unreadable", f"train.data={path}: cannot load split {split} ({reason})") from None
 
     def _example(self, where: str, line: Any, answers: bool) -> Example:
         if not isinstance(line, Mapping):
-            raise UserError(f'{where} should be an object like {{"{self.prompt}": ..., "{self.answer}": ...}}')
+            raise UserError("example-invalid", f'{where} must be like {{"{self.prompt}": ..., "{self.answer}": ...}}')
         if line.get(self.messages) is None and line.get(self.prompt) is None:
             there = ", ".join(map(str, line)) or "none"
             raise UserError(
+                "example-invalid",
                 f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there}): say"
-                " train.data.prompt=COLUMN and train.data.answer=COLUMN, or train.data.messages=COLUMN"
+                " train.data.prompt=COLUMN and train.data.answer=COLUMN, or train.data.messages=COLUMN",
             )
         answer = line.get(self.answer)
         if is_whole(answer):  # a column of numbers in a table
@@ -285,12 +287,9 @@ class Data:
             prompt = inputs.prompt({"prompt": line[self.prompt]}, where)
             prompt = inputs.as_chat(prompt) if self.chat else prompt
         if not prompt:
-            raise UserError(f"{where} has an empty prompt")
+            raise UserError("example-invalid", f"{where} has an empty prompt")
         if answers and not (isinstance(answer, str) and answer):
-            raise UserError(
-                f"{where} has no answer: it needs a text in the column {self.answer}, or messages of which the last is"
-                " the assistant's"
-            )
+            raise UserError("example-invalid", f"{where} has no answer. Fill the column {self.answer}.")
         return Example(where, prompt, answer, fields=dict(line))
 
 
@@ -344,7 +343,7 @@ class Stored:
         before = len(self.train) + len(self.held)
         self.train, self.held = (list(filter(wanted, some)) for some in (self.train, self.held))
         if not self.train or not self.held:
-            raise UserError("train.longer=drop leaves no example to learn from, or none to measure on")
+            raise UserError("nothing-to-learn", "train.longer=drop leaves too few examples")
         return before - len(self.train) - len(self.held)
 
 

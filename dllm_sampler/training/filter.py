@@ -99,18 +99,20 @@ class FilterTrainer:
         for name in ("count", "new_tokens", "block_length", "batch", "depth", "steps"):
             least = 10 if name == "count" else 1
             if getattr(self, name) < least:
-                raise UserError(f"train.{name} must be at least {least}, not {getattr(self, name)}")
+                raise UserError("option-range", f"train.{name} must be at least {least}, not {getattr(self, name)}")
         if self.output.endswith(".json"):
-            raise UserError(f"train.output is a safetensors file, and {self.output} is the name that its figures get")
+            raise UserError(
+                "file-name", f"train.output is a safetensors file, and {self.output} is the name that its figures get"
+            )
         if not 0 < self.caution < float("inf"):
-            raise UserError(f"train.caution must be a number above 0, not {self.caution}")
+            raise UserError("option-range", f"train.caution must be a number above 0, not {self.caution}")
         if not 0 <= self.threshold <= 1:
-            raise UserError(f"train.threshold must be a probability between 0 and 1, not {self.threshold}")
+            raise UserError("option-range", f"train.threshold must be between 0 and 1, not {self.threshold}")
         check_settings(vars(self))
         journal.check(self.tracker)
         self._data = Data.of(self.data)
         if self._data.path is not None and (self.prompts is not None or self._data.test is not None):
-            raise UserError("train.data says what the prompts are: leave out train.prompts and train.data.test")
+            raise UserError("options-conflict", "train.data has prompts. Remove train.prompts and train.data.test.")
 
     def run(self) -> Path:
         """Collect, train, measure and save; returns the filter's file.
@@ -120,7 +122,7 @@ class FilterTrainer:
         """
         path = expanded("train.output", self.output)
         if path.exists():
-            raise UserError(f"{path} already exists; choose another train.output or remove it")
+            raise UserError("file-overwrite", f"{path} already exists; choose another train.output or remove it")
         accelerator, device = sharding.start(as_device(self.device))
         check_masks(self.model)
         reference = Sampler.from_pretrained(
@@ -169,11 +171,11 @@ class FilterTrainer:
             prompts, right = self._given(reference)
             if len(prompts) < 10:
                 named = "prompts" if self.prompts is not None else "data"
-                raise UserError(f"train.{named} holds {len(prompts)} prompts; at least 10 are needed")
+                raise UserError("nothing-to-learn", f"train.{named} holds {len(prompts)} prompts. Give at least 10.")
             tenth = len(prompts) // 10
             checks = right and right[:tenth]
         elif reference.tokenizer is None or reference.tokenizer.get_vocab() != vocabulary():
-            raise UserError("train.prompts is missing: the tasks to draw from are for the vocabulary of mini only")
+            raise UserError("option-missing", "train.prompts is missing: only mini has tasks to draw from")
         else:
             tenth, rng = self.count // 10, Random(self.seed)
             chosen = [list(tasks.TASKS.values())[number % len(tasks.TASKS)] for number in range(self.count)]
@@ -192,7 +194,7 @@ class FilterTrainer:
         every = [*source.held, *source.train]
         some = Random(self.seed).sample(every, len(every))[: self.count]
         if reference.tokenizer is None:
-            raise UserError(f"train.model={called(self.model)} has no tokenizer, and train.data holds texts")
+            raise UserError("tokenizer-missing", f"train.model={called(self.model)} has no tokenizer for train.data")
         check_prompts(some, reference.tokenizer, reference.denoiser.spec, self.new_tokens)
         known = all(isinstance(one.answer, str) for one in some)
         checks = [partial(_right, source, one) for one in some] if known else None

@@ -237,7 +237,7 @@ class FineTuner:
         """
         folder = self.folder = expanded("train.output", self.output)
         if saving.finished(folder):
-            raise UserError(f"{folder} already holds a finished model; choose another train.output or remove it")
+            raise UserError("run-finished", f"{folder} has a finished model. Choose another train.output.")
         files.make_folder(folder)
         self._load()
         self.prepare()
@@ -320,8 +320,8 @@ class FineTuner:
         self.trained = self.fresh(device)
         if self._data.path is None and self.trained.tokenizer.get_vocab() != vocabulary():
             raise UserError(
-                f"train.model={self.trained.named} does not have mini's tokenizer, which mini's tasks are written in:"
-                " say train.data=FILE.jsonl"
+                "tokenizer-differs",
+                f"train.model={self.trained.named} lacks mini's tokenizer. Set train.data=FILE.jsonl.",
             )
         if self.gradient_checkpointing:
             self.trained.recompute()

@@ -33,7 +33,7 @@ def check(tracker: str | None) -> None:
     if tracker not in TRACKERS:
         raise unknown("train.tracker", tracker, TRACKERS)
     if find_spec(tracker) is None:
-        raise UserError(f"train.tracker={tracker} needs the package {tracker}: pip install {tracker}")
+        raise UserError("package-missing", f"train.tracker={tracker} is missing: pip install {tracker}")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -182,7 +182,7 @@ def check(spec: ModelSpec, named: str) -> None:
         UserError: it works block by block and says no block length.
     """
     if spec.attention != "bidirectional" and spec.block_length is None:
-        raise UserError(f"train.model={named} works block by block and names no block length: no loss is known")
+        raise UserError("model-not-trainable", f"train.model={named} has blocks without a block length")
 
 
 Length = Callable[[int, int], int]  # tokens of a prompt and of its answer -> of the answer with its end tokens

@@ -75,13 +75,13 @@ class Metric:
             return
         right = [answer] if isinstance(answer, str) else answer
         if not isinstance(right, list) or not right or not all(isinstance(one, str) for one in right):
-            raise UserError(f'{where}: "answer" should be a text, or a list of texts, for {self.setting}={self.name}')
+            raise UserError("example-invalid", f'{where}: "answer" must be texts for {self.setting}={self.name}')
         if self.name == "regex":
             for one in right:
                 try:
                     patterns.compiled(one)
                 except ValueError as error:
-                    raise UserError(f'{where}: "answer" is no regular expression: {error}') from None
+                    raise UserError("example-invalid", f'{where}: "answer" is no regular expression: {error}') from None
 
     def scores(
         self, text: str, answer: Any, *, prompt: Any, ids: Sequence[int], line: Mapping[str, Any], where: str
@@ -104,12 +104,12 @@ class Metric:
             try:
                 return {"score": max(METRICS[self.name](text, one) for one in right)}
             except TimeoutError as error:
-                raise UserError(f"{where}: {self.setting}={self.name}: {error}") from None
+                raise UserError("function-failed", f"{where}: {self.setting}={self.name}: {error}") from None
         try:
             given = self.call(text=text, answer=answer, prompt=prompt, ids=list(ids), line=dict(line))
         except (Exception, SystemExit) as error:  # whatever the user's function raises
             said = f"{type(error).__name__}: {error}"
-            raise UserError(f"{where}: {self.setting}={self.name} raised {said}") from error
+            raise UserError("function-failed", f"{where}: {self.setting}={self.name} raised {said}") from error
         named = given if isinstance(given, Mapping) else {"score": given}
         try:
             found = {str(name): float(value) for name, value in named.items()}
@@ -117,7 +117,8 @@ class Metric:
             found = {}
         if not all(map(math.isfinite, found.values())) or not 0 <= found.get("score", -1) <= 1:
             raise UserError(
+                "function-result",
                 f"{where}: {self.setting}={self.name} returned {given!r}: it should be a score from 0 to 1, or a"
-                " mapping of names to numbers with 'score' among them"
+                " mapping of names to numbers with 'score' among them",
             )
         return found

@@ -68,7 +68,7 @@ class MiniTrainer:
     def __post_init__(self) -> None:
         for name in ("steps", "checkpoint_every"):
             if getattr(self, name) < 1:
-                raise UserError(f"train.{name} must be at least 1, not {getattr(self, name)}")
+                raise UserError("option-range", f"train.{name} must be at least 1, not {getattr(self, name)}")
         check_settings(vars(self))
         journal.check(self.tracker)
 
@@ -82,7 +82,7 @@ class MiniTrainer:
         sharding.check_alone("mini")
         folder = expanded("train.output", self.output)
         if (folder / "model.safetensors").exists():
-            raise UserError(f"{folder} already holds a finished model; choose another train.output or remove it")
+            raise UserError("run-finished", f"{folder} has a finished model. Choose another train.output.")
         files.make_folder(folder)
         self._build()
         state = self._resume(folder)

@@ -148,6 +148,6 @@ def _resume(path: Path, run: Mapping[str, Any]) -> tuple[list[int], list[Records
             state = load_json(file.metadata()["state"])
             records = Records(*(file.get_tensor(one.name) for one in fields(Records)))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove it to start the run again") from None
+        raise UserError("run-damaged", f"{path} is damaged ({error}). Remove it to restart.") from None
     checkpoint.check_same(path, state["run"], run)
     return list(state["counts"]), [records]

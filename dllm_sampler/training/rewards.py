@@ -109,13 +109,13 @@ def check(
                 float(0 if one is None else one)
         except (Exception, SystemExit) as error:  # whatever a user's function raises
             raise UserError(
+                "function-failed",
                 f"reward {name} failed on {len(completions)} right answers ({type(error).__name__}: {error}): it is"
-                " called as reward(prompts=..., completions=..., **columns) and returns a number or None for each"
+                " called as reward(prompts=..., completions=..., **columns) and returns a number or None for each",
             ) from error
         if len(given) != len(completions):
             raise UserError(
-                f"reward {name} gave {len(given)} number{'s' * (len(given) != 1)} for {len(completions)} answers: it"
-                " must give one each"
+                "function-result", f"reward {name} gave {len(given)} numbers for {len(completions)} answers"
             )
 
 

@@ -73,21 +73,22 @@ class PolicyTrainer(FineTuner):
         super().__post_init__()
         for name, least in {"prompts": 1, "group": 2, "updates": 1, "reference_every": 0}.items():
             if getattr(self, name) < least:
-                raise UserError(f"train.{name} must be at least {least}, not {getattr(self, name)}")
+                raise UserError("option-range", f"train.{name} must be at least {least}, not {getattr(self, name)}")
         if self.transitions is not None and self.transitions < 1:
-            raise UserError(f"train.transitions must be at least 1, or null for all, not {self.transitions}")
+            raise UserError("option-range", f"train.transitions must be null or at least 1, not {self.transitions}")
         if self.likelihood not in get_args(Likelihood):
             raise unknown("train.likelihood", self.likelihood, get_args(Likelihood))
         if not self.epsilon > 0 or not self.beta >= 0:
-            raise UserError(f"train.epsilon must be above 0 and train.beta at least 0, not {self.epsilon}, {self.beta}")
-        if not 0 <= self.mask_prompt < 1:
-            raise UserError(f"train.mask_prompt must be a share from 0 to below 1, not {self.mask_prompt}")
-        if not self.rollout.get("temperature"):
-            raise UserError("train.rollout.temperature must be above 0: greedy answers to one prompt are all the same")
-        if self.lora is not None and self.reference_every:
             raise UserError(
-                "train.reference_every must be 0 with train.lora: the reference is the model without adapters"
+                "option-range",
+                f"train.epsilon must be above 0 and train.beta at least 0, not {self.epsilon}, {self.beta}",
             )
+        if not 0 <= self.mask_prompt < 1:
+            raise UserError("option-range", f"train.mask_prompt must be from 0 to below 1, not {self.mask_prompt}")
+        if not self.rollout.get("temperature"):
+            raise UserError("option-range", "train.rollout.temperature must be above 0: answers must differ")
+        if self.lora is not None and self.reference_every:
+            raise UserError("options-conflict", "train.reference_every must be 0 with train.lora")
 
     @property
     def needs_answers(self) -> bool:
@@ -181,7 +182,7 @@ class PolicyTrainer(FineTuner):
         there = ~scores.total.isnan()
         self._unscored = 0 if there.any() else self._unscored + 1
         if self._unscored == PATIENCE:
-            raise UserError(f"no answer of the last {PATIENCE} steps has a reward: see the log's sentences above")
+            raise UserError("nothing-to-learn", f"no answer in {PATIENCE} steps had a reward. See the log.")
         flat = int((advantage.view(-1, self.group) == 0).all(1).sum())
         if flat == self.prompts:
             self.say(f"step {number + 1}: the answers to each prompt have equal rewards, so there is nothing to learn")

@@ -48,13 +48,13 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         elif name == "decay":
             check_share(field, value)
         elif name == "average" and not 0 <= value < 1:
-            raise UserError(f"{field} must be from 0 to below 1, not {value}")
+            raise UserError("option-range", f"{field} must be from 0 to below 1, not {value}")
         elif name == "betas" and not all(0 <= beta < 1 for beta in value):
-            raise UserError(f"{field} must be two numbers from 0 to below 1, not {list(value)}")
+            raise UserError("option-range", f"{field} must be two numbers from 0 to below 1, not {list(value)}")
         elif name == "steps" and value > LARGEST_STEP:
-            raise UserError(f"{field} must be a whole number up to {LARGEST_STEP}, not {value}")
+            raise UserError("option-range", f"{field} must be a whole number up to {LARGEST_STEP}, not {value}")
         elif name == "seed" and abs(value) > LARGEST_SEED:
-            raise UserError(f"{field} must be a whole number up to {LARGEST_SEED}, not {value}")
+            raise UserError("option-range", f"{field} must be a whole number up to {LARGEST_SEED}, not {value}")
 
 
 def check_run(settings: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ def check_run(settings: Mapping[str, Any]) -> None:
     """
     for name, least in LEAST.items():
         if settings[name] is not None and settings[name] < least:  # None of what may be null
-            raise UserError(f"train.{name} must be at least {least}, not {settings[name]}")
+            raise UserError("option-range", f"train.{name} must be at least {least}, not {settings[name]}")
     check_settings(settings)
     check_model(settings)
 
@@ -87,15 +87,16 @@ def check_model(settings: Mapping[str, Any]) -> None:
             raise unknown(f"train.{name}", settings[name], choices)
     if settings["dtype"] == "bfloat16" and settings["lora"] is None:
         raise UserError(
+            "options-conflict",
             "train.dtype=bfloat16 is for train.lora: all weights learn in float32, which bfloat16 would round to where"
-            " they were; train.precision=bf16 computes in bfloat16"
+            " they were; train.precision=bf16 computes in bfloat16",
         )
     for task, share in settings["tasks"].items():
         if task not in LESSONS:
             raise unknown("task", task, LESSONS)
         check_number(f"train.tasks.{task}", share, "a share", finite=True)
     if settings["tasks"] and not any(settings["tasks"].values()):
-        raise UserError("train.tasks has no share above 0: give one to a task, as in train.tasks={copy: 1}")
+        raise UserError("option-range", "train.tasks has no share above 0. Write {copy: 1}.")
     for name in SAMPLERS & settings.keys():
         for option in settings[name]:
             if option not in SamplerOptions.__annotations__:
@@ -112,12 +113,12 @@ def check_llama(shape: Mapping[str, Any]) -> None:
     """
     for name in LLAMA:
         if name not in shape:
-            raise UserError(f"train.shape needs {', '.join(LLAMA)}, and {name} is missing")
+            raise UserError("option-missing", f"train.shape needs {', '.join(LLAMA)}, and {name} is missing")
         check_count(f"train.shape.{name}", shape[name])
     for name, parts in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
         if shape[name] % shape[parts]:
             raise UserError(
-                f"train.shape.{name} must be a multiple of {parts}, and {shape[name]} is none of {shape[parts]}"
+                "option-range", f"train.shape.{name}={shape[name]} is no multiple of {parts}={shape[parts]}"
             )
 
 
@@ -135,6 +136,6 @@ def check_shape(shape: Mapping[str, Any]) -> None:
             check_positive(f"train.model.{name}", shape[name])
     heads, keys, dim = (shape.get(name) for name in ("num_heads", "num_kv_heads", "head_dim"))
     if heads and keys and heads % keys:
-        raise UserError(f"train.model.num_heads must be a multiple of num_kv_heads, and {heads} is none of {keys}")
+        raise UserError("option-range", f"train.model.num_heads={heads} is no multiple of num_kv_heads={keys}")
     if dim and dim % 2:
-        raise UserError(f"train.model.head_dim must be even, its dimensions are rotated in pairs, and {dim} is odd")
+        raise UserError("option-range", f"train.model.head_dim must be even, not {dim}")

@@ -97,17 +97,17 @@ class SftTrainer(FineTuner):
         spec, processes, named = self.spec, self.accelerator.num_processes, self.trained.named
         masking.check(spec, named)
         if self.batch < processes:
-            raise UserError(f"train.batch={self.batch} is less than the {processes} processes: each needs an example")
+            raise UserError("option-range", f"train.batch={self.batch} is less than {processes} processes. Raise it.")
         self._loss: MaskedLoss | UniformLoss = MaskedLoss(spec, self.complementary, self.weight == "inverse")
         if spec.mask_id is None:
             if self.complementary:
-                raise UserError(f"train.complementary hides tokens, and train.model={named} has no mask token")
+                raise UserError("mask-token-missing", f"train.complementary needs a mask token: {named} has none")
             self._loss = UniformLoss(spec, self.self_conditioning, self.encoder)
         self._block = self.block_length or spec.block_length
         whole = spec.attention == "bidirectional" and not spec.encoder
         self._padding = self.padding or ("longest" if whole else "block")
         if self._padding == "block" and self._block is None:
-            raise UserError("train.padding=block needs train.block_length: the model was not trained on one length")
+            raise UserError("option-missing", "train.padding=block needs train.block_length")
         most = min(self.max_length or spec.max_positions, spec.max_positions)
         self._encode = Encoder(self.trained.tokenizer, spec, most)
         if self.longer == "drop":

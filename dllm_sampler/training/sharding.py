@@ -27,7 +27,7 @@ def start(device: torch.device) -> tuple[Accelerator, torch.device]:
     found = Accelerator(cpu=device.type == "cpu")
     kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if found.distributed_type not in kinds:
-        raise UserError(f"dllm-train runs in one process or under DDP, not {found.distributed_type.value}")
+        raise UserError("processes-unsupported", f"dllm-train supports DDP, not {found.distributed_type.value}")
     return found, device if found.num_processes == 1 else found.device
 
 
@@ -38,7 +38,7 @@ def check_alone(task: str) -> None:
         UserError: there are some.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(f"train={task} runs in one process, and this is one of several: start it without torchrun")
+        raise UserError("processes-unsupported", f"train={task} runs in one process. Start it without torchrun.")
 
 
 Unit = nn.Module | list[nn.Module]  # a module whose weights come together when it runs, or several that run together

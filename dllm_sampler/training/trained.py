@@ -84,20 +84,20 @@ class Trained:
         settings = config.model(model)
         for name in UNTRAINABLE:
             if settings.pop(name):
-                raise UserError(f"train.model has {name}, which is for sampling alone: leave it out")
+                raise UserError("option-not-applicable", f"train.model has {name}, for sampling only. Remove it.")
         if settings["causal_context"] is False:
-            raise UserError("train.model has causal_context=false, which is for sampling alone: leave it out")
+            raise UserError("option-not-applicable", "train.model has causal_context=false. Remove it.")
         if has_adapter(loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))):
             raise UserError(
-                f"train.model={named} has an adapter, and training begins with the weights of a checkpoint. Merge it"
-                " first, as merge_and_unload of peft does"
+                "adapter-unsupported",
+                f"train.model={named} has an adapter. Merge it first, by merge_and_unload of peft.",
             )
         if not uniform:
             check_masks(model)
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
         assert isinstance(denoiser, TransformerDenoiser | MaskedLMDenoiser | DiffusionGemmaDenoiser)
         if tokenizer is None:
-            raise UserError(f"train.model={named} has no tokenizer, and training reads texts: add its files")
+            raise UserError("tokenizer-missing", f"train.model={named} has no tokenizer. Add its files.")
         path = str(settings["path"])
         assert denoiser.folder is not None
         hub = None if Path(path).expanduser().is_dir() else path
@@ -217,10 +217,7 @@ def check_masks(model: str | Mapping[str, Any]) -> None:
     folder = loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))
     path = folder / "config.json"
     if path.is_file() and weights.read_json(path).get("model_type") == MODEL_TYPE:
-        raise UserError(
-            f"train.model={called(model)} has no mask token (uniform diffusion), and this task masks tokens: use"
-            " train=sft"
-        )
+        raise UserError("mask-token-missing", f"train.model={called(model)} has no mask token. Use train=sft.")
 
 
 def called(model: str | Mapping[str, Any]) -> str:

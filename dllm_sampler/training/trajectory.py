@@ -66,19 +66,17 @@ class Trajectories:
     def __post_init__(self) -> None:
         trace = self.trace
         if trace.mask_id is None:
-            raise UserError("this trace is of a model without mask token (uniform diffusion): its states are random")
+            raise UserError("trace-not-scorable", "this trace has no masks (uniform diffusion)")
         if trace.revised.any() and not self.single:
             raise UserError(
-                "this trace's scheduler took tokens back or replaced them, so its states cannot be rebuilt: use one"
-                " that commits each position once, fixed or threshold say"
+                "trace-not-scorable", "this trace's scheduler replaced tokens. Use scheduler=fixed or threshold."
             )
         if trace.born is not None and not self.single:
             raise UserError(
-                "the answers of this trace changed in length, so its states have other columns than it has: use a"
-                " scheduler that leaves it as it is, fixed or threshold say"
+                "trace-not-scorable", "this trace's answers changed in length. Use scheduler=fixed or threshold."
             )
         if self.parallel and trace.grid is None and self.blocks is None:
-            raise UserError("only states of block-causal models can be scored side by side: use parallel=false")
+            raise UserError("trace-not-scorable", "this model is not block-causal. Use parallel=false.")
         column = torch.arange(trace.ids.shape[1])
         valid = (column >= trace.origin) & (trace.step_map >= 0) & (trace.gone < 0)
         if not self.after_eos:
@@ -240,9 +238,7 @@ def trajectories(
     """
     causal = spec.attention == "causal_context"
     if causal and blocks is None:
-        raise UserError(
-            "this model's context is causal: say blocks=, the length of the blocks that the sampler decoded"
-        )
+        raise UserError("option-missing", "this model's context is causal. Set blocks= to a length.")
     return Trajectories(
         trace, spec.eos_ids, after_eos=after_eos, shift=spec.shift, parallel=parallel, single=single, blank=blank,
         blocks=blocks if causal else None, seeds=spec.seeds,
@@ -269,34 +265,33 @@ def check(sampler: Sampler) -> None:
     for reason, holds in why.items():
         if holds:
             raise UserError(
+                "trajectories-unsupported",
                 f"scheduler={named(rule)} {reason}, so its trajectories cannot be scored again: use one that"
-                " commits each position once from the canvas as it is, fixed, threshold or ascending say"
+                " commits each position once from the canvas as it is, fixed, threshold or ascending say",
             )
     if plugins.blocks.hides:
         raise UserError(
-            f"blocks={named(plugins.blocks)} hides the masks of blocks that are not open, so its trajectories cannot be"
-            " scored again: use blocks=multi_block"
+            "trajectories-unsupported",
+            f"blocks={named(plugins.blocks)} hides masks, so it cannot be scored. Use blocks=multi_block.",
         )
     if plugins.stop.fills and not plugins.stop.predicts:
         raise UserError(
-            f"stop={named(plugins.stop)} writes tokens that no forward has predicted, so its trajectories cannot be"
-            " scored again: use stop=prefix"
+            "trajectories-unsupported", f"stop={named(plugins.stop)} writes tokens that have no score. Use stop=prefix."
         )
     for guide in plugins.guides:
         if guide.measures:
             raise UserError(
-                f"guide={named(guide)} changes the probabilities that are recorded, and training needs the"
-                " model's own: leave it out, or let it only choose"
+                "trajectories-unsupported", f"guide={named(guide)} changes recorded probabilities. Remove it."
             )
     if spec.attention == "causal_context" and (plugins.blocks.sizes_on_open or plugins.blocks.several):
         raise UserError(
+            "trajectories-unsupported",
             f"blocks={named(plugins.blocks)} has blocks of several lengths, and of a model whose context is causal"
-            " trajectories can be scored with one length only: use blocks=fixed"
+            " trajectories can be scored with one length only: use blocks=fixed",
         )
     if spec.prompt_block:
-        raise UserError("trajectories cannot be scored of a model whose blocks are counted from the prompt's end")
+        raise UserError("trajectories-unsupported", "a model with blocks from the prompt's end is not scorable")
     if spec.mask_id is None or spec.encoder or spec.branches > 1 or plugins.compat:
         raise UserError(
-            "trajectories can be scored of a plain masked-diffusion Transformer only: without guidance, encoder,"
-            " uniform diffusion or compat"
+            "trajectories-unsupported", "only trajectories of a plain masked-diffusion Transformer can be scored"
         )

@@ -25,13 +25,12 @@ def check(spec: ModelSpec) -> None:
         UserError: no mask token, or block-causal attention.
     """
     if spec.mask_id is None:
-        raise UserError(
-            "likelihoods are those of masked diffusion, and this model has no mask token: use generation tasks"
-        )
+        raise UserError("mask-token-missing", "likelihoods need a mask token. Use generation tasks.")
     if spec.attention != "bidirectional":
         kind = "block-causal" if spec.attention == "block_causal" else "causal up to its active block"
         raise UserError(
-            f"likelihoods are those of models that see the whole text, and this one is {kind}: use generation tasks"
+            "model-not-scorable",
+            f"likelihoods are those of models that see the whole text, and this one is {kind}: use generation tasks",
         )
 
 

@@ -47,7 +47,7 @@ class SamplerLM(LM):
             {"name": s.pretrained, **s.model}, dtype=s.dtype, device=s.device, **s.plugins, **s.shortcuts
         )
         if self.sampler.tokenizer is None:
-            raise UserError(f"the harness asks in words, and {s.pretrained} has no tokenizer: add its files")
+            raise UserError("tokenizer-missing", f"{s.pretrained} has no tokenizer. Add its files.")
         self.tokenizer = self.sampler.tokenizer
         self._device = self.sampler.device
         self.drawing: dict[tuple[tuple[str, float], ...], Sampler] = {}
@@ -84,7 +84,10 @@ class SamplerLM(LM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Messages as the model's prompt; its special tokens are in there, so none are added later."""
         if self.tokenizer.chat_template is None:
-            raise UserError(f"{self.settings.pretrained} has no chat template: leave --apply_chat_template out")
+            raise UserError(
+                "chat-template-missing",
+                f"{self.settings.pretrained} has no chat template: leave --apply_chat_template out",
+            )
         self.templated = True
         return chat_text(chat_history, self.tokenizer, "a sample", add_generation_prompt)
 
@@ -175,7 +178,7 @@ class SamplerLM(LM):
         spec, s = self.sampler.denoiser.spec, self.settings
         likelihood.check(spec)
         if len(answer) >= spec.max_positions:
-            raise UserError(f"a continuation of {len(answer)} tokens does not fit a context of {spec.max_positions}")
+            raise UserError("context-exceeded", f"{len(answer)} tokens do not fit a context of {spec.max_positions}")
         prompt = prompt[-(spec.max_positions - len(answer)) :]
         batch = s.mc_batch_size or s.batch_size
         return likelihood.log_likelihood(self.sampler.denoiser, prompt, answer, s.mc_num, batch, s.seed)
@@ -192,7 +195,7 @@ class SamplerLM(LM):
         """Token ids of a prompt, its end where it is too long."""
         size = self.sampler.denoiser.spec.max_positions - room
         if size < 1:
-            raise UserError(f"max_new_tokens={room} leaves no room for a prompt in this model's context")
+            raise UserError("context-exceeded", f"max_new_tokens={room} leaves no room in this model's context")
         return (self._plain(text) if self.templated else self._special(text))[-size:] or [self._first()]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

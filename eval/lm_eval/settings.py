@@ -69,7 +69,7 @@ OWN = [name for name in DEFAULTS if name not in ("plugins", "model", "block_leng
 def harness() -> None:
     """Refuse to begin without lm-evaluation-harness."""
     if find_spec("lm_eval") is None:
-        raise UserError(f"this command needs lm-evaluation-harness: {installing('eval')}")
+        raise UserError("package-missing", f"this command needs lm-evaluation-harness: {installing('eval')}")
 
 
 def parse(given: Mapping[str, Any]) -> Settings:
@@ -83,7 +83,7 @@ def parse(given: Mapping[str, Any]) -> Settings:
     """
     rest = {key: value for key, value in given.items() if value is not None}
     if "pretrained" not in rest:
-        raise UserError("model_args need the model, as in pretrained=mini or pretrained=GSAI-ML/LLaDA-8B-Base")
+        raise UserError("option-missing", "model_args name no model. Write pretrained=mini, for example.")
     chosen: dict[str, dict[str, Any]] = {group: {"name": str(rest.pop(group))} for group in PLUGINS if group in rest}
     named: dict[str, dict[str, Any]] = {
         group: chosen.get(group, {"name": default}) for group, default in _defaults().items()
@@ -124,7 +124,7 @@ def _place(key: str, named: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
         return group, name
     found = [group for group, names in owned.items() if key in names]
     if len(found) > 1:
-        raise UserError(f"model_args: {' and '.join(found)} both have a {key}: write {found[0]}.{key}")
+        raise UserError("option-ambiguous", f"model_args: {' and '.join(found)} have {key}. Write {found[0]}.{key}.")
     if not found:
         fields_of = [name for names in owned.values() for name in names]
         raise unknown("model argument", key, [*OWN, "block_length", *PLUGINS, *MODEL, *fields_of])
@@ -134,5 +134,5 @@ def _place(key: str, named: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
 def _batch_size(value: Any) -> Any:
     """The harness hands on `--batch_size` as a string, and searches for the size itself where it says `auto`."""
     if isinstance(value, str) and value.partition(":")[0] == "auto":
-        raise UserError("batch_size=auto is not supported: name a number, as in --batch_size 8; it changes no answer")
+        raise UserError("option-type", "batch_size=auto is not supported. Use --batch_size 8.")
     return int(value) if isinstance(value, str) and value.isdecimal() else value

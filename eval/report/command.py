@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> int:
         options = parser.parse_args(arguments)
         if options.replays < 0:
-            raise UserError(f"--replays should be at least 0, not {options.replays}")
+            raise UserError("option-range", f"--replays should be at least 0, not {options.replays}")
         runs = [Path(path) for path in options.runs]
         if options.output is not None:
             check(options.output)
@@ -79,8 +79,9 @@ def check_figure(output: str) -> tuple[Path, str]:
     target = expanded("--figure", output)
     if (form := target.suffix.removeprefix(".").lower()) not in figure.FORMATS:
         raise UserError(
+            "file-name",
             f"--figure={output} does not say which format to write. Let it end in .{', .'.join(figure.FORMATS[:-1])} or"
-            f" .{figure.FORMATS[-1]}."
+            f" .{figure.FORMATS[-1]}.",
         )
     _check_folder("the figure", target, output)
     figure.require_matplotlib()
@@ -90,14 +91,14 @@ def check_figure(output: str) -> tuple[Path, str]:
 def _target(output: str) -> Path:
     target = expanded("--output", output)
     if target.suffix not in (".html", ".htm"):
-        raise UserError(f"the report should be a file that ends in .html, not {output}")
+        raise UserError("file-name", f"the report should be a file that ends in .html, not {output}")
     _check_folder("the report", target, output)
     return target
 
 
 def _check_folder(what: str, target: Path, output: str) -> None:
     if (above := next((one for one in target.parents if one.exists()), None)) is not None and not above.is_dir():
-        raise UserError(f"{what} cannot be written to {output}: {above} is a file, and should be a folder")
+        raise UserError("folder-invalid", f"{what} cannot be written to {output}: {above} is a file")
 
 
 def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", replays: int = 2) -> str:
@@ -145,7 +146,7 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
     """
     target = expanded("--csv", output)
     if output != "-" and target.suffix != ".csv" and not files.is_stream(target):
-        raise UserError(f"the figures should be a file that ends in .csv, not {output}")
+        raise UserError("file-name", f"the figures should be a file that ends in .csv, not {output}")
     table = text(rows(read(runs)))
     if output == "-":
         show(table.removesuffix("\n"))

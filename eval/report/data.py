@@ -236,7 +236,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
         except (OSError, ValueError):  # a name that is too long, or has a NUL
             there = False
         if not there:
-            raise UserError(f"there is no folder {path}: name directories that dllm-eval wrote")
+            raise UserError("file-missing", f"there is no folder {path}: name directories that dllm-eval wrote")
     runs = []
     for folder in run_folders(paths):
         about = RunFolder(folder).about()
@@ -246,7 +246,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
         runs += [Run(one.about, (), file.parent, one) for one in harness.results(file)]
     if not any(run.is_measured for run in runs):
         where = ", ".join(map(str, paths))
-        raise UserError(f"there are no samples under {where}: run dllm-eval, or name the folder it wrote")
+        raise UserError("samples-missing", f"there are no samples under {where}. Run dllm-eval.")
     return runs
 
 

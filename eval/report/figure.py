@@ -84,7 +84,7 @@ class Panel:
 def require_matplotlib() -> None:
     """Refuse to begin a run whose picture cannot be drawn."""
     if find_spec("matplotlib") is None:
-        raise UserError(f"the picture needs matplotlib: {installing('eval')}")
+        raise UserError("package-missing", f"the picture needs matplotlib: {installing('eval')}")
 
 
 def draw(found: Comparison, form: str, rates: Sequence[str] = ("answer_tokens_per_forward",)) -> bytes:

@@ -49,18 +49,17 @@ def results(file: Path) -> list[Result]:
             return []
         if ours["schema"] != SCHEMA:
             raise UserError(
+                "version-differs",
                 f"{file} has counts of schema {ours['schema']}, and this version reads {SCHEMA}. Read it with the"
-                " version of dllm_sampler that wrote it."
+                " version of dllm_sampler that wrote it.",
             )
         digest = hashlib.sha256(content).hexdigest()[:12]
         groups = found.get("groups") or {}
         return [_result(task, found, ours, digest) for task in found["results"] if task not in groups]
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}. Check its permissions.") from None
+        raise UserError("file-unreadable", f"cannot read {file}: {error.strerror}. Check its permissions.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{file} is not a results file of lm-evaluation-harness ({error!r}). Remove it, or name another folder."
-        ) from None
+        raise UserError("file-invalid", f"{file} is not of lm-evaluation-harness ({error!r}). Remove it.") from None
 
 
 def _result(task: str, found: Mapping[str, Any], ours: Mapping[str, Any], digest: str) -> Result:

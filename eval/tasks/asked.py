@@ -36,7 +36,7 @@ class Asked:
             found = self._of("samples()", self.task.samples)
             if not isinstance(found, Sequence) or not found or not all(isinstance(one, Sample) for one in found):
                 raise UserError(
-                    f"{self.called}: samples() returned {short(repr(found))}: it should be a list of Sample, not empty"
+                    "task-result", f"{self.called}: samples() returned {short(repr(found))}. Return a list of Sample."
                 )
             for place, one in enumerate(found):
                 self._check(place, one)
@@ -46,19 +46,20 @@ class Asked:
     def _check(self, place: int, sample: Sample) -> None:
         if sample.index != place:
             raise UserError(
-                f"{self.called}: the index of sample {place + 1} is {sample.index!r}: indices count from 0, so {place}"
+                "task-result", f"{self.called}: the index of sample {place + 1} is {sample.index!r}, not {place}"
             )
         given = sample.prompt
         ids = isinstance(given, Sequence) and not isinstance(given, str) and all(type(one) is int for one in given)
         if not isinstance(given, str) and not ids and not _messages(given):
             raise UserError(
-                f"{self.called}: the prompt of sample {place + 1} is {short(repr(given))}: it should be a text, or a"
-                " list of messages or of token ids"
+                "task-result",
+                f"{self.called}: the prompt of sample {place + 1} is {short(repr(given))}. Give a text, messages or"
+                f" token ids.",
             )
         try:
             json.dumps(given)
         except (TypeError, ValueError):
-            raise UserError(f"{self.called}: the prompt of sample {place + 1} is nothing that JSON can have") from None
+            raise UserError("task-result", f"{self.called}: the prompt of sample {place + 1} is not JSON") from None
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """See `Task.grade`.
@@ -74,8 +75,9 @@ class Asked:
             found = {}
         if not all(map(math.isfinite, found.values())) or not 0 <= found.get(score, -1) <= 1:
             raise UserError(
-                f"{self.called}: grade() of sample {sample.index + 1} returned {short(repr(given))}: it should be a"
-                f" mapping of names to numbers with {score!r}, from 0 to 1, among them"
+                "task-result",
+                f"{self.called}: grade() of sample {sample.index + 1} returned {short(repr(given))}. Return a mapping"
+                f" with {score!r} from 0 to 1.",
             )
         return found
 
@@ -90,7 +92,8 @@ class Asked:
             return {str(name): float(value) for name, value in given.items()}
         except (AttributeError, TypeError, ValueError):
             raise UserError(
-                f"{self.called}: together() returned {short(repr(given))}: it should be a mapping of names to numbers"
+                "task-result",
+                f"{self.called}: together() returned {short(repr(given))}. Return a mapping of names to numbers.",
             ) from None
 
     def _of(self, what: str, call: Callable[[], Any]) -> Any:
@@ -99,7 +102,9 @@ class Asked:
         except UserError:
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises
-            raise UserError(f"{self.called}: {what} raised {type(error).__name__}: {error}") from error
+            raise UserError(
+                "function-failed", f"{self.called}: {what} raised {type(error).__name__}: {error}"
+            ) from error
 
 
 def _messages(given: Any) -> bool:

@@ -41,7 +41,7 @@ class Ideal(Drawn):
             raise unknown("operation of ideal", self.operation, LAWS)
         most = {"latin_square": 4, "even_parity": 14}.get(self.operation, 1000)
         if not 2 <= self.items <= most:
-            raise UserError(f"task.items must be from 2 to {most} for {self.operation}, not {self.items!r}")
+            raise UserError("option-range", f"task.items must be from 2 to {most}, not {self.items!r}")
 
     @cached_property
     def law(self) -> Listed | Shuffle:
@@ -103,7 +103,9 @@ class Markov(Drawn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.states < 2 or self.length < 1 or not self.concentration > 0:
-            raise UserError("task.states must be at least 2, task.length at least 1 and task.concentration above 0")
+            raise UserError(
+                "option-range", "task.states must be at least 2, task.length at least 1 and task.concentration above 0"
+            )
 
     @cached_property
     def law(self) -> MarkovChain:

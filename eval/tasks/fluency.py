@@ -81,16 +81,17 @@ def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, f
 @cache
 def _tool(grammar: str) -> Any:
     if grammar != "languagetool" and not grammar.startswith(("http://", "https://")):
-        raise UserError(f"task.grammar must be null, languagetool or the URL of a LanguageTool server, not {grammar!r}")
+        raise UserError("choice-unknown", f"task.grammar must be null, languagetool or a URL, not {grammar!r}")
     try:
         module: Any = import_module("language_tool_python")
     except ImportError:
         raise UserError(
+            "package-missing",
             "task.grammar needs LanguageTool: pip install language_tool_python (and Java, unless it is a server's URL),"
-            " or leave it null for fluency_proxy"
+            " or leave it null for fluency_proxy",
         ) from None
     try:
         server = {} if grammar == "languagetool" else {"remote_server": grammar}
         return module.LanguageTool("en-US", **server)
     except Exception as error:  # no Java, no download, no server: each has a kind of its own
-        raise UserError(f"LanguageTool cannot be started ({first_line(error)})") from error
+        raise UserError("package-missing", f"LanguageTool cannot be started ({first_line(error)})") from error

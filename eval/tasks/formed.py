@@ -44,7 +44,7 @@ class Formed(Mini):
         several = replace(self, count=4 * self.count)
         found = [one for one in Mini.samples(several) if str(one.prompt).count(",") < NAMES][: self.count]
         if len(found) < self.count:
-            raise UserError(f"task.count={self.count}: there are {len(found)} prompts of at most {NAMES} names")
+            raise UserError("option-range", f"task.count={self.count}: there are {len(found)} prompts")
         return [replace(one, index=index) for index, one in enumerate(found)]
 
     def form(self, sample: Sample) -> str:

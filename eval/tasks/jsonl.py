@@ -49,7 +49,7 @@ class Jsonl(Task):
 
     def __post_init__(self) -> None:
         if self.file is None:
-            raise UserError("task=jsonl needs a file: say task.file=FILE.jsonl")
+            raise UserError("option-missing", "task=jsonl needs a file: say task.file=FILE.jsonl")
         for line in () if self.judge.own else self.lines:
             self.judge.check(line.answer, line.where)
 
@@ -66,13 +66,13 @@ class Jsonl(Task):
             with expanded("task.file", self.file).open(encoding="utf-8") as opened:
                 found = records(opened, self.file)
         except OSError as error:
-            raise UserError(f"cannot read task.file {self.file}: {error.strerror}") from None
+            raise UserError("file-unreadable", f"cannot read task.file {self.file}: {error.strerror}") from None
         if not found:
-            raise UserError(f"task.file {self.file} has no lines")
+            raise UserError("file-invalid", f"task.file {self.file} has no lines")
         lines = []
         for where, record in found[: self.count]:
             if not isinstance(record, dict):
-                raise UserError(f'{where} should be an object like {{"prompt": ..., "answer": ...}}')
+                raise UserError("example-invalid", f'{where} should be an object like {{"prompt": ..., "answer": ...}}')
             lines.append(Line(where, prompt(record, where), record.get("answer"), record))
         return lines
 

@@ -15,7 +15,7 @@ def need(module: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise UserError(f"{what} needs the package {module}: {installing('eval')}") from None
+        raise UserError("package-missing", f"{what} needs the package {module}: {installing('eval')}") from None
 
 
 def rouge(text: str, reference: str) -> dict[str, float]:
@@ -42,7 +42,7 @@ def bleu(text: str, reference: str) -> float:
 def check_bert_score(wanted: bool) -> None:
     """Refuse a task that asks for BERTScore where the package is missing."""
     if wanted and find_spec("bert_score") is None:
-        raise UserError("task.bert_score needs the package bert-score and 1.4 GB of weights: pip install bert-score")
+        raise UserError("package-missing", "task.bert_score needs 1.4 GB and pip install bert-score")
 
 
 def bert_score(text: str, reference: str) -> float:
@@ -50,7 +50,9 @@ def bert_score(text: str, reference: str) -> float:
     try:
         scorer = _bert_scorer()
     except Exception as error:  # the hub's kinds of errors are many
-        raise UserError(f"task.bert_score cannot load its weights, roberta-large ({first_line(error)})") from error
+        raise UserError(
+            "model-not-found", f"task.bert_score cannot load roberta-large ({first_line(error)})"
+        ) from error
     return float(scorer.score([text], [reference])[2][0])
 
 

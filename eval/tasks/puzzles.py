@@ -38,7 +38,7 @@ class LatinSquare(Drawn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 2 <= self.side <= 9:
-            raise UserError(f"task.side must be from 2 to 9, not {self.side!r}")
+            raise UserError("option-range", f"task.side must be from 2 to 9, not {self.side!r}")
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -110,7 +110,7 @@ class Sudoku(Drawn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.holes <= 10:
-            raise UserError(f"task.holes must be from 1 to 10, so that one solution is left, not {self.holes!r}")
+            raise UserError("option-range", f"task.holes must be from 1 to 10, not {self.holes!r}")
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
         """A puzzle, and an example."""

@@ -46,13 +46,13 @@ class WaitingLine(Drawn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.items or min(self.items) < 2 or max(self.items) > len(GIVEN):
-            raise UserError(f"task.items must be list lengths from 2 to {len(GIVEN)}, not {list(self.items)}")
+            raise UserError("option-range", f"task.items must be from 2 to {len(GIVEN)}, not {list(self.items)}")
         try:
             whole = PLACE in self._message(PLACE, "", 0)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError(f"task.template may have {{queue}}, {{word}} and {{index}} only ({error})") from None
+            raise UserError("option-syntax", f"task.template has an unknown field ({error})") from None
         if not whole:
-            raise UserError("task.template should have {queue}, where the waiting line stands")
+            raise UserError("option-syntax", "task.template should have {queue}, where the waiting line stands")
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -52,9 +52,9 @@ class MarkovChain:
     def __post_init__(self) -> None:
         table = torch.tensor(self.rows, dtype=torch.float64)
         if table.dim() != 2 or table.shape[0] != table.shape[1] or bool((table < 0).any()):
-            raise UserError("the rows of a chain must be as many as its states, of probabilities from 0 on")
+            raise UserError("option-range", "a chain's rows must be probabilities, one row per state")
         if not torch.allclose(table.sum(1), torch.ones(len(table), dtype=torch.float64), atol=1e-9):
-            raise UserError("each row of a chain must sum to 1")
+            raise UserError("option-range", "each row of a chain must sum to 1")
 
     @staticmethod
     def drawn(states: int, length: int, concentration: float = 0.3, seed: int = 0) -> MarkovChain:

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the verdict on each line to FILE")
     options = parser.parse_args(arguments)
     if options.json is not None and not options.json.parent.is_dir():
-        raise UserError(f"cannot write {options.json}: there is no folder {options.json.parent}")
+        raise UserError("file-missing", f"cannot write {options.json}: there is no folder {options.json.parent}")
     verdicts = check(options.folder, options.system)
     if options.json is not None:
         replay.save(verdicts, options.json)

@@ -42,11 +42,11 @@ class Checkpoints:
         if name not in self.loaded:
             folder = self.folder / name
             if not folder.is_dir():
-                raise NoCheckpoint(f"the traces want the checkpoint {name}, and there is no folder {folder}")
+                raise NoCheckpoint("made-up", f"the traces want the checkpoint {name}, and there is no folder {folder}")
             try:
                 self.loaded[name] = loading.load(folder, device="cpu", dtype="float32", mask_id=mask_id).denoiser
             except UserError as error:
-                raise NoCheckpoint(str(error)) from None
+                raise NoCheckpoint("made-up", str(error)) from None
         denoiser = self.loaded[name]
         if isinstance(denoiser, TransformerDenoiser):
             mask_id = denoiser.mask_id if mask_id is None else mask_id

@@ -113,7 +113,7 @@ def _language(path: Path, name: str) -> Language:
     try:
         about: dict[str, Any] = load_json(path.read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} does not describe the language {name!r}: {error}") from None
+        raise UserError("file-unreadable", f"{path} does not describe the language {name!r}: {error}") from None
     prelex = about["prelex"]
     return Language.of(
         about["grammar"],

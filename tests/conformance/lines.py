@@ -115,7 +115,9 @@ class Line(BaseModel):
             return [self.steps]
         size = len(self.rows)
         if (len(self.steps) if rows_first else min(map(len, self.steps), default=size)) != size:
-            raise UserError(f"{self.where}: steps should have one entry for each of the {size} rows of the batch")
+            raise UserError(
+                "trace-invalid", f"{self.where}: steps should have one entry for each of the {size} rows of the batch"
+            )
         return self.steps if rows_first else [[forward[row] for forward in self.steps] for row in range(size)]
 
     def arguments(self, model: type[Model]) -> Model:
@@ -141,10 +143,12 @@ def read(folder: Path, system: str | None = None) -> list[Line]:
         UserError: the folder has no trace files, a line is malformed, or no line has the system.
     """
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}")
+        raise UserError("file-missing", f"there is no folder {folder}")
     files = sorted((folder / "traces").glob("*.jsonl"))
     if not files:
-        raise UserError(f"{folder} holds no traces: *.jsonl files are looked for in {folder / 'traces'}")
+        raise UserError(
+            "file-missing", f"{folder} holds no traces: *.jsonl files are looked for in {folder / 'traces'}"
+        )
     lines = [line for file in files for line in _lines(file)]
     if system is None:
         return lines
@@ -163,14 +167,14 @@ def check(model: type[Model], raw: Any, where: str) -> Model:
         place = ".".join(str(part) for part in first["loc"] if part in raw or isinstance(part, int))
         place = place or ".".join(map(str, first["loc"]))
         message = first["msg"].removeprefix("Value error, ")
-        raise UserError(f"{where}: {f'{place}: ' if place else ''}{message}") from None
+        raise UserError("trace-invalid", f"{where}: {f'{place}: ' if place else ''}{message}") from None
 
 
 def _lines(file: Path) -> Iterator[Line]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read as text: {error}") from None
+        raise UserError("file-unreadable", f"{file} cannot be read as text: {error}") from None
     # Not splitlines(): it also splits at characters that JSON strings may hold.
     for number, content in enumerate(text.split("\n"), 1):
         if not content.strip():
@@ -179,15 +183,17 @@ def _lines(file: Path) -> Iterator[Line]:
         try:
             raw = load_json(content)
         except ValueError as error:
-            raise UserError(f"{where}: not JSON ({error})") from None
+            raise UserError("json-invalid", f"{where}: not JSON ({error})") from None
         if not isinstance(raw, dict):
-            raise UserError(f"{where}: should be a JSON object")
+            raise UserError("trace-invalid", f"{where}: should be a JSON object")
         raw = {**named(raw), "where": where}
         if isinstance(raw.get("system"), str) and raw["system"] in RECORDS:
             try:
                 raw = RECORDS[raw["system"]](raw)
             except (KeyError, TypeError, ValueError, IndexError) as error:
-                raise UserError(f"{where}: not a record of {raw['system']} ({type(error).__name__}: {error})") from None
+                raise UserError(
+                    "trace-invalid", f"{where}: not a record of {raw['system']} ({type(error).__name__}: {error})"
+                ) from None
         yield check(Line, raw, where)
 
 

@@ -47,7 +47,7 @@ def prepare(line: Line, checkpoints: Checkpoints) -> Task | Verdict:
         if str(error).startswith(line.where):
             raise
         if isinstance(error, NoCheckpoint):
-            raise UserError(f"{line.where}: {error}") from None
+            raise UserError(error.code, f"{line.where}: {error}") from None
         return Verdict(line.id, line.system, "unsupported", str(error))
     return setup
 

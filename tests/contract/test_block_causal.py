@@ -15,6 +15,7 @@ from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract import cases
+from tests.refusals import refused
 from tests.sampling import sampled
 
 TOKENS, BLOCK = 14, 6
@@ -199,18 +200,18 @@ def test_the_models_own_block_length(length: int | None) -> None:
     "cache", [name for name in config.names("cache") if name not in ("none", "exact", "block_causal", "sub_block")]
 )
 def test_other_caches_are_refused(cache: str) -> None:
-    with pytest.raises(UserError, match=r"block-causal.*: use cache=block_causal|must know before"):
+    with refused("cache-incompatible"):
         sampler(cache=cache)
 
 
 @pytest.mark.parametrize("blocks", [name for name in config.names("blocks") if name != "fixed"])
 def test_other_blocks_are_refused(blocks: str) -> None:
-    with pytest.raises(UserError, match=r"this model is block-causal.*: use blocks=fixed"):
+    with pytest.raises(UserError, match=r"[Uu]se blocks=fixed"):
         sampler(blocks=blocks)
 
 
 def test_the_cache_is_refused_where_it_would_not_be_exact() -> None:
-    with pytest.raises(UserError, match=r"cache=block_causal is for block-causal models.*: use cache=dual"):
+    with refused("cache-incompatible: cache=block_causal, cache=dual"):
         toys.sampler("llada", cache="block_causal")
-    with pytest.raises(UserError, match=r"store_pass should be 'ride' or 'separate', not 'no'"):
+    with refused("option-type: store_pass, 'ride', 'separate'"):
         sampler(cache={"name": "block_causal", "store_pass": "no"})

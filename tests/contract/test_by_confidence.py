@@ -2,10 +2,10 @@
 
 import pytest
 
-from dllm_sampler import UserError
 from dllm_sampler.check.promises import CannotTry, check_confidence
 from tests import toys
 from tests.contract.cases import Settings, label, one_of_each_kind
+from tests.refusals import refused
 
 SCORES: list[Settings] = [
     *({"name": "fixed", "score": score} for score in ("confidence", "random")),
@@ -23,5 +23,5 @@ def test_a_factor_on_confidences_is_felt_where_it_is_said_to_be(scheduler: Setti
 
 @pytest.mark.parametrize("inner", ["entropy", "random_order", "leftright", {"name": "fixed", "score": "margin"}])
 def test_eoser_around_a_rule_that_does_not_look_at_confidences_is_refused(inner: str | Settings) -> None:
-    with pytest.raises(UserError, match="does not look at them"):
+    with refused("scheduler-incompatible: scheduler=eoser"):
         toys.sampler(scheduler={"name": "eoser", "inner": inner})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Result, UserError
+from dllm_sampler import Result
 from dllm_sampler.check.promises import check_row
 from dllm_sampler.core.values import FREE
 from dllm_sampler.inputs.prompts import Infill
@@ -15,6 +15,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import check
 from tests import toys
 from tests.contract.test_block_causal import PROMPTS, assert_same
+from tests.refusals import refused
 
 TOKENS, BLOCK = 14, 6
 SURE = {"name": "threshold", "threshold": 0.6}
@@ -103,17 +104,17 @@ def test_positions_far_from_the_start_scale_queries() -> None:
 
 def test_what_is_refused() -> None:
     for scheduler in ("wino", "freedave"):
-        with pytest.raises(UserError, match=rf"scheduler={scheduler} asks about states other than the canvas"):
+        with refused(f"plugins-incompatible: scheduler={scheduler}"):
             toys.sampler("context", scheduler=scheduler, cache="none")
-    with pytest.raises(UserError, match=r"cache\.store_pass=separate is for block-causal models"):
+    with refused("cache-incompatible: cache.store_pass=separate"):
         toys.sampler("context", cache={"name": "block_causal", "store_pass": "separate"})
-    with pytest.raises(UserError, match=r"cache=dual is for models that see the whole canvas"):
+    with refused("cache-incompatible: cache=dual"):
         toys.sampler("context", cache="dual")
-    with pytest.raises(UserError, match=r"blocks\.part cuts"):
+    with refused("blocks-incompatible: blocks.part"):
         toys.sampler("context", blocks={"name": "fixed", "part": 2})
     sampler = toys.sampler("context")
     check(sampler)
-    with pytest.raises(UserError, match="has blocks of several lengths"):
+    with refused("trajectories-unsupported"):
         check(toys.sampler("context", scheduler="ascending", blocks="ascending"))
-    with pytest.raises(UserError, match="reads from left to right up to its active block"):
+    with refused("given-unsupported"):
         sampler.generate([Infill([1, FREE, FREE, 4])])

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dllm_sampler import Canvas, Edit, Query, Readout, Result, Sampler, UserError, config
+from dllm_sampler import Canvas, Edit, Query, Readout, Result, Sampler, config
 from dllm_sampler.core.protocols import Cache, Carry
 from dllm_sampler.published import PublishedFixedSteps, PublishedPositionCalibrated
 from dllm_sampler.schedulers.slowfast import SlowFast
 from tests import toys
 from tests.contract import cases
 from tests.contract.cases import Settings
+from tests.refusals import refused
 from tests.sampling import crossed, sampled
 
 TOKENS = 17
@@ -190,7 +191,7 @@ def test_published_shares_are_refused() -> None:
     """A published loop leaves a block after its steps, with the masks in it that no step was told of."""
     for scheduler in (PublishedFixedSteps(5), PublishedPositionCalibrated(5)):
         for cache in WIDTH:
-            with pytest.raises(UserError, match=r"needs a prediction at every position .* chooses .*: use cache=dual"):
+            with refused("cache-incompatible: cache=dual"):
                 toys.sampler(scheduler=scheduler, cache=cache)
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import UserError, config
+from dllm_sampler import config
 from dllm_sampler.check.settings import Settings, settings
 from dllm_sampler.core.protocols import Tempered
 from dllm_sampler.guides import Temperature
 from tests import toys
 from tests.contract.cases import kinds, label, toy_for
+from tests.refusals import refused
 from tests.sampling import sampled
 
 
@@ -48,5 +49,5 @@ def test_a_temperature_of_zero_is_greedy_beside_any_other() -> None:
     greedy = answers({"name": "threshold"})
     for guides in ([zero, one], [one, zero]):
         assert torch.equal(answers({"name": "threshold"}, guide=guides), greedy)
-    with pytest.raises(UserError, match="top_k changes nothing without a temperature"):
+    with refused("plugins-incompatible: top_k"):
         toys.sampler(scheduler="entropy_renoise", temperature=0, top_k=2)

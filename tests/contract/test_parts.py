@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler import Result, Sampler
 from dllm_sampler.check.promises import check_row
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract.test_block_causal import PROMPTS, assert_same
+from tests.refusals import refused
 
 TOKENS, BLOCK, PART = 14, 6, 3
 PARTS = {"name": "fixed", "length": BLOCK, "part": PART}
@@ -119,14 +120,14 @@ def test_drafts_change_nothing() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(UserError, match=r"blocks\.part cuts the blocks of block-causal models"):
+    with refused("blocks-incompatible: blocks.part"):
         toys.sampler("llada", blocks=PARTS)
-    with pytest.raises(UserError, match=r"blocks\.part=4 does not divide blocks of 6 positions"):
+    with refused("option-range: blocks.part=4"):
         toys.sampler("causal", blocks={"name": "fixed", "length": 6, "part": 4})
-    with pytest.raises(UserError, match=r"blocks\.part must be"):
+    with refused("option-range: blocks.part"):
         toys.sampler("causal", blocks={"name": "fixed", "part": 0})
-    with pytest.raises(UserError, match=r"cache=sub_block is for block-causal models"):
+    with refused("cache-incompatible: cache=sub_block"):
         toys.sampler("llada", cache="sub_block")
-    with pytest.raises(UserError, match="what cache=sub_block keeps changes"):
+    with refused("cache-incompatible: cache=sub_block"):
         toys.sampler("causal", cache="sub_block", scheduler="freedave", blocks=PARTS)
     assert Sampler(toys.denoiser("causal"), blocks={"name": "fixed", "part": 8}).plugins.blocks.grid == 32

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Result, Sampler, UserError, config
+from dllm_sampler import Result, Sampler, config
 from dllm_sampler.check.promises import check_row
 from dllm_sampler.core.values import FREE
 from dllm_sampler.inputs.prompts import Infill
@@ -18,6 +18,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import check
 from tests import toys
 from tests.contract.test_block_causal import PROMPTS, assert_same
+from tests.refusals import refused
 
 TOKENS, BLOCK = 14, 6
 SURE = {"name": "threshold", "threshold": 0.6}
@@ -119,11 +120,11 @@ def test_a_beginning_that_is_given_is_no_part_of_the_prompts_block() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(UserError, match=r"this model is block-causal.*: use blocks=fixed"):
+    with refused("plugins-incompatible: blocks=fixed"):
         sampler(blocks="full")
-    with pytest.raises(UserError, match="whose blocks are counted from the prompt's end"):
+    with refused("trajectories-unsupported"):
         check(sampler())
-    with pytest.raises(UserError, match=r"a gap does not see later blocks of 6 tokens"):
+    with refused("given-unsupported"):
         sampler().generate([Infill([FREE] * 6 + [4], [1] * 5)])
     sampler().generate([Infill([FREE] * 5 + [4, FREE], [1] * 5)])  # in the gap's own block
 
@@ -137,5 +138,5 @@ def test_the_setting_of_a_model() -> None:
         spec = loading.load(folder, device="cpu", causal_context=given).denoiser.spec
         assert (spec.attention, spec.prompt_block, spec.seeds) == ("causal_context", False, True)
     assert config.model("nemotron-labs-diffusion-8b")["causal_context"] is True
-    with pytest.raises(UserError, match=r"model\.causal_context is for models with a causal context"):
+    with refused("option-not-applicable: model.causal_context"):
         loading.load(CHECKPOINTS / "tiny-llada", device="cpu", causal_context=False)

@@ -78,7 +78,7 @@ def test_a_run_of_another_schema_is_refused_at_once(tmp_path: Path, capsys: pyte
     (old.path / "run.json").write_text('{"schema": 1}')
     (old.path / "samples.jsonl").touch()
     assert command.main(words) == 2
-    assert f"{old.path} is no run of schema 2, the one this version reads" in capsys.readouterr().err
+    assert f"{old.path} is not a run of schema 2" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [old.path.name], "nothing was run before that"
 
 
@@ -120,21 +120,21 @@ def test_an_error_in_a_scheduler_ends_its_run_alone(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["device=cudaa"], "unknown device 'cudaa'"),
+        (["device=cudaa"], "no device 'cudaa'"),
         (["device=cuda:99"], "device=cuda:99 needs a GPU"),
         (["device=cuda:99", "workers=2"], "device=cuda:99 needs a GPU"),
-        (["output=file"], "results cannot be kept in file: "),
+        (["output=file"], "cannot write to file: "),
         (["output=file/below"], "results cannot be kept in file/below: "),
         (["output="], "output is empty: it should be a path"),
-        (["seed=range(5,1)"], "seed=range(5,1) has no values to go through: write a,b or range(first,end,step)"),
-        (["seed=range(0,3,0)"], "seed=range(0,3,0) has no values to go through"),
-        (["temperature=interval(0,1)"], "temperature=interval(0,1) has no values to go through"),
-        (["seed=range(1,1000000000)"], "seed=range(1,1000000000) would be more than 10000 configurations"),
-        (["seed=range(0,200)", "temperature=range(0,200)"], "would be more than 10000 configurations: write fewer"),
+        (["seed=range(5,1)"], "seed=range(5,1) has no values"),
+        (["seed=range(0,3,0)"], "seed=range(0,3,0) has no values"),
+        (["temperature=interval(0,1)"], "temperature=interval(0,1) has no values"),
+        (["seed=range(1,1000000000)"], "seed=range(1,1000000000) makes over 10000 runs"),
+        (["seed=range(0,200)", "temperature=range(0,200)"], "makes over 10000 runs"),
         (["report=report.pdf"], "ends in .html"),
-        (["report=file/x.html"], "the report cannot be written to file/x.html: file is a file, and should be a folder"),
-        (["hydra/launchr=slurm"], "hydra/launchr=slurm is for other processes, and there are none"),
-        (["hydra.launcher.partition=gpu"], "add workers=N or hydra/launcher=NAME"),
+        (["report=file/x.html"], "the report cannot be written to file/x.html: file is a file"),
+        (["hydra/launchr=slurm"], "hydra/launchr=slurm needs workers=N"),
+        (["hydra.launcher.partition=gpu"], "needs workers=N or hydra/launcher=NAME"),
         (["hydra/launchr=joblib", "workers=2"], "did you mean 'hydra/launcher'"),
         (["hydra.launcher.n_jbs=2", "workers=2"], "did you mean 'hydra.launcher.n_jobs'"),
         (["hydra/launcher=jobbib"], "unknown hydra/launcher 'jobbib', did you mean 'joblib'"),

@@ -20,6 +20,7 @@ from dllm_sampler.eval.launch import launch, run_all
 from dllm_sampler.eval.report import command as reports
 from dllm_sampler.eval.runner import Share
 from tests.disks import fail, full_after
+from tests.refusals import refused
 
 WORDS = ["task=mini", "task.operation=copy", "task.count=4", "batch_size=2", "device=cpu", "dtype=float64"]
 WORDS += ["oracle=false", "max_new_tokens=16"]
@@ -155,47 +156,47 @@ def _swap(old: str, new: str) -> Callable[[Path], str]:
 
 
 EDITS = [
-    (_set("[]"), "should be a JSON object, not []: remove the file, and the command of the run writes it again"),
-    (_set("{"), "this is not JSON"),
-    (_set(""), "this is not JSON"),
-    (_set("[" * 100_000), "this is not JSON (lists and objects are nested too deeply)"),
-    (_set("NaN"), "should be a JSON object, not NaN"),
-    (_edit("run.json", 0, '"samples": 4', '"samples": "4"'), "`samples` should be a whole number of at least 1"),
-    (_edit("run.json", 0, '"samples": 4', '"samples": -4'), "`samples` should be a whole number of at least 1, not -4"),
-    (_edit("run.json", 0, '"environments": [', '"environments": [7,'), "`environments` should be a list of objects"),
-    (_edit("run.json", 0, '"score": "exact', '"score": 3, "o": "exact'), "`score` should be the name of a grade"),
-    (_set('{"schema": 2, "name": "a"}'), "line 1: `choices` is missing"),
-    (_set("[" * 100_000), "this is not JSON"),
-    (_swap('"refused"', '"refuseed"'), "line 1: `refused` is missing"),
-    (_swap('"task": "', '"task": [], "o": "'), "`choices` should be an object with the name of each"),
-    (_swap('"guide": []', '"guide": [7]'), "`config` should be an object with `task`, `model` and the"),
-    (_swap('"count": 4', '"count": 4, "content": []'), "`config` should be an object with `task`"),
-    (_edit("run.json", 0, '"measures": null', '"measures": {"a": "b"}'), "`measures` should be an object of numbers"),
-    (_edit("samples.jsonl", 2, '"index":1', '"index":"1"'), '`index` should be a whole number of at least 0, not "1"'),
-    (_edit("samples.jsonl", 2, '"index":1', '"index":99'), "`index` should be below 4"),
-    (_edit("samples.jsonl", 2, '"index":1', '"index":-1'), "`index` should be a whole number of at least 0"),
-    (_edit("samples.jsonl", 2, '"index":1', '"index":true'), "`index` should be a whole number of at least 0"),
-    (_edit("samples.jsonl", 3, '"nfe":', '"nfe":-'), "`nfe` should be a whole number of at least 0"),
-    (_edit("samples.jsonl", 3, '"canvas":', '"canvas":1'), "`tokens` should have 116 entries, as `canvas` says"),
-    (_edit("samples.jsonl", 3, '"step_map":[', '"step_map":[99,'), "`step_map` should have 16 entries"),
-    (_edit("samples.jsonl", 3, '"confidence":[', '"confidence":["'), "this is not JSON"),
-    (_edit("samples.jsonl", 3, '"revisions":[', '"revisions":[[0,99,"a"]'), "should name positions below 16"),
-    (_edit("samples.jsonl", 3, '"revisions":[', '"revisions":[[0,1]'), "`revisions` should be a list of [forward"),
-    (_edit("samples.jsonl", 1, '"exact_match"', '"exact"'), "`scores` should have exact_match"),
-    (_edit("samples.jsonl", 1, '"seconds":', '"seconds":-'), "`seconds` should be a number of at least 0"),
-    (_edit("samples.jsonl", 4, '{"schema":2', '{"schema":7'), "`schema` should be 2, not 7"),
-    (_edit("samples.jsonl", 4, '"nfe"', '"more":1,"nfe"'), "this is no sample"),
-    (_edit("samples.jsonl", 4, "{", "7 {"), "this is not JSON"),
-    (_edit("samples.jsonl", 4, "{", "[" * 100_000), "this is not JSON (lists and objects are nested too deeply)"),
+    (_set("[]"), "run-damaged"),
+    (_set("{"), "run-damaged"),
+    (_set(""), "run-damaged"),
+    (_set("[" * 100_000), "run-damaged"),
+    (_set("NaN"), "run-damaged"),
+    (_edit("run.json", 0, '"samples": 4', '"samples": "4"'), "run-damaged"),
+    (_edit("run.json", 0, '"samples": 4', '"samples": -4'), "run-damaged: -4"),
+    (_edit("run.json", 0, '"environments": [', '"environments": [7,'), "run-damaged"),
+    (_edit("run.json", 0, '"score": "exact', '"score": 3, "o": "exact'), "run-damaged"),
+    (_set('{"schema": 2, "name": "a"}'), "run-damaged: line 1"),
+    (_set("[" * 100_000), "run-damaged"),
+    (_swap('"refused"', '"refuseed"'), "run-damaged: line 1"),
+    (_swap('"task": "', '"task": [], "o": "'), "run-damaged"),
+    (_swap('"guide": []', '"guide": [7]'), "run-damaged"),
+    (_swap('"count": 4', '"count": 4, "content": []'), "run-damaged"),
+    (_edit("run.json", 0, '"measures": null', '"measures": {"a": "b"}'), "run-damaged"),
+    (_edit("samples.jsonl", 2, '"index":1', '"index":"1"'), "run-damaged"),
+    (_edit("samples.jsonl", 2, '"index":1', '"index":99'), "run-damaged"),
+    (_edit("samples.jsonl", 2, '"index":1', '"index":-1'), "run-damaged"),
+    (_edit("samples.jsonl", 2, '"index":1', '"index":true'), "run-damaged"),
+    (_edit("samples.jsonl", 3, '"nfe":', '"nfe":-'), "run-damaged"),
+    (_edit("samples.jsonl", 3, '"canvas":', '"canvas":1'), "run-damaged: 116"),
+    (_edit("samples.jsonl", 3, '"step_map":[', '"step_map":[99,'), "run-damaged: step_map, 16"),
+    (_edit("samples.jsonl", 3, '"confidence":[', '"confidence":["'), "run-damaged"),
+    (_edit("samples.jsonl", 3, '"revisions":[', '"revisions":[[0,99,"a"]'), "run-damaged: 16"),
+    (_edit("samples.jsonl", 3, '"revisions":[', '"revisions":[[0,1]'), "run-damaged"),
+    (_edit("samples.jsonl", 1, '"exact_match"', '"exact"'), "run-damaged: exact_match"),
+    (_edit("samples.jsonl", 1, '"seconds":', '"seconds":-'), "run-damaged"),
+    (_edit("samples.jsonl", 4, '{"schema":2', '{"schema":7'), "run-damaged"),
+    (_edit("samples.jsonl", 4, '"nfe"', '"more":1,"nfe"'), "run-damaged"),
+    (_edit("samples.jsonl", 4, "{", "7 {"), "run-damaged"),
+    (_edit("samples.jsonl", 4, "{", "[" * 100_000), "run-damaged"),
 ]
 
 
 @pytest.mark.parametrize(("edit", "sentence"), EDITS)
 def test_what_was_edited_is_named(copied: Path, edit: Callable[[Path], str], sentence: str) -> None:
     place = edit(copied)
-    with pytest.raises(UserError) as error:
+    with refused(sentence) as error:
         RunFolder(copied).records()
-    assert str(error.value).startswith(place) and sentence in str(error.value)
+    assert str(error.value).startswith(place)
 
 
 @pytest.mark.parametrize("edit", [EDITS[0][0], EDITS[15][0]])
@@ -221,7 +222,7 @@ def test_another_number_of_samples_than_the_task_has(copied: Path) -> None:
     place = _edit("run.json", 0, '"samples": 4', '"samples": 5')(copied)
     with pytest.raises(UserError) as error:
         evaluate(copied.parent)
-    assert str(error.value).startswith(f"{place}`samples` is 5, and the task has 4: remove the file")
+    assert str(error.value).startswith(f"{place}`samples` is 5, not 4: remove the file")
 
 
 def test_a_clock_that_goes_back(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler.errors import UserError
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import command, figure, headline
 from dllm_sampler.eval.report.data import Comparison, compare
@@ -27,6 +26,7 @@ from dllm_sampler.eval.report.page import data, notes, page
 from dllm_sampler.eval.report.pictures import pictures
 from dllm_sampler.host.files import write as write_file
 from tests.eval.made import comparison, record, run
+from tests.refusals import refused
 
 NASTY = (
     "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\"> @DATA@ & \u2028"
@@ -212,9 +212,7 @@ def test_a_record_of_no_numbers_is_json_and_comes_back() -> None:
     bad = record(confidence=[math.nan, 0.8, 0.7, 1.0, 1.0, 0.0])
     again = Record.of(json.loads(json.dumps(bad.line(), allow_nan=False)))
     assert math.isnan(again.confidence[0]) and again.confidence[1:] == bad.confidence[1:]
-    with pytest.raises(
-        UserError, match="the task's grade exact_match of sample 3 is nan: it should be a finite number"
-    ):
+    with refused("task-result: exact_match, sample 3"):
         record(3, scores={"exact_match": math.nan}).line()
 
 

@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 import dllm_sampler.eval
-from dllm_sampler import UserError
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.launch import launch
 from dllm_sampler.eval.report import command
 from dllm_sampler.eval.report.rows import rows, text
 from tests.eval.made import record, run
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_data_frame_or_rows(runs: Path, monkeypatch: pytest.MonkeyPatch) -> No
     found = dllm_sampler.eval.load(str(runs), runs)  # one folder twice is one folder
     assert isinstance(found, list) and [row["scheduler"] for row in found] == list(frame["scheduler"])
     monkeypatch.chdir(runs)
-    with pytest.raises(UserError, match="there is no folder outputs/eval"):
+    with refused("file-missing"):
         dllm_sampler.eval.load()
 
 
@@ -115,7 +115,7 @@ def test_a_csv_file_is_whole_or_not_there(
     for words, said in (
         (["gone", "--csv", "-"], "there is no folder gone"),
         ([str(tmp_path), "--csv", "old.csv"], "there are no samples under"),
-        ([str(runs), "--csv", "file/a.csv"], "results cannot be kept in file: "),
+        ([str(runs), "--csv", "file/a.csv"], "cannot write to file: "),
         ([str(runs), "--csv", "file"], "should be a file that ends in .csv, not file"),
         ([str(runs), "--csv", "folder.csv"], "folder.csv cannot be written: Is a directory"),
         ([str(runs), "--csv", "old.csv", "--output", "page.pdf"], "ends in .html, not page.pdf"),

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.errors import NoEffectWarning, RowError, UserError
+from dllm_sampler.errors import NoEffectWarning, RowError
 from dllm_sampler.eval import runner
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.history import History
@@ -30,6 +30,7 @@ from dllm_sampler.eval.runner import Runner, Share
 from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.sampler import Sampler
 from tests import toys
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["scheduler=threshold,wino", "task.operation=copy,shuffle", "task.count=7", "batch_size=3", "device=cpu"]
@@ -269,7 +270,7 @@ def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(tmp_path)
     words = ["task=jsonl", f"task.file={tmp_path / 'asked.jsonl'}", "task.metric=deadly:score", "batch_size=2"]
     words += ["device=cpu", "workers=2", "oracle=false", f"output={tmp_path / 'o'}"]
-    with pytest.raises(UserError, match="a worker process was ended, by hand or for want of memory: what is done is"):
+    with refused("worker-killed"):
         launch(words, jobs(words), Console(quiet=True))
     assert launch(words, jobs(words), Console(quiet=True)) == {}
     (samples,) = content(tmp_path / "o").values()
@@ -297,8 +298,8 @@ def test_processes_of_accelerate(whole: Path, tmp_path: Path) -> None:
 
 def test_a_plug_in_names_samples_by_their_numbers() -> None:
     samples = [Sample(7, ""), Sample(11, "")]
-    with pytest.raises(RowError, match="the reward failed for prompts 8, 12"), numbered(samples):
-        raise RowError("the reward failed for {prompts}", [1, 0])
+    with refused("function-failed: prompts 8, 12"), numbered(samples):
+        raise RowError("function-failed", "the reward failed for {prompts}", [1, 0])
 
 
 def test_sampling_values_of_a_checkpoint_are_named(checkpoint: Path, tmp_path: Path) -> None:

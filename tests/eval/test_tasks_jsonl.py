@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from dllm_sampler import UserError, config
+from dllm_sampler import config
 from dllm_sampler.eval import command
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.tasks.base import Answer
 from dllm_sampler.host import patterns
+from tests.refusals import refused
 
 LINES = [
     {"prompt": "copy: Ada, Ben", "answer": "Ada, Ben"},
@@ -82,33 +83,33 @@ def test_a_metric_of_the_users_own() -> None:
     found = task(metric="jsonl_metric:all")
     assert found.grade(found.samples()[0], Answer("x", [1, 2])) == {"score": 0.75, "tokens": 2.0}
     assert score(task(metric="jsonl_metric:number"), 1, "x") == 1.0
-    for name, said in (("large", "7"), ("words", "'good'"), ("nan", "nan"), ("nameless", "{'level': 1}")):
-        with pytest.raises(UserError, match=f"mine.jsonl line 1: task.metric=jsonl_metric:{name} returned {said}: it"):
+    for name in ("large", "words", "nan", "nameless"):
+        with refused(f"function-result: mine.jsonl, line 1, task.metric=jsonl_metric:{name}"):
             score(task(metric=f"jsonl_metric:{name}"), 0, "x")
-    with pytest.raises(UserError, match=r"mine.jsonl line 2: task.metric=jsonl_metric:broken raised KeyError: 'name'"):
+    with refused("function-failed: mine.jsonl, line 2, task.metric=jsonl_metric:broken"):
         score(task(metric="jsonl_metric:broken"), 1, "x")
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2 is not JSON"),
-        ('"copy: Ada"', "line 2 should be an object"),
-        ({"answer": "a"}, 'line 2 needs either "prompt" or "messages"'),
-        ({"prompt": 3, "answer": "a"}, 'line 2: "prompt" should be text'),
-        ({"prompt": "a"}, 'line 2: "answer" should be a text, or a list of texts, for task.metric=regex'),
-        ({"prompt": "a", "answer": []}, 'line 2: "answer" should be'),
-        ({"prompt": "a", "answer": ["b", 3]}, 'line 2: "answer" should be'),
-        ({"prompt": "a", "answer": "("}, 'line 2: "answer" is no regular expression'),
-        ({"prompt": "a", "answer": "a{99999999999}"}, 'line 2: "answer" is no regular expression: its counts make'),
-        ({"prompt": "a", "answer": "((a{99}){99}){99}"}, 'line 2: "answer" is no regular expression: its counts make'),
-        ({"prompt": "a", "answer": "(" * 5000 + ")" * 5000}, 'line 2: "answer" is no regular expression: it has too'),
-        ('{"prompt": "\\udc80", "answer": "a"}', "line 2 is not valid Unicode"),
+        ("{", "json-invalid: line 2"),
+        ('"copy: Ada"', "example-invalid: line 2"),
+        ({"answer": "a"}, "prompt-missing: line 2"),
+        ({"prompt": 3, "answer": "a"}, "prompt-type: line 2"),
+        ({"prompt": "a"}, "example-invalid: line 2, task.metric=regex"),
+        ({"prompt": "a", "answer": []}, "example-invalid: line 2"),
+        ({"prompt": "a", "answer": ["b", 3]}, "example-invalid: line 2"),
+        ({"prompt": "a", "answer": "("}, "example-invalid: line 2"),
+        ({"prompt": "a", "answer": "a{99999999999}"}, "example-invalid: line 2"),
+        ({"prompt": "a", "answer": "((a{99}){99}){99}"}, "example-invalid: line 2"),
+        ({"prompt": "a", "answer": "(" * 5000 + ")" * 5000}, "example-invalid: line 2"),
+        ('{"prompt": "\\udc80", "answer": "a"}', "text-invalid: line 2"),
     ],
 )
 def test_a_wrong_line_is_named(line: Any, said: str) -> None:
     written([LINES[0], line])
-    with pytest.raises(UserError, match="mine.jsonl " + said):
+    with refused(said):
         task(metric="regex")
 
 
@@ -117,8 +118,8 @@ def test_a_pattern_that_backtracks_without_end_is_named(monkeypatch: pytest.Monk
     written([{"prompt": "a", "answer": "(a|aa)+$"}])
     found = task(metric="regex")
     assert score(found, 0, "xaaa") == 1.0
-    said = r"mine.jsonl line 1: task.metric=regex: the pattern \(a\|aa\)\+\$ was searched for more than 0.1 s"
-    with pytest.raises(UserError, match=said):
+    said = "function-failed: mine.jsonl, line 1, task.metric=regex"
+    with refused(said):
         score(found, 0, "a" * 200 + "b")
 
 
@@ -132,7 +133,7 @@ def test_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
         (["task.file=mine.jsonl", "task.metric=exact"], "unknown task.metric 'exact', did you mean 'exact_match'?"),
         (["task.file=mine.jsonl", "task.metric=gone:f"], "task.metric gone:f cannot be had: no module 'gone' is"),
         (["task.file=mine.jsonl", "task.count=0"], "task.count should be at least 1"),
-        (["task.file=mine.jsonl"], "mine.jsonl line 3: prompt 2 has 'sing', which is not in this model's vocabulary"),
+        (["task.file=mine.jsonl"], "mine.jsonl line 3: prompt 2 has 'sing'"),
     ):
         assert command.main(["task=jsonl", "device=cpu", *words]) == 2
         assert f"dllm-eval: {said}" in capsys.readouterr().err

@@ -16,10 +16,11 @@ from torch import Tensor
 from transformers import DiffusionGemmaForBlockDiffusion
 from transformers.models.diffusion_gemma.modeling_diffusion_gemma import DiffusionGemmaDecoderModel
 
-from dllm_sampler import Canvas, CounterNoise, Sampler, UserError
+from dllm_sampler import Canvas, CounterNoise, Sampler
 from dllm_sampler.integrations.diffusers import DllmScheduler
 from dllm_sampler.models.loading import load
 from tests.contract.cases import Settings
+from tests.refusals import refused
 
 # diffusers 0.42 calls this static method by a name that transformers 5.24 has renamed without an alias.
 BUILDER = DiffusionGemmaDecoderModel.create_diffusion_decoder_attention_mask
@@ -142,9 +143,7 @@ def test_the_last_step_writes_what_is_left() -> None:
 
 
 def test_a_scheduler_for_masks_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="scheduler=threshold fills masks, and no mask_token_id says which token that is"
-    ):
+    with refused("mask-token-missing: scheduler=threshold, mask_token_id"):
         run(DllmScheduler("threshold"), PROMPTS)
 
 

@@ -20,6 +20,7 @@ from tests import toys
 from tests.contract.cases import Settings
 from tests.integrations.sglang_stubs import Req, Request, Server, algorithm
 from tests.integrations.test_block import LENGTH, PATTERN, PROMPTS, causal
+from tests.refusals import refused
 
 REGEX = {"name": "regex", "pattern": PATTERN}
 HOT: dict[str, Any] = {"temperature": 1.0, "top_k": 2**30}
@@ -137,7 +138,7 @@ def test_a_scheduler_may_know_the_end_token(registered: str) -> None:
         Sampling(), engine.algorithm.serving.model, toys.VOCAB, CPU, torch.float64
     ).plugins.scheduler
     assert eoser.end_ids == (toys.EOS,)
-    assert "scheduler=eoser must know" in engine.algorithm.validate_request(Req(Request([5], 9), None, ()))
+    assert "scheduler=eoser needs" in engine.algorithm.validate_request(Req(Request([5], 9), None, ()))
 
 
 class NoEnd:
@@ -147,7 +148,7 @@ class NoEnd:
 def test_requests_without_a_tokenizer_are_refused(registered: str) -> None:
     one = algorithm(sglang.NAME, {"scheduler": "threshold", "guide": REGEX}, True)
     assert "must know the text of tokens" in one.validate_request(Req(Request([5], 9)))
-    assert "must know the model's end token" in one.validate_request(Req(Request([5], 9), NoEnd(), ()))
+    assert "needs an end token" in one.validate_request(Req(Request([5], 9), NoEnd(), ()))
     assert one.validate_request(Req(Request([5], 9), toys.tokenizer())) is None
 
 
@@ -177,7 +178,7 @@ def test_wrong_forms_are_refused_before_the_model_is_loaded(registered: str, gui
 
 def test_a_form_wants_a_tokenizer(registered: str, tmp_path: Path) -> None:
     configure(tmp_path, "{name: regex, pattern: a}")
-    with pytest.raises(UserError, match="guide=regex must know the text of tokens: leave out --skip-tokenizer-init"):
+    with refused("tokenizer-missing: guide=regex"):
         configure(tmp_path, "{name: regex, pattern: a}", skip_tokenizer_init=True)
 
 

@@ -241,7 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only and options.only not in LAWS:
         raise unknown("operation", options.only, LAWS)
     if max(options.items) > 6:
-        raise UserError("--items must not be above 6: enumeration takes too long, longer lists are compared anyway")
+        raise UserError(
+            "made-up", "--items must not be above 6: enumeration takes too long, longer lists are compared anyway"
+        )
     torch.set_num_threads(1)
     table = Table("operation", "n", "method", "expected", "measured", "z", "forwards", "z", box=None)
     far = 0

@@ -53,14 +53,14 @@ def curve(name: str, folders: Sequence[str]) -> Curve:
         try:
             lines = journal.read(Path(folder) / journal.FILE)
         except OSError as error:
-            raise UserError(f"{folder} holds no log of a run: {error.strerror}") from error
+            raise UserError("made-up", f"{folder} holds no log of a run: {error.strerror}") from error
         measured = [line for line in lines if "right" in line]
         steps.append(tuple(line["step"] for line in measured))
         right.append(tuple(line["right"] for line in measured))
         seconds = [line["seconds"] for line in lines if "seconds" in line]
         minutes.append(len(seconds) * median(seconds) / 60 if seconds else 0.0)
     if len(set(steps)) != 1 or not steps[0]:
-        raise UserError(f"the runs of {name} were not measured at the same steps: {', '.join(folders)}")
+        raise UserError("made-up", f"the runs of {name} were not measured at the same steps: {', '.join(folders)}")
     return Curve(name, tuple(folders), steps[0], tuple(right), tuple(minutes))
 
 
@@ -126,7 +126,9 @@ def main(words: Sequence[str] | None = None) -> int:
     require_matplotlib()
     named: Mapping[str, str] = dict(each.split("=", 1) for each in options.curves if "=" in each)
     if len(named) < len(options.curves) or not all(map(str.split, named.values())):
-        raise UserError("curves are written NAME=FOLDERS, each name once, as in 'CJ-GRPO=runs/cj-0 runs/cj-1'")
+        raise UserError(
+            "made-up", "curves are written NAME=FOLDERS, each name once, as in 'CJ-GRPO=runs/cj-0 runs/cj-1'"
+        )
     curves = [curve(name, folders.split()) for name, folders in named.items()]
     text = content(curves)
     page = markdown.read(options.docs, SECTION)

@@ -47,8 +47,10 @@ def read(path: Path, *names: str) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError("file-unreadable", f"{path} cannot be read: {error.strerror}") from error
     for name in names:
         if section(text, name) is None:
-            raise UserError(f"{path} has no place for the results: it needs lines <!-- {name} --> and <!-- /{name} -->")
+            raise UserError(
+                "made-up", f"{path} has no place for the results: it needs lines <!-- {name} --> and <!-- /{name} -->"
+            )
     return text

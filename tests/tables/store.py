@@ -46,7 +46,7 @@ class Store(Generic[Figures]):
         try:
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         except OSError as error:
-            raise UserError(f"results cannot be kept in {path}: {error.strerror}") from error
+            raise UserError("file-not-written", f"results cannot be kept in {path}: {error.strerror}") from error
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):  # the run was cut in the middle of the line
                 entry = load_json(line)

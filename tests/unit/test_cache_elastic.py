@@ -19,6 +19,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
+from tests.refusals import refused
 from tests.sampling import crossed
 
 TOKENS, BAR, LAYERS = 17, 0.7, 4
@@ -284,15 +285,15 @@ def test_it_waits_once_per_layer_at_most(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"gamma": float("nan")}, "cache.gamma must be a cosine similarity"),
-        ({"gamma": True}, "cache.gamma must be a cosine similarity"),
-        ({"window": 0}, "cache.window must be a whole number of at least 1"),
-        ({"track": 1.5}, "cache.track must be a whole number of at least 1"),
-        ({"full_every": 0}, "cache.full_every must be a whole number of at least 1, or null"),
+        ({"gamma": float("nan")}, "option-range: cache.gamma"),
+        ({"gamma": True}, "option-range: cache.gamma"),
+        ({"window": 0}, "option-range: cache.window"),
+        ({"track": 1.5}, "option-range: cache.track"),
+        ({"full_every": 0}, "option-range: cache.full_every"),
     ],
 )
 def test_bad_fields(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
+    with refused(says):
         ElasticCache(**fields)
 
 

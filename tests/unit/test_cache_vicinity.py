@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler import Result, Sampler
 from dllm_sampler.cache.vicinity import VicinityCache
 from tests import toys
+from tests.refusals import refused
 from tests.sampling import crossed
 from tests.scripted import same
 
@@ -60,5 +61,5 @@ def test_the_shift_has_a_column_before_the_block() -> None:
 @pytest.mark.parametrize("field", ["before", "after", "warmup"])
 @pytest.mark.parametrize("value", [-1, 1.5, True])
 def test_fields_are_whole_numbers(field: str, value: Any) -> None:
-    with pytest.raises(UserError, match=rf"cache\.{field} must be a whole number of at least 0"):
+    with refused(f"option-range: cache.{field}"):
         VicinityCache(**{field: value})

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 import dllm_sampler
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError
 from dllm_sampler.inputs.prompts import chat_text, encode
 from tests import toys
+from tests.refusals import refused
 
 MESSAGES = [{"role": "user", "content": "copy : Ada"}]
 
@@ -39,23 +39,23 @@ def test_the_same_ids_as_by_transformers(tokenizer: PreTrainedTokenizerBase) -> 
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ 1/0 }}", "prompt 1 does not fit this model's chat template: ZeroDivisionError: division by zero"),
-        ("{{ 1 + 'a' }}", "prompt 1 does not fit this model's chat template: TypeError: unsupported operand"),
-        ("{{ foo() }}", "prompt 1 does not fit this model's chat template: 'foo' is undefined"),
-        ("{% for %}", "prompt 1 does not fit this model's chat template: Expected an expression"),
-        ("{{ raise_exception('no system') }}", "prompt 1 does not fit this model's chat template: no system"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "chat template: RecursionError: maximum recursion depth"),
-        ("{% for i in range(1000000000) %}x{% endfor %}", "chat template: OverflowError: Range too big."),
-        ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__' of 'list' object is unsafe"),
+        ("{{ 1/0 }}", "chat-template-failed: prompt 1"),
+        ("{{ 1 + 'a' }}", "chat-template-failed: prompt 1"),
+        ("{{ foo() }}", "chat-template-failed: prompt 1, 'foo'"),
+        ("{% for %}", "chat-template-failed: prompt 1"),
+        ("{{ raise_exception('no system') }}", "chat-template-failed: prompt 1"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "chat-template-failed"),
+        ("{% for i in range(1000000000) %}x{% endfor %}", "chat-template-failed"),
+        ("{{ messages.__class__.__mro__ }}", "chat-template-failed: '__class__', 'list'"),
     ],
 )
 def test_every_fault_is_one_sentence(
     template: str, said: str, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec
 ) -> None:
     tokenizer.chat_template = template
-    with pytest.raises(UserError) as caught:
+    with refused(said) as caught:
         encode([MESSAGES], tokenizer, spec, 4)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_tokenizer_that_renders_by_itself(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -71,7 +71,7 @@ def test_a_tokenizer_that_renders_by_itself(tokenizer: PreTrainedTokenizerBase) 
 def test_words_that_are_not_in_the_vocabulary(spec: ModelSpec) -> None:
     """As of a plain text: a model would answer to something else."""
     tokenizer = AutoTokenizer.from_pretrained(Path(dllm_sampler.__file__).parent / "models" / "mini")
-    with pytest.raises(UserError, match="prompt 1 has 'Zzz', which is not in this model's vocabulary"):
+    with refused("text-outside-vocabulary: prompt 1, 'Zzz'"):
         encode([[{"role": "user", "content": "copy: Ada, Zzz"}]], tokenizer, spec, 4)
 
 
@@ -82,19 +82,19 @@ def test_an_unknown_token_that_is_the_end_token_too(spec: ModelSpec) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<end>")
     tokenizer.chat_template = "{{ messages[0].content }} {{ eos_token }}"
     assert encode([[{"role": "user", "content": "a a"}]], tokenizer, spec, 4) == [[1, 1, 0]]
-    with pytest.raises(UserError, match="prompt 1 has 'b', which is not in this model's vocabulary"):
+    with refused("text-outside-vocabulary: prompt 1, 'b'"):
         encode([[{"role": "user", "content": "a b"}]], tokenizer, spec, 4)
 
 
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], r"the content of message 1 should be a text"),
-        ([*MESSAGES, {"role": "assistant", "content": None}], "prompt 1: the content of message 2 .* not None"),
-        ([{"role": "user"}], "or chat messages with 'role' and 'content'"),
-        (["copy", *MESSAGES], "or chat messages with 'role' and 'content'"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "messages-invalid: message 1"),
+        ([*MESSAGES, {"role": "assistant", "content": None}], "messages-invalid: prompt 1, message 2"),
+        ([{"role": "user"}], "messages-invalid: 'role', 'content'"),
+        (["copy", *MESSAGES], "messages-invalid: 'role', 'content'"),
     ],
 )
 def test_no_messages(messages: Any, said: str, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         encode([messages], tokenizer, spec, 4)

@@ -36,7 +36,7 @@ BROKEN = {
     "commit &= False": "It does not end: row 0 has 14 masks after 14 forwards, and `bound` promises at most 14",
     "canvas.ids[:, 0] = 5": "The prompt of row 1 is [7, 1,",
     "commit.no_such_thing": "It raised AttributeError: 'Tensor' object has no attribute 'no_such_thing' (rule_of_mine",
-    "readout.margin + 1": "reads readout.margin, which is not measured",
+    "readout.margin + 1": "reads readout.margin, not measured",
 }
 
 

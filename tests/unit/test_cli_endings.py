@@ -128,7 +128,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 def test_a_long_word_is_not_quoted_whole(capsys: pytest.CaptureFixture[str]) -> None:
     def run() -> int:
-        raise UserError(f"there is no file {'x' * 5000}end: name one")
+        raise UserError("made-up", f"there is no file {'x' * 5000}end: name one")
 
     assert ending("it", run) == 2
     said = capsys.readouterr().err

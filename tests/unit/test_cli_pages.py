@@ -15,11 +15,11 @@ from dllm_sampler.cli.main import main
 from dllm_sampler.cli.user_files import FLAG, entry
 from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
 from dllm_sampler.core.spec import Traits
-from dllm_sampler.errors import UserError
 from dllm_sampler.eval.command import main as evaluate
 from dllm_sampler.eval.tuning import main as tune
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.training.cli import main as train
+from tests.refusals import refused
 
 OWN = {
     "scheduler": "# Threshold 0.5.\n_target_: dllm_sampler.schedulers.threshold.Threshold\nthreshold: 0.5\n",
@@ -110,7 +110,7 @@ def test_an_own_file_may_begin_with_another_one(tmp_path: Path) -> None:
     assert chosen.plugins["cache"]["name"] == "dual" and chosen.options.seed == 9  # type: ignore[index]
     assert settings(["scheduler=bold"]).plugins["scheduler"]["threshold"] == 0.125  # type: ignore[index]
     own(tmp_path, "scheduler", "defaults: [bold]\n", "bold")
-    with pytest.raises(UserError, match='scheduler=bold: its defaults have "bold"'):
+    with refused("config-invalid: scheduler=bold"):
         settings(["scheduler=bold"])
 
 
@@ -127,7 +127,7 @@ def test_a_broken_file_breaks_no_page(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "conf/cache/bad.yaml" in page(capsys, *words)
     assert main(["--help", "cache=bad"]) == 2
     assert "conf/cache/bad.yaml cannot be read" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"those that have it are cache=periodic_dual"):
+    with refused("field-unknown: cache=periodic_dual"):
         settings(["cache.every=3"])
 
 
@@ -135,12 +135,12 @@ def test_a_broken_file_breaks_no_page(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_an_own_file_that_is_no_utf8_is_named(group: str, tmp_path: Path) -> None:
     own(tmp_path, group, "", "latin")
     (tmp_path / "conf" / group / "latin.yaml").write_bytes(b"# \xe9\n")
-    with pytest.raises(UserError, match=f"conf/{group}/latin.yaml cannot be read"):
+    with refused(f"file-unreadable: conf/{group}/latin.yaml"):
         settings([f"{group}=latin"])
 
 
 def test_a_checkpoint_may_be_called_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown model 'checkpoint'"):
+    with refused("choice-unknown: 'checkpoint'"):
         settings(["model=checkpoint"])
     (tmp_path / "checkpoint").mkdir()
     assert settings(["model=checkpoint"]).model["path"] == "checkpoint"

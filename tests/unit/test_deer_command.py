@@ -48,15 +48,15 @@ def test_command_line(checkpoint: Path, target: Path, tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["stream=true"], "stream=true shows a canvas being denoised"),
-        (["block_length=4"], "block_length is not for target="),
-        (["scheduler=fixed"], "scheduler changes nothing where the model drafts for target="),
-        (["scheduler.threshold=0.5"], "scheduler changes nothing"),
+        (["stream=true"], "stream=true and target="),
+        (["block_length=4"], "block_length does nothing with target="),
+        (["scheduler=fixed"], "scheduler needs draft_scheduled=true"),
+        (["scheduler.threshold=0.5"], "scheduler needs draft_scheduled=true"),
         (["draft_length=-1"], "draft_length must be a whole number of at least 0"),
-        (["draft_scheduled=true", "temperature=1"], "several steps has no law"),
-        (["separator=[NONE]"], "separator '[NONE]' is no token"),
-        (["target=null"], "draft_length is for drafts that a target verifies"),
-        (["max_new_tokens=48"], "leaves no room for a prompt: the model's context is 48"),
+        (["draft_scheduled=true", "temperature=1"], "a draft of several steps"),
+        (["separator=[NONE]"], "separator '[NONE]' is not a token"),
+        (["target=null"], "draft_length needs a verifier"),
+        (["max_new_tokens=48"], "leaves no room in the context of 48"),
     ],
 )
 def test_command_line_mistakes(

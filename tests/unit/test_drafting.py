@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Result, Sampler, UserError
+from dllm_sampler import Result, Sampler
 from dllm_sampler.core import packing
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.values import Query
 from dllm_sampler.schedulers.drafting.pace import Pace
 from dllm_sampler.schedulers.freedave import FreeDave
 from tests import toys
+from tests.refusals import refused
 from tests.sampling import crossed, sampled
 from tests.tables.drafting import same_path
 
@@ -120,31 +121,37 @@ def test_eager_drafts_cross_the_edge(length: int) -> None:
 
 
 REFUSED: dict[str, tuple[Settings, str]] = {
-    "takes back": ({"scheduler": {"name": "freedave", "inner": "wino"}}, "cannot look ahead for wino"),
-    "asks": ({"scheduler": {"name": "ssd", "inner": "slowfast"}}, "cannot look ahead for slowfast"),
-    "twice": ({"scheduler": {"name": "ssd", "inner": "freedave"}}, "drafts already"),
-    "outside": ({"scheduler": {"name": "eoser", "inner": "freedave"}}, "put it inside"),
-    "cache": ({"cache": "periodic_dual"}, "use cache=dual, prefix or none"),
-    "stop": ({"stop": "prophet"}, "use stop=prefix, block or none"),
-    "cut": ({"stop": "truncate"}, "use stop=prefix, block or none"),
-    "edge": ({"scheduler": {"name": "freedave", "eager": True}, "cache": "dual"}, "use scheduler.eager=false"),
-    "sized": ({"scheduler": {"name": "freedave", "eager": True}, "blocks": "adablock"}, "use blocks=fixed"),
-    "none": ({"scheduler": {"name": "freedave", "draft": 0}}, "scheduler.draft"),
-    "inner": ({"scheduler": {"name": "freedave", "inner": "treshold"}}, "did you mean 'threshold'"),
+    "takes back": ({"scheduler": {"name": "freedave", "inner": "wino"}}, "scheduler-incompatible: scheduler=freedave"),
+    "asks": ({"scheduler": {"name": "ssd", "inner": "slowfast"}}, "scheduler-incompatible: scheduler=ssd"),
+    "twice": ({"scheduler": {"name": "ssd", "inner": "freedave"}}, "scheduler-incompatible: scheduler=ssd"),
+    "outside": ({"scheduler": {"name": "eoser", "inner": "freedave"}}, "scheduler-incompatible: scheduler=eoser"),
+    "cache": ({"cache": "periodic_dual"}, "cache-incompatible: cache=dual"),
+    "stop": ({"stop": "prophet"}, "plugins-incompatible: stop=prefix"),
+    "cut": ({"stop": "truncate"}, "plugins-incompatible: stop=prefix"),
+    "edge": (
+        {"scheduler": {"name": "freedave", "eager": True}, "cache": "dual"},
+        "cache-incompatible: scheduler.eager=false",
+    ),
+    "sized": (
+        {"scheduler": {"name": "freedave", "eager": True}, "blocks": "adablock"},
+        "scheduler-incompatible: blocks=fixed",
+    ),
+    "none": ({"scheduler": {"name": "freedave", "draft": 0}}, "option-range: scheduler.draft"),
+    "inner": ({"scheduler": {"name": "freedave", "inner": "treshold"}}, "choice-unknown: 'threshold'"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_a_sentence(name: str) -> None:
     plugins, sentence = REFUSED[name]
-    with pytest.raises(UserError, match=sentence) as refusal:
+    with refused(sentence) as refusal:
         toys.sampler(**{"scheduler": "freedave", **plugins})
     assert "\n" not in str(refusal.value)
 
 
 def test_noise_in_the_order_of_steps_is_refused() -> None:
     sampler = toys.sampler(scheduler="freedave", noise=ReplayNoise(0, "llada"), temperature=1.0)
-    with pytest.raises(UserError, match="use the default noise"):
+    with refused("scheduler-incompatible: scheduler=freedave"):
         sampler.generate([[3]], max_new_tokens=4)
 
 

@@ -12,6 +12,7 @@ from dllm_sampler.guides.forms import automaton as forms
 from dllm_sampler.guides.grammar import Language, bounded
 from dllm_sampler.guides.grammar.bounded import Automaton
 from tests.grammars import TERMINALS, Rules, Small, sampled
+from tests.refusals import refused
 
 
 def accepts(automaton: Automaton, text: bytes) -> bool:
@@ -98,7 +99,7 @@ def test_lists_of_any_style_are_regular() -> None:
 def test_what_is_not_shown_to_be_regular(text: str) -> None:
     found = Language.parse(text, "test")
     assert not found.regular
-    with pytest.raises(UserError, match="test is not regular, since S may stand inside S: say how deep"):
+    with refused("form-not-regular"):
         found.automaton()
 
 
@@ -259,14 +260,14 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Language.load("json")
     with monkeypatch.context() as patch:
         patch.setattr(bounded, "STATES", 300)
-        with pytest.raises(UserError, match=r"json\.grammar takes more than 300 states as an automaton at depth 8"):
+        with refused("form-too-large: json.grammar, 300"):
             found.automaton(8)
-    with pytest.raises(UserError, match="must not be negative, and it is -1"):
+    with refused("option-range: -1"):
         found.automaton(-1)
-    with pytest.raises(UserError, match="test has no text at depth 0: choose a greater depth"):
+    with refused("form-impossible"):
         Language.parse('S -> ( S ) | ( "a" S ) | [ A ]\nA -> { S } | ( B )\nB -> < S > | ( "b" )', "test").automaton(0)
     monkeypatch.setattr(bounded, "SECONDS", -1)
-    with pytest.raises(UserError, match=r"json\.grammar takes more than -1 s to build as an automaton at depth 3"):
+    with refused("form-too-large: json.grammar, -1"):
         found.automaton(3)
 
 

@@ -13,6 +13,7 @@ from dllm_sampler.guides.grammar import Language, regular, rules, terminals
 from dllm_sampler.guides.grammar.emptiness import Emptiness, Graph
 from dllm_sampler.guides.grammar.rules import Body, Grammar, components, members, normal
 from dllm_sampler.guides.grammar.terminals import marked
+from tests.refusals import refused
 
 LETTERS = 3  # terminals of random grammars
 
@@ -200,45 +201,44 @@ def test_marks() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "g has no rule"),
-        ("# only\n a = b", "g has no rule"),
-        ("S => a", "g, line 1: 'S => a' is neither a rule (Head -> body), a terminal"),
-        ("s -> a", "g, line 1: the head of a rule begins with a capital letter, and 's' does not"),
-        ("\n\nx = [\nS -> x", "g, line 3: terminal x: '[' cannot be used as a form"),
-        ("x = a\nx = b\nS -> x", "g, line 2: the terminal x is defined twice"),
-        ("Value = a\nS -> x", "g, line 1: 'Value' cannot name a terminal"),
-        ("x = \nS -> x", "g, line 1: terminal x: its regular expression is missing"),
-        ("number = 1\nS -> numbr", "g, line 2: unknown terminal 'numbr', did you mean 'number'?"),
-        ("S -> Vaule\nValue -> $", "g, line 1: unknown variable 'Vaule', did you mean 'Value'?"),
-        ("S -> ( |", "g, line 1: a body of S is missing; the empty body is $"),
-        ("S -> ( $ )", "g, line 1: unknown terminal '$'"),
-        ("| a", "g, line 1: no rule stands before it"),
-        ("S -> ( S )", "g: no text can be derived from S"),
-        ("x = a without a\nS -> x", "g: no text can be derived from S"),
-        ("%skip spaces\nS -> (", "g, line 1: %skip needs single ASCII signs, or the words space, tab"),
-        ("%skip\nS -> (", "g, line 1: %skip needs single ASCII signs"),
-        ("%words < >\nS -> (", "g, line 1: unknown directive '%words'"),
-        ("%prelex <\nS -> (", "g, line 1: %prelex needs two bytes"),
-        ("%prelex a b\nS -> (", "g: prelex must be two different single bytes that are no letters or digits"),
-        ("%prelex é >\nS -> (", "g: prelex must be two different single bytes"),
-        ("%prelex < >\n%skip nothing\nS -> (", "g: prelex needs bytes to skip"),
-        ("%prelex < >\nx = a\nS -> x", "g, line 2: terminal x has no text that begins and ends where words do"),
+        ("", "grammar-invalid"),
+        ("# only\n a = b", "grammar-invalid"),
+        ("S => a", "grammar-invalid: line 1, =>"),
+        ("s -> a", "grammar-invalid: line 1, 's'"),
+        ("\n\nx = [\nS -> x", "grammar-invalid: line 3, '['"),
+        ("x = a\nx = b\nS -> x", "grammar-invalid: line 2"),
+        ("Value = a\nS -> x", "grammar-invalid: line 1, 'Value'"),
+        ("x = \nS -> x", "grammar-invalid: line 1"),
+        ("number = 1\nS -> numbr", "grammar-invalid: line 2, 'numbr', 'number'"),
+        ("S -> Vaule\nValue -> $", "grammar-invalid: line 1, 'Vaule', 'Value'"),
+        ("S -> ( |", "grammar-invalid: line 1"),
+        ("S -> ( $ )", "grammar-invalid: line 1"),
+        ("| a", "grammar-invalid: line 1"),
+        ("S -> ( S )", "grammar-invalid"),
+        ("x = a without a\nS -> x", "grammar-invalid"),
+        ("%skip spaces\nS -> (", "grammar-invalid: line 1"),
+        ("%skip\nS -> (", "grammar-invalid: line 1"),
+        ("%words < >\nS -> (", "grammar-invalid: line 1, '%words'"),
+        ("%prelex <\nS -> (", "grammar-invalid: line 1"),
+        ("%prelex a b\nS -> (", "grammar-invalid"),
+        ("%prelex é >\nS -> (", "grammar-invalid"),
+        ("%prelex < >\n%skip nothing\nS -> (", "grammar-invalid"),
+        ("%prelex < >\nx = a\nS -> x", "grammar-invalid: line 2"),
         (
             "\n".join(f"x{at} = a{{100}}\nS -> x{at}" for at in range(6)),
-            "g: the terminals have more than 500 states",
+            "form-too-large: 500",
         ),
-        ("x = (a|b)*a(a|b){14}\nS -> x", "g, line 1: terminal x: the form '(a|b)*a(a|b){14}' has 32772 states"),
-        ("S -> " + " ".join(['"a"'] * 101), "g: the grammar has more than 100 rules"),
-        ("#" * 1_000_001, "g has 1000001 characters, at most 1000000 can be read"),
+        ("x = (a|b)*a(a|b){14}\nS -> x", "grammar-invalid: line 1, 32772"),
+        ("S -> " + " ".join(['"a"'] * 101), "form-too-large: 100"),
+        ("#" * 1_000_001, "form-too-large: 1000001, 1000000"),
     ],
 )
 def test_what_cannot_be_read(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "RULES", 100)
     monkeypatch.setattr(terminals, "STATES", 500)
     begun = time.monotonic()
-    with pytest.raises(UserError) as caught:
+    with refused(message) as caught:
         Language.parse(text, "g")
-    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert time.monotonic() - begun < 20
 
@@ -269,24 +269,24 @@ def test_files(tmp_path: Path) -> None:
     path.write_text("Start -> ( Start ) | $\n", encoding="utf-8")
     assert Language.load(str(path)).accepts(b"(( ))")
     path.write_text("Start -> ( Strt )\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"pairs\.grammar, line 1: unknown variable 'Strt'"):
+    with refused("grammar-invalid: pairs.grammar, line 1, 'Strt'"):
         Language.load(str(path))
-    with pytest.raises(UserError, match=r"guide.grammar.grammar='jsn' is neither one of arithmetic, json, smiles"):
+    with refused("file-unreadable: guide.grammar.grammar='jsn'"):
         Language.load("jsn")
     for name in (str(tmp_path), "", "~nobody-of-that-name/x", "a\0b"):
-        with pytest.raises(UserError, match="nor a file to be read"):
+        with refused("file-unreadable"):
             Language.load(name)
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="nor a file to be read"):
+    with refused("file-unreadable"):
         Language.load(str(path))
 
 
 def test_terminals_given_apart() -> None:
     rules = 'S -> word | "("'
     assert Language.of(rules, {"word": "[a-z]+"}, skip=b"").accepts(b"ab")
-    with pytest.raises(UserError, match="grammar: terminal word: "):
+    with refused("grammar-invalid"):
         Language.of(rules, {"word": "["})
     both = {"word": "[a-z]+", "one": "if"}
     assert Language.of("S -> word one", both, subtokens={"word": ["one"]}).accepts(b"if if")
-    with pytest.raises(UserError, match="subtokens: word has texts that one does not have"):
+    with refused("grammar-invalid"):
         Language.of("S -> word one", both, subtokens={"one": ["word"]})

@@ -18,10 +18,10 @@ import pytest
 import torch
 from packaging.version import Version
 
-from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import TORCH, select
 from dllm_sampler.kernels.sampling import GREEDY, Sampling
+from tests.refusals import refused
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_a_driver_that_does_not_start(monkeypatch: pytest.MonkeyPatch, drive: Ca
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(UserError, match="auto, triton or torch, not 'cuda'"):
+    with refused("choice-unknown: 'cuda'"):
         select("cuda", CPU, torch.float32)
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any
 
-import pytest
 import torch
 from safetensors import safe_open
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler
 from dllm_sampler.config import entry
 from dllm_sampler.training.comparison import rows
+from tests.refusals import refused
 from tests.tables.markdown import fill, table
 
 MINI = Path(str(files("dllm_sampler") / "models/mini"))
@@ -62,12 +62,12 @@ def test_a_filter_travels_with_its_folder_and_with_no_other_model(checkpoint: Pa
     copytree(MINI, copied)
     Sampler.from_pretrained(str(copied), scheduler="learn2pd", device="cpu")
     (copied / "filter.safetensors").unlink()
-    with pytest.raises(UserError, match=r"scheduler\.filter is missing.*dllm-train train=filter train\.model="):
+    with refused("option-missing: scheduler.filter, train=filter, train.model="):
         Sampler.from_pretrained(str(copied), scheduler="learn2pd", device="cpu")
     mine = {"name": "learn2pd", "filter": str(MINI / "filter.safetensors")}
-    with pytest.raises(UserError, match=r"trained on a model of 177 tokens, and this one has 18"):
+    with refused("filter-incompatible: 177, 18"):
         Sampler.from_pretrained(str(checkpoint), scheduler=mine, device="cpu")
-    with pytest.raises(UserError, match=r"trained on blocks of 32 positions.*blocks\.length=32"):
+    with refused("plugins-incompatible: blocks.length=32"):
         Sampler.from_pretrained("mini", scheduler="learn2pd", blocks={"name": "fixed", "length": 8}, device="cpu")
 
 

@@ -16,6 +16,7 @@ from dllm_sampler.cli.main import main
 from dllm_sampler.models import adapter, loading, saving
 from dllm_sampler.training.trained import Trained
 from tests import tiny
+from tests.refusals import refused
 from tests.sampling import sampled
 from tests.unit.test_training_adapters import tree
 
@@ -103,11 +104,11 @@ def test_it_is_named_or_lies_in_a_folder_with_or_without_weights(tmp_path: Path,
         assert main([*words, "device=cpu", "max_new_tokens=12", "Hello"]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
-    with pytest.raises(UserError, match=r"has an adapter of its own\. Leave one of them out"):
+    with refused("options-conflict: model.adapter"):
         loading.load(tmp_path / "both", adapter=tmp_path / "alone")
-    with pytest.raises(UserError, match=r"has an adapter, and training begins with the weights of a checkpoint"):
+    with refused("adapter-unsupported"):
         Trained.load(str(tmp_path / "both"), torch.device("cpu"), "float32", None, 0)
-    with pytest.raises(UserError, match=r"^train\.model has adapter, which is for sampling alone"):
+    with refused("option-not-applicable: train.model"):
         Trained.load(named, torch.device("cpu"), "float32", None, 0)
 
 
@@ -152,34 +153,34 @@ def test_adapters_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tensors = load_file(folder / adapter.WEIGHTS)
     first = next(iter(tensors))
 
-    def refused(sentence: str, model: object = folder, weights: Any = None, **changes: Any) -> None:
+    def rejects(sentence: str, model: object = folder, weights: Any = None, **changes: Any) -> None:
         (folder / adapter.CONFIG).write_text(json.dumps({**raw, **changes}))
         save_file(tensors if weights is None else weights, folder / adapter.WEIGHTS)
         with pytest.raises(UserError, match=sentence) as error:
             Sampler.from_pretrained(model, device="cpu")  # pyright: ignore[reportArgumentType]
         assert "\n" not in str(error.value)
 
-    refused("base_model_name_or_path should name the adapter's base, not None", base_model_name_or_path=None)
-    refused(r"base_model_name_or_path cannot be loaded \(.*Give the base as model=BASE", base_model_name_or_path="nope")
-    refused("is an adapter, and so is its base", base_model_name_or_path=".")
-    refused(f"model.adapter={base} has no adapter_config.json", {"path": str(base), "adapter": str(base)})
-    refused("belongs to no layer of the model", weights={first.replace("layers.0", "layers.7"): tensors[first]})
-    refused("lacks tensors for this model", weights={first: tensors[first]})
-    refused("has wrongly shaped tensors for this model and adapter_config.json", r=3)
-    refused("peft cannot merge", peft_type="NOPE")
-    refused("peft_type 'PROMPT_TUNING' adds a prompt", peft_type="PROMPT_TUNING", num_virtual_tokens=3)
+    rejects("base_model_name_or_path should name the adapter's base, not None", base_model_name_or_path=None)
+    rejects(r"base_model_name_or_path cannot be loaded \(.*Give the base as model=BASE", base_model_name_or_path="nope")
+    rejects("are both adapters", base_model_name_or_path=".")
+    rejects(f"model.adapter={base} has no adapter_config.json", {"path": str(base), "adapter": str(base)})
+    rejects("no layer is", weights={first.replace("layers.0", "layers.7"): tensors[first]})
+    rejects("lacks tensors for this model", weights={first: tensors[first]})
+    rejects("has wrongly shaped tensors for this model and adapter_config.json", r=3)
+    rejects("peft cannot merge", peft_type="NOPE")
+    rejects("peft_type 'PROMPT_TUNING' adds a prompt", peft_type="PROMPT_TUNING", num_virtual_tokens=3)
     tied = tiny.write("illada", tmp_path / "tied")
     make("lora", tied, folder, {"target_modules": ["embed_tokens"], "r": 2})
     tensors, raw = load_file(folder / adapter.WEIGHTS), json.loads((folder / adapter.CONFIG).read_text())
-    refused(r"changes .*weight, whose numbers another layer of this model shares")
+    rejects(r"changes .*weight, whose numbers another layer of this model shares")
     (folder / adapter.WEIGHTS).write_bytes(b"cut")
-    with pytest.raises(UserError, match="is truncated or corrupt"):
+    with refused("checkpoint-damaged"):
         loading.load(folder, device="cpu")
     (folder / adapter.WEIGHTS).rename(folder / "adapter_model.bin")
-    with pytest.raises(UserError, match=r"has no adapter_model\.safetensors, only adapter_model\.bin: convert it"):
+    with refused("adapter-invalid: adapter_model.safetensors, adapter_model.bin"):
         loading.load(folder, device="cpu")
     monkeypatch.setattr(adapter, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs the package peft: pip install .*\[train\]"):
+    with refused("package-missing: constraints.txt"):
         loading.load(folder, device="cpu")
 
 

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler
 from dllm_sampler.engine import decide, loop
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.models import compiled
 from dllm_sampler.models.transformer import Layer
 from tests import toys
+from tests.refusals import refused
 from tests.sampling import sampled
 
 
@@ -52,9 +53,9 @@ def test_same_answers(kind: str, cache: str, names: set[str], parts: list[str]) 
 
 
 def test_a_model_of_others_is_refused() -> None:
-    with pytest.raises(UserError, match="compile the model inside Spy"):
+    with refused("compile-unsupported"):
         Sampler(toys.Spy(toys.denoiser()), compile=True)
-    with pytest.raises(UserError, match="compile must be true, false or step, not 'all'"):
+    with refused("choice-unknown: 'all'"):
         toys.sampler(compile="all")
 
 

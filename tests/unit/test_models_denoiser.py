@@ -16,7 +16,6 @@ from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Cache, Denoiser
 from dllm_sampler.core.values import Candidates, Canvas, Query, Spent
 from dllm_sampler.engine import layout
-from dllm_sampler.errors import UserError
 from dllm_sampler.models import fused
 from dllm_sampler.models.cfg import GuidedDenoiser, guided, laid_out
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -25,6 +24,7 @@ from dllm_sampler.models.huggingface import cache_keyword
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.training.uniform import _Text
 from tests import toys
+from tests.refusals import refused
 
 TINY = toys.transformer(kv_heads=2).config
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
@@ -100,9 +100,9 @@ def test_finished_rows_cost_nothing():
 
 
 def test_what_is_no_transformer_is_refused():
-    with pytest.raises(UserError, match="a Linear is no dllm_sampler Transformer"):
+    with refused("model-invalid: dllm_sampler"):
         TransformerDenoiser(nn.Linear(2, 2), mask_id=0, eos_id=1)
-    with pytest.raises(UserError, match="eos_id 40 lies outside"):
+    with refused("token-outside-vocabulary: eos_id, 40"):
         TransformerDenoiser(Transformer(TINY), mask_id=39, eos_id=40)
 
 
@@ -125,7 +125,7 @@ def test_guidance_of_strength_zero_is_the_model_itself():
     assert guided(model, 0) is model
     assert isinstance(guided(model, 1), GuidedDenoiser)
     for scale in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(UserError, match="cfg_scale should be a number from 0 on"):
+        with refused("option-range: cfg_scale"):
             guided(model, scale)
 
 
@@ -172,7 +172,7 @@ def test_masked_language_models_load(tmp_path):
 
     network = masked_lm("bert")
     network.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="BertForMaskedLM has no mask token"):
+    with refused("mask-token-missing"):
         load(tmp_path, device="cpu")
     words = Tokenizer(WordLevel({"a": 7, "[MASK]": 39, "[SEP]": 2, "[PAD]": 1, "?": 0}, unk_token="?"))
     special = {"mask_token": "[MASK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "?"}
@@ -185,7 +185,7 @@ def test_masked_language_models_load(tmp_path):
     live = huggingface.wrap(network, loaded.tokenizer)
     torch.testing.assert_close(ask(loaded.denoiser, canvas, query)[0], ask(live, canvas, query)[0])
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="only pickle weights"):
+    with refused("checkpoint-pickled"):
         load(tmp_path, device="cpu")
 
 

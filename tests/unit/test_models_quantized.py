@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Transformer
 from tests import toys
+from tests.refusals import refused
 
 PROMPTS = ["reverse: Ada, Ben, Cal, Dan", "sort: Dan, Ada, Cal", "copy: Ada, Ben"]
 
@@ -103,14 +104,14 @@ def test_other_weights_are_no_integers() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "sentence"),
     [
-        ({"quantize": "int4"}, {}, "model.quantize must be null or int8, not 'int4'"),
-        ({"quantize": "int8"}, {"dtype": "float64"}, "is for bfloat16 and float32, not torch.float64"),
-        ({"quantize": "int8"}, {"dtype": "float16"}, "is for bfloat16 and float32, not torch.float16"),
-        ({"quantize": "int8", "device_map": "auto"}, {}, "model.quantize and device_map exclude each other"),
+        ({"quantize": "int4"}, {}, "choice-unknown: model.quantize, int8, 'int4'"),
+        ({"quantize": "int8"}, {"dtype": "float64"}, "options-conflict: bfloat16, float32, torch.float64"),
+        ({"quantize": "int8"}, {"dtype": "float16"}, "options-conflict: bfloat16, float32, torch.float16"),
+        ({"quantize": "int8", "device_map": "auto"}, {}, "options-conflict: model.quantize, device_map"),
     ],
 )
 def test_what_cannot_be(model: dict[str, Any], options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+    with refused(sentence):
         Sampler.from_pretrained({"name": "mini", **model}, **options)
 
 
@@ -130,11 +131,11 @@ def test_nothing_of_it_can_be_trained(toy: tuple[Transformer, Transformer]) -> N
 
 
 def test_experts_cannot() -> None:
-    with pytest.raises(UserError, match="experts are no linear layers"):
+    with refused("option-not-applicable: model.quantize"):
         quantized.quantize(toys.causal_transformer(), torch.device("cpu"))
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(UserError, match=r"needs torchao: pip install -c constraints.txt -e '\.\[quantize\]'"):
+    with refused("package-missing: constraints.txt, '.[quantize]'"):
         quantized.quantize(toys.transformer(), torch.device("cpu"))

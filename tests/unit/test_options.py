@@ -7,10 +7,10 @@ import pytest
 
 from dllm_sampler import Sampler, config
 from dllm_sampler.cli.options import Options as Sampling
-from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import Options as Evaluating
 from dllm_sampler.eval.lm_eval.settings import Settings
 from dllm_sampler.options import OF_SAMPLER, GenerateOptions, Options, SamplerOptions, check_options
+from tests.refusals import refused
 
 NOT_TYPED = {"max_new_tokens": 128}  # commands without a length take the task's
 
@@ -46,18 +46,18 @@ def test_every_option_of_a_command_is_explained(command: type) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_steps": 0}, "max_steps must be a whole number of at least 1, or null, not 0"),
-        ({"poll_every": True}, "poll_every must be a whole number"),
-        ({"compat": 1}, "compat must be true or false, not 1"),
-        ({"entropy": None}, "entropy must be true or false, not None"),
-        ({"cuda_graph": 1}, "cuda_graph must be true, false or auto, not 1"),
-        ({"compile": "auto"}, "compile must be true, false or step, not 'auto'"),
-        ({"backend": "cuda"}, "backend must be auto, triton or torch, not 'cuda'"),
-        ({"temperature": 2**31}, "temperature must be at most 2147483647"),
+        ({"max_steps": 0}, "option-range: max_steps"),
+        ({"poll_every": True}, "option-range: poll_every"),
+        ({"compat": 1}, "option-type: compat"),
+        ({"entropy": None}, "option-type: entropy"),
+        ({"cuda_graph": 1}, "choice-unknown: cuda_graph"),
+        ({"compile": "auto"}, "choice-unknown: 'auto'"),
+        ({"backend": "cuda"}, "choice-unknown: 'cuda'"),
+        ({"temperature": 2**31}, "option-range: 2147483647"),
     ],
 )
 def test_a_value_out_of_range_is_refused(given: SamplerOptions, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         check_options(given)
-    with pytest.raises(UserError, match=message):
+    with refused(message):
         Sampler.from_pretrained("mini", **given)

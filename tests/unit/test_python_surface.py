@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import dllm_sampler
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler
 from dllm_sampler.cli.options import Options
 from dllm_sampler.kernels.backend import FallbackWarning
 from dllm_sampler.schedulers.fixed import FixedSteps
 from tests import toys
+from tests.refusals import refused
 
 PROMPTS = [[5, 11, 3], [7, 2]]
 
@@ -46,7 +47,7 @@ def test_settings_for_one_call(change: dict[str, Any]) -> None:
 def test_a_wrong_setting_for_one_call() -> None:
     with pytest.raises(TypeError, match="temperatur"):
         toys.sampler().generate(PROMPTS, temperatur=1)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(UserError, match="did you mean 'threshold'"):
+    with refused("choice-unknown: 'threshold'"):
         toys.sampler().generate(PROMPTS, scheduler="threshhold")
 
 
@@ -68,7 +69,7 @@ def test_what_is_shown() -> None:
 
 
 def test_a_module_is_not_a_name() -> None:
-    with pytest.raises(UserError, match=r"Sampler\(TransformerDenoiser\(model"):
+    with refused("model-invalid"):
         Sampler.from_pretrained(toys.transformer())  # pyright: ignore[reportArgumentType]
 
 
@@ -97,5 +98,5 @@ def test_a_tell_without_a_carry() -> None:
         def tell(self, canvas: Any, query: Any, readout: Any, carry: Any) -> Any:
             return super().tell(canvas, query, readout, carry)[0]
 
-    with pytest.raises(UserError, match=r"scheduler=Forgets: tell must return \(edit, carry\).* not Edit"):
+    with refused("plugin-result: scheduler=Forgets"):
         toys.sampler(scheduler=Forgets()).generate(PROMPTS, max_new_tokens=4)

@@ -14,6 +14,7 @@ from dllm_sampler import Result, Sampler, UserError
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import NotFiniteError
 from tests import toys
+from tests.refusals import refused
 
 Settings = dict[str, Any]
 INNER: dict[str, Settings] = {
@@ -158,9 +159,9 @@ def test_what_a_reward_must_not_do_is_one_sentence_with_the_prompts_number(kind:
 def test_the_number_is_that_of_the_prompt_wherever_its_row_is(batching: Any) -> None:
     sampler = toys.sampler(scheduler=guided(INNER["random"], reward=failing("raise")))
     prompts = [[5, 1], [6], [7, 7, 7], [8], [9, 3], [4, 2], [10]]
-    with pytest.raises(UserError, match="failed for prompt 6 "):
+    with refused("function-failed: prompt 6"):
         list(sampler.generate_many(prompts, batch_size=3, max_new_tokens=[6, 9, 12, 9, 6, 9, 6], batching=batching))
-    with pytest.raises(UserError, match="failed for prompt 2 "):
+    with refused("function-failed: prompt 2"):
         sampler.generate([[5], [4], [6]], max_new_tokens=8, samples=2)
 
 

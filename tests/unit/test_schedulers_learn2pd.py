@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, UserError
+from dllm_sampler import Canvas, Edit, Query, Readout, Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -19,6 +19,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_of_text import EndOfText
 from dllm_sampler.stops.end_tokens import TruncateStop
 from tests import toys
+from tests.refusals import refused
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
 from tests.toys import EOS
 
@@ -92,7 +93,7 @@ def test_filter_inside_another_scheduler(random_filter: str) -> None:
     rule = LearnedFilter(random_filter, 0.6)
     around = Eoser(rule, low=1.0)
     assert same(run(around), run(rule))
-    with pytest.raises(UserError, match="trained on blocks of 6"):
+    with refused("plugins-incompatible: scheduler=eoser"):
         run(around, blocks=FixedBlocks(4))
 
 
@@ -113,25 +114,25 @@ def test_filter_says_what_was_not_its_choice(random_filter: str) -> None:
 
 def test_filter_refusals(tmp_path: Path, random_filter: str) -> None:
     for blocks in (FixedBlocks(5), FullBlock(), {"name": "fixed", "length": 32}):
-        with pytest.raises(UserError, match=r"trained on blocks of 6 positions.*blocks.length=6"):
+        with refused("plugins-incompatible: blocks.length=6"):
             Sampler(toys.denoiser(), scheduler=LearnedFilter(random_filter), blocks=blocks)
     sampler = Sampler(toys.denoiser(), scheduler=LearnedFilter(random_filter), blocks=FixedBlocks(6))
-    with pytest.raises(UserError, match="trained on blocks of 6"):
+    with refused("plugins-incompatible: scheduler=learn2pd"):
         sampler.generate([[1]], max_new_tokens=12, block_length=4)
-    with pytest.raises(UserError, match=r"scheduler.filter is missing"):
+    with refused("option-missing: scheduler.filter"):
         Sampler(toys.denoiser(), scheduler="learn2pd")
     text = tmp_path / "text"
     text.write_text("no tensors")
     for path in (text, tmp_path / "nowhere"):
-        with pytest.raises(UserError, match=r"cannot be read as a safetensors file"):
+        with refused("filter-invalid"):
             Sampler(toys.denoiser(), scheduler=LearnedFilter(str(path)))
-    with pytest.raises(UserError, match="maps 4 positions to 3"):
+    with refused("filter-invalid"):
         Sampler(toys.denoiser(), scheduler=LearnedFilter(filter_file(tmp_path, (torch.zeros(3, 4), torch.zeros(3)))))
     layers = ((torch.zeros(3, 4), torch.zeros(3)), (torch.zeros(4, 4), torch.zeros(4)))
-    with pytest.raises(UserError, match="do not fit"):
+    with refused("filter-invalid"):
         Sampler(toys.denoiser(), scheduler=LearnedFilter(filter_file(tmp_path, *layers)))
     save_file({"weight": torch.zeros(3, 3)}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match=r"should hold fc1.weight"):
+    with refused("filter-invalid: fc1.weight"):
         Sampler(toys.denoiser(), scheduler=LearnedFilter(str(tmp_path / "other.safetensors")))
 
 

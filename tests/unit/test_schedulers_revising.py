@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Query, Sampler, UserError
+from dllm_sampler import Query, Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.none import once
 from dllm_sampler.core.noise import CounterNoise
@@ -22,6 +22,7 @@ from dllm_sampler.schedulers.remdm import Remdm
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
 from tests import toys
+from tests.refusals import refused
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Steps, history, run, same_answers, written
 from tests.toys import EOS, MASK
 
@@ -89,7 +90,7 @@ class TestWino:
         assert not torch.allclose(with_[:2], without[:2])
 
     def test_models_without_room_for_shadows_are_refused(self) -> None:
-        with pytest.raises(UserError, match=r"scheduler=wino adds shadow rows .* use another scheduler"):
+        with refused("plugins-incompatible: scheduler=wino"):
             Sampler(written([[0.5]], cacheable=False), scheduler=Wino())
 
 

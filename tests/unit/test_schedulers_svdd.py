@@ -23,6 +23,7 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.svdd import SoftValueGuided
 from tests import sampling, toys
 from tests.enumerated import Enumerated, Joint, Probabilities, Value, divergence
+from tests.refusals import refused
 from tests.sampling import crossed
 
 Settings = dict[str, Any]
@@ -216,7 +217,7 @@ REFUSED: dict[str, tuple[Settings, Settings, str]] = {
     "no reward": (guided(INNER["random"], reward=None), {}, "needs a reward: scheduler.reward=package.module:function"),
     "no module": (guided(INNER["random"], reward="nowhere.at:all"), {}, "scheduler.reward: nowhere.at:all cannot be"),
     "no function": (guided(INNER["random"], reward="tests.toys:MASK"), {}, "is no function, it is of type int"),
-    "a number": (guided(INNER["random"], reward=3), {}, "scheduler.reward must be a function, or package.module"),
+    "a number": (guided(INNER["random"], reward=3), {}, "scheduler.reward must be a function or package.module"),
     "greedy": (guided(INNER["fixed"]), {"temperature": None}, "fixed draws nothing.* use temperature=1"),
     "candidates": (guided(INNER["random"], candidates=0), {}, "scheduler.candidates must be a whole number"),
     "alpha": (guided(INNER["random"], alpha=-1.0), {}, "scheduler.alpha must be a number of at least 0"),
@@ -226,7 +227,7 @@ REFUSED: dict[str, tuple[Settings, Settings, str]] = {
     "takes back": (guided(FREE["remdm"]), {}, f"{TAKEN} remdm, .* takes tokens back"),
     "chooses": (guided(FREE["random_order"]), {}, f"{TAKEN} random_order, .* chooses what to ask"),
     "drafted": ({"name": "freedave", "inner": guided(INNER["random"])}, {}, "cannot speed up svdd"),
-    "noise": (guided(INNER["random"]), {"noise": ReplayNoise(0, "dream")}, "ReplayNoise draws in the order of steps"),
+    "noise": (guided(INNER["random"]), {"noise": ReplayNoise(0, "dream")}, "cannot draw candidates from ReplayNoise"),
     "cache": (guided(INNER["random"]), {"cache": "elastic"}, "may not come true, and what cache=elastic"),
     "stop": (guided(INNER["random"]), {"stop": "truncate"}, "has drafted what comes next"),
 }
@@ -248,7 +249,7 @@ def test_other_blocks_keep_the_reward() -> None:
 
 def test_an_order_drawn_before_is_no_choice() -> None:
     """`random_order` knows its order before the first step: without a temperature its candidates are one."""
-    with pytest.raises(UserError, match="random_order draws nothing"):
+    with refused("candidates-identical: random_order"):
         run(guided(FREE["random_order"], value="masked"), temperature=None)
     stop = {"name": "end_of_text", "mode": "predicted", "min_conf": 1.0}  # joins positions to the query
     kept = run(guided(FREE["random_order"], value="masked"), cache="dkv_greedy", stop=stop, guide="end_tokens")

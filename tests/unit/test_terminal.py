@@ -37,7 +37,7 @@ def test_every_control_character_is_spelled_out_but_tab_and_newline() -> None:
 @pytest.mark.parametrize(("kind", "said"), [(Terminal, SPELLED), (io.StringIO, EVIL)])
 def test_answers_errors_and_pages(kind: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> int:
-        raise UserError("a \x1b[2J b")
+        raise UserError("file-invalid", "a \x1b[2J b")
 
     out, err, page = kind(), kind(), kind()
     show(EVIL, out)
@@ -58,10 +58,13 @@ def test_a_stream_shows_them_on_a_terminal() -> None:
 def test_messages_are_bounded_whatever_they_quote() -> None:
     long = "x" * 10**6
     words = "word " * 10**5
-    for error in (UserError(f"there is no {long}: name one"), NoEffectWarning(f"{long} has no effect")):
+    for error in (UserError("made-up", f"there is no {long}: name one"), NoEffectWarning(f"{long} has no effect")):
         assert len(str(error)) < 200
-    for error in (UserError(f"there is no {words}: name one"), RowError(f"{{prompts}} {words}: name one", [0])):
+    for error in (
+        UserError("made-up", f"there is no {words}: name one"),
+        RowError("made-up", f"{{prompts}} {words}: name one", [0]),
+    ):
         assert len(str(error)) < LONGEST and str(error).endswith(": name one")
-    again = UserError(str(UserError(words)))
-    assert str(again) == str(UserError(words)), "as where a worker's error is raised again"
-    assert str(UserError("short")) == "short"
+    again = UserError("made-up", str(UserError("made-up", words)))
+    assert str(again) == str(UserError("made-up", words)), "as where a worker's error is raised again"
+    assert str(UserError("made-up", "short")) == "short"

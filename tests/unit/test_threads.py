@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler
 from dllm_sampler.cli import threads
 from dllm_sampler.cli.main import main
 from dllm_sampler.cli.threads import SMALL, VARIABLES
@@ -18,6 +18,7 @@ from dllm_sampler.eval.command import main as evaluate
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.options import check_threads
 from dllm_sampler.training import cli as training
+from tests.refusals import refused
 
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
 
@@ -51,7 +52,7 @@ def test_auto_is_one_thread_for_small_models_on_a_cpu(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("wrong", ["many", 0, -1, 4097, True, 1.5, None])
 def test_wrong_numbers(wrong: Any) -> None:
-    with pytest.raises(UserError, match="threads should be auto or a number from 1 to 4096, not"):
+    with refused("option-range: 4096"):
         check_threads("threads", wrong)
 
 

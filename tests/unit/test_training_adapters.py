@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler
 from dllm_sampler.training import adapters, masking
 from dllm_sampler.training.trained import ADAPTER, Trained
 from tests import tiny
+from tests.refusals import refused
 from tests.sampling import sampled
 from tests.unit.test_training_sft import lines, trainer
 
@@ -132,5 +133,5 @@ def test_weights_in_halves_stay_as_they_are_and_adapters_learn(tmp_path: Path) -
 
 def test_refusals() -> None:
     for lora in ({"r": 2}, {}, {"r": 2, "alpha": 1, "dropout": 0, "bias": 1}):
-        with pytest.raises(UserError, match=r"train\.lora needs r"):
+        with refused("option-type: train.lora"):
             adapters.check(lora)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler
 from dllm_sampler.training.averaging import Average
+from tests.refusals import refused
 from tests.unit.test_training_rl import lines, trainer
 
 
@@ -68,5 +69,5 @@ def test_the_average_is_measured_and_saved(tmp_path: Path, monkeypatch: pytest.M
 
 def test_refusals(tmp_path: Path) -> None:
     for value in (-0.1, 1.0):
-        with pytest.raises(UserError, match=r"train\.average must be from 0 to below 1"):
+        with refused("option-range: train.average"):
             trainer("cjgrpo", tmp_path, average=value)

@@ -97,7 +97,7 @@ def test_a_run_that_was_cut_ends_where_an_uninterrupted_one_does(
             }
     assert all(figures["same_answer"] == 1 for figures in reports[0]["temperature 0"].values())
     assert cli.main(words(tmp_path / "whole", start)) == 2
-    assert "already holds a finished run" in capsys.readouterr().err
+    assert "has a finished run" in capsys.readouterr().err
 
 
 def test_mistakes(start: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,7 @@ def test_mistakes(start: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.
         ("train.alpha=-1", "train.alpha must be a number above 0"),
         ("+train.tasks.sing=1", "unknown task 'sing'"),
         ("train.separator=SEP", "unknown train.separator 'SEP', did you mean '[SEP]'"),
-        (f"train.model={checkpoint}", "does not have mini's tokenizer"),
+        (f"train.model={checkpoint}", "lacks mini's tokenizer"),
         ("train.seed=2", "unfinished run with another train.seed (1, not 2)"),
     ):
         output = tmp_path / ("run" if "seed" in word else "new")
@@ -235,7 +235,7 @@ def test_every_family_on_a_users_data(name: str, tmp_path: Path, capsys: pytest.
     status = cli.main(on_facts(output, model, "train.data.chat=true"))
     said = " ".join(capsys.readouterr().err.split())
     if name == "nemotron-labs-diffusion":
-        assert status == 2 and "has a causal context: it cannot draft several blocks in one forward" in said
+        assert status == 2 and "has a causal context" in said
         return
     assert status == 0, said
     before, after = (load_file(folder / "model.safetensors") for folder in (model, output / "drafter"))
@@ -277,13 +277,13 @@ def test_adapters_of_a_drafter_that_was_cut(tmp_path: Path, monkeypatch: pytest.
     ("line", "more", "sentence"),
     [
         ('{"q": "a", "a": "b"}', [], "data.jsonl line 3 has neither a column prompt nor messages (its columns: q, a)"),
-        ('{"prompt": "a"}', [], "data.jsonl line 3 has no answer: it needs a text in the column answer"),
+        ('{"prompt": "a"}', [], "data.jsonl line 3 has no answer"),
         ('{"prompt": "aaaaa", "answer": "b"}', ["new_tokens=92"], "has 5 tokens, with train.new_tokens=92 more than"),
         (f'{{"prompt": "a", "answer": "{"b" * 95}"}}', [], "and there is room for 96: leave it out of train.data"),
-        ('{"prompt": "\u00e9", "answer": "b"}', [], "has 'é', which is not in this model's vocabulary"),
+        ('{"prompt": "\u00e9", "answer": "b"}', [], "has 'é'"),
         ('{"prompt": "a", "answer": "b"}', ["held_out=3"], "train.held_out=3 leaves none to learn from"),
         ('{"prompt": "a", "answer": "b"}', ["separator=none"], "unknown train.separator 'none'"),
-        ('{"prompt": "a", "answer": "b"}', ["data.path=null"], "does not have mini's tokenizer"),
+        ('{"prompt": "a", "answer": "b"}', ["data.path=null"], "lacks mini's tokenizer"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_data(

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import UserError, config
+from dllm_sampler import config
 from dllm_sampler.training.distill import DistillTrainer, Rows, certainty_loss, collate, split
 from tests import toys
+from tests.refusals import refused
 from tests.sampling import sampled
 
 MASK = toys.MASK
@@ -165,10 +166,10 @@ def test_rows_may_be_split_over_forwards(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     for changes, message in (
-        ({"masking": "none"}, r"unknown train\.masking"),
-        ({"ratio": 1.0}, r"train\.ratio must be a share"),
-        ({"certainty": -1.0}, r"train\.certainty must be at least 0"),
-        ({"answers": 0}, r"train\.answers must be at least 1"),
+        ({"masking": "none"}, "choice-unknown: train.masking"),
+        ({"ratio": 1.0}, "option-range: train.ratio"),
+        ({"certainty": -1.0}, "option-range: train.certainty"),
+        ({"answers": 0}, "option-range: train.answers"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             trainer(tmp_path, **changes)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Sampler, UserError, config
+from dllm_sampler import Sampler, config
 from dllm_sampler.training.distill import DistillTrainer, certainty_loss, split
 from dllm_sampler.training.masking import Rows, chunk, collate
 from dllm_sampler.training.rl import Goal, PolicyTrainer
 from dllm_sampler.training.trained import Trained
 from dllm_sampler.training.trajectory import check, trajectories
 from tests import tiny
+from tests.refusals import refused
 from tests.sampling import crossed, sampled
 from tests.unit.test_training_sft import FACTS, lines
 
@@ -58,9 +59,9 @@ def test_a_causal_context_in_blocks_of_any_length(length: int | None, tmp_path: 
     view = trajectories(trace, it.denoiser.spec, after_eos=True, blocks=length or 9)
     found = view.log_probabilities(it.network, 100)
     torch.testing.assert_close(found[view.valid], trace.logprob[view.valid].double(), atol=1e-10, rtol=1e-9)
-    with pytest.raises(UserError, match="blocks=ascending has blocks of several lengths"):
+    with refused("trajectories-unsupported: blocks=ascending"):
         check(Sampler(it.denoiser, scheduler="ascending", blocks="ascending", temperature=1.0))
-    with pytest.raises(UserError, match="say blocks=, the length of the blocks"):
+    with refused("option-missing: blocks="):
         trajectories(trace, it.denoiser.spec)
 
 
@@ -234,7 +235,7 @@ def test_distillation_on_a_users_data(name: str, tmp_path: Path) -> None:
     model = tiny.write(name, tmp_path / "m")
     changes: dict[str, Any] = {"answers": 100, "keep": False, "batch": 2, "teacher": {}}
     if name == "llada2-moe":
-        with pytest.raises(UserError, match=r"block-causal: it takes train\.masking=block and train\.block_length=32"):
+        with refused("model-not-trainable: train.masking=block, train.block_length=32"):
             DistillTrainer(**settings("distill", model, tmp_path / "run", **changes)).run()
     DistillTrainer(**settings("distill", model, tmp_path / "run", **changes, block_length=32)).run()
     assert lines(tmp_path / "run")[2]["loss"] > 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_sampler import Sampler, UserError
+from dllm_sampler import Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.host import files
 from dllm_sampler.models.filter import judge, load
@@ -18,6 +18,7 @@ from dllm_sampler.training import cli, replay
 from dllm_sampler.training.filter import FilterTrainer, fit, judged, loss
 from dllm_sampler.training.replay import Records, Replay
 from tests import tiny
+from tests.refusals import refused
 from tests.sampling import sampled
 
 SETTINGS: dict[str, Any] = {
@@ -194,7 +195,7 @@ def test_run(checkpoint: Path, prompts: Path, whole: Path, tmp_path: Path, capsy
         "filter.log.jsonl",
         "filter.safetensors",
     ]
-    with pytest.raises(UserError, match="already exists"):
+    with refused("file-overwrite"):
         trainer(output, checkpoint, prompts).run()
     assert output.read_bytes() == whole.read_bytes()
 
@@ -209,7 +210,7 @@ def test_a_users_data(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "f.json").read_text())
     assert report["decoding"]["one per step"]["right"] == 1 and report["records"]["training"] > 0
     for more in ({"test": "x"}, {}):
-        with pytest.raises(UserError, match=r"leave out train\.prompts and train\.data\.test"):
+        with refused("options-conflict: train.prompts, train.data.test"):
             trainer(tmp_path / "g", checkpoint, None if more else data, data={**given, **more})
 
 
@@ -252,11 +253,11 @@ def test_a_killed_run_goes_on(
         with pytest.raises(KeyboardInterrupt):
             trainer(output, checkpoint, prompts).run()
     assert not output.exists()
-    with pytest.raises(UserError, match=r"unfinished run with another train\.new_tokens \(10, not 8\)"):
+    with refused("run-differs: train.new_tokens, 10"):
         trainer(output, checkpoint, prompts, new_tokens=8).run()
     other = tmp_path / "other.txt"
     other.write_text("copy : Ada\n" * 20)
-    with pytest.raises(UserError, match=r"another train\.prompts"):
+    with refused("run-differs: train.prompts"):
         trainer(output, checkpoint, other).run()
     done = []
     plain = replay.replay
@@ -268,22 +269,22 @@ def test_a_killed_run_goes_on(
 
 
 def test_refusals(prompts: Path, tmp_path: Path, checkpoint: Path) -> None:
-    with pytest.raises(UserError, match=r"train\.count must be at least 10"):
+    with refused("option-range: train.count, 10"):
         trainer(tmp_path / "f", checkpoint, None, count=9)
-    with pytest.raises(UserError, match=r"train\.output is a safetensors file"):
+    with refused("file-name: train.output"):
         trainer(tmp_path / "f.json", checkpoint, None)
-    with pytest.raises(UserError, match=r"train\.caution must be a number above 0"):
+    with refused("option-range: train.caution"):
         trainer(tmp_path / "f", checkpoint, None, caution=0.0)
-    with pytest.raises(UserError, match=r"train\.threshold must be a probability"):
+    with refused("option-range: train.threshold"):
         trainer(tmp_path / "f", checkpoint, None, threshold=1.5)
     few = tmp_path / "few.txt"
     few.write_text("copy : Ada\n" * 3)
-    with pytest.raises(UserError, match="holds 3 prompts"):
+    with refused("nothing-to-learn"):
         trainer(tmp_path / "f", checkpoint, few).run()
-    with pytest.raises(UserError, match=r"train\.prompts is missing: .* vocabulary of mini"):
+    with refused("option-missing: train.prompts"):
         trainer(tmp_path / "f", checkpoint, None).run()
     (tmp_path / "f.unfinished").write_text("no tensors")
-    with pytest.raises(UserError, match=r"f\.unfinished is damaged"):
+    with refused("run-damaged: f.unfinished"):
         trainer(tmp_path / "f", checkpoint, prompts).run()
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from dllm_sampler.errors import NotWrittenError, UserError
+from dllm_sampler.errors import NotWrittenError
 from dllm_sampler.training import journal
 from dllm_sampler.training.journal import Journal
 from tests.disks import full_after
+from tests.refusals import refused
 
 
 class Trackio(ModuleType):
@@ -107,10 +108,10 @@ def test_trackio_gets_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     journal.check(None)
-    with pytest.raises(UserError, match=r"unknown train\.tracker 'trackyo'.*did you mean 'trackio'"):
+    with refused("choice-unknown: train.tracker, 'trackyo', 'trackio'"):
         journal.check("trackyo")
     monkeypatch.setattr(journal, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"train\.tracker=trackio needs the package trackio: pip install trackio"):
+    with refused("package-missing: train.tracker=trackio"):
         journal.check("trackio")
 
 

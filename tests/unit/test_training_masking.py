@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler import UserError
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.training import masking
 from dllm_sampler.training.masking import Masks, Pair, Rows, collate, cut, draw, padded
 from dllm_sampler.training.trained import Trained
 from tests import tiny, toys
+from tests.refusals import refused
 from tests.sampling import sampled
 
 PAIRS: list[Pair] = [([7, 9, 30], [41, 5, 5, 6, 12, 3, 8]), ([3] * 6, [11, 13]), ([20], [44, 2, 9, 9, 60, 31, 7, 4, 1])]
@@ -155,7 +155,7 @@ def test_answers_are_cut_at_random_lengths() -> None:
 
 def test_a_model_without_such_a_loss_is_refused() -> None:
     spec: ModelSpec = toys.denoiser("causal").spec
-    with pytest.raises(UserError, match="works block by block and names no block length"):
+    with refused("model-not-trainable"):
         masking.check(spec, "toy")
     masking.check(toys.denoiser("dream").spec, "toy")
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from dllm_sampler import Sampler, Trace, UserError
+from dllm_sampler import Sampler, Trace
 from dllm_sampler.core.trace import aligned
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
 from tests import toys
+from tests.refusals import refused
 
 TOKENS = 13
 
@@ -97,7 +98,7 @@ def test_samples_are_those_of_repeated_prompts(kind: str) -> None:
     for prompt, rows in zip(prompts, saved, strict=True):
         shared = len(prompt) // 6 * 6 if kind == "causal" else 0
         assert rows == [0, shared, shared]
-    with pytest.raises(UserError, match="samples must be a whole number"):
+    with refused("option-range: samples"):
         sampler.generate(prompts, max_new_tokens=TOKENS, samples=0)
 
 

@@ -11,6 +11,7 @@ from dllm_sampler import UserError
 from dllm_sampler.training.cli import main, trainer
 from dllm_sampler.training.data import Pools
 from dllm_sampler.training.settings import check_settings, check_shape
+from tests.refusals import refused
 from tests.sampling import sampled
 
 
@@ -31,45 +32,45 @@ from tests.sampling import sampled
     ],
 )
 def test_numbers_of_an_optimizer(name: str, value: Any, said: str) -> None:
-    with pytest.raises(UserError, match=rf"^train\.{name} must be {said}"):
+    with refused(f"option-range: train.{name}, {said}"):
         check_settings({name: value})
 
 
 @pytest.mark.parametrize("train", ["mini", "filter", "distill", "deer", "grpo", "cjgrpo"])
 def test_every_trainer_checks_its_numbers(train: str) -> None:
-    with pytest.raises(UserError, match=r"train\.seed must be a whole number up to"):
+    with refused("option-range: train.seed"):
         trainer([f"train={train}", "train.seed=99999999999"])
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train=sft", "train.evaluation={foo: 1}"], r"unknown field of train\.evaluation 'foo': the fields are"),
+        (["train=sft", "train.evaluation={foo: 1}"], "field-unknown: train.evaluation, 'foo'"),
         (
             ["train=sft", "train.evaluation={block_length: 8}"],
-            r"unknown field of train\.evaluation 'block_length': the",
+            "field-unknown: train.evaluation, 'block_length'",
         ),
-        (["train=cjgrpo", "train.rollout={seed: 1, temperature: 1.0}"], r"unknown field of train\.rollout 'seed'"),
-        (["train=distill", "train.teacher={model: mini}"], r"unknown field of train\.teacher 'model'"),
-        (["train=sft", "train.tasks={copy: 0}"], r"train\.tasks has no share above 0"),
-        (["train=cjgrpo", "train.tasks={sudoku: -1, copy: 2}"], r"train\.tasks\.sudoku must be a share of at least 0"),
-        (["train=sft", "train.lora={r: 1.5, alpha: 2, dropout: 0}"], r"train\.lora\.r must be a whole number"),
-        (["train=sft", "train.lora={r: 0, alpha: 2, dropout: 0}"], r"train\.lora\.r must be a whole number"),
-        (["train=deer", "train.lora={r: 2, alpha: 0, dropout: 0}"], r"train\.lora\.alpha must be a number above 0"),
-        (["train=sft", "train.lora={r: 2, alpha: 2, dropout: 1}"], r"train\.lora\.dropout must be from 0 to below 1"),
-        (["train=deer", "train.lora={r: 2, alpha: 2, dropout: -1}"], r"train\.lora\.dropout must be from 0"),
+        (["train=cjgrpo", "train.rollout={seed: 1, temperature: 1.0}"], "field-unknown: train.rollout, 'seed'"),
+        (["train=distill", "train.teacher={model: mini}"], "field-unknown: train.teacher, 'model'"),
+        (["train=sft", "train.tasks={copy: 0}"], "option-range: train.tasks"),
+        (["train=cjgrpo", "train.tasks={sudoku: -1, copy: 2}"], "option-range: train.tasks.sudoku"),
+        (["train=sft", "train.lora={r: 1.5, alpha: 2, dropout: 0}"], "option-range: train.lora.r"),
+        (["train=sft", "train.lora={r: 0, alpha: 2, dropout: 0}"], "option-range: train.lora.r"),
+        (["train=deer", "train.lora={r: 2, alpha: 0, dropout: 0}"], "option-range: train.lora.alpha"),
+        (["train=sft", "train.lora={r: 2, alpha: 2, dropout: 1}"], "option-range: train.lora.dropout"),
+        (["train=deer", "train.lora={r: 2, alpha: 2, dropout: -1}"], "option-range: train.lora.dropout"),
         (
             ["train=deer", "train.shape={hidden_size: 7}"],
-            r"train\.shape needs .*intermediate_size is missing",
+            "option-missing: train.shape, intermediate_size",
         ),
-        (["train=deer", "train.shape.hidden_size=7"], r"train\.shape\.hidden_size must be a multiple of num_attention"),
-        (["train=deer", "train.shape.num_hidden_layers=0"], r"train\.shape\.num_hidden_layers must be a whole number"),
-        (["train=mini", "train.output="], r"train\.output is empty: it should be a path"),
-        (["train=mini", "train.output=null"], "train=mini: output should be a valid string, not None"),
+        (["train=deer", "train.shape.hidden_size=7"], "option-range: train.shape.hidden_size, num_attention"),
+        (["train=deer", "train.shape.num_hidden_layers=0"], "option-range: train.shape.num_hidden_layers"),
+        (["train=mini", "train.output="], "path-invalid: train.output"),
+        (["train=mini", "train.output=null"], "option-type: train=mini"),
     ],
 )
 def test_settings_are_checked_before_anything_runs(words: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=f"^{said}"):
+    with refused(said):
         trainer(words)
 
 
@@ -86,7 +87,7 @@ def test_a_file_without_a_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     whole = (files("dllm_sampler.conf") / "train/sft.yaml").read_text()
     (tmp_path / "conf/train").mkdir(parents=True)
     (tmp_path / "conf/train/own.yaml").write_text(re.sub("(?m)^lora:.*\n", "", whole))
-    with pytest.raises(UserError, match=r"^train=own: the field lora is missing$"):
+    with refused("option-missing: train=own"):
         trainer(["train=own"])
 
 
@@ -101,21 +102,21 @@ def test_the_home_folder_is_meant_by_its_sign(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / file).touch()
-    with pytest.raises(UserError, match=rf"{tmp_path}/m already "):
+    with pytest.raises(UserError, match=rf"{tmp_path}/m (already|has a finished) "):
         trainer([f"train={train}", "train.output=~/m"]).run()
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("size", 0, "size must be a whole number of at least 1"),
-        ("batch_tokens", -1, "batch_tokens must be"),
-        ("long", 1.5, "long must be a share"),
-        ("tails", (0.0, 0.0), "tails must be numbers of at least 0, one of them above"),
-        ("tails", (float("nan"),), "tails"),
-        ("phases", {}, "must begin with the pool 0"),
-        ("phases", {"3": {"copy": 1}}, "must begin with the pool 0"),
-        ("phases", {"0": {"copy": -1}}, r"phases\.0 must be numbers"),
+        ("size", 0, "option-range: train.data.size"),
+        ("batch_tokens", -1, "option-range: batch_tokens"),
+        ("long", 1.5, "option-range: train.data.long"),
+        ("tails", (0.0, 0.0), "option-range: train.data.tails"),
+        ("tails", (float("nan"),), "option-range: train.data.tails"),
+        ("phases", {}, "option-range: train.data.phases"),
+        ("phases", {"3": {"copy": 1}}, "option-range: train.data.phases"),
+        ("phases", {"0": {"copy": -1}}, "option-range: phases.0"),
     ],
 )
 def test_numbers_of_the_data(field: str, value: object, said: str) -> None:
@@ -124,21 +125,21 @@ def test_numbers_of_the_data(field: str, value: object, said: str) -> None:
         "max_response": 9,
     }  # fmt: skip
     assert Pools(**right)
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         Pools(**{**right, field: value})
 
 
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
-        ({"num_layers": -1}, "num_layers must be a whole number of at least 1"),
-        ({"num_heads": 3, "num_kv_heads": 2}, "multiple of num_kv_heads"),
-        ({"head_dim": 7}, "even"),
-        ({"norm_eps": float("nan")}, "norm_eps"),
+        ({"num_layers": -1}, "option-range: num_layers"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "option-range: num_kv_heads"),
+        ({"head_dim": 7}, "option-range: train.model.head_dim"),
+        ({"norm_eps": float("nan")}, "option-range: norm_eps"),
     ],
 )
 def test_shapes_of_a_network(shape: dict[str, float], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+    with refused(said):
         check_shape(shape)
 
 

@@ -200,12 +200,12 @@ def test_adapters_are_merged_and_saved(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train=cjgrpo"], "has no mask token (uniform diffusion), and this task masks tokens: use train=sft"),
-        (["train=grpo"], "this task masks tokens: use train=sft"),
-        (["train=distill"], "this task masks tokens: use train=sft"),
-        (["train=deer"], "this task masks tokens: use train=sft"),
-        (["train=filter"], "this task masks tokens: use train=sft"),
-        (["train=sft", "train.complementary=true"], "train.complementary hides tokens, and train.model="),
+        (["train=cjgrpo"], "has no mask token. Use train=sft."),
+        (["train=grpo"], "has no mask token. Use train=sft."),
+        (["train=distill"], "has no mask token. Use train=sft."),
+        (["train=deer"], "has no mask token. Use train=sft."),
+        (["train=filter"], "has no mask token. Use train=sft."),
+        (["train=sft", "train.complementary=true"], "train.complementary needs a mask token"),
         (["train=sft", "train.self_conditioning=1.5"], "train.self_conditioning"),
         (["train=sft", "train.encoder=-1"], "train.encoder"),
     ],

@@ -26,6 +26,7 @@ from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.speculative import autoregressive
 from tests import toys
+from tests.refusals import refused
 
 PROMPT = [1, 2, 3]
 WRONG: list[Any] = [
@@ -35,7 +36,7 @@ WRONG: list[Any] = [
 NUMBERS = (3, 0, 1.5)
 
 
-def refused(what: Callable[[Any], Any], *right: Any) -> None:
+def only_accepts(what: Callable[[Any], Any], *right: Any) -> None:
     """Every value is refused but the right ones, of which `True` is no 1."""
     for value in WRONG:
         if any(value is one or (value == one and type(value) is type(one)) for one in right):
@@ -68,16 +69,16 @@ def test_options_of_a_sampler(option: str, right: tuple[Any, ...]) -> None:
     denoiser = toys.denoiser()
     some = {"none": ("stop", "cache"), "": ("scheduler", "blocks")}
     right = (*right, *((None,) if option in some["none"] else ()))
-    refused(lambda value: Sampler(denoiser, **cast(Any, {option: value})), *right)
+    only_accepts(lambda value: Sampler(denoiser, **cast(Any, {option: value})), *right)
 
 
 def test_noise_is_an_object_with_all_methods() -> None:
     Sampler(toys.denoiser(), noise=CounterNoise())
-    with pytest.raises(UserError, match=r"^noise must be a source of noise .*, not a type"):
+    with refused("option-type: noise"):
         Sampler(toys.denoiser(), noise=cast(Any, CounterNoise))
-    with pytest.raises(UserError, match=r"^tokenizer must be a tokenizer of transformers, or None, not a int$"):
+    with refused("option-type: tokenizer"):
         Sampler(toys.denoiser(), tokenizer=cast(Any, 3))
-    with pytest.raises(UserError, match=r"^compat must be true or false, not 1$"):
+    with refused("option-type: compat"):
         Sampler(toys.denoiser(), compat=cast(Any, 1))
 
 
@@ -98,8 +99,8 @@ ARGUMENTS: list[tuple[str, tuple[Any, ...]]] = [
 def test_arguments_of_generate_and_generate_many(argument: str, right: tuple[Any, ...]) -> None:
     sampler = toys.sampler(temperature=1.0)
     short: Any = {"max_new_tokens": 4}
-    refused(lambda value: sampler.generate([PROMPT], **{**short, argument: value}), *right)
-    refused(lambda value: list(sampler.generate_many([PROMPT], **{**short, argument: value})), *right)
+    only_accepts(lambda value: sampler.generate([PROMPT], **{**short, argument: value}), *right)
+    only_accepts(lambda value: list(sampler.generate_many([PROMPT], **{**short, argument: value})), *right)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +109,13 @@ def test_arguments_of_generate_and_generate_many(argument: str, right: tuple[Any
 )
 def test_arguments_of_generate_many(argument: str, right: tuple[Any, ...]) -> None:
     sampler = toys.sampler()
-    refused(lambda value: list(sampler.generate_many([[1]], max_new_tokens=2, **cast(Any, {argument: value}))), *right)
+    only_accepts(
+        lambda value: list(sampler.generate_many([[1]], max_new_tokens=2, **cast(Any, {argument: value}))), *right
+    )
 
 
 def test_progress_is_called() -> None:
-    with pytest.raises(UserError, match=r"^progress must be a function, not 3$"):
+    with refused("function-invalid"):
         toys.sampler().generate(PROMPT, max_new_tokens=2, progress=cast(Any, 3))
 
 
@@ -120,23 +123,23 @@ def test_progress_is_called() -> None:
 def test_prompts(prompt: Any) -> None:
     sampler = toys.sampler()
     for given in (prompt, [PROMPT, prompt]):
-        with pytest.raises(UserError, match=r"^prompt \d "):
+        with refused("prompt-type"):
             sampler.generate(given, max_new_tokens=4)
     for tensor in (torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.complex64)):
-        with pytest.raises(UserError, match=r"^prompt 1 must be a 1-D tensor of token ids"):
+        with refused("prompt-type: prompt 1, 1-D"):
             sampler.generate(tensor, max_new_tokens=4)
 
 
 def test_texts_that_are_no_unicode() -> None:
     sampler, bad = toys.sampler(), "a\udc80"
     for prompt, prefix in ((bad, None), (PROMPT, bad), (Infill(bad + "{gap:2}"), None)):
-        with pytest.raises(UserError, match=r"^(prompt 1|prefix) is not valid Unicode text$"):
+        with refused("text-invalid"):
             sampler.generate(prompt, prefix=prefix, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("seed", [True, [True], b"x", "3"])
 def test_seeds(seed: Any) -> None:
-    with pytest.raises(UserError, match=r"^seed must be a whole number"):
+    with refused("option-type: seed"):
         toys.sampler().generate([PROMPT], seed=seed, max_new_tokens=4)
 
 
@@ -166,9 +169,9 @@ def test_fields_of_plug_ins_from_python_and_from_settings(group: str, subtests: 
 
 
 def test_a_wrong_field_of_an_object_is_named() -> None:
-    with pytest.raises(UserError, match=r"^scheduler=threshold: threshold should be a valid number, not True$"):
+    with refused("option-type: scheduler=threshold"):
         Sampler(toys.denoiser(), scheduler=wrongly(Threshold(), threshold=True))
-    with pytest.raises(UserError, match=r"^scheduler.inner must be a Scheduler, FixedSteps\(\) say, not 'fixed'"):
+    with refused("option-type: scheduler.inner, 'fixed'"):
         FreeDave(inner=cast(Any, "fixed"))
 
 
@@ -181,21 +184,20 @@ def wrongly(plugin: Any, **values: Any) -> Any:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("entropy=x", "unknown option 'entropy'"),
-        ("compat=1", "compat should be true or false, not 1"),
-        ("seed=true", "seed should be a valid integer, not True"),
-        ("samples=2000000", "samples must be at most 1048576, not 2000000"),
-        ("batch_size=2000000", "batch_size must be at most 1048576, not 2000000"),
-        ("hydra.run.dir=", "hydra.run.dir= sets how Hydra runs, which dllm-sample decides itself: leave it out"),
-        ("model.trust_remote_code=3", "model: trust_remote_code should be true or false, not 3"),
-        ("+model.revison=main", "unknown field of model 'revison', did you mean 'revision'?"),
-        ("model.mask_id=true", "model: mask_id should be a valid integer, not True"),
+        ("entropy=x", "option-unknown: 'entropy'"),
+        ("compat=1", "option-type: compat"),
+        ("seed=true", "option-type: seed"),
+        ("samples=2000000", "option-range: samples"),
+        ("batch_size=2000000", "option-range: batch_size"),
+        ("hydra.run.dir=", "option-reserved: hydra.run.dir="),
+        ("model.trust_remote_code=3", "option-type: trust_remote_code"),
+        ("+model.revison=main", "field-unknown: 'revison', 'revision'"),
+        ("model.mask_id=true", "option-type: mask_id"),
     ],
 )
 def test_words(word: str, said: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with refused(said):
         settings([word])
-    assert said in str(caught.value)
 
 
 def test_a_revision_of_a_folder(checkpoint: Path) -> None:
@@ -204,25 +206,25 @@ def test_a_revision_of_a_folder(checkpoint: Path) -> None:
         lambda: Sampler.from_pretrained({"path": str(checkpoint), "revision": "main"}),
         lambda: settings(["model.revision=main"]),
     ):
-        with pytest.raises(UserError, match=r"revision=main is for a hub id, and .* is a folder: leave it out"):
+        with refused("option-not-applicable: revision=main"):
             what()
     assert config.model({"path": "org/name", "revision": "main"})["revision"] == "main"
 
 
 @pytest.mark.parametrize("device", [1.5, [], {}, object(), True, 10**30])
 def test_devices(device: Any) -> None:
-    with pytest.raises(UserError, match=r"^unknown device"):
+    with refused("choice-unknown"):
         Sampler.from_pretrained("mini", device=device)
 
 
 @pytest.mark.parametrize("model", [3, None, [], b"mini", object()])
 def test_models(model: Any) -> None:
-    with pytest.raises(UserError, match=r"^model must be a name, a folder, a hub id or a settings dict, not a"):
+    with refused("model-invalid"):
         Sampler.from_pretrained(model)
 
 
 def test_settings_of_no_model() -> None:
-    with pytest.raises(UserError, match=r"^model settings need a name or a path, as in"):
+    with refused("option-missing"):
         Sampler.from_pretrained({})
 
 
@@ -232,7 +234,7 @@ def test_token_ids_of_a_checkpoint(name: str, value: Any, checkpoint: Path, tmp_
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, name: value}))
-    with pytest.raises(UserError, match=rf"/config\.json: {name} should be (one|a) token id.*, not "):
+    with refused(f"checkpoint-config-invalid: /config.json, {name}"):
         load(tmp_path)
 
 
@@ -242,7 +244,7 @@ def test_tokens_that_are_a_list(name: str, checkpoint: Path, tmp_path: Path) -> 
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, name: [raw[name], 1]}))
-    with pytest.raises(UserError, match=rf"/config\.json: {name} should be one token id, not \["):
+    with refused(f"checkpoint-config-invalid: /config.json, {name}"):
         load(tmp_path)
 
 
@@ -252,15 +254,15 @@ def test_a_mask_that_ends_texts(file: str, checkpoint: Path, tmp_path: Path) -> 
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "mask_token_id": raw["eos_token_id"]}))
     (tmp_path / file).write_text(json.dumps({**raw, "mask_token_id": raw["eos_token_id"]}))
-    with pytest.raises(UserError, match=r"/config\.json: mask_token_id is \d+, which is the end-of-text token too .*/"):
+    with refused("mask-token-invalid: /config.json, mask_token_id"):
         load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**raw, "mask_token_id": None}))
-    with pytest.raises(UserError, match=r"^model\.mask_id is \d+, which is the end-of-text token too"):
+    with refused("mask-token-invalid: model.mask_id"):
         load(tmp_path, mask_id=raw["eos_token_id"])
 
 
 def test_a_mask_that_ends_texts_in_python() -> None:
-    with pytest.raises(UserError, match=r"^TransformerDenoiser: mask_id and eos_id are both 2\. "):
+    with refused("mask-token-invalid: mask_id, eos_id"):
         Sampler(TransformerDenoiser(toys.transformer(), mask_id=2, eos_id=2))
 
 
@@ -270,7 +272,7 @@ def test_weights_that_are_no_floating_point_numbers(dtype: torch.dtype, checkpoi
     tensors = load_file(tmp_path / "model.safetensors")
     name = next(one for one in tensors if tensors[one].dim() == 2)
     save_file({**tensors, name: tensors[name].to(dtype)}, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="and weights are floating-point numbers"):
+    with refused("checkpoint-unsupported: model.safetensors"):
         load(tmp_path)
 
 
@@ -299,7 +301,7 @@ def test_neither_does_a_model_of_transformers_have_others(kind: str, tmp_path: P
     name = next(one for one in tensors if "layer" in one and tensors[one].dim() == 2)
     for stored in (name, name.partition(".")[2]):  # with and without the prefix of the base model
         save_file({key: one for key, one in tensors.items() if key != name} | {stored: tensors[name].int()}, file, head)
-        with pytest.raises(UserError, match=rf"{stored} holds I32, and weights are floating-point numbers"):
+        with refused(f"checkpoint-unsupported: {stored}, I32"):
             read()
 
 
@@ -314,7 +316,7 @@ def test_neither_does_a_model_of_transformers_have_others(kind: str, tmp_path: P
 )
 def test_half_a_character(prompt: Any, given: dict[str, Any]) -> None:
     sampler = Sampler.from_pretrained("mini", device="cpu")
-    with pytest.raises(UserError, match=r"^(prompt 1|prefix|suffix) is not valid Unicode text$"):
+    with refused("text-invalid"):
         sampler.generate(prompt, max_new_tokens=4, **given)
 
 

@@ -79,9 +79,9 @@ def build_all(
     for pattern in patterns:
         size = len(pattern.encode(errors="replace"))
         if size > BYTES:
-            raise UserError(f"the form is too long: {size} bytes as a regular expression, at most {BYTES}")
+            raise UserError("form-too-large", f"the form has {size} bytes as a regular expression, at most {BYTES}")
         if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
-            raise UserError(f"the form {_short(pattern)} has half a surrogate pair, which no text has")
+            raise UserError("form-invalid", f"the form {_short(pattern)} has half a surrogate pair, which no text has")
         about, make = f"{library.installed()} {pattern}", partial(_made, made, pattern)
         recipes[pattern] = Recipe.of(_short(pattern), about, make, tokens, vocab, end_ids, mask_id)
     new = [pattern for pattern, one in recipes.items() if not one.path.exists()]
@@ -251,8 +251,8 @@ def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int,
     columns, again = moved.T.unique(dim=0, return_inverse=True)
     if len(moved) * len(columns) > ENTRIES:
         raise UserError(
-            f"the form {recipe.name} has {len(moved)} states and {len(columns)} kinds of tokens: their product"
-            f" is at most {ENTRIES}"
+            "form-too-large",
+            f"the form {recipe.name} has {len(moved)} states times {len(columns)} kinds of tokens, more than {ENTRIES}",
         )
     return Automaton(columns.T.contiguous(), accepts, again[classes], first, _shortest(columns.T, accepts, first))
 

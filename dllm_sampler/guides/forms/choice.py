@@ -310,7 +310,8 @@ def unasked(canvas: Canvas, query: Query, lattice: Lattice) -> Tensor:
     """`[N, L, S]` noise for the states behind positions that no forward was asked about."""
     if not isinstance(canvas.layout.noise, CounterNoise):
         raise UserError(
-            f"a drawn answer of a form needs noise by position, and {type(canvas.layout.noise).__name__} has none"
+            "guide-incompatible",
+            f"a drawn answer of a form needs noise by position, and {type(canvas.layout.noise).__name__} has none",
         )
     candidates = query.ids.shape[1]
     step = canvas.step[:, None] if query.candidates.step is None else query.candidates.step

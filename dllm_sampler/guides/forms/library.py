@@ -78,20 +78,20 @@ def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Cal
         text = json.dumps({**given, "memory": MEMORY})
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds or SECONDS)
     except subprocess.TimeoutExpired:
-        raise UserError(f"the form {name} takes more than {SECONDS} s to build: make it simpler") from None
+        raise UserError("form-too-large", f"the form {name} takes over {SECONDS} s. Make it simpler.") from None
     if not done.returncode:
         return done.stdout
     said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
     if said.startswith("invalid: "):
-        raise UserError(f"{name} cannot be used as a form: {why() if why else said[9:]}")
+        raise UserError("form-invalid", f"{name} cannot be used as a form: {why() if why else said[9:]}")
     if said.startswith("large: "):
-        raise UserError(f"the form {name} has {said[7:]} states, at most {given['states']} can be served")
+        raise UserError("form-too-large", f"the form {name} has {said[7:]} states. At most: {given['states']}")
     if done.returncode == -signal.SIGKILL or "memory allocation" in done.stderr or "MemoryError" in said:
-        raise UserError(f"the form {name} takes more than {MEMORY >> 30} GiB to build: make it simpler")
+        raise UserError("form-too-large", f"the form {name} needs over {MEMORY >> 30} GiB. Make it simpler.")
     if done.returncode == -signal.SIGSEGV or "overflowed its stack" in done.stderr:
-        raise UserError(f"the form {name} is nested too deeply to be built: make it flatter")
+        raise UserError("form-too-large", f"the form {name} is nested too deeply to be built: make it flatter")
     ended = said or f"exit status {done.returncode}"
-    raise UserError(f"the form {name} cannot be built, outlines-core failed ({ended}): write it in another way")
+    raise UserError("form-invalid", f"the form {name} cannot be built: outlines-core failed ({ended})")
 
 
 @cache
@@ -109,5 +109,7 @@ def module() -> Any:
     try:
         import outlines_core
     except ImportError:
-        raise UserError(f"guides on the answer's form need outlines-core: {installing('constraints')}") from None
+        raise UserError(
+            "package-missing", f"guides on a form need outlines-core: {installing('constraints')}"
+        ) from None
     return outlines_core

@@ -85,16 +85,16 @@ class Form(Guide):
         """
         spec, name = context.spec, f"guide={named(self)}"
         if context.tokenizer is None:
-            raise UserError(f"{name} needs to know what tokens stand for, and this checkpoint has no tokenizer")
+            raise UserError("tokenizer-missing", f"{name} needs a tokenizer, and this checkpoint has none")
         if spec.mask_id is None:
-            raise UserError(f"{name} is for models with a mask token, and this one's noise are random tokens")
+            raise UserError("mask-token-missing", f"{name} needs a mask token, and this model has none")
         if self.bound_to is not None and self.bound_to[0] is context.tokenizer and self.bound_to[1] == spec:
             return learned(self, drawn=context.draws)
         tokens = token_bytes(context.tokenizer)
         found = self.build(tokens, spec)
         shortest = tuple(one.shortest for one in found)
         if -1 in shortest:
-            raise UserError(f"{name}: no text of this model's tokens has {self._name(shortest.index(-1))}")
+            raise UserError("form-impossible", f"{name}: this model has no text of {self._name(shortest.index(-1))}")
         return learned(
             self,
             automata=found,
@@ -111,11 +111,11 @@ class Form(Guide):
         least, name = self.shortest[form], f"guide={named(self)}"
         if len(given) < least:
             raise UserError(
-                f"{name}: the shortest answer of {self._name(form)} has {least} tokens, and max_new_tokens is"
-                f" {len(given)}"
+                "form-impossible",
+                f"{name}: {self._name(form)} needs {least} tokens, and max_new_tokens is {len(given)}",
             )
         if any(token != FREE for token in given) and not completable(self.automata[form], given, self.end_ids):
-            raise UserError(f"{name}: no answer of {self._name(form)} has the given tokens where they are")
+            raise UserError("form-impossible", f"{name}: no answer of {self._name(form)} has the given tokens")
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""
@@ -150,7 +150,7 @@ class Regex(Form):
         given = self.pattern
         listed = isinstance(given, list | tuple)
         if not given or not all(isinstance(one, str) and one for one in (given if listed else [given])):
-            raise UserError(f"guide.regex.pattern must be a regular expression, or a list of them, not {given!r}")
+            raise UserError("option-type", f"guide.regex.pattern must be one or several texts, not {given!r}")
         vars(self).update(pattern=tuple(given) if listed else given, forms=len(given) if listed else 0)
 
     def expressions(self) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ class Choices(Form):
     def __post_init__(self) -> None:
         given = self.choices
         if not isinstance(given, list | tuple):
-            raise UserError(f"guide.choices.choices must be a list of texts, as in [Ada, Ben], not {given!r}")
+            raise UserError("option-type", f"guide.choices.choices must be texts, as in [Ada, Ben], not {given!r}")
         listed = bool(given) and all(isinstance(one, list | tuple) for one in given)
         # None at all: a template of settings; `expressions` refuses it.
         found = tuple(_choices(one) for one in given) if listed or not given else _choices(given)
@@ -181,7 +181,7 @@ class Choices(Form):
     def expressions(self) -> tuple[str, ...]:
         """See `Form.expressions`."""
         if not self.choices:
-            raise UserError("guide=choices needs texts to choose from: guide.choices.choices=[Ada, Ben]")
+            raise UserError("option-missing", "guide=choices needs texts: guide.choices.choices=[Ada, Ben]")
         lists = self.choices if self.forms else (self.choices,)
         return tuple("|".join(map(re.escape, texts)) for texts in lists)
 
@@ -189,16 +189,14 @@ class Choices(Form):
 def _choices(given: Sequence[Any]) -> tuple[str, ...]:
     """A list of texts; whole numbers become texts."""
     if not given:
-        raise UserError("guide.choices.choices has an empty list: give it texts, as in [Ada, Ben]")
+        raise UserError("form-invalid", "guide.choices.choices has an empty list: give it texts, as in [Ada, Ben]")
     for one in given:
         if isinstance(one, list | tuple):
-            raise UserError("guide.choices.choices must be a list of texts, or a list of such lists, not a mix of both")
+            raise UserError("option-type", "guide.choices.choices mixes texts and lists. Give one kind.")
         if isinstance(one, bool) or not isinstance(one, str | int):
-            raise UserError(f'guide.choices.choices has {one!r}, which is no text: quote it, as in ["yes", "no"]')
+            raise UserError("option-type", f'guide.choices.choices has {one!r}, not a text. Quote it: ["yes", "no"]')
         if one == "":
-            raise UserError(
-                "guide.choices.choices has an empty text, and an answer has at least one token: leave it out"
-            )
+            raise UserError("form-invalid", "guide.choices.choices has an empty text. Remove it.")
     return tuple(map(str, given))
 
 
@@ -225,7 +223,7 @@ class JsonSchema(Form):
         if isinstance(given, list | tuple):
             if not given or not all(given):
                 raise UserError(
-                    f"guide.json_schema.schema must be a schema, or a list of them, none of them empty, not {given!r}"
+                    "option-type", f"guide.json_schema.schema must be one or several schemas, not {given!r}"
                 )
             vars(self).update(schema=tuple(schema_text(one) for one in given), forms=len(given))
         elif given != "":  # else a template of settings; `expressions` refuses it
@@ -234,11 +232,11 @@ class JsonSchema(Form):
     def expressions(self) -> tuple[str, ...]:
         """See `Form.expressions`."""
         if not self.schema:
-            raise UserError("guide=json_schema needs a schema: guide.json_schema.schema=FILE, or the schema itself")
+            raise UserError("option-missing", "guide=json_schema needs guide.json_schema.schema=FILE")
         texts = self.schema if isinstance(self.schema, tuple) else (self.schema,)
         try:
             for text in texts:
                 check_schema(json.loads(str(text)))
         except RecursionError:
-            raise UserError("guide.json_schema.schema is nested too deeply") from None
+            raise UserError("form-too-large", "guide.json_schema.schema is nested too deeply") from None
         return tuple(automaton.expression(str(text), self.whitespace, self.depth) for text in texts)

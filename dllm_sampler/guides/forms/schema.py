@@ -20,7 +20,7 @@ def schema_text(given: Any) -> str:
         try:
             text = json.dumps(_plain(given))
         except (TypeError, ValueError, RecursionError) as error:
-            raise UserError(f"guide.json_schema.schema must be a mapping as JSON has it: {error}") from None
+            raise UserError("form-invalid", f"guide.json_schema.schema is not JSON: {error}") from None
     elif isinstance(_json(given), dict | bool) or (given.lstrip().startswith("{") and not _is_file(given)):
         text = given
     else:
@@ -28,14 +28,15 @@ def schema_text(given: Any) -> str:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(
+                "file-unreadable",
                 f"guide.json_schema.schema={short(repr(given))} is no JSON, and no file that can be read:"
-                f" {getattr(error, 'strerror', None) or error}"
+                f" {getattr(error, 'strerror', None) or error}",
             ) from None
     try:
         load_json(text)
     except ValueError as error:
         file = "" if text is given or not isinstance(given, str) else f"={short(given)}"
-        raise UserError(f"guide.json_schema.schema{file} is not JSON that can be read: {error}") from None
+        raise UserError("json-invalid", f"guide.json_schema.schema{file} is not JSON: {error}") from None
     return text
 
 
@@ -123,13 +124,13 @@ def check_schema(schema: Any) -> None:
     if not isinstance(schema, Mapping):
         said = json.dumps(schema)[:200]
         raise UserError(
-            f'guide.json_schema.schema has {said} for a schema: give an object such as {{"type": "integer"}}'
+            "form-invalid", f'guide.json_schema.schema has {said}. Give an object such as {{"type": "integer"}}'
         )
     for shape, words in SHAPES.items():
         for word in words:
             if word in schema and not _has(schema[word], shape):
                 said = json.dumps(schema[word])[:200]
-                raise UserError(f"guide.json_schema.schema has `{word}`: {said}, which is no {shape}")
+                raise UserError("form-invalid", f"guide.json_schema.schema has `{word}`: {said}, which is no {shape}")
     names = schema.get("properties", {})
     unknown = sorted(str(name) for name in schema if name not in KNOWN)
     together = next((sorted(group & schema.keys()) for group in ALONE if len(group & schema.keys()) > 1), None)
@@ -175,7 +176,7 @@ def check_schema(schema: Any) -> None:
     elif len(schema.get("allOf", [])) > 1:
         why = "an `allOf` of several schemas"
     if why:
-        raise UserError(f"guide.json_schema.schema has {why}")
+        raise UserError("form-invalid", f"guide.json_schema.schema has {why}")
     inner = [*names.values(), *schema.get("$defs", {}).values(), *schema.get("definitions", {}).values()]
     inner += [schema["items"]] if "items" in schema else []
     inner += [schema["additionalProperties"]] if not isinstance(schema.get("additionalProperties", True), bool) else []

@@ -23,7 +23,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UserError("a guide on the answer's form needs a fast tokenizer (tokenizer.json), and this one is slow")
+        raise UserError("tokenizer-unsupported", "a guide on a form needs a fast tokenizer. Add tokenizer.json.")
     decoders = _steps(json.loads(backend.to_str())["decoder"])
     kinds = {step["type"] for step in decoders}
     replaced = [(step["pattern"].get("String"), step["content"]) for step in decoders if step["type"] == "Replace"]
@@ -31,14 +31,14 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     order = [step["type"] for step in decoders]
     if ("Fuse" in order and "Replace" in order[order.index("Fuse") :]) or getattr(tokenizer, TIDIES, False):
         raise UserError(
+            "tokenizer-unsupported",
             "a guide on the answer's form cannot serve this tokenizer: it changes a text after joining the tokens"
-            f" (a Replace behind Fuse in its decoder, or {TIDIES})"
+            f" (a Replace behind Fuse in its decoder, or {TIDIES})",
         )
     if not decoders or kinds - known or any(old is None for old, _ in replaced):
         kind = ", ".join(sorted(kinds - known)) or ("Replace" if decoders else "none: spaces stand between tokens")
         raise UserError(
-            f"a guide on the answer's form cannot serve this tokenizer: its decoder ({kind}) does not join tokens by"
-            " their bytes"
+            "tokenizer-unsupported", f"a guide on a form cannot serve this tokenizer: its decoder is {kind}"
         )
     table = {sign: byte for byte, sign in bytes_to_unicode().items()}
     added = {int(index): token for index, token in tokenizer.added_tokens_decoder.items()}

@@ -110,7 +110,7 @@ def _passes(edges: Edges, logits: Tensor) -> ModuleType | None:
     """
     if logits.shape[1] != len(edges.classes):
         raise UserError(
-            f"the model's logits are of {logits.shape[1]} tokens, and its spec has a vocabulary of {len(edges.classes)}"
+            "vocabulary-differs", f"the logits have {logits.shape[1]} tokens, the spec has {len(edges.classes)}"
         )
     if logits.dtype == torch.float64 or not compiled.applies(edges):
         return None

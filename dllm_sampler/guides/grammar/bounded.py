@@ -111,21 +111,21 @@ def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: s
     nesting = Nesting(grammar)
     deep = nesting.variable
     if depth is None and deep is not None:
-        raise UserError(f"{name} is not regular, since {deep} may stand inside {deep}: say how deep, by a depth")
+        raise UserError("form-not-regular", f"{name} nests {deep} in {deep}. Set a depth.")
     if depth is not None and depth < 0:
-        raise UserError(f"the depth of {name} must not be negative, and it is {depth}")
+        raise UserError("option-range", f"the depth of {name} must not be negative, and it is {depth}")
     until = time.monotonic() + SECONDS
     where, way = (f" at depth {depth}", "choose a smaller depth") if deep else ("", "make the grammar simpler")
 
     def check(states: int) -> None:
         if states > STATES:
-            raise UserError(f"{name} takes more than {STATES} states as an automaton{where}: {way}")
+            raise UserError("form-too-large", f"{name} takes more than {STATES} states as an automaton{where}: {way}")
         if time.monotonic() > until:
-            raise UserError(f"{name} takes more than {SECONDS} s to build as an automaton{where}: {way}")
+            raise UserError("form-too-large", f"{name} takes more than {SECONDS} s to build{where}: {way}")
 
     words = _Levels(nesting, depth, check).of(grammar.names[grammar.start])
     if not words.finals:
-        raise UserError(f"{name} has no text at depth {depth}: choose a greater depth")
+        raise UserError("form-impossible", f"{name} has no text at depth {depth}: choose a greater depth")
     found = _bytes(words, terminals, check)
     check(len(found.moves))
     moves = {

@@ -63,9 +63,7 @@ class Grammar(Guide):
         check_count("guide.grammar.depth", self.depth, 0, optional=True)
         check_count("guide.grammar.tries", self.tries)
         if not isinstance(self.grammar, str):
-            raise UserError(
-                f"guide.grammar.grammar must be a file or the name of a shipped grammar, not {self.grammar!r}"
-            )
+            raise UserError("option-type", f"guide.grammar.grammar must be a file or a name, not {self.grammar!r}")
 
     @property
     def chooses(self) -> bool:
@@ -80,11 +78,11 @@ class Grammar(Guide):
         """
         spec = context.spec
         if context.tokenizer is None:
-            raise UserError("guide=grammar needs to know what tokens stand for, and this checkpoint has no tokenizer")
+            raise UserError("tokenizer-missing", "guide=grammar needs a tokenizer, and this checkpoint has none")
         if spec.mask_id is None:
-            raise UserError("guide=grammar is for models with a mask token, and this one's noise are random tokens")
+            raise UserError("mask-token-missing", "guide=grammar needs a mask token, and this model has none")
         if not self.grammar:
-            raise UserError("guide=grammar needs a grammar: guide.grammar.grammar=FILE, or json, arithmetic or smiles")
+            raise UserError("option-missing", "guide=grammar needs guide.grammar.grammar=FILE or a name")
         language = Language.load(self.grammar)
         if self.depth is not None or language.regular:
             return BoundedGrammar(language, self.depth).bind(context)
@@ -168,7 +166,7 @@ class Grammar(Guide):
         assert self.language is not None
         words = [None if token == FREE else self.word(token) for token in given]
         if any(words) and not self.language.feasible([*words, END]):
-            raise UserError("guide=Grammar: no text of the grammar has the given tokens in this order")
+            raise UserError("form-impossible", "guide=Grammar: no text of the grammar has the given tokens")
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""

@@ -44,7 +44,7 @@ class Language:
         try:
             self.grammar = normal(source.rules, source.start, self.terminals.possible, self.terminals.nullable)
         except UserError as error:
-            raise UserError(f"{source.name}: {error}") from None
+            raise UserError(error.code, f"{source.name}: {error}") from None
         self.forget()
 
     @staticmethod
@@ -73,8 +73,9 @@ class Language:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(
+                "file-unreadable",
                 f"guide.grammar.grammar={short(repr(name))} is neither one of"
-                f" {', '.join(sorted(known))} nor a file to be read: {getattr(error, 'strerror', None) or error}"
+                f" {', '.join(sorted(known))} nor a file to be read: {getattr(error, 'strerror', None) or error}",
             ) from None
         return Language.parse(text, path.name)
 
@@ -104,7 +105,7 @@ class Language:
         for whole, parts in (subtokens or {}).items():
             for part in parts:
                 if part in dfas and whole in dfas and difference(dfas[part], dfas[whole]).finals:
-                    raise UserError(f"subtokens: {part} has texts that {whole} does not have")
+                    raise UserError("grammar-invalid", f"subtokens: {part} has texts that {whole} does not have")
         return found
 
     def forget(self) -> None:

@@ -78,7 +78,7 @@ def read(
         UserError: with the file's name and the line.
     """
     if len(text) > BYTES:
-        raise UserError(f"{name} has {len(text)} characters, at most {BYTES} can be read")
+        raise UserError("form-too-large", f"{name} has {len(text)} characters, at most {BYTES} can be read")
     found = Source(name, skip=skip, prelex=prelex)
     defined = dict(terminals or {})
     found.places = {terminal: f"{name}: terminal {terminal}" for terminal in defined}
@@ -92,25 +92,29 @@ def read(
             _directive(found, words, where)
         elif words[0].startswith("|"):
             if not bodies:
-                raise UserError(f"{where}: no rule stands before it that '|' could go on with")
+                raise UserError("grammar-invalid", f"{where}: no rule stands before it that '|' could go on with")
             bodies.append((number, bodies[-1][1], line.strip()[1:]))
         elif words[1:2] == ["->"]:
             if not VARIABLE.fullmatch(words[0]):
-                raise UserError(f"{where}: the head of a rule begins with a capital letter, and {words[0]!r} does not")
+                raise UserError("grammar-invalid", f"{where}: the head {words[0]!r} must begin with a capital letter")
             bodies.append((number, words[0], rest))
         elif words[1:2] == ["="]:
             if VARIABLE.fullmatch(words[0]) or words[0] in ("$", "ε"):
-                raise UserError(f"{where}: {words[0]!r} cannot name a terminal: that is a variable, or the empty body")
+                raise UserError(
+                    "grammar-invalid",
+                    f"{where}: {words[0]!r} cannot name a terminal: that is a variable, or the empty body",
+                )
             if words[0] in defined:
-                raise UserError(f"{where}: the terminal {words[0]} is defined twice")
+                raise UserError("grammar-invalid", f"{where}: the terminal {words[0]} is defined twice")
             defined[words[0]], found.places[words[0]] = rest.strip(), f"{where}: terminal {words[0]}"
         else:
             raise UserError(
+                "grammar-invalid",
                 f"{where}: {line.strip()!r} is neither a rule (Head -> body), a terminal (name = expression), a"
-                " directive (%skip, %prelex) nor a comment (#)"
+                " directive (%skip, %prelex) nor a comment (#)",
             )
     if not bodies:
-        raise UserError(f"{name} has no rule")
+        raise UserError("grammar-invalid", f"{name} has no rule")
     found.start = bodies[0][1]
     heads = {head for _, head, _ in bodies}
     numbers: dict[str, int] = {}
@@ -119,7 +123,7 @@ def read(
             symbols = [] if part in (["$"], ["ε"]) else part
             where = f"{name}, line {number}"
             if not part:
-                raise UserError(f"{where}: a body of {head} is missing; the empty body is $")
+                raise UserError("grammar-invalid", f"{where}: a body of {head} is missing; the empty body is $")
             found.rules.setdefault(head, []).append(
                 tuple(_symbol(found, one, where, defined, heads, numbers) for one in symbols)
             )
@@ -142,7 +146,7 @@ def _symbol(
     """The variable or the number of the terminal that a word of a body stands for."""
     if word not in defined and VARIABLE.fullmatch(word):
         if word not in heads:
-            raise UserError(f"{where}: {unknown('variable', word, heads)}")
+            raise UserError("grammar-invalid", f"{where}: {unknown('variable', word, heads)}")
         return word
     if word not in numbers:
         expression: str | bytes
@@ -151,9 +155,7 @@ def _symbol(
         elif len(word) > 2 and word[0] == word[-1] and word[0] in "\"'":
             expression = word[1:-1].encode()
         elif word in ("$", "ε") or any(sign.isalnum() for sign in word):
-            raise UserError(
-                f"{where}: {unknown('terminal', word, defined)}; a text that stands for itself goes into quotes"
-            )
+            raise UserError("grammar-invalid", f"{where}: {unknown('terminal', word, defined)}. Quote literal text.")
         else:
             expression = word.encode()
         found.places.setdefault(word, f"{where}: {word}")
@@ -168,14 +170,15 @@ def _directive(found: Source, words: list[str], where: str) -> None:
         skip = [SKIPS.get(one, one.encode()) for one in given if one != "nothing"]
         if not given or any(len(one) != 1 for one in skip):
             raise UserError(
-                f"{where}: %skip needs single ASCII signs, or the words {', '.join(SKIPS)}, nothing;"
-                f" not {' '.join(given)!r}"
+                "grammar-invalid", f"{where}: %skip needs ASCII signs or {', '.join(SKIPS)}, not {' '.join(given)!r}"
             )
         found.skip = b"".join(skip)
     elif words[0] == "%prelex":
         marks = [bytes.fromhex(one[2:]) if re.fullmatch(r"\\x[0-9a-fA-F]{2}", one) else one.encode() for one in given]
         if len(marks) != 2:
-            raise UserError(f"{where}: %prelex needs two bytes, such as \\x02 \\x03, not {' '.join(given)!r}")
+            raise UserError(
+                "grammar-invalid", f"{where}: %prelex needs two bytes (\\x02 \\x03), not {' '.join(given)!r}"
+            )
         found.prelex = (marks[0], marks[1])
     else:
-        raise UserError(f"{where}: {unknown('directive', words[0], ['%skip', '%prelex'])}")
+        raise UserError("grammar-invalid", f"{where}: {unknown('directive', words[0], ['%skip', '%prelex'])}")

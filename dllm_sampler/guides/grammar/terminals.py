@@ -71,18 +71,21 @@ def compiled(
                 dfa = literal(marked(expression, (prelex[0][0], prelex[1][0]), begins=True, ends=True))
         except UserError as error:
             late = f"the terminals take more than {SECONDS} s to build: make them fewer, or simpler"
-            raise UserError(f"{places[terminal]}: {late if time.monotonic() > deadline else error}") from None
+            raise UserError(
+                "grammar-invalid", f"{places[terminal]}: {late if time.monotonic() > deadline else error}"
+            ) from None
         nullable |= (0 in dfa.finals) << number
         dfa = without_empty(dfa)
         whole = dfa if balanced is None else intersection(dfa, balanced)
         if dfa.finals and not whole.finals:
             raise UserError(
+                "grammar-invalid",
                 f"{places[terminal]} has no text that begins and ends where words do: with prelex, the first mark"
-                " stands before each word of a text, and the second behind it"
+                " stands before each word of a text, and the second behind it",
             )
         found.append(whole)
     if sum(len(dfa.moves) for dfa in found) > STATES:
-        raise UserError(f"{name}: the terminals have more than {STATES} states in all: make their expressions simpler")
+        raise UserError("form-too-large", f"{name}: terminals need over {STATES} states. Simplify them.")
     table, classes = _classes(found, [ignored, WORD, *([frozenset(mark) for mark in prelex] if prelex else [])])
     moves = [tuple({table[byte]: to for byte, to in there.items()} for there in dfa.moves) for dfa in found]
     return Terminals(
@@ -109,7 +112,7 @@ def _expression(text: str, deadline: float) -> Dfa:
 
 def _one(pattern: str, deadline: float) -> Dfa:
     if not pattern:
-        raise UserError("its regular expression is missing")
+        raise UserError("grammar-invalid", "its regular expression is missing")
     if pattern not in BUILT:
         start, finals, moves = byte_automaton(pattern, max(0.01, deadline - time.monotonic()))
         if len(BUILT) >= KEPT:
@@ -121,12 +124,14 @@ def _one(pattern: str, deadline: float) -> Dfa:
 def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -> None:
     if any(len(mark) != 1 or mark[0] in WORD for mark in prelex) or prelex[0] == prelex[1]:
         raise UserError(
-            f"{name}: prelex must be two different single bytes that are no letters or digits, not {prelex!r}"
+            "grammar-invalid",
+            f"{name}: prelex must be two different single bytes that are no letters or digits, not {prelex!r}",
         )
     if not skip or any(byte in WORD or bytes([byte]) in prelex for byte in skip):
         raise UserError(
+            "grammar-invalid",
             f"{name}: prelex needs bytes to skip that are neither letters, digits nor its marks: two words can only be"
-            " told apart by what stands between them"
+            " told apart by what stands between them",
         )
 
 

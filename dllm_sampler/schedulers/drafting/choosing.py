@@ -94,8 +94,9 @@ class Choosing(Around):
         inner = super().init(canvas)
         if self.candidates > 1 and not isinstance(canvas.layout.noise, CounterNoise):
             raise UserError(
-                f"scheduler={named(self)} draws each candidate by a noise of its own, and"
-                f" {type(canvas.layout.noise).__name__} draws in the order of steps: use the default noise"
+                "scheduler-incompatible",
+                f"scheduler={named(self)} cannot draw candidates from {type(canvas.layout.noise).__name__}. Use the"
+                f" default noise.",
             )
         if not self._holds:
             return inner

@@ -45,8 +45,9 @@ class Forking(Around, ABC):
         own = traits.revises or traits.leave_one_out or not traits.asks_block or traits.initial is not None
         if self.forks and (traits.drafts or own):
             raise UserError(
+                "scheduler-incompatible",
                 f"scheduler={named(self)} cannot fork for {named(self.inner)}, which drafts, takes tokens back, moves"
-                " them or chooses what to ask in each step: use scheduler.inner=d2f or scheduler.inner=threshold"
+                " them or chooses what to ask in each step: use scheduler.inner=d2f or scheduler.inner=threshold",
             )
 
     @property

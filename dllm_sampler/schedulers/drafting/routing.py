@@ -73,8 +73,7 @@ class Routing:
             check_number(f"scheduler.{name}", getattr(self, name), "a score", least=-inf, finite=True)
         if self.policy == "score_hysteresis" and self.leave > self.enter:
             raise UserError(
-                f"scheduler.leave must be at most scheduler.enter, {self.enter}, not {self.leave}: a score between them"
-                " would begin and end verification by turns"
+                "option-range", f"scheduler.leave must be at most scheduler.enter={self.enter}, not {self.leave}"
             )
         check_positive("scheduler.entropy_weight", self.entropy_weight)
         check_number("scheduler.margin", self.margin, "a probability")

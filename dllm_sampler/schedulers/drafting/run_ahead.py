@@ -50,15 +50,18 @@ class RunAhead(Around):
     def __post_init__(self) -> None:
         inner, name, traits = named(self.inner), named(self), check_inner(self.inner).traits
         if traits.drafts:
-            raise UserError(f"scheduler={name} cannot speed up {inner}, which drafts already: leave one of them out")
+            raise UserError(
+                "scheduler-incompatible", f"scheduler={name} cannot speed up {inner}, which drafts, too. Remove one."
+            )
         if traits.revises or traits.leave_one_out or not traits.asks_block:
             raise UserError(
+                "scheduler-incompatible",
                 f"scheduler={name} cannot look ahead for {inner}, which takes tokens back or chooses what to ask in"
-                f" each step: use another scheduler inside {name}, threshold say, or {inner} alone"
+                f" each step: use another scheduler inside {name}, threshold say, or {inner} alone",
             )
         if self.eager and traits.asks == "window":
             raise UserError(
-                f"scheduler.eager asks for masks of two blocks, and {inner} wants a whole block: use eager=false"
+                "scheduler-incompatible", f"scheduler.eager needs two blocks, {inner} one. Use eager=false."
             )
 
     @property
@@ -75,14 +78,12 @@ class RunAhead(Around):
         """Take the mask token, the length of blocks, and whether candidates need noise of their own."""
         if context.spec.mask_id is None:
             raise UserError(
-                f"scheduler={named(self)} tells branches apart by their mask tokens, and this model has none:"
-                f" use {named(self.inner)} alone"
+                "mask-token-missing", f"scheduler={named(self)} needs mask tokens. Use {named(self.inner)} alone."
             )
         blocks = context.blocks
         if self.eager and blocks.sizes_on_open:
             raise UserError(
-                f"scheduler.eager opens a block ahead of time, and blocks={named(blocks)} sizes it on the"
-                " forward that opens it: use blocks=fixed, or eager=false"
+                "scheduler-incompatible", f"scheduler.eager cannot open blocks={named(blocks)}. Use blocks=fixed."
             )
         bound = super().bind(context)
         draws = is_random(bound.guides(context.guides))
@@ -100,8 +101,9 @@ class RunAhead(Around):
         """See `Scheduler.init`."""
         if not isinstance(canvas.layout.noise, CounterNoise):
             raise UserError(
-                f"scheduler={named(self)} looks at several steps at once, and {type(canvas.layout.noise).__name__}"
-                " draws in the order of steps: use the default noise"
+                "scheduler-incompatible",
+                f"scheduler={named(self)} cannot look ahead with {type(canvas.layout.noise).__name__}. Use the"
+                f" default noise.",
             )
         zero = torch.zeros_like(canvas.start)
         return Round(super().init(canvas), zero - 1, zero, zero, canvas.ids[:, :0], None)

@@ -69,8 +69,9 @@ class Verifying(DynamicThreshold):
         if spec.attention != "block_causal" or spec.shift:
             what = "has a logit shift" if spec.attention == "block_causal" else "is not one"
             raise UserError(
+                "scheduler-incompatible",
                 f"scheduler={named(self)} verifies drafts by a block-causal model at block size 1 (SDAR, LLaDA2), and"
-                f" this model {what}: use scheduler=ssd or scheduler=freedave"
+                f" this model {what}: use scheduler=ssd or scheduler=freedave",
             )
         return learned(super().bind(context), model=spec, draws=context.draws)
 
