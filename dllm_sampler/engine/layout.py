@@ -7,7 +7,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
+from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Blocks
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import FREE, Canvas, Grid, Layout, Noise
@@ -61,7 +64,6 @@ def canvas(
     lasts = [max((at for at, token in enumerate(own, 1) if token != FREE), default=0) for own in known]
     ids = torch.tensor(laid_out, device=spec.device)
     first, count, end, last = torch.tensor([[len(row) for row in rows], decoded, ends, lasts], device=spec.device)
-    zero = torch.zeros_like(first)
     masked = ids == FREE
     ids = ids.masked_fill(masked, noise_id)
     frozen = ~masked
@@ -71,37 +73,64 @@ def canvas(
         ids, masked = ids.masked_fill(spare, spec.pad_id), masked & ~spare
     sizes = {*decoded, *lengths}
     lookahead = torch.tensor([blocks.lookahead(size) for size in decoded], device=spec.device)
-    made = Canvas(
-        ids=ids,
-        masked=masked,
-        start=first,
-        stop=first,
-        end=end,
-        age=zero,
-        step=zero,
-        done=zero > 0,
-        layout=Layout(
-            frozen=frozen,
-            first=first,
-            new_tokens=count,
-            seeds=torch.tensor(seeds, device=spec.device),
-            lookahead=lookahead,
-            noise=noise,
-            shortest=min(sizes),
-            longest=max(sizes),
-            width=max(map(blocks.widest, sizes)),
-            padded=cuts or initial is not None or any(end != length for end in ends),
-            grid=None if blocks.grid is None else Grid(blocks.grid, blocks.part, spec.prompt_block),
-            given=None if given is None else first + last,
-            form=None if forms is None else torch.tensor(forms, device=spec.device),
-            surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,
-        ),
+    laid = Layout(
+        frozen=frozen,
+        first=first,
+        new_tokens=count,
+        seeds=torch.tensor(seeds, device=spec.device),
+        lookahead=lookahead,
+        noise=noise,
+        shortest=min(sizes),
+        longest=max(sizes),
+        width=max(map(blocks.widest, sizes)),
+        padded=cuts or initial is not None or any(end != length for end in ends),
+        grid=None if blocks.grid is None else Grid(blocks.grid, blocks.part, spec.prompt_block),
+        given=None if given is None else first + last,
+        form=None if forms is None else torch.tensor(forms, device=spec.device),
+        surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,
     )
+    made = _unopened(ids, masked, end, laid)
     moved = blocks.move(made)
     if moved is None:
         start = made.next_free(first)
         moved = start, made.block_end(start, lookahead)
     return replace(made, start=moved[0], stop=moved[1])
+
+
+def block_canvas(ids: Tensor, masked: Tensor, frozen: Tensor, spec: ModelSpec) -> Canvas:
+    """Lay out one open block of each row, which is its whole canvas.
+
+    Args:
+        ids: tokens `[B, L]`.
+        masked: positions of noise.
+        frozen: positions that no step may change. A run of them at the beginning counts as the prompt.
+    """
+    length = ids.shape[1]
+    first = frozen.long().cumprod(1).sum(1)
+    end = torch.full_like(first, length)
+    laid = Layout(
+        frozen=pad(frozen, (0, 1), value=True),
+        first=first,
+        new_tokens=end,
+        seeds=torch.zeros_like(first),
+        lookahead=end,
+        noise=CounterNoise(),
+        shortest=length,
+        longest=length,
+        width=length,
+        padded=False,
+        grid=Grid(length),
+    )
+    made = _unopened(pad(ids, (0, 1), value=spec.pad_id), pad(masked, (0, 1), value=False), end, laid)
+    return replace(made, stop=end)
+
+
+def _unopened(ids: Tensor, masked: Tensor, end: Tensor, layout: Layout) -> Canvas:
+    """Return a canvas before its first step, with an empty block. Its last column is no row's."""
+    first, zero = layout.first, torch.zeros_like(layout.first)
+    return Canvas(
+        ids=ids, masked=masked, start=first, stop=first, end=end, age=zero, step=zero, done=zero > 0, layout=layout
+    )
 
 
 def planned_steps(

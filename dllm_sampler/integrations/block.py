@@ -21,10 +21,9 @@ from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Guide, Scheduler
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import FREE, Canvas, Query, Readout
-from dllm_sampler.engine import decide, faults, readout
+from dllm_sampler.engine import decide, faults, layout, readout
 from dllm_sampler.engine.plugins import Plugins, assemble
 from dllm_sampler.errors import UserError
-from dllm_sampler.integrations.canvas import block
 from dllm_sampler.integrations.forms import OfAnswer, of_text
 from dllm_sampler.kernels.backend import TORCH, Backend
 
@@ -148,7 +147,7 @@ class BlockRule:
             frozen: `[B, W] bool` positions that may not be changed, a prompt's: the first ones of a block.
             before: tokens of each answer in earlier blocks, for a guide on its form; None: these are first blocks.
         """
-        canvas = block(ids, noise, frozen, self.spec)
+        canvas = layout.block_canvas(ids, noise, frozen, self.spec)
         carry = self.plugins.scheduler.init(canvas)
         if self.max_new_tokens is None:
             return BlockState(canvas, carry)
