@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import dllm_sampler
 
 PACKAGE = Path(dllm_sampler.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 CODE = """
 import importlib, json, sys
@@ -131,3 +133,27 @@ def test_no_import_runs_in_a_circle() -> None:
     sources["dllm_sampler.core.values"] += "\ndef late():\n    from dllm_sampler.core import packing\n"
     with pytest.raises(CycleError):
         TopologicalSorter(graph(sources)).prepare()
+
+
+def top(module: str) -> str:
+    """The folder of the package, or the file at its top, that a module is in."""
+    return [*module.split("."), ""][1]
+
+
+def test_the_drawing_of_the_folders_is_true() -> None:
+    """Each imports only from lines below its own. What only a type checker imports counts, too."""
+    (drawing,) = re.findall(r"^```\n(│  eval/.+?)```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    lines = [
+        re.findall(r"(\w+)(?:/|\.py)(?=  |\n|\Z)", line.split("  ", 1)[1].rstrip()) for line in drawing.splitlines()
+    ]
+    floor = {name: at for at, line in enumerate(lines) for name in line}
+    found = {name for module in modules() if (name := top(module)) not in ("", "conf")}
+    assert {*floor} == found
+    wrong = set[tuple[str, str]]()
+    for name, file in modules().items():
+        tree, place = ast.parse(file.read_text(encoding="utf-8")), top(name)
+        for node in ast.walk(tree) if place in floor else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE.name:
+                others = {top(f"{node.module}.{one.name}") for one in node.names} & {*floor}
+                wrong |= {(place, other) for other in others if other != place and floor[other] <= floor[place]}
+    assert not wrong
