@@ -7,7 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import NoReturn
 
-from dllm_sampler.cli.ending import ending
+from dllm_sampler.cli.terminal import ending
 from dllm_sampler.errors import UserError
 
 Main = Callable[[Sequence[str] | None], int]

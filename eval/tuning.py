@@ -17,10 +17,9 @@ from rich.console import Console
 
 from dllm_sampler import __version__, config
 from dllm_sampler.cli.compose import App, composition
-from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.help import check_topics
-from dllm_sampler.cli.terminal import show
+from dllm_sampler.cli.terminal import ending, show
 from dllm_sampler.cli.user_files import entry, with_config_dir
 from dllm_sampler.errors import NotWrittenError, UserError, counted, installing
 from dllm_sampler.eval.experiment import (

@@ -13,8 +13,8 @@ from typing import Any
 
 from dllm_sampler import config
 from dllm_sampler.cli.compose import SAMPLE, composition, literal, parse, parts
-from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.shorthand import spelled_out
+from dllm_sampler.cli.terminal import ending
 from dllm_sampler.cli.user_files import holders, with_config_dir
 from dllm_sampler.errors import UserError
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dllm_sampler import config
 from dllm_sampler.cli import user_files
-from dllm_sampler.cli.printing import about, row, say, written
+from dllm_sampler.cli.terminal import row, say, written
 from dllm_sampler.errors import UserError
 
 # What others rely on, in words: of `Traits` the values that are not the default, of other kinds the class attributes.
@@ -96,7 +96,7 @@ def explain(console: Console, group: str, name: str) -> None:
         {key: value for key, value in entry.settings.items() if key != "_target_"},
     )
     say(console, f"{group}={name}")
-    _paragraph(console, about(group, name))
+    _paragraph(console, user_files.about(group, name))
     if group == "experiment":
         _section(console, "Sets", [(f"{key}={written(value)}", "") for key, value in _chosen(given)])
     elif group == "model":

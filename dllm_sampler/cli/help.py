@@ -12,7 +12,7 @@ from dllm_sampler.cli import compose, user_files
 from dllm_sampler.cli.arguments import Arguments, is_override
 from dllm_sampler.cli.explain import explain
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.printing import about, row, say, written
+from dllm_sampler.cli.terminal import row, say, written
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.options import pages
 
@@ -187,7 +187,7 @@ def show_group(console: Console, group: str) -> None:
     row(console, f"{group}=NAME", GROUPS[group], "italic", indent=0)
     for name in user_files.choices(group):
         mark = "*" if name == defaults()[group] else ""
-        row(console, ANY if name == config.CHECKPOINT else f"{name}{mark}", about(group, name))
+        row(console, ANY if name == config.CHECKPOINT else f"{name}{mark}", user_files.about(group, name))
     say(console, "")
 
 

@@ -1,16 +1,31 @@
-"""Text of models, tokenizers and files on a terminal, which would obey the escape sequences in it."""
+"""What commands print, and how they end.
+
+Text of models, tokenizers and files may have escape sequences, which a terminal would obey.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import re
 import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
 
+from dllm_sampler.errors import UserError
+
 # C0 but tab and newline, DEL and C1, and the marks that turn the direction of a line around.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+COLUMN, WIDEST = 19, 120
+# Errors of a system that cannot take what is written: it is full, has a limit, is broken or read-only.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def visible(text: str) -> str:
@@ -28,3 +43,64 @@ def show(text: str, file: TextIO | None = None) -> None:
 def text(given: str, console: Console) -> Text:
     """Return a text for a rich console: as it is to pipes and files, visible on a terminal."""
     return Text(visible(given) if console.is_terminal else given)
+
+
+def written(value: object) -> str:
+    """Return a value as the command line has it."""
+    if value == "???":  # Hydra's word for what must be given
+        return "FOLDER"
+    return value if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) else json.dumps(value)
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is."""
+    console.print(visible(text) if console.is_terminal else text, markup=False, highlight=False, soft_wrap=True)
+
+
+def row(console: Console, left: str, right: str, style: str = "", indent: int = 2, column: int = COLUMN) -> None:
+    """Print two columns, the right one wrapped to the terminal; a name too long for the left stands above it."""
+    name, width = " " * indent + left, max(min(console.width, WIDEST) - column, 20)
+    lines = textwrap.wrap(right, width, break_long_words=False, break_on_hyphens=False) or [""]
+    if left and right and len(name) >= column:
+        lines.insert(0, "")
+    for place, line in enumerate(lines):
+        line, name = (visible(line), visible(name)) if console.is_terminal else (line, name)
+        cells = Text((name if place == 0 else "").ljust(column) if line else name, "bold")
+        console.print(cells.append(line and line, f"not bold {style}"), soft_wrap=True, highlight=False)
+
+
+def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted") -> int:
+    """Return the exit status of `run()`. A user's mistake prints one sentence on stderr, not a stack trace.
+
+    Args:
+        command: as it is called.
+        run: all that the command does; returns its exit status.
+        interrupted: what Ctrl-C leaves behind.
+    """
+    try:
+        status = run()
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at exit it would be too late to say that the disk is full
+        return status
+    except UserError as error:
+        show(f"{command}: {' '.join(str(error).split())}", sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print(f"{command}: {interrupted}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # as in `dllm-sample ... | head -1`; the flush at exit has no reader
+        _mute()
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _mute()
+        where = "standard output" if error.filename is None else error.filename
+        show(f"{command}: {where} cannot be written: {error.strerror}", sys.stderr)
+        return USER_ERROR
+
+
+def _mute() -> None:
+    """Discard what is left to write at exit. Standard output takes no more."""
+    with suppress(OSError, ValueError):  # a test's has no number
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,6 +21,7 @@ from dllm_sampler.host.reading import yaml_text
 
 FLAG = "--config-dir"
 _LOCAL = Path("conf")
+_BEGINNING = 10_000  # characters of a file of the user's in which its first comment is looked for
 _named: list[Path] = []  # the folder of --config-dir, while a command runs
 
 
@@ -129,6 +130,22 @@ def check(group: str, name: str) -> None:
     file = _found(group).get(name) if name in config.names(group) else None
     if file is not None and not _is_packaged(file, group):
         raise UserError("choice-taken", f"{file} has the name of a packaged file. Rename it for {group}=NEWNAME.")
+
+
+def about(group: str, name: str) -> str:
+    """Return the first comment of a choice's YAML, and for a file of the user's also its name."""
+    file = own(group).get(name)
+    try:
+        check(group, name)
+        if file is None:
+            return config.entry(group, name).about
+        with file.open(encoding="utf-8") as lines:
+            said = config.comment(lines.read(_BEGINNING))
+    except UserError as error:
+        return str(error)
+    except (OSError, ValueError) as error:  # no file any more, or no UTF-8
+        return f"{file} cannot be read: {first_line(error)}"
+    return f"{said} [yours: {file}]".lstrip()
 
 
 def holders(group: str, field: str) -> list[str]:

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dllm_sampler.cli.ending import ending
-from dllm_sampler.cli.terminal import show
+from dllm_sampler.cli.terminal import ending, show
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.report.data import load, read

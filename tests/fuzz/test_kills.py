@@ -23,7 +23,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler.cli.ending import INTERRUPTED
+from dllm_sampler.cli.terminal import INTERRUPTED
 from tests.fuzz import QUIET, scene
 
 EVERY = 2  # steps from one line of a training's log to the next

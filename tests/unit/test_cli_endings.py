@@ -12,8 +12,8 @@ import pytest
 
 from dllm_sampler import sampler
 from dllm_sampler.cli import compose
-from dllm_sampler.cli.ending import ending
 from dllm_sampler.cli.main import main
+from dllm_sampler.cli.terminal import ending
 from dllm_sampler.errors import NotFiniteError, UserError
 
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
@@ -116,9 +116,7 @@ def test_a_failing_run_leaves_an_earlier_output_alone(tmp_path: Path, capsys: py
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     """As in `dllm-train --help | head -1`, of any command: they end in one place."""
-    code = (
-        "import sys; from dllm_sampler.cli.ending import ending; sys.exit(ending('it', lambda: print('x\\n' * 10**6)))"
-    )
+    code = "from dllm_sampler.cli.terminal import ending; raise SystemExit(ending('it', lambda: print('x\\n' * 10**6)))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()

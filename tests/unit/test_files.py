@@ -241,7 +241,7 @@ for _ in range(30):
 # What opens files by itself, and why it may.
 ALLOWED = {
     "host/files.py": "the one place",
-    "cli/ending.py": "the null device",
+    "cli/terminal.py": "the null device",
     "benchmarks/ahead_of_time.py": "a temporary file, for a tool to read",
     "benchmarks/campaign.py": "what a stage prints, while it runs",
 }

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dllm_sampler.cli import live, printing
-from dllm_sampler.cli.ending import ending
-from dllm_sampler.cli.terminal import show, visible
+from dllm_sampler.cli import live, terminal
+from dllm_sampler.cli.terminal import ending, show, visible
 from dllm_sampler.errors import LONGEST, NoEffectWarning, RowError, UserError
 
 EVIL = "a\x1b]0;title\x07\x9b2J\r\u202eb\tc\nd"
@@ -45,7 +44,7 @@ def test_answers_errors_and_pages(kind: Any, said: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("sys.stderr", err)
     assert ending("it", fail) == 2
     assert err.getvalue() == (r"it: a \x1b[2J b" if kind is Terminal else "it: a \x1b[2J b") + "\n"
-    printing.say(Console(file=page, force_terminal=kind is Terminal, color_system=None), "a \x1b[2J b")
+    terminal.say(Console(file=page, force_terminal=kind is Terminal, color_system=None), "a \x1b[2J b")
     assert (r"\x1b[2J" in page.getvalue()) == ("\x1b[2J" not in page.getvalue()) == (kind is Terminal)
 
 
