@@ -37,7 +37,7 @@ from dllm_sampler import config
 from dllm_sampler.core import packing
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import ForwardRequest
-from dllm_sampler.core.trace import Recorder
+from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine import layout, readout
 from dllm_sampler.engine.buffers import Buffers

@@ -9,12 +9,11 @@ if TYPE_CHECKING:
     from dllm_sampler.core.noise import CounterNoise, ReplayNoise
     from dllm_sampler.core.protocols import Blocks, Cache, Context, Denoiser, Guide, Scheduler, Stop
     from dllm_sampler.core.spec import ModelSpec, Traits
-    from dllm_sampler.core.trace import Trace
     from dllm_sampler.core.values import Canvas, Edit, Query, Readout
     from dllm_sampler.inputs.prompts import Infill
     from dllm_sampler.models.denoiser import TransformerDenoiser
     from dllm_sampler.models.transformer import Transformer, TransformerConfig
-    from dllm_sampler.result import Answer, Commits, Result, Speculation
+    from dllm_sampler.result import Answer, Commits, Result, Speculation, Trace
     from dllm_sampler.sampler import Sampler
     from dllm_sampler.speculative.deer import SpeculativeSampler
 
@@ -27,11 +26,10 @@ _HOMES = {
     "core.protocols": ("Blocks", "Cache", "Context", "Denoiser", "Guide", "Scheduler", "Stop"),
     "core.spec": ("ModelSpec", "Traits"),
     "inputs.prompts": ("Infill",),
-    "result": ("Answer", "Commits", "Result", "Speculation"),
+    "result": ("Answer", "Commits", "Result", "Speculation", "Trace"),
     "models.denoiser": ("TransformerDenoiser",),
     "models.transformer": ("Transformer", "TransformerConfig"),
     "sampler": ("Sampler",),
-    "core.trace": ("Trace",),
 }
 
 __all__ = [

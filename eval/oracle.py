@@ -12,11 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Denoiser, Scheduler, is_random
 from dllm_sampler.core.select import top
-from dllm_sampler.core.trace import Trace
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.inputs.prompts import Prompt
-from dllm_sampler.result import Result
+from dllm_sampler.result import Result, Trace
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.stops.end_tokens import BlockStop, NoStop, PrefixStop, TruncateStop

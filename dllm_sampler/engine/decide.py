@@ -16,7 +16,7 @@ from dllm_sampler.core import packing
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Cache, Carry, Foresees, Guide, Paced, Planner, Stop
-from dllm_sampler.core.trace import Recorder
+from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 from dllm_sampler.engine.faults import check_edit, checked_answer
 from dllm_sampler.engine.plugins import Plugins

@@ -19,7 +19,7 @@ from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.core.trace import Recorder
+from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.values import FREE, Canvas, Noise
 from dllm_sampler.engine.capture import undisturbed
 from dllm_sampler.engine.decide import Generation

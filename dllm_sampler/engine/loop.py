@@ -11,7 +11,7 @@ import torch
 
 from dllm_sampler.core import packing
 from dllm_sampler.core.protocols import Denoiser, Paced, Prefills
-from dllm_sampler.core.trace import Recorder
+from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import decide, faults, readout
 from dllm_sampler.engine.capture import undisturbed

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Sizes
 
 PLAIN = (type(None), bool, int, float, str, Path, torch.dtype, torch.device, Sizes, CounterNoise, ModelSpec)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import is_random
-from dllm_sampler.core.trace import Recorder, Trace, aligned
+from dllm_sampler.core.recorder import Recorder, aligned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.decide import Generation
@@ -26,7 +26,7 @@ from dllm_sampler.inputs import prompts, texts
 from dllm_sampler.inputs.prompts import Infill, Prompt
 from dllm_sampler.kernels.backend import warn
 from dllm_sampler.options import Progress
-from dllm_sampler.result import Commits, Ends, Result, summarise
+from dllm_sampler.result import Commits, Ends, Result, Trace, summarise
 
 SAME = "samples={}: the answers to each prompt are the same, since nothing is drawn; set temperature=1, say"
 

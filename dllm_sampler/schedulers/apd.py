@@ -12,11 +12,11 @@ from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.protocols import Carry, Context, Guide
 from dllm_sampler.core.spec import Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.models.mixture import mixture
 from dllm_sampler.schedulers.leftright import Leftmost
-from dllm_sampler.speculative.mixture import mixture
 
 if TYPE_CHECKING:
-    from dllm_sampler.speculative.autoregressive import Verifier
+    from dllm_sampler.models.autoregressive import Verifier
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ParallelDecoding(Leftmost):
         Raises:
             UserError: none given, nothing to load, or another vocabulary or tokenizer than the model's.
         """
-        from dllm_sampler.speculative import autoregressive  # transformers' modelling code takes seconds to import
+        from dllm_sampler.models import autoregressive  # transformers' modelling code takes seconds to import
 
         loaded = self.loaded
         if loaded is None or loaded.spec != context.spec:

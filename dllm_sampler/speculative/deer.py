@@ -28,11 +28,10 @@ from dllm_sampler.generation import requests
 from dllm_sampler.inputs import prompts
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.inputs.texts import cut, stop_strings, stopped
+from dllm_sampler.models import autoregressive
+from dllm_sampler.models.autoregressive import Reading, Verifier
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.speculative import autoregressive
-from dllm_sampler.speculative.acceptance import Draft, verify
-from dllm_sampler.speculative.autoregressive import Reading, Verifier
 
 Progress = Callable[[int, int, int], None]
 
@@ -313,3 +312,54 @@ class SpeculativeSampler:
         if named is None:
             named = self.drafter.denoiser.spec.eos_ids
         return end_ids((*end_ids(named), *self.drafter.stop_token_ids))
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the drafter proposes: tokens `[B, k]`, and the logits `[B, k, V]` that they were drawn from."""
+
+    ids: Tensor
+    logits: Tensor | None  # None: greedy, or drafted in several forwards, whose joint distribution is unknown
+
+
+def verify(
+    canvas: Canvas, at: Tensor, draft: Draft, target: Tensor, width: Tensor, *, draws: bool
+) -> tuple[Tensor, Tensor]:
+    """Judge proposals by the law of the model that verifies them (arXiv 2211.17192).
+
+    Returns:
+        `[B]` how many are taken, and `[B, k+1]` the tokens that follow from that.
+
+    Args:
+        canvas: keys the draws.
+        at: `[B, k+1]` columns of the proposals and of the token behind them.
+        target: `[B, k+1, V]` logits of the target after each proposal, as the guides rewrite them.
+        width: `[B]` proposals that count.
+        draws: whether tokens are drawn; else a proposal counts where it is the target's best token.
+    """
+    k = draft.ids.shape[1]
+    within = torch.arange(k, device=at.device) < width[:, None]
+
+    def leading(accept: Tensor) -> Tensor:
+        return (accept & within).long().cumprod(1).sum(1)
+
+    if not draws:
+        best = argmax(target)
+        taken = leading(draft.ids == best[:, :k])
+        own = best.gather(1, taken[:, None])
+    else:
+        p = target.softmax(-1, dtype=torch.promote_types(target.dtype, torch.float32))
+        q = torch.zeros_like(p)  # the token behind the draft has no proposal: its residual is p itself
+        if draft.logits is not None:
+            q[:, :k] = draft.logits.softmax(-1, dtype=p.dtype)
+        chosen = draft.ids[..., None]
+        uniform = canvas.uniform(at[:, :k])
+        taken = leading(uniform * q[:, :k].gather(2, chosen)[..., 0] < p[:, :k].gather(2, chosen)[..., 0])
+        there = taken[:, None, None].expand(-1, 1, target.shape[-1])
+        p, q = p.gather(1, there), q.gather(1, there) * (taken < width)[:, None, None]
+        rest = (p - q).clamp(min=0)
+        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal laws, told apart by rounding
+        answers = Answers.every(Query.at(canvas, at.gather(1, taken[:, None])))
+        noise = answers.spread(canvas.layout.noise.tokens(canvas, answers, target.shape[-1]))[:, 0]
+        own = argmax(rest.log() + noise.to(rest.dtype))
+    return taken, pad(draft.ids, (0, 1)).scatter(1, taken[:, None], own)

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.trace import Trace
-from dllm_sampler.result import Result
+from dllm_sampler.result import Result, Trace
 from dllm_sampler.sampler import Sampler
 
 ROUNDING = {"no": 1e-3, "bf16": 5e-2}  # mean distance of log-probabilities that is not worth a sentence

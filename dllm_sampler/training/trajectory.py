@@ -21,9 +21,9 @@ from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.trace import Trace
 from dllm_sampler.core.visibility import block_causal, clean_and_noisy
 from dllm_sampler.errors import UserError
+from dllm_sampler.result import Trace
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.chunk import Chunk, scorable
 

@@ -71,7 +71,7 @@ def apd(line: Line, checkpoints: Checkpoints) -> Setup:
 
 def _watched(path: str, spec: ModelSpec, read: list[int]) -> PreTrainedModel:
     """The causal LM in a folder, which takes down how many tokens each of its passes reads."""
-    from dllm_sampler.speculative import autoregressive  # transformers' modelling code takes seconds to import
+    from dllm_sampler.models import autoregressive  # transformers' modelling code takes seconds to import
 
     model = autoregressive.load(path, spec).model
 

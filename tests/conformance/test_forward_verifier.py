@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from dllm_sampler import Canvas
-from dllm_sampler.speculative import autoregressive
+from dllm_sampler.models import autoregressive
 from tests import toys
 
 FOLDER = Path(__file__).parent / "data" / "tiny-qwen2-verifier"

@@ -17,8 +17,8 @@ from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.values import FREE, Canvas
 from dllm_sampler.guides import Choices, EndTokens, Temperature, TopK, TopP
 from dllm_sampler.guides.annealing import LinearTemperature
+from dllm_sampler.models.mixture import KnownTokens
 from dllm_sampler.speculative.deer import SpeculativeSampler
-from dllm_sampler.speculative.mixture import KnownTokens
 from tests import toys
 from tests.refusals import refused
 

@@ -13,7 +13,7 @@ from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, UserError
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.check.promises import check_row
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.trace import aligned
+from dllm_sampler.core.recorder import aligned
 from dllm_sampler.core.values import FREE, Resize
 from dllm_sampler.engine import layout
 from dllm_sampler.inputs.prompts import Infill

@@ -25,8 +25,8 @@ from benchmarks.untrained import llada_157m
 from dllm_sampler import config
 from dllm_sampler.cache.base import Slots
 from dllm_sampler.core.protocols import Cache, Denoiser, Plan
+from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.trace import Recorder
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.decide import Generation

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dllm_sampler import Infill, Result, Sampler
-from dllm_sampler.core.trace import FIELDS
 from dllm_sampler.core.values import FREE
+from dllm_sampler.result import FIELDS
 from dllm_sampler.training.trajectory import trajectories
 from tests import toys
 from tests.refusals import refused

@@ -8,8 +8,8 @@ import torch
 
 from dllm_sampler import Query, Readout, Result, UserError
 from dllm_sampler.blocks.multi_block import MultiBlock
-from dllm_sampler.core.trace import Trace
 from dllm_sampler.published import StrictEntropy
+from dllm_sampler.result import Trace
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys

@@ -13,11 +13,11 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.engine.readout import Rule, read
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
+from dllm_sampler.models import autoregressive
 from dllm_sampler.schedulers import learn2pd
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.klass import Klass
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.speculative import autoregressive
 from dllm_sampler.stops.end_tokens import PrefixStop
 from tests import toys
 from tests.refusals import refused

@@ -19,11 +19,11 @@ from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.cache.trailing import TrailingCache
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.engine import readout
+from dllm_sampler.models import autoregressive
+from dllm_sampler.models.autoregressive import Reading
+from dllm_sampler.models.mixture import mixture
 from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.schedulers.leftright import LeftToRight
-from dllm_sampler.speculative import autoregressive
-from dllm_sampler.speculative.autoregressive import Reading
-from dllm_sampler.speculative.mixture import mixture
 from tests import scripted, toys
 from tests.refusals import refused
 

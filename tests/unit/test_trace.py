@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from dllm_sampler import Result, Sampler, Trace
-from dllm_sampler.core.trace import FIELDS
+from dllm_sampler.result import FIELDS
 from tests import toys
 from tests.refusals import refused
 

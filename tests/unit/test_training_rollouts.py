@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dllm_sampler import Sampler, Trace
-from dllm_sampler.core.trace import aligned
+from dllm_sampler.core.recorder import aligned
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer

@@ -20,11 +20,11 @@ from dllm_sampler.cli.compose import settings
 from dllm_sampler.errors import UserError
 from dllm_sampler.host.functions import resolve
 from dllm_sampler.inputs.prompts import Infill
+from dllm_sampler.models import autoregressive
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load
 from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.speculative import autoregressive
 from tests import toys
 from tests.refusals import refused
 

@@ -18,7 +18,7 @@ from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import huggingface, loading
-from dllm_sampler.speculative.mixture import KnownTokens
+from dllm_sampler.models.mixture import KnownTokens
 
 PADDING = 512  # vocabularies of one tokenizer differ by the padding to a multiple of at most this
 
