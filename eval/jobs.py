@@ -17,10 +17,9 @@ from hydra.core.override_parser.types import Glob
 from hydra.errors import HydraException
 
 from dllm_sampler import config, options
-from dllm_sampler.cli.compose import App, composition, parse, parts, readable
-from dllm_sampler.cli.quoting import TEXTS
-from dllm_sampler.cli.shorthand import spelled_out
-from dllm_sampler.cli.user_files import choices, entry, holders, own
+from dllm_sampler.cli.compose import App, composition, parts
+from dllm_sampler.cli.user_files import choices, entry, own
+from dllm_sampler.cli.words import TEXTS, parse, readable, spelled_out
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import sources
@@ -190,7 +189,7 @@ def jobs(words: Sequence[str]) -> list[Job]:
             raise UserError("option-reserved", f"{word} is Hydra's. Only hydra/launcher may be set.")
     found: dict[str, Job] = {}
     for given in lines([word for word in words if not of_hydra(word)]):
-        line = spelled_out(given, holders)
+        line = spelled_out(given)
         each = {word: values(word) for word in line}
         _check_count(prod(map(len, each.values())), " ".join(given))
         of_task = [word for word in line if re.match(rf"{re.escape(_FIELD)}\w+=", word)]

@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dllm_sampler.cli import threads
-from dllm_sampler.cli.quoting import quoted
 from dllm_sampler.cli.user_files import named_folder, own, read, using
+from dllm_sampler.cli.words import quoted
 from dllm_sampler.config import PACKAGE
 from dllm_sampler.errors import NotWrittenError, UserError, first_line, installing, unknown
 from dllm_sampler.eval.folders import RunFolder

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dllm_sampler import config
-from dllm_sampler.cli.compose import SAMPLE, composition, literal, parse, parts
-from dllm_sampler.cli.shorthand import spelled_out
+from dllm_sampler.cli.compose import SAMPLE, composition, parts
 from dllm_sampler.cli.terminal import ending
-from dllm_sampler.cli.user_files import holders, with_config_dir
+from dllm_sampler.cli.user_files import with_config_dir
+from dllm_sampler.cli.words import literal, parse, spelled_out
 from dllm_sampler.errors import UserError
 
 COMMAND = "python -m dllm_sampler.check"
@@ -58,7 +58,7 @@ def subject(words: Sequence[str]) -> dict[str, Any]:
         UserError: a word cannot be read, or sets something else.
     """
     groups = dict[str, None]()
-    for word in (word for given in spelled_out(words, holders) for word in literal(given)):
+    for word in (word for given in spelled_out(words) for word in literal(given)):
         group = parse(word).key_or_group.partition(".")[0]
         if group not in config.GROUPS[1:]:
             raise UserError(

@@ -4,26 +4,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from dllm_sampler import config
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.quoting import TEXTS, as_text, quoted, unreadable
-from dllm_sampler.cli.shorthand import spelled_out
 from dllm_sampler.cli.user_files import check, choices, entry, holders, own, read
+from dllm_sampler.cli.words import literal, parse, readable, spelled_out
 from dllm_sampler.errors import UserError, first_line, nearest, short, unknown
 from dllm_sampler.host.files import uninterrupted
-
-# Values that are a path or a hub id are taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
-_LETTERS = r"model|model\.path|target|separator|prompts_file|output|report|prefix|suffix|infill"
-_PARSER = OverridesParser.create()
-_LITERAL = re.compile(rf"({_LETTERS})=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     Raises:
         UserError: an override that cannot be read, or that names nothing there is.
     """
-    words = [word for given in spelled_out(overrides, holders) for word in literal(given)]
+    words = [word for given in spelled_out(overrides) for word in literal(given)]
     parsed: list[Override] = []
     unread: UserError | None = None  # about the first word that cannot be read
     for word in words:
@@ -296,44 +287,6 @@ def _guides(found: object) -> list[object]:
             raise UserError("option-type", f"guide.{name} must be settings, as in guide={name}, not {given!r}")
         guides[str(name)] = given
     return [_from_file(name, given) for name, given in guides.items()]
-
-
-def literal(word: str) -> Sequence[str]:
-    """A word of the command line as Hydra should read it; a checkpoint that has no YAML becomes two words."""
-    key, _, value = word.partition("=")
-    if key in TEXTS and value:
-        return [f"{key}={as_text(key, value, lambda text: readable(f'{key}={text}'))}"]
-    match = _LITERAL.match(word)
-    if not match:
-        return [word]
-    key, value = match.groups()
-    if key != "model":
-        return [f"{key}={quoted(value)}"]
-    if value in choices("model") and value != config.CHECKPOINT:  # a folder may have that name
-        return [word]
-    return [f"model={config.CHECKPOINT}", f"model.path={quoted(config.checkpoint(value))}"]
-
-
-@lru_cache(4096)
-def parse(word: str) -> Override:
-    """Return an override as Hydra reads it. Those of a sweep repeat, and each takes milliseconds.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return _PARSER.parse_override(word)
-    except (HydraException, RecursionError):
-        raise UserError("option-syntax", unreadable(word)) from None
-
-
-def readable(word: str) -> bool:
-    """Whether Hydra can read an override."""
-    try:
-        parse(word)
-    except UserError:
-        return False
-    return True
 
 
 # Mistakes in the words of a command line.

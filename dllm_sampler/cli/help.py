@@ -9,10 +9,10 @@ from rich.console import Console
 
 from dllm_sampler import config
 from dllm_sampler.cli import compose, user_files
-from dllm_sampler.cli.arguments import Arguments, is_override
 from dllm_sampler.cli.explain import explain
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.terminal import row, say, written
+from dllm_sampler.cli.words import Arguments, is_override
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.options import pages
 

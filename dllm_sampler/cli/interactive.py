@@ -14,13 +14,11 @@ from rich.console import Console
 from dllm_sampler import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli import run
-from dllm_sampler.cli.arguments import is_flag, is_override, split
 from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, settings
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.request import check_experiments, check_length, check_target
-from dllm_sampler.cli.shorthand import guides, spelled_out
 from dllm_sampler.cli.terminal import show
-from dllm_sampler.cli.user_files import holders
+from dllm_sampler.cli.words import guides, is_flag, is_override, spelled_out, split
 from dllm_sampler.errors import UserError
 from dllm_sampler.sampler import Sampler
 
@@ -185,7 +183,7 @@ def explain(line: str) -> None:
 
 def merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
     """Overrides of which later ones count: a choice of a plug-in also takes the fields of the one before it away."""
-    words = spelled_out([*old, *new], holders)
+    words = spelled_out([*old, *new])
     later = {_name(word): word for word in words[len(old) :]}
     kept = [word for word in words[: len(old)] if not any(_replaced(_name(word), one) for one in later.values())]
     return [*kept, *later.values()]

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dllm_sampler.cli import inputs
-from dllm_sampler.cli.arguments import Arguments
 from dllm_sampler.cli.compose import Settings, settings
 from dllm_sampler.cli.help import choices_of
 from dllm_sampler.cli.inputs import Prompt
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.user_files import entry, own
+from dllm_sampler.cli.words import Arguments
 from dllm_sampler.errors import UserError
 
 

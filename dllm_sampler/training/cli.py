@@ -19,9 +19,9 @@ from dllm_sampler import __version__, config
 from dllm_sampler.cli import compose, threads, user_files
 from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.help import check_topics
-from dllm_sampler.cli.quoting import quoted
 from dllm_sampler.cli.terminal import ending, say, show
 from dllm_sampler.cli.user_files import about
+from dllm_sampler.cli.words import quoted
 from dllm_sampler.errors import NotWrittenError, UserError, unknown
 from dllm_sampler.host import files
 from dllm_sampler.host.functions import resolve_callable

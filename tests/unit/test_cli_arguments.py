@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler.cli.arguments import is_override, split
-from dllm_sampler.cli.compose import literal, parse
+from dllm_sampler.cli.words import is_override, literal, parse, split
 from dllm_sampler.errors import UserError
 from tests.refusals import refused
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from dllm_sampler import Sampler
-from dllm_sampler.cli.arguments import split
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.inputs import records
 from dllm_sampler.cli.request import request
+from dllm_sampler.cli.words import split
 from dllm_sampler.errors import UserError, short
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.host.paths import expanded

@@ -1,0 +1,227 @@
+"""The words of a command line: which are prompts, overrides or flags, and what a word says in Hydra's grammar.
+
+Values that this grammar would read as something else are put in its quotes. A field of a guide may be typed without the
+guide's name: `guide=regex guide.pattern=...` for `guide.regex.pattern=...`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from dllm_sampler import config
+from dllm_sampler.cli.options import Options
+from dllm_sampler.cli.user_files import FLAG, choices, holders
+from dllm_sampler.errors import UserError, short, unknown
+from dllm_sampler.host.reading import load_json
+
+FLAGS = {"-h": "help", "--help": "help", "--version": "version", "--info": "info"}
+
+# Hydra's own beginnings: name=, group@package=, +name=, ++name=, ~name and ~name=. No space may stand before the
+# `=`, so that "2+2=4 ?" and "x = 3" stay prompts.
+_NAME = r"[A-Za-z_][\w./@-]*"
+_OVERRIDE = re.compile(rf"(\+\+?|~)?{_NAME}=|~{_NAME}\Z")
+_FLAG = re.compile(r"--?[A-Za-z][\w.-]*(=\S*)?\Z")
+MULTIRUN = ("-m", "--multirun")
+
+# Fields that hold a regular expression, JSON, or a file: their signs are not Hydra's lists, mappings and sweeps.
+FILES = ("guide.json_schema.schema", "guide.grammar.grammar")
+TEXTS = ("guide.regex.pattern", "guide.json_schema.whitespace", *FILES)
+
+_GUIDES = re.compile(r"guide=(?:(\w+)|\[([\w\s,]+)\])")
+_FIELD = re.compile(r"guide\.(\w+)=(.*)", re.DOTALL)
+
+# Values that are a path or a hub id are taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
+_LETTERS = r"model|model\.path|target|separator|prompts_file|output|report|prefix|suffix|infill"
+_PARSER = OverridesParser.create()
+_LITERAL = re.compile(rf"({_LETTERS})=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line, sorted: what to do (`run`, `help`, `version`, `info`), the prompts, the overrides."""
+
+    action: str
+    prompts: list[str]
+    overrides: list[str]
+
+
+def is_override(word: str) -> bool:
+    """Return True if a word begins like an override. Any other word is a prompt."""
+    return _OVERRIDE.match(word) is not None
+
+
+def is_flag(word: str) -> bool:
+    """Return True if a word is written like a flag, known or not."""
+    return _FLAG.match(word) is not None
+
+
+def split(words: Sequence[str]) -> Arguments:
+    """Sort the words of a command line; after `--` every word is a prompt.
+
+    Raises:
+        UserError: an unknown flag, or two that ask for different pages.
+    """
+    action, prompts, overrides = "run", [], []
+    for place, word in enumerate(words):
+        if word == "--":
+            prompts += words[place + 1 :]
+            break
+        if word in FLAGS:
+            if action not in ("run", FLAGS[word]):
+                raise UserError("options-conflict", f"--{action} and {word} are different pages. Remove one.")
+            action = FLAGS[word]
+        elif is_flag(word):
+            raise _no_flag(word)
+        elif is_override(word):
+            overrides.append(word)
+        else:
+            prompts.append(word)
+    return Arguments(action, prompts, overrides)
+
+
+def _no_flag(word: str) -> UserError:
+    """Return the error for a word that is written like a flag, with what to write instead."""
+    if word in MULTIRUN:
+        return UserError(
+            "flag-unknown", f"{word} is for several runs. Use dllm-eval, for example with scheduler=fixed,threshold."
+        )
+    name, _, value = word.lstrip("-").replace("-", "_").partition("=")
+    if name in Options.__dataclass_fields__:
+        value = value or ("true" if Options.__dataclass_fields__[name].default is False else "VALUE")
+        return UserError("flag-unknown", f"{word} is no flag: options are written name=value, here {name}={value}")
+    return UserError(
+        "flag-unknown", f"{unknown('flag', word, [*FLAGS, FLAG])}. Options are name=value. Put a prompt after --."
+    )
+
+
+def literal(word: str) -> Sequence[str]:
+    """Return a word as Hydra should read it. A checkpoint that has no YAML becomes two words."""
+    key, _, value = word.partition("=")
+    if key in TEXTS and value:
+        return [f"{key}={as_text(key, value)}"]
+    match = _LITERAL.match(word)
+    if not match:
+        return [word]
+    key, value = match.groups()
+    if key != "model":
+        return [f"{key}={quoted(value)}"]
+    if value in choices("model") and value != config.CHECKPOINT:  # a folder may have that name
+        return [word]
+    return [f"model={config.CHECKPOINT}", f"model.path={quoted(config.checkpoint(value))}"]
+
+
+@lru_cache(4096)
+def parse(word: str) -> Override:
+    """Return an override as Hydra reads it. Those of a sweep repeat, and each takes milliseconds.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return _PARSER.parse_override(word)
+    except (HydraException, RecursionError):
+        raise UserError("option-syntax", unreadable(word)) from None
+
+
+def readable(word: str) -> bool:
+    """Return True if Hydra can read an override."""
+    try:
+        parse(word)
+    except UserError:
+        return False
+    return True
+
+
+def quoted(value: str, mark: str = "'") -> str:
+    """Return `value` as a string of Hydra's grammar in quotes, single ones or the `mark`, without interpolation."""
+    value = re.sub(rf"(\\*){mark}", lambda match: match[1] * 2 + "\\" + mark, value)
+    value = re.sub(r"(\\+)\Z", lambda match: match[1] * 2, value).replace("${", r"\${")
+    return f"{mark}{value}{mark}"
+
+
+def as_text(key: str, value: str) -> str:
+    """Return the value of a field of `TEXTS` as Hydra should read it: to the letter.
+
+    Two kinds of values are not: one that is in quotes as a whole, which Hydra takes off, and a list of texts in
+    quotes (of files also without them, of schemas also of mappings). `[a-z]` is a pattern, `["[a-z]", "b+"]` a list.
+    """
+    if value == "null" or (value.startswith(("'", '"')) and readable(f"{key}={value}")):
+        return value
+    if value.startswith(("[", "{")):
+        try:
+            parts = load_json(value)
+        except ValueError:
+            parts = None
+        if isinstance(parts, list) and parts and all(isinstance(part, str | dict) for part in parts):
+            return listed([part if isinstance(part, str) else json.dumps(part) for part in parts])
+        of_hydra = re.match(r"\[\s*['\"]", value) or key in FILES  # a file's name does not begin like this
+        if parts is None and of_hydra and readable(f"{key}={value}"):
+            return value
+    return quoted(value)
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Return texts as a list of Hydra's grammar."""
+    return f"[{','.join(map(quoted, texts))}]"
+
+
+def unreadable(word: str) -> str:
+    """Return the error of an override that Hydra's grammar cannot read, with how to write it."""
+    key, _, value = word.partition("=")
+    if len(word) > 1000:
+        return f"cannot read the override {short(word)}"
+    if value.startswith("["):
+        way = f'quote each text of a list, as in {key}=\'["a b", "c"]\''
+    elif re.search(r"['\"\\]|\$\{", value):
+        way = f"quote its value, as in {_for_shell(key, value)}"
+    else:
+        way = f"quote its value, as in {key}='\"{value}\"'"
+    return f"cannot read the override {word}: {way}, or put -- before it if it is a prompt"
+
+
+def _for_shell(key: str, value: str) -> str:
+    """Return an override with its value in quotes, as typed in a shell, in the fewest signs."""
+    if "'" not in value:
+        return shlex.quote(key + "=" + quoted(value, '"'))
+    word = f"{key}={quoted(value)}"
+    return shlex.quote(word) if re.search(r'["$`!]|\\\\', word) else f'"{word}"'
+
+
+def spelled_out(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line, with the guide's name before each field that was written without it.
+
+    It is the one guide of those that the words name, by `guide=A` or `guide=[A,B]`, which has such a field. A mapping
+    stays: `guide.regex={...}` are the settings of a guide.
+
+    Raises:
+        UserError: several of the guides have the field.
+    """
+    chosen = guides(words)
+    return [_spelled_out(word, chosen) for word in words]
+
+
+def guides(words: Sequence[str]) -> list[str]:
+    """Return the guides that the last `guide=A` or `guide=[A,B]` of the words names."""
+    named = [match for word in words if (match := _GUIDES.fullmatch(word))]
+    return [*dict.fromkeys(re.findall(r"\w+", named[-1][1] or named[-1][2]))] if named else []
+
+
+def _spelled_out(word: str, chosen: Sequence[str]) -> str:
+    match = _FIELD.fullmatch(word)
+    if match is None or not chosen or (match[1] in chosen and match[2].startswith("{")):
+        return word
+    field, value = match.groups()
+    having = [name for name in chosen if name in holders("guide", field)]
+    if len(having) > 1:
+        ways = " or ".join(f"guide.{name}.{field}" for name in having)
+        raise UserError("option-ambiguous", f"guide.{field} could be that of several guides: say {ways}")
+    return f"guide.{having[0]}.{field}={value}" if having else word
