@@ -12,9 +12,9 @@ from rich.text import Text
 
 from dllm_sampler import __version__
 from dllm_sampler.cli import terminal
-from dllm_sampler.cli.help import check_topics, choices_of
+from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import ending, written
-from dllm_sampler.cli.user_files import about, choices, with_config_dir
+from dllm_sampler.cli.user_files import about, choices, choices_of, with_config_dir
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval import tables
 from dllm_sampler.eval.jobs import EVAL, Job, Options, jobs

@@ -109,7 +109,7 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
     for word in [*arguments.overrides, *arguments.prompts]:
         key, given, _ = word.partition("=")
         if key in compose.GROUPS and given:
-            chosen += choices_of(word)
+            chosen += user_files.choices_of(word)
         elif word in compose.GROUPS:
             groups.append(word)
         elif word in known:
@@ -150,20 +150,6 @@ def check_topics(command: str, words: Sequence[str], form: str | None = "GROUP=N
         if not word.startswith("-") and "=" not in word:
             way = f"Pages are asked for as {command} --help {form}" if form else f"{command} --help is the only one"
             raise UserError("choice-unknown", f"--help {word}: this command has no such page. {way}.")
-
-
-def choices_of(word: str) -> list[tuple[str, str]]:
-    """The group and the names of `GROUP=NAME` or `GROUP=[NAME,NAME]`.
-
-    Raises:
-        UserError: a name that is no choice of the group.
-    """
-    group, _, value = word.partition("=")
-    names = [name.strip() for name in value.strip("[]").split(",")]
-    for name in names:
-        if name not in user_files.choices(group):
-            raise unknown(group, name, user_files.choices(group))
-    return [(group, name) for name in names]
 
 
 def show_help(console: Console) -> None:

@@ -15,8 +15,8 @@ from dllm_sampler import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli import run
 from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, settings
+from dllm_sampler.cli.inputs import check_experiments, check_length, check_target
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.request import check_experiments, check_length, check_target
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.cli.words import guides, is_flag, is_override, spelled_out, split
 from dllm_sampler.errors import UserError

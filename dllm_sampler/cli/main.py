@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dllm_sampler import __version__
 from dllm_sampler.cli import help as pages
-from dllm_sampler.cli.request import request
+from dllm_sampler.cli.inputs import request
 from dllm_sampler.cli.terminal import ending, show
 from dllm_sampler.cli.user_files import with_config_dir
 from dllm_sampler.cli.words import split

@@ -78,6 +78,20 @@ def choices(group: str) -> list[str]:
     return config.names(group) + list(own(group))
 
 
+def choices_of(word: str) -> list[tuple[str, str]]:
+    """Return the group and each name of `GROUP=NAME` or `GROUP=[NAME,NAME]`.
+
+    Raises:
+        UserError: a name that is no choice of the group.
+    """
+    group, _, value = word.partition("=")
+    names = [name.strip() for name in value.strip("[]").split(",")]
+    for name in names:
+        if name not in choices(group):
+            raise unknown(group, name, choices(group))
+    return [(group, name) for name in names]
+
+
 def own(group: str) -> dict[str, Path]:
     """Return the user's choices of a group by name, sorted. Packaged names are left out."""
     packaged = config.names(group)

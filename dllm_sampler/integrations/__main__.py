@@ -15,8 +15,8 @@ import yaml
 from dllm_sampler import __version__, config
 from dllm_sampler.cli.compose import SAMPLE, App, Settings, composition, own, parts
 from dllm_sampler.cli.help import defaults
+from dllm_sampler.cli.inputs import check_experiments
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.request import check_experiments
 from dllm_sampler.cli.terminal import ending
 from dllm_sampler.cli.user_files import with_config_dir
 from dllm_sampler.cli.words import is_override

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler import sampler
-from dllm_sampler.cli import several
+from dllm_sampler.cli import run
 from dllm_sampler.cli.main import main
 from dllm_sampler.host import files
 from tests.disks import full_after
@@ -244,7 +244,7 @@ def test_ctrl_c_behind_a_record_does_not_double_it(
         if len(shown) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(several, "show", show)
+    monkeypatch.setattr(run, "show", show)
     assert main([*words, *PROMPTS, "output=o.jsonl"]) == 130
     indices = [one["index"] for one in records("o.jsonl")]
     assert indices == sorted(set(indices)) and indices[:2] == [0, 1]

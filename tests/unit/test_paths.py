@@ -7,8 +7,7 @@ import pytest
 
 from dllm_sampler import Sampler
 from dllm_sampler.cli.compose import settings
-from dllm_sampler.cli.inputs import records
-from dllm_sampler.cli.request import request
+from dllm_sampler.cli.inputs import records, request
 from dllm_sampler.cli.words import split
 from dllm_sampler.errors import UserError, short
 from dllm_sampler.eval.jobs import jobs
