@@ -153,7 +153,7 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
         (["workers=2"], "is for dllm-eval"),
         (["temperature=0,1"], "temperature=0,1 has several values"),
         (["max_new_tokens=16,24"], "max_new_tokens=16,24 has several values"),
-        (["seed=range(5,1)"], "seed=range(5,1) has no values to go through"),
+        (["seed=range(5,1)"], "seed=range(5,1) has no values"),
         (["tune.name=fast-dllm"], "tune.name=fast-dllm is the name of a recipe"),
         (["foo"], "'foo' is not NAME=VALUE"),
     ],
