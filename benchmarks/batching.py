@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from untrained import llada
 
 from dllm_sampler import config
+from dllm_sampler.cli.terminal import positive
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import positive
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer

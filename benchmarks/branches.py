@@ -29,8 +29,8 @@ from rich.progress import track
 from rich.table import Table
 from subjects import SIZES, Subject, check, subject
 
+from dllm_sampler.cli.terminal import positive
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval.arguments import positive
 from dllm_sampler.sampler import Sampler
 
 

@@ -57,12 +57,12 @@ from spy import Spy
 from torch import Tensor
 from untrained import llada
 
+from dllm_sampler.cli.terminal import positive
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.capture import GraphRecorder
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.graphs import MOST, StaticEngine
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval.arguments import positive
 from dllm_sampler.kernels.backend import TORCH, select
 from dllm_sampler.kernels.sampling import Sampling
 from dllm_sampler.models import fused, quantized

@@ -35,10 +35,10 @@ from subjects import SIZES, check, subject
 from torch import Tensor
 
 from dllm_sampler import Answer, Sampler, config
+from dllm_sampler.cli.terminal import positive
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.eval.arguments import positive
 from dllm_sampler.training.tasks import TASKS
 
 WAYS: tuple[Literal["in_flight", "static"], ...] = ("in_flight", "static")

@@ -42,9 +42,9 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils._pytree import tree_leaves
 
+from dllm_sampler.cli.terminal import positive
 from dllm_sampler.core.values import Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import positive
 from dllm_sampler.kernels.backend import TORCH, Backend, select
 
 TOLERANCE = 0.02  # of the norm, or of a probability or nat: more is a wrong answer, which has no figure

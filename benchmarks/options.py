@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import torch
 
+from dllm_sampler.cli import terminal
+from dllm_sampler.cli.terminal import Parser, output, positive
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.eval import arguments
-from dllm_sampler.eval.arguments import Parser, output, positive
 
 Value = TypeVar("Value")
 
@@ -48,9 +48,9 @@ def check_gpu(it: Parser, options: argparse.Namespace, why: str = "a GPU is what
         it.error(f"{why}: run it on one, or with --smoke")
 
 
-def command(main: arguments.Main) -> Callable[..., int]:
+def command(main: terminal.Main) -> Callable[..., int]:
     """`main`, which says what a user did wrong in a line, in the name of its file."""
-    return arguments.command(Path(inspect.getfile(inspect.unwrap(main))).name)(main)
+    return terminal.command(Path(inspect.getfile(inspect.unwrap(main))).name)(main)
 
 
 def accepted(read: Callable[[str], Value]) -> Callable[[str], Value]:

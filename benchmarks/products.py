@@ -31,7 +31,7 @@ from options import add_json, add_smoke, check_gpu, command, numbers, parsed, pa
 from rich.console import Console
 from torch import Tensor
 
-from dllm_sampler.eval.arguments import positive
+from dllm_sampler.cli.terminal import positive
 
 SHAPES = {"qkv": (12288, 4096), "o": (4096, 4096), "gate up": (24576, 4096), "down": (4096, 12288)}  # outputs, inputs
 TINY = {"qkv": (192, 64), "o": (64, 64), "gate up": (256, 64), "down": (64, 128)}

@@ -38,6 +38,7 @@ from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
 from dllm_sampler import config
+from dllm_sampler.cli.terminal import positive
 from dllm_sampler.core import packing
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Plan
@@ -47,7 +48,6 @@ from dllm_sampler.engine import layout
 from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import positive
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Rope, Transformer, answered
 

@@ -13,14 +13,12 @@ from rich.text import Text
 from dllm_sampler import __version__
 from dllm_sampler.cli import terminal
 from dllm_sampler.cli.help import check_topics
-from dllm_sampler.cli.terminal import ending, written
+from dllm_sampler.cli.terminal import Column, ending, written
 from dllm_sampler.cli.user_files import about, choices, choices_of, with_config_dir
 from dllm_sampler.errors import UserError, counted
-from dllm_sampler.eval import tables
 from dllm_sampler.eval.jobs import EVAL, Job, Options, jobs
 from dllm_sampler.eval.lm_eval import names as harness_names
 from dllm_sampler.eval.report.headline import METHOD, interval
-from dllm_sampler.eval.tables import Column
 from dllm_sampler.host.files import write as write_file
 from dllm_sampler.options import Options as Shared
 from dllm_sampler.options import pages
@@ -177,7 +175,7 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         column("tokens/s", 6, lambda one: f"{one['tokens_per_second']:.0f}"),
         column("oracle's share", 8, lambda one: number(one["oracle_share"], ".0f", 100, " %")),
     ]
-    narrow = tables.show([one for one in columns if one.title != "valid" or any(one.cells)], console)
+    narrow = terminal.show_table([one for one in columns if one.title != "valid" or any(one.cells)], console)
     if rows:
         console.print(Text(f"{FRONT} {SURE}" if several else SURE), soft_wrap=True)
     if narrow:

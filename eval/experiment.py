@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from dllm_sampler import config
+from dllm_sampler.cli.terminal import Column, show_table
 from dllm_sampler.cli.user_files import entry, own
-from dllm_sampler.eval import tables
 from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.space import Tuning
-from dllm_sampler.eval.tables import Column
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -124,7 +123,7 @@ def show_trials(tried: Sequence[Trial], plain: Found, verdicts: Mapping[Sequence
     rows = [(t.words, t.score, t.speed, verdicts.get(t.words) or t.reason) for t in tried]
     rows.insert(sum(not one.reason for one in tried), (tuple(plain.chosen), plain.score, plain.speed, ONE_PER_STEP))
     shown, console = rows[:LONG], Console()
-    narrow = tables.show(
+    narrow = show_table(
         [
             Column("configuration", [" ".join(words) for words, *_ in shown], words=True),
             Column("score, %", ["" if score is None else f"{100 * score:.1f}" for _, score, *_ in shown]),

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 import transformers
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
 from dllm_sampler.cli import threads
 from dllm_sampler.core.protocols import Denoiser, is_random
+from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.engine.graphs import networks
-from dllm_sampler.errors import NotFiniteError, NotWrittenError, UserError
-from dllm_sampler.eval import memory
+from dllm_sampler.errors import NotFiniteError, NotWrittenError, RowError, UserError
 from dllm_sampler.eval.folders import RunFolder
-from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import Job
-from dllm_sampler.eval.naming import check_prompts, numbered
 from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
 from dllm_sampler.eval.records import Record, encoded_again
 from dllm_sampler.eval.tasks.base import Answer as Graded
-from dllm_sampler.eval.tasks.base import Sample
+from dllm_sampler.eval.tasks.base import Sample, Task
 from dllm_sampler.eval.tasks.formed import Demanded
+from dllm_sampler.inputs import prompts
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided, laid_out
 from dllm_sampler.options import SamplerOptions
@@ -163,10 +165,10 @@ class Runner:
         size = self.job.options.batch_size
         stream = self.sampler.generate_many(self._prompts(samples), batch_size=size, **self._settings(samples))
         with numbered(samples), closing(cast("Generator[Answer, None, None]", stream)):
-            memory.reset(self.denoiser.spec.device)
+            reset_memory(self.denoiser.spec.device)
             begun = time.perf_counter()
             for answer in stream:
-                times = time.perf_counter() - begun, 1, memory.peak(self.denoiser.spec.device)
+                times = time.perf_counter() - begun, 1, peak_memory(self.denoiser.spec.device)
                 ready.append(Answered.of(samples[answer.index], answer, times))
                 if len(ready) == size or not self.job.options.oracle:
                     yield ready
@@ -178,17 +180,17 @@ class Runner:
     def _batch(self, batch: Sequence[Sample]) -> list[Answered]:
         """One batch."""
         begun = time.perf_counter()
-        memory.reset(self.denoiser.spec.device)
+        reset_memory(self.denoiser.spec.device)
         options: dict[str, Any] = {**self._settings(batch), "batch_size": len(batch), "batching": "static"}
         with numbered(batch):
             answers = list(self.sampler.generate_many(self._prompts(batch), **options))
-        times = time.perf_counter() - begun, len(batch), memory.peak(self.denoiser.spec.device)
+        times = time.perf_counter() - begun, len(batch), peak_memory(self.denoiser.spec.device)
         return [Answered.of(batch[answer.index], answer, times) for answer in answers]
 
     def _watched(self, batch: Sequence[Sample]) -> list[Answered]:
         """One batch whose scheduler takes tokens back, looked at after each step."""
         begun, found = time.perf_counter(), []
-        memory.reset(self.denoiser.spec.device)
+        reset_memory(self.denoiser.spec.device)
         left = list(batch)
         while left:
             history, result, bad = History(), None, set()
@@ -205,7 +207,7 @@ class Runner:
                 made, lost = (0, ()) if bad else (history.commits[row], history.revisions[row])
                 found.append((left[row], answer, made, lost))
             left = [sample for row, sample in enumerate(left) if row not in bad] if bad else []
-        times = time.perf_counter() - begun, len(batch), memory.peak(self.denoiser.spec.device)
+        times = time.perf_counter() - begun, len(batch), peak_memory(self.denoiser.spec.device)
         return [Answered(*one, times=times) for one in found]
 
     def _prompts(self, batch: Sequence[Sample]) -> list[Any]:
@@ -322,3 +324,82 @@ def _loaded(model: str, dtype: str, device: str) -> tuple[Denoiser, Any]:
     scale = settings.pop("cfg_scale")
     denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
     return guided(denoiser, scale), tokenizer
+
+
+class History:
+    """Commits and revisions of each position, from one view of the canvas to the next."""
+
+    def __init__(self) -> None:
+        self.commits: list[int] = []
+        self.revisions: list[list[tuple[int, int, int | None]]] = []  # forward, position, token or None: taken back
+        self.before: tuple[Tensor, Tensor] | None = None
+
+    def note(self, step: int, step_map: Tensor, tokens: Tensor) -> None:
+        """Compare the step map and tokens `[B, N]` after `step` forwards with those before."""
+        if self.before is None:
+            self.before = torch.full_like(step_map, -1), tokens
+            self.commits, self.revisions = [0] * len(tokens), [[] for _ in tokens]
+        old, written = self.before
+        changed = step_map != old
+        wrote = (changed & (step_map >= 0)).sum(1).tolist()
+        self.commits = [sum(pair) for pair in zip(self.commits, wrote, strict=True)]
+        for row, place in (changed & (old >= 0)).nonzero().tolist():
+            self.revisions[row].append((int(old[row, place]), place, int(written[row, place])))
+            if step_map[row, place] < 0:
+                self.revisions[row].append((step - 1, place, None))
+        self.before = step_map, tokens
+
+
+@contextmanager
+def numbered(samples: Sequence[Sample]) -> Iterator[None]:
+    """Name samples by their numbers in errors that name prompts by their place in a call."""
+    try:
+        yield
+    except RowError as error:
+        numbers = [samples[number - 1].index + 1 for number in error.prompts]
+        raise RowError(error.code, error.template, error.rows, numbers) from error.__cause__
+
+
+def check_prompts(
+    task: Task,
+    given: Callable[[Sequence[Sample]], Sequence[Any]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    spec: ModelSpec,
+    max_new_tokens: int,
+) -> None:
+    """Refuse prompts from a file that the model cannot take, before any is answered.
+
+    Args:
+        task: samples that it makes itself are not looked at.
+        given: the prompts of samples, as the sampler gets them.
+        tokenizer: the model's.
+        spec: the model's.
+        max_new_tokens: length of the canvas behind each prompt.
+
+    Raises:
+        UserError: naming file, line, and what is wrong.
+    """
+    sources = {sample.index: where for sample in task.samples() if (where := task.source(sample)) is not None}
+    found = [sample for sample in task.samples() if sample.index in sources]
+    for sample, prompt in zip(found, given(found) if found else (), strict=True):
+        try:
+            prompts.encode([prompt], tokenizer, spec, max_new_tokens, sample.index + 1)
+        except UserError as error:
+            raise UserError(error.code, f"{sources[sample.index]}: {error}") from error
+
+
+def reset_memory(device: torch.device) -> None:
+    """Begin to measure the most memory in use. What a GPU used before does not count."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return bytes: the GPU's since the last reset, or the process's so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

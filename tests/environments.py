@@ -31,9 +31,8 @@ from pathlib import Path
 from typing import Any, TextIO
 from xml.etree import ElementTree
 
-from dllm_sampler.cli.terminal import ending
+from dllm_sampler.cli.terminal import Parser, ending, output, positive
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import Parser, output, positive
 from dllm_sampler.eval.folders import commit
 from dllm_sampler.host import files
 from tests.tables import markdown

@@ -1,4 +1,4 @@
-"""What commands print, and how they end.
+"""What commands print, how they read plain arguments, and how they end.
 
 Text of models, tokenizers and files may have escape sequences, which a terminal would obey.
 """
@@ -11,11 +11,17 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TextIO
+from dataclasses import dataclass, replace
+from functools import wraps
+from pathlib import Path
+from typing import NoReturn, TextIO
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from dllm_sampler.errors import UserError
@@ -26,6 +32,9 @@ COLUMN, WIDEST = 19, 120
 # Errors of a system that cannot take what is written: it is full, has a limit, is broken or read-only.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+NARROWEST = 16  # characters that a column of words may be folded to
+
+Main = Callable[[Sequence[str] | None], int]
 
 
 def visible(text: str) -> str:
@@ -69,6 +78,57 @@ def row(console: Console, left: str, right: str, style: str = "", indent: int = 
         console.print(cells.append(line and line, f"not bold {style}"), soft_wrap=True, highlight=False)
 
 
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    title, cells: its texts
+    rank: columns of a high rank are left out first on a narrow terminal; those of rank 0 are always shown
+    words: aligned to the left, and folded on a narrow terminal; the others are numbers and never folded
+    """
+
+    title: str
+    cells: Sequence[str]
+    rank: int = 0
+    words: bool = False
+
+
+def show_table(columns: Sequence[Column], console: Console) -> list[str]:
+    """Print a table, and return the titles of the columns that were left out.
+
+    A console that is no terminal becomes as wide as the table needs.
+    """
+    if console.is_terminal:
+        columns = [replace(one, cells=[*map(visible, one.cells)]) for one in columns]
+    else:
+        console.width = max(console.width, _width(columns, console, sys.maxsize))
+    shown = list(columns)
+    for column in sorted((one for one in columns if one.rank), key=lambda one: -one.rank):
+        if _width(shown, console, NARROWEST) <= console.width:
+            break
+        shown.remove(column)
+    console.print(_table(shown))
+    return [column.title.strip() for column in columns if column not in shown]
+
+
+def _width(columns: Sequence[Column], console: Console, most: int) -> int:
+    """Return the characters that a table needs if columns of words are at most `most` wide."""
+    options = console.options.update(width=sys.maxsize)
+    return console.measure(_table(columns, most), options=options).maximum
+
+
+def _table(columns: Sequence[Column], most: int | None = None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for one in columns:
+        if one.words:
+            table.add_column(Text(one.title), overflow="fold", max_width=most)
+        else:
+            table.add_column(Text(one.title), justify="right", no_wrap=True)
+    for row in zip(*(one.cells for one in columns), strict=True):
+        table.add_row(*map(Text, row))
+    return table
+
+
 def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted") -> int:
     """Return the exit status of `run()`. A user's mistake prints one sentence on stderr, not a stack trace.
 
@@ -104,3 +164,43 @@ def _mute() -> None:
     """Discard what is left to write at exit. Standard output takes no more."""
     with suppress(OSError, ValueError):  # a test's has no number
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class Parser(ArgumentParser):
+    """Reports a wrong argument like any other mistake, in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `ArgumentParser.error`."""
+        raise UserError("option-syntax", f"{message}; try --help")
+
+
+def command(name: str) -> Callable[[Main], Callable[..., int]]:
+    """Decorate a `main(arguments)`, which then ends as `ending` says, in the name of the command."""
+
+    def named(main: Main) -> Callable[..., int]:
+        @wraps(main)
+        def run(arguments: Sequence[str] | None = None) -> int:
+            return ending(name, lambda: main(arguments))
+
+        return run
+
+    return named
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"should be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def output(text: str) -> Path:
+    """Return a file that `files.write` can write, through a temporary file in the same folder."""
+    path = Path(text)
+    if path.exists() and not path.is_file():
+        raise ArgumentTypeError(f"{path} cannot be written: it is no file")
+    if not path.parent.is_dir():
+        raise ArgumentTypeError(f"{path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ArgumentTypeError(f"{path} cannot be written: nothing may be written to the folder {path.parent}")
+    return path

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from dllm_sampler.eval.arguments import command
+from dllm_sampler.cli.terminal import command
 from dllm_sampler.eval.lm_eval.settings import harness
 
 

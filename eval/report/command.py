@@ -6,9 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dllm_sampler.cli.terminal import ending, show
+from dllm_sampler.cli.terminal import Parser, ending, show
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import Parser
 from dllm_sampler.eval.report.data import load, read
 from dllm_sampler.eval.report.rows import rows, text
 from dllm_sampler.host import files

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval.arguments import Parser, command
 from tests.conformance import lines, replay
 from tests.conformance.builder import Checkpoints
 

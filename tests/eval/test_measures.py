@@ -11,9 +11,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dllm_sampler.eval import curves, statistics
-from dllm_sampler.eval.history import History
 from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.records import Record, encoded_again
+from dllm_sampler.eval.runner import History
 from dllm_sampler.inputs.texts import decode
 from tests import toys
 from tests.eval.made import record

@@ -21,12 +21,10 @@ from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import NoEffectWarning, RowError
 from dllm_sampler.eval import runner
 from dllm_sampler.eval.folders import RunFolder
-from dllm_sampler.eval.history import History
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.launch import end_with, launch, run_all
-from dllm_sampler.eval.naming import numbered
 from dllm_sampler.eval.oracle import Oracle
-from dllm_sampler.eval.runner import Runner, Share
+from dllm_sampler.eval.runner import History, Runner, Share, numbered
 from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.sampler import Sampler
 from tests import toys

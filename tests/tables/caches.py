@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks.untrained import llada_157m
 from dllm_sampler import config
 from dllm_sampler.cache.base import Slots
+from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.core.protocols import Cache, Denoiser, Plan
 from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.spec import ModelSpec
@@ -32,7 +33,6 @@ from dllm_sampler.engine import layout
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.eval import curves
-from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.report.figure import require_matplotlib
 from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.generation.batch import Reader

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import LAWS, Listed, Shuffle
 from dllm_sampler.sampler import Sampler

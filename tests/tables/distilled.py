@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.errors import unknown
 from dllm_sampler.eval import statistics
-from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.curves import pbx
 from dllm_sampler.host import files
 from dllm_sampler.sampler import Sampler

@@ -22,7 +22,7 @@ from rich.progress import track
 from torch import Tensor
 
 from dllm_sampler import __version__
-from dllm_sampler.eval.arguments import Parser, command, positive
+from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.host import files
 from dllm_sampler.result import Result

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dllm_sampler import config
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.core.protocols import Scheduler
-from dllm_sampler.eval.arguments import Parser, command
 from dllm_sampler.host import files
 from dllm_sampler.integrations.block import reason
 from tests.tables import markdown

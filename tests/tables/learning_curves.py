@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import statistics
-from dllm_sampler.eval.arguments import Parser, command
 from dllm_sampler.eval.report.figure import require_matplotlib
 from dllm_sampler.host import files
 from dllm_sampler.training import journal

@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.core.naming import described
 from dllm_sampler.errors import unknown
-from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.host import files
 from dllm_sampler.sampler import Sampler

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from dllm_sampler.eval.arguments import Parser, command, positive
+from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.eval.tasks.mini import CANVAS, held_out_prompts
 from dllm_sampler.host.files import write
 from dllm_sampler.sampler import Sampler

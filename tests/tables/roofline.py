@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.options import among, numbers, parser, quantity
 from benchmarks.roofline import DTYPES, GPUS, MODELS, Gpu, Work, floor, free, parts, quotes, refresh
-from dllm_sampler.eval.arguments import command, output, positive
+from dllm_sampler.cli.terminal import command, output, positive
 from dllm_sampler.host import files
 from tests.tables import markdown
 

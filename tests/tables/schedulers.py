@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from dllm_sampler import __version__, config
+from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import curves
-from dllm_sampler.eval.arguments import Parser, command, positive
 from dllm_sampler.eval.oracle import decode
 from dllm_sampler.eval.report.figure import require_matplotlib
 from dllm_sampler.eval.tasks.mini import CANVAS, held_out_prompts

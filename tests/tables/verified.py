@@ -13,7 +13,7 @@ from random import Random
 
 import torch
 
-from dllm_sampler.eval.arguments import Parser, command, positive
+from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.host import files
 from dllm_sampler.sampler import Sampler
 from tests.tables import markdown
