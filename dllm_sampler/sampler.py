@@ -341,17 +341,17 @@ class Sampler:
         number of them; each must take its answers to the end.
 
         Args:
-            prompts: any iterable. A list is looked through at first, so that places fit its longest prompt; a
-                generator is read as places become free.
+            prompts: any iterable. A sequence is read whole at first, so that lanes fit its longest prompt. A
+                generator is read as lanes become free.
             max_new_tokens: of each answer: one number for all, or a list with one per prompt.
             block_length, stop_strings: as in `generate`.
             seed: answer j of prompt i samples with `seed + i * samples + j`, or with that number of a list.
             samples: answers per prompt.
             forms, prefix, suffix, pinned: as in `generate`.
             order: `"finished"` yields answers as they finish, `"given"` in the order of the prompts.
-            max_length: most tokens of a prompt with its answer, which fixes the memory; None: the most of a list of
-                prompts; of another iterable, places grow in steps as longer prompts come, and each time the answers in
-                flight end first.
+            max_length: most tokens of a prompt with its answer, which fixes the memory; None: the most of a
+                sequence of prompts. For another iterable lanes grow in steps as longer prompts come, and each time the
+                answers in flight end first.
             on_error: what becomes of a prompt that is refused: `"raise"` after the answers in flight, or `"yield"` an
                 answer with the `error`.
             batching: `"static"`: batch after batch, each as long as its slowest answer.

@@ -1,7 +1,7 @@
-"""In-flight batching: a request that is done gives its slot to the next one.
+"""In-flight batching: a request that is done gives its lane to the next one.
 
-The state of a generation is tensors with one row per slot. Requests that begin are laid out as a small batch of their
-own, which is copied into free slots. Rows that end are copied out. A row does not depend on its neighbours, so no
+The state of a generation is tensors with one row per lane. Requests that begin are laid out as a small batch of their
+own, which is copied into free lanes. Rows that end are copied out. A row does not depend on its neighbours, so no
 answer changes.
 """
 
@@ -33,7 +33,7 @@ PARTS = ("canvas", "cache", "carry", "bad", "recorder")  # of a state: what a ro
 
 @dataclass(eq=False)
 class Request:
-    """One answer to generate: it waits, runs in a slot, and is done.
+    """One answer to generate: it waits, runs in a lane, and is done.
 
     Args:
         prompt: token ids. May be empty if tokens of the answer are given.
@@ -85,7 +85,7 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
 
 
 class CannotJoin(ValueError):
-    """The state of a generation has something other than one row per slot."""
+    """The state of a generation has something other than one row per lane."""
 
     def __init__(self, what: str):
         super().__init__(f"{what}, and not a tensor with one row per prompt")
@@ -97,7 +97,7 @@ class RunningBatch:
     Args:
         engine: runs the steps.
         lay_out: makes the canvas of some requests. Its number of columns is the same in each call.
-        slots: most rows at a time.
+        lanes: most rows at a time.
         watch: called after each step. It may end rows (`Canvas.done`), and asks again then.
     """
 
@@ -105,41 +105,41 @@ class RunningBatch:
         self,
         engine: Engine,
         lay_out: Callable[[Sequence[Request]], Canvas],
-        slots: int,
+        lanes: int,
         watch: Callable[[Generation], None] | None = None,
     ):
         self.engine, self.lay_out, self.watch = engine, lay_out, watch
-        self.slots: list[Request | None] = [None] * slots
+        self.lanes: list[Request | None] = [None] * lanes
         self.state: Generation | None = None
         self.forwards = 0
 
     @property
     def free(self) -> list[int]:
         """Slots without a running request."""
-        return [slot for slot, one in enumerate(self.slots) if one is None or one.state == "done"]
+        return [lane for lane, one in enumerate(self.lanes) if one is None or one.state == "done"]
 
     def admit(self, requests: Sequence[Request], samples: int = 1) -> None:
-        """Give each request a free slot. There must be one for each.
+        """Give each request a free lane. There must be one for each.
 
         Args:
             samples: each `samples` consecutive requests have the same prompt, which a cache may compute once for them.
 
         Raises:
-            CannotJoin: the state of a generation has something other than one row per slot. Running rows may go on.
+            CannotJoin: the state of a generation has something other than one row per lane. Running rows may go on.
         """
-        slots, canvas = self.free[: len(requests)], self.lay_out(requests)
+        lanes, canvas = self.free[: len(requests)], self.lay_out(requests)
         with undisturbed(canvas.ids.device, self.engine.inference_mode):
             fresh = self.engine.fresh(canvas, samples)
             if self.state is None:
                 self.state = self.engine.begin(self._empty(requests[0]))
-            at = torch.tensor(slots, device=canvas.ids.device)
+            at = torch.tensor(lanes, device=canvas.ids.device)
             try:
                 join(self.state, fresh, at)
             except CannotJoin:
                 self.engine.ask(fresh)  # some numbers are set before each forward, and count for that one only
                 join(self.state, fresh, at)
-            for slot, request in zip(slots, requests, strict=True):
-                self.slots[slot], request.state, request.forwards = request, "running", 0
+            for lane, request in zip(lanes, requests, strict=True):
+                self.lanes[lane], request.state, request.forwards = request, "running", 0
             self.engine.ask(self.state)
 
     def step(self) -> Ended | None:
@@ -147,34 +147,34 @@ class RunningBatch:
         if self.state is None:  # no row came here yet
             self.state = self.engine.begin(self._empty(Request([0], 1)))
         state, engine = self.state, self.engine
-        running = {slot: one for slot, one in enumerate(self.slots) if one is not None and one.state == "running"}
+        running = {lane: one for lane, one in enumerate(self.lanes) if one is not None and one.state == "running"}
         self.forwards += 1
         for request in running.values():
             request.forwards += 1
-        late = {slot for slot, request in running.items() if request.forwards >= request.max_steps}
+        late = {lane for lane, request in running.items() if request.forwards >= request.max_steps}
         engine.advance(state, self.forwards, last=bool(late))
         with undisturbed(state.canvas.ids.device, engine.inference_mode):
             if self.watch is not None:
                 self.watch(state)
-            ended = {slot: one for slot, one in running.items() if slot in late | {*state.failed} or state.done[slot]}
+            ended = {lane: one for lane, one in running.items() if lane in late | {*state.failed} or state.done[lane]}
             return self._leave(state, ended) if ended else None
 
     def _leave(self, state: Generation, ended: dict[int, Request]) -> Ended:
-        """Take out these slots' rows."""
+        """Take out these lanes' rows."""
         device = state.canvas.ids.device
-        for slot, request in ended.items():
-            request.state, request.is_finite = "done", slot not in state.failed
+        for lane, request in ended.items():
+            request.state, request.is_finite = "done", lane not in state.failed
         at = torch.tensor([*ended], device=device)
         left = Ended([*ended.values()], taken(state.canvas, at), taken(state.recorder, at))
         # Rows that did not end by themselves must not go on, nor fail again.
-        forced = [slot for slot in ended if slot in state.failed or not state.done[slot]]
+        forced = [lane for lane in ended if lane in state.failed or not state.done[lane]]
         if forced:
             at = torch.tensor(forced, device=device)
             canvas = state.canvas
             done, masked = canvas.done.index_fill(0, at, True), canvas.masked.index_fill(0, at, False)
             state.canvas = replace(canvas, done=done, masked=masked)
             state.bad = state.bad.index_fill(0, at, 0)
-            state.cache = walk(state.cache, partial(_cleaned, rows=at, slots=len(self.slots)), "")
+            state.cache = walk(state.cache, partial(_cleaned, rows=at, lanes=len(self.lanes)), "")
             self.engine.ask(state)
         return left
 
@@ -194,19 +194,19 @@ class RunningBatch:
         self.state = None
 
     def _empty(self, request: Request) -> Canvas:
-        """Return a canvas without a live row, with slots that `request` could have."""
-        canvas = self.lay_out([request] * len(self.slots))
+        """Return a canvas without a live row, with lanes that `request` could have."""
+        canvas = self.lay_out([request] * len(self.lanes))
         return replace(canvas, done=torch.ones_like(canvas.done)).with_layout(padded=True)
 
 
-def join(state: Generation, fresh: Generation, slots: Tensor) -> None:
-    """Copy the rows of `fresh` to the `slots [n]` of a running state.
+def join(state: Generation, fresh: Generation, lanes: Tensor) -> None:
+    """Copy the rows of `fresh` to the `lanes [n]` of a running state.
 
     A history that a row lacks before its first forward stays as the row before left it. None of its numbers counts,
     since the row's `step` and `age` are 0.
 
     Raises:
-        CannotJoin: the state has something other than one row per slot.
+        CannotJoin: the state has something other than one row per lane.
     """
     try:
         new = leaves(fresh)
@@ -216,12 +216,12 @@ def join(state: Generation, fresh: Generation, slots: Tensor) -> None:
     def visit(path: str, old: Any) -> Any:
         one = new.get(path)
         if isinstance(old, Slots) and isinstance(one, Slots):
-            old.take(one, slots)
+            old.take(one, lanes)
         elif isinstance(old, Tensor) and isinstance(one, Tensor) and one.numel():
-            if old.dim() != one.dim() or not old.dim() or (len(old), len(one)) != (len(state.canvas.ids), len(slots)):
+            if old.dim() != one.dim() or not old.dim() or (len(old), len(one)) != (len(state.canvas.ids), len(lanes)):
                 raise CannotJoin(f"{path} is a tensor {[*old.shape]}")
             # A history that is empty at first has one column then, and as many as it needs later.
-            return old.index_copy(0, slots, one.to(old.dtype).expand(-1, *old.shape[1:]))
+            return old.index_copy(0, lanes, one.to(old.dtype).expand(-1, *old.shape[1:]))
         if isinstance(old, SHARED) and type(old) is type(one) and old != one and not path.startswith("canvas"):
             raise CannotJoin(f"{path} is {old!r} where it was {one!r} before the first forward")
         return old
@@ -231,9 +231,9 @@ def join(state: Generation, fresh: Generation, slots: Tensor) -> None:
         setattr(state, part, value)
 
 
-def _cleaned(_: str, leaf: Any, rows: Tensor, slots: int) -> Any:
+def _cleaned(_: str, leaf: Any, rows: Tensor, lanes: int) -> Any:
     """Return a leaf without NaN or infinity in `rows [n]`. Even a masked one would spoil the next row's sums."""
-    if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf) == slots:
+    if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf) == lanes:
         own = leaf[rows]
         leaf = leaf.index_copy(0, rows, own.masked_fill(~own.isfinite(), 0))
     return leaf

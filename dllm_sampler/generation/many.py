@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.protocols import Prefills
+from dllm_sampler.core.protocols import Blocks, Prefills
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine.in_flight import CannotJoin, Request, RunningBatch, obstacle
 from dllm_sampler.engine.lockstep import Ranks
@@ -26,7 +26,7 @@ from dllm_sampler.options import BATCHING, MOST_ROWS
 from dllm_sampler.result import Answer, Commits, Result
 
 FAILED = 2  # status of a rank whose rows cannot join
-STEP = 64  # columns by which the capacity of a slot grows
+STEP = 64  # columns by which a lane grows
 
 
 def answers(
@@ -67,14 +67,14 @@ def answers(
         warn(f"prompts are answered batch by batch: {reason}")
     many = Many(runtime, asked, requests_of(asked, several), batch_size, on_error, ranks)
     if batching == "static" or reason is not None:
-        made = many.in_batches()
+        made = many.in_static_batches()
     else:
         if many.group > batch_size:
             raise UserError(
                 "option-range",
                 f"batch_size={batch_size} is less than samples={asked.samples}, which begin together. Raise it.",
             )
-        if isinstance(prompts, list | tuple) and asked.max_length is None:
+        if isinstance(prompts, Sequence):
             many.fit()
         made = many.in_flight()
     return in_order(made, asked.samples) if order == "given" else made
@@ -114,9 +114,34 @@ def in_order(answers: Iterable[Answer], samples: int) -> Iterator[Answer]:
             following += 1
 
 
+@dataclass(frozen=True)
+class LaneShape:
+    """The requests that a lane of a running batch has room for.
+
+    Args:
+        columns: of a lane.
+        lengths: of the answers.
+        has_given: tokens of answers may be given.
+    """
+
+    columns: int
+    lengths: tuple[int, ...]
+    has_given: bool
+
+    def fits(self, request: Request, blocks: Blocks) -> bool:
+        """Return True if a lane has room for a request."""
+        length = request.max_new_tokens
+        if len(request.prompt) + length > self.columns:
+            return False
+        if request.given is None:
+            return True
+        within = self.has_given and min(self.lengths) <= length <= max(self.lengths)
+        return within and blocks.widest(length) <= max(map(blocks.widest, self.lengths))
+
+
 @dataclass
 class Many:
-    """Reads prompts while slots are free, and turns requests that are done into answers.
+    """Reads prompts while lanes are free, and turns requests that are done into answers.
 
     Args:
         source: the requests of each prompt, or the error of one that is refused.
@@ -130,22 +155,21 @@ class Many:
     batch_size: int
     on_error: Literal["raise", "yield"]
     ranks: Ranks
+    shape: LaneShape = field(init=False)  # of the running batch, or of the next one
     running: RunningBatch | None = None
-    waiting: deque[Request] = field(default_factory=deque)  # answers to the last prompt that have not begun
+    rest_of_prompt: deque[Request] = field(default_factory=deque)  # answers to the last prompt that have not begun
     refused: deque[Answer] = field(default_factory=deque)
     failure: Exception | None = None  # of a prompt, or of their source. Raised after the answers in flight
     prompts_read: int = 0
-    # Slots: what the running batch, and the next one, have room for.
-    capacity: int = 0  # columns of a slot
-    infill_lengths: set[int] = field(default_factory=set)  # of answers with given tokens
-    has_given: bool = False  # slots may have given tokens
-    slot_lengths: list[int] = field(default_factory=list)  # lengths of answers in the running batch
     # What warnings and `progress` need.
     planned: int = 0  # forwards that a warning has named, of an answer that takes more than `scheduler.steps`
     exceeded: bool = False  # a warning has named an answer that took more
     forwards: int = 0
     tokens_started: int = 0  # tokens of all answers that have begun
     masks_left: int = 0  # of answers that ended with some
+
+    def __post_init__(self) -> None:
+        self.shape = LaneShape(self.asked.max_length or 0, self._lengths(), False)
 
     @property
     def reader(self) -> Reader:
@@ -161,46 +185,62 @@ class Many:
         return self.asked.samples if isinstance(self.runtime.plugins.cache, Prefills) and not self.ranks.mesh else 1
 
     def fit(self) -> None:
-        """Read all prompts and make slots that fit the longest, so that none has to wait for larger ones."""
+        """Read all prompts and make lanes that fit each of them, so that none has to wait for larger ones."""
         found = [*self.source]
         for requests in found:
             if not isinstance(requests, UserError):
-                self.capacity = max(self.capacity, len(requests[0].prompt) + requests[0].max_new_tokens)
-                self._note_given(requests[0])
+                self._extend_shape(requests[0], len(requests[0].prompt) + requests[0].max_new_tokens)
         self.source = iter(found)
 
     def schedule(self) -> list[Request]:
-        """Return the requests that take free slots now. One that is too long waits until all slots are free."""
+        """Take the requests that begin now, in the order of the prompts, for lanes that are free.
+
+        A request that the lanes have no room for waits until all of them are free, and those after it wait, too. Then
+        the running batch is closed, and the next one has larger lanes.
+        """
         free = self.batch_size if self.running is None else len(self.running.free)
         found: list[Request] = []
         # Refusals are handed out before more is read: there may be any number of them.
         while len(found) + self.group <= free and (request := self._next()) is not None and not self.refused:
-            size = len(request.prompt) + request.max_new_tokens
-            if size > self.capacity or not self._has_room(request):
+            if not self.shape.fits(request, self.runtime.plugins.blocks):
+                if found or free < self.batch_size:
+                    break
                 if self.running is not None:
-                    if found or free < self.batch_size:
-                        break
                     self.running.close()
                     self.running = None
-                if size > self.capacity:
-                    size = max(size, self.capacity * 5 // 4)
-                    most = self.runtime.spec.max_positions
-                    self.capacity = self.asked.max_length or min(-(-size // STEP) * STEP, most)
-                self._note_given(request)
-            found += [self.waiting.popleft() for _ in range(self.group)]
+                self._enlarge(request)
+            found += [self.rest_of_prompt.popleft() for _ in range(self.group)]
         return found
 
+    def _enlarge(self, request: Request) -> None:
+        """Make the lanes of the next batch large enough for a request, with columns to spare."""
+        columns = len(request.prompt) + request.max_new_tokens
+        if columns > self.shape.columns:
+            columns = max(columns, self.shape.columns * 5 // 4)
+            columns = min(-(-columns // STEP) * STEP, self.runtime.spec.max_positions)
+        self._extend_shape(request, columns)
+
+    def _extend_shape(self, request: Request, columns: int) -> None:
+        """Extend the shape by the given tokens of a request, and to a number of columns."""
+        lengths, has_given = self.shape.lengths, request.given is not None
+        if has_given and request.max_new_tokens not in lengths:
+            lengths = (*lengths, request.max_new_tokens)
+        columns = max(columns, self.shape.columns)
+        self.shape = LaneShape(columns, lengths, self.shape.has_given or has_given)
+
     def in_flight(self) -> Iterator[Answer]:
-        """Yield answers as they finish: a request that is done gives its slot to the next."""
-        barred: list[Request] = []  # requests that cannot join
+        """Yield answers as they finish: a request that is done gives its lane to the next."""
+        cannot_join: list[Request] = []  # requests that cannot join
         try:
             while True:
-                barred = barred or self._admit(self.schedule())
-                while self.refused:
-                    yield self.refused.popleft()
+                cannot_join = cannot_join or self._admit(self.schedule())
+                if self.refused:  # lanes may still be free: read on before the next forward
+                    while self.refused:
+                        yield self.refused.popleft()
+                    continue
                 runs = self.running is not None and len(self.running.free) < self.batch_size
-                busy = runs or (not barred and (self._next() is not None or bool(self.refused)))
-                status = self.ranks.most(FAILED if barred and self.ranks.mesh is not None else int(busy))
+                busy = runs or (not cannot_join and (self._next() is not None or bool(self.refused)))
+                status = self.ranks.most(FAILED if cannot_join and self.ranks.mesh is not None else int(busy))
                 if status == FAILED:
                     raise ranks_need_in_flight_error(
                         "a plug-in keeps a state of which no row can be given to the next prompt"
@@ -212,13 +252,13 @@ class Many:
         finally:
             if self.running is not None:
                 self.running.close()
-        if barred:  # nor can others
-            yield from self._batch(barred)
-            yield from self.in_batches()
+        if cannot_join:  # nor can others
+            yield from self._static_batch(cannot_join)
+            yield from self.in_static_batches()
         elif self.failure is not None:
             raise self.failure
 
-    def in_batches(self) -> Iterator[Answer]:
+    def in_static_batches(self) -> Iterator[Answer]:
         """Yield answers batch by batch."""
         while True:
             requests: list[Request] = []
@@ -226,18 +266,18 @@ class Many:
                 while self.refused:
                     yield self.refused.popleft()
                 if self._next() is not None:
-                    requests.append(self.waiting.popleft())
+                    requests.append(self.rest_of_prompt.popleft())
                 elif not self.refused:
                     break
             if not requests:
                 break
-            yield from self._batch(requests)
+            yield from self._static_batch(requests)
         if self.failure is not None:
             raise self.failure
 
     def _next(self) -> Request | None:
         """Return the request that is next, reading a prompt if necessary. Returns None if there is none now."""
-        while not self.waiting:
+        while not self.rest_of_prompt:
             if self.failure is not None or self.refused:
                 return None
             try:
@@ -252,8 +292,8 @@ class Many:
                 self._refuse(index, found)
             else:
                 self.planned = self.planned or batch.warn_of_steps(self.runtime.plugins, found[:1])
-                self.waiting.extend(found)
-        return self.waiting[0]
+                self.rest_of_prompt.extend(found)
+        return self.rest_of_prompt[0]
 
     def _refuse(self, index: int, error: UserError) -> None:
         """Make the answers of a prompt that is refused, or end after the answers in flight."""
@@ -264,22 +304,8 @@ class Many:
         for sample in range(self.asked.samples):
             self.refused.append(Answer(index, sample, "refused", nothing, error=str(error)))
 
-    def _note_given(self, request: Request) -> None:
-        """Note what the slots of the next running batch must have room for."""
-        if request.given is not None:
-            self.has_given = True
-            self.infill_lengths.add(request.max_new_tokens)
-
-    def _has_room(self, request: Request) -> bool:
-        """Return True if slots are made for an answer of this length, with given tokens if it has some."""
-        if request.given is None or self.running is None:
-            return request.given is None
-        within = self.has_given and min(self.slot_lengths) <= request.max_new_tokens <= max(self.slot_lengths)
-        widest = self.runtime.plugins.blocks.widest
-        return within and widest(request.max_new_tokens) <= max(map(widest, self.slot_lengths))
-
     def _admit(self, requests: list[Request]) -> list[Request]:
-        """Let requests join the running batch. Returns those that cannot, because a state has no row per slot."""
+        """Let requests join the running batch. Returns those that cannot, because a state has no row per lane."""
         if not requests:
             return []
         self.running = self.running or self._running_batch()
@@ -292,28 +318,31 @@ class Many:
         return []
 
     def _running_batch(self) -> RunningBatch:
-        runtime, engine = self.runtime, self.runtime.engine()
-        self.slot_lengths = lengths = self._lengths()
-        capacity, has_given = self.capacity, self.has_given
+        runtime, engine, shape = self.runtime, self.runtime.engine(), self.shape
 
         def lay_out(requests: Sequence[Request]) -> Canvas:
             return runtime.canvas(
-                requests, engine.multiple, cuts=True, length=capacity, lengths=lengths, has_given=has_given
+                requests,
+                engine.multiple,
+                cuts=True,
+                length=shape.columns,
+                lengths=shape.lengths,
+                has_given=shape.has_given,
             )
 
         watch = partial(self.reader.stop, engine) if self.asked.stop_strings else None
         return RunningBatch(engine, lay_out, self.batch_size, watch)
 
-    def _lengths(self) -> list[int]:
+    def _lengths(self) -> tuple[int, ...]:
         """Return the lengths of answers that may come. Those that are refused do not."""
-        found = [*self.infill_lengths]
+        found: list[int] = []
         lists = (self.asked.max_new_tokens, self.asked.forms)
         prompts = max([1, *(len(one) for one in lists if isinstance(one, list))])
         for length, form in sorted({self.asked.wanted(index) for index in range(prompts)}):
             with suppress(UserError):
                 self.asked.check_answer(length, form)
                 found.append(length)
-        return found
+        return tuple(found)
 
     def _step(self) -> Iterator[Answer]:
         """Make one forward of the running batch, and yield the answers that are done."""
@@ -322,7 +351,7 @@ class Many:
             ended = self.running.step()
         except RowError as error:
             raise error.numbered(
-                [0 if one is None else one.index + 1 for one in self.running.slots]
+                [0 if one is None else one.index + 1 for one in self.running.lanes]
             ) from error.__cause__
         if self.asked.progress is not None:
             self.masks_left += 0 if ended is None else int(ended.canvas.masked.sum())
@@ -333,7 +362,7 @@ class Many:
             self._warn(result)
             yield from _answers(ended.requests, result)
 
-    def _batch(self, requests: list[Request]) -> Iterator[Answer]:
+    def _static_batch(self, requests: list[Request]) -> Iterator[Answer]:
         """Yield the answers of one batch. One that is not finite leaves it, and the others are made again."""
         self.tokens_started += sum(one.free_tokens for one in requests)
         while requests:

@@ -60,7 +60,7 @@ class Arguments:
         Raises:
             UserError: a bad argument.
         """
-        spec, listed = runtime.denoiser.spec, isinstance(prompts, list | tuple)
+        spec, listed = runtime.denoiser.spec, isinstance(prompts, Sequence)
         check_count("samples", samples, most=MOST_ROWS)
         check_count("max_length", max_length, optional=True)
         if max_length is not None:  # no prompt with its answer is longer than the context

@@ -218,3 +218,29 @@ def test_stacked_answers_of_several_lengths_are_scored_as_they_were_sampled() ->
     scored = view.log_probabilities(sampler.denoiser.transformer)  # pyright: ignore[reportAttributeAccessIssue]
     learnt = (trace.step_map >= 0) & (torch.arange(12 + trace.origin) < trace.origin + stacked.lengths[:, None])
     torch.testing.assert_close(scored[learnt], trace.logprob[learnt])
+
+
+def forwards(sampler: Sampler, prompts: Any, **options: Any) -> int:
+    """Count the forwards of a call."""
+    made: list[int] = []
+    list(sampler.generate_many(prompts, progress=lambda step, *_: made.append(step), **options))
+    return len(made)
+
+
+def test_refused_prompts_leave_no_lane_free() -> None:
+    sampler = toys.sampler(scheduler="fixed", stop="none")
+    prompts, bad = [[5, 6], [7], [8, 9]], [[99], []] * 3
+    options: dict[str, Any] = {"max_new_tokens": [8, 2, 6], "batch_size": 2}
+    wanted = forwards(sampler, iter(prompts), **options)
+    options["max_new_tokens"] = [8, 2, *[4] * len(bad), 6]
+    mixed = [*prompts[:2], *bad, prompts[2]]
+    assert forwards(sampler, iter(mixed), on_error="yield", **options) == wanted == 8
+
+
+@pytest.mark.parametrize("given", [list, tuple])
+@pytest.mark.parametrize("max_length", [None, 20])
+def test_an_infill_takes_the_first_lane_that_is_free(given: Any, max_length: int | None) -> None:
+    sampler = toys.sampler(scheduler="fixed", stop="none")
+    prompts = given([[5, 6], [7], Infill([FREE, 6, FREE, FREE, FREE], [8])])
+    options: dict[str, Any] = {"max_new_tokens": [8, 2, 1], "batch_size": 2, "max_length": max_length}
+    assert forwards(sampler, prompts, **options) == 8, "2 and 4 forwards beside the first answer's 8"
