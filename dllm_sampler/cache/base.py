@@ -15,7 +15,7 @@ from dllm_sampler.core import select
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Answers, ForwardRequest, Pack
 from dllm_sampler.core.protocols import Cache, Context, LayerParts, Plan
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import AllColumns, BlocksOpenedAhead, ChangingLength, HiddenMasks, ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.core.visibility import Visible, mask_of
 from dllm_sampler.errors import UserError
@@ -185,17 +185,17 @@ class BaseCache(Cache):
         if context.scheduler is None:
             return
         traits, scheduler = context.scheduler.traits, f"scheduler={named(context.scheduler)}"
-        if traits.whole and self.stores:
+        if traits.has(AllColumns) and self.stores:
             yield (
                 f"{scheduler} needs every position computed in each forward, and {cache} computes a part: use"
                 " cache=none"
             )
-        if traits.initial is not None and self.stores and not (self.follows or self.causal):
+        if traits.has(ChangingLength) and self.stores and not (self.follows or self.causal):
             yield (
                 f"{scheduler} moves columns and adds new ones, and {cache} serves columns as an earlier forward left"
                 " them: use cache=prefix, which computes all of the answer that can move, or cache=none"
             )
-        if traits.exact and self.chooses:
+        if traits.needs_every_position and self.chooses:
             yield (
                 f"{scheduler} needs a prediction at every position it asks about, and {cache} chooses which masks to"
                 " predict: use cache=dual or cache=none"
@@ -205,12 +205,13 @@ class BaseCache(Cache):
                 f"{scheduler} asks about states that may not come true, and what {cache} keeps changes from one forward"
                 " to the next, so that tokens would differ: use cache=dual, prefix or none"
             )
-        if traits.opens_ahead and self.stores:
+        if traits.has(BlocksOpenedAhead) and self.stores:
             yield (
                 f"scheduler.eager opens blocks without a forward of their own, in which {cache} refreshes what it"
                 " keeps: use scheduler.eager=false, or cache=none"
             )
-        if traits.horizon is not None and self.keeps_noise:
+        hidden = traits.find(HiddenMasks)
+        if hidden is not None and hidden.horizon is not None and self.keeps_noise:
             yield (
                 f"{scheduler} hides what lies beyond its max_lookahead, and {cache} serves noise as an earlier forward"
                 " saw it: use cache=trailing, cache=none or scheduler.max_lookahead=null"

@@ -13,7 +13,7 @@ from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Cache, Context
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import ModelSpec, PlannedCommits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -45,7 +45,7 @@ class GreedyCache(BaseCache):
 
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`. It needs a scheduler that plans."""
-        if context.scheduler is not None and not context.scheduler.traits.plans:
+        if context.scheduler is not None and not context.scheduler.traits.has(PlannedCommits):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} must know before each forward what it will commit, and"

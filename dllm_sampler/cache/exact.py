@@ -7,6 +7,7 @@ from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.protocols import Cache, Context
+from dllm_sampler.core.spec import AllColumns
 
 
 @dataclass
@@ -20,6 +21,6 @@ class ExactCache(BaseCache):
 
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`."""
-        whole = context.scheduler is not None and context.scheduler.traits.whole
+        whole = context.scheduler is not None and context.scheduler.traits.has(AllColumns)
         chosen = BlockCausalCache() if context.spec.attention != "bidirectional" and not whole else NoCache()
         return chosen.bind(context)

@@ -15,7 +15,7 @@ from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Cache, Context, Plan
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import AllColumns, BlocksOpenedAhead, ChangingLength, ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -129,17 +129,17 @@ class SuffixCache(Cache, ABC):
         if context.scheduler is None:
             return
         traits, scheduler = context.scheduler.traits, f"scheduler={named(context.scheduler)}"
-        if traits.whole:
+        if traits.has(AllColumns):
             yield (
                 f"{scheduler} needs every position computed in each forward, and {cache} leaves masks out: use"
                 " cache=none"
             )
-        if traits.initial is not None:
+        if traits.has(ChangingLength):
             yield (
                 f"{scheduler} looks for the end of the answer behind the block, where {cache} leaves masks out: use"
                 " cache=prefix or cache=none"
             )
-        if traits.opens_ahead:
+        if traits.has(BlocksOpenedAhead):
             yield (
                 f"scheduler.eager opens blocks without a forward of their own, and {cache} chooses by the block what"
                 " a forward sees: use scheduler.eager=false, or cache=none"

@@ -16,65 +16,6 @@ from dllm_sampler.cli import user_files
 from dllm_sampler.cli.terminal import row, say, written
 from dllm_sampler.errors import UserError
 
-# What others rely on, in words: of `Traits` the values that are not the default, of other kinds the class attributes.
-SCHEDULER = {
-    "asks": "It asks about the whole block in each step, not about its masks only.",
-    "asks_block": "It does not ask about the active block in every step: no scheduler can be around it.",
-    "whole": "Every forward computes every column: no cache that leaves some out.",
-    "leave_one_out": "It adds shadow rows of masks to the forward.",
-    "exact": "It must hear about every mask it asks about: no cache that chooses among them.",
-    "revises": "It may take back or replace tokens that are committed.",
-    "uniform": "It also denoises random tokens, the noise of models without a mask token (uniform diffusion).",
-    "own_tokens": "It may write other tokens than the candidates of a step: no guide on the answer's form.",
-    "plans": "It knows before a forward what the forward will commit, as cache=dkv_greedy needs.",
-    "draws_order": "It draws which positions it commits.",
-    "drafts": "It asks about states that may not come true: no stop that changes the canvas, no guide=grammar.",
-    "opens_ahead": "It may open a block without a forward of its own.",
-    "static": "Its steps read the device: no CUDA graphs.",
-    "reads_ahead": "A verifier reads from left to right: no given tokens behind a gap.",
-    "causal": "It verifies its drafts causally, by a model with a causal context.",
-    "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
-    "ranks_by_confidence": "It does not look at confidence: no scheduler=eoser around it.",
-    "scheduled": "It goes by the block's length or the forwards made in it: no blocks=multi_block.",
-    "block_length": "It was made for blocks of one length.",
-    "scope": "It needs more than the logits of one block: see docs/engines.md.",
-    "initial": "The length of an answer changes while it is decoded, up to max_new_tokens.",
-    "hides": "The model does not see all masks in every forward: no trajectories to train on.",
-    "may_commit_mask": "With compat=true a mask token that it commits is final.",
-    "horizon": "The model sees a limited number of columns, counted from the first mask.",
-}
-OTHERS = {
-    "cache": {
-        "stores": "It keeps no keys and values.",
-        "pads": "It runs the layers itself, on padded rows.",
-        "syncs": "It reads the device inside a step: no CUDA graphs.",
-        "chooses": "It chooses which masks are predicted: no scheduler that must hear about all of them.",
-        "keeps_noise": "It keeps nothing of masks that a step did not compute.",
-        "refreshes": "The first forward of a block computes every column.",
-        "hides": "A block does not see all masks behind it: no stop=prophet.",
-        "follows": "It serves answers whose length changes.",
-        "causal": "It is for block-causal models only.",
-        "shared": "It keeps numbers for the whole batch: prompts are answered batch by batch.",
-    },
-    "stop": {
-        "cuts": "It may shorten the canvas: no scheduler that drafts.",
-        "predicts": "It writes without a prediction.",
-        "fills": "It may commit tokens itself: no scheduler that drafts, no guide on the answer's form.",
-        "judges_all": "It waits for a prediction of every mask: no cache that hides some.",
-    },
-    "guide": {
-        "truncates": "It keeps the likeliest tokens only, which changes nothing without a temperature.",
-        "excludes": "It takes given tokens away: it goes before guides that keep the likeliest only.",
-        "keeps_excluded": "It never raises the logit of a token that others excluded.",
-        "joint": "The tokens of a step are chosen together: no other guide on the form, no stop that fills in tokens.",
-        "vetoes": "It may refuse what a step commits: no scheduler that drafts, no cache that counts on commits.",
-    },
-    "blocks": {
-        "sizes_on_open": "Blocks are shortened by the forward that opens them.",
-        "several": "Several are open at once: no scheduler that takes tokens back or goes by a schedule.",
-        "hides": "What is behind the open blocks is not seen: no cache that serves old masks.",
-    },
-}
 PLAIN = {"scheduler": "threshold", "cache": "none", "stop": "prefix", "blocks": "fixed"}  # they go with everything
 MODELS: dict[str, dict[str, Any]] = {
     "masked diffusion": {},
@@ -184,6 +125,11 @@ def _arguments(cls: Any) -> dict[str, str]:
     before, _, text = doc.partition("\nArgs:\n")
     if not text:
         text = before.rpartition("\n\n")[2]
+    return _named(text)
+
+
+def _named(text: str) -> dict[str, str]:
+    """Return the meaning of each name in lines such as `name, other: meaning`, with indented lines that go on."""
     found: dict[str, str] = {}
     for part in re.split(r"\n(?=\S)", inspect.cleandoc("\n" + text.partition("\n\n")[0])):
         names, _, meaning = part.partition(":")
@@ -256,17 +202,22 @@ def _company(group: str, name: str) -> Iterator[str]:
             yield f"Not with {other}={', '.join(bad)}."
 
 
+def facts(kind: type) -> dict[str, str]:
+    """Return what a docstring says of each fact in `Attributes`: a sentence for a value other than the default."""
+    return _named(_documentation(kind).partition("\nAttributes, ")[2].partition("\n")[2])
+
+
 def _words(group: str, built: Any) -> Iterator[str]:
     """The sentences for what differs from the default of its kind."""
     from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
     from dllm_sampler.core.spec import Traits
 
     if group == "scheduler":
-        told, plain, words = built.traits, Traits(), SCHEDULER
+        told, kind, rare = built.traits, Traits, built.traits.rare
     else:
-        kinds = {"cache": Cache, "stop": Stop, "guide": Guide, "blocks": Blocks}
-        told, plain, words = built, kinds[group], OTHERS[group]
-    yield from (said for name, said in words.items() if getattr(told, name) != getattr(plain, name))
+        told, kind, rare = built, {"cache": Cache, "stop": Stop, "guide": Guide, "blocks": Blocks}[group], ()
+    yield from (said for name, said in facts(kind).items() if getattr(told, name) != getattr(kind, name))
+    yield from (next(_prose(type(one))) for one in rare)
 
 
 @cache

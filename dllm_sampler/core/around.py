@@ -16,8 +16,9 @@ from dllm_sampler.core.values import Canvas, Query
 class Around(Scheduler):
     """Pass everything on to the inner scheduler; a subclass defines `tell`.
 
-    A subclass that changes a trait derives its own: `replace(super().traits, exact=True)`. A subclass whose carry holds
-    more than the inner scheduler's overrides `inside`, which returns that part.
+    A subclass that changes a trait derives its own: `replace(super().traits, drafts=True)`, and `adding` or `without`
+    for rare ones. A subclass whose carry holds more than the inner scheduler's overrides `inside`, which returns that
+    part.
     """
 
     inner: Scheduler

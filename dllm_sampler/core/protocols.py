@@ -3,7 +3,7 @@
     ask, narrow, plan, denoiser, guides, readout, open, tell, progress, settle, stop, apply, observe, move
 
 Plug-ins answer questions; none writes tokens or owns a loop. Only these may read the device in a step: a cache that
-`syncs`, a guide that `vetoes`, a scheduler whose traits are not `static`.
+`syncs`, a guide that `vetoes`, a scheduler whose traits are not `graph_safe`.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ class Scheduler(PlugIn):
     """Decides what to ask and what to commit. A frozen dataclass: its fields are its YAML.
 
     What only a few schedulers can do is a protocol of its own: `Planner`, `Paced`, `Tempered`.
+    Facts that are true of few are a `RareTrait`.
     """
 
     @property
@@ -154,7 +155,7 @@ class Scheduler(PlugIn):
 
 @runtime_checkable
 class Planner(Protocol):
-    """A scheduler that needs no prediction to know what comes next (`Traits.plans`)."""
+    """A scheduler that needs no prediction to know what comes next (`PlannedCommits`)."""
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
         """What the next `ask` names and `tell` commits: `[B, L+1] int64` places in the step's order, from 1; 0: not in
@@ -186,11 +187,17 @@ class Tempered(Protocol):
 
 
 class Blocks(PlugIn):
-    """Which columns are decoded: the active block, and where it moves."""
+    """Which columns are decoded: the active block, and where it moves.
 
-    sizes_on_open: ClassVar[bool] = False  # `open` shortens blocks, by the forward that opens them
-    several: ClassVar[bool] = False  # the active block is a run of blocks that are open at once
-    hides: ClassVar[bool] = False  # what is behind the active block is not seen
+    Attributes, each with what a value other than the default means (the help prints these sentences):
+        sizes_on_open: Blocks are shortened by the forward that opens them.
+        several: Several are open at once: no scheduler that takes tokens back or goes by a schedule.
+        hides: What is behind the open blocks is not seen: no cache that serves old masks.
+    """
+
+    sizes_on_open: ClassVar[bool] = False
+    several: ClassVar[bool] = False
+    hides: ClassVar[bool] = False
     part: int | None = None  # length of the parts in which blocks of the grid are decoded, counted as those are
 
     @property
@@ -227,13 +234,21 @@ class Blocks(PlugIn):
 
 
 class Guide:
-    """Rewrites logits before a token is chosen."""
+    """Rewrites logits before a token is chosen.
 
-    truncates: ClassVar[bool] = False  # keeps the likeliest tokens only: a greedy choice does not feel it
-    excludes: ClassVar[bool] = False  # takes given tokens away, which must not be all that another guide left
-    keeps_excluded: ClassVar[bool] = False  # a logit of -inf stays one; else the mask is excluded again after it
-    joint: ClassVar[bool] = False  # the tokens of a step belong together: it `choose`s them, and none is replaced
-    vetoes: ClassVar[bool] = False  # it `settle`s what is committed, for which it reads the device inside a step
+    Attributes, each with what a value other than the default means (the help prints these sentences):
+        truncates: It keeps the likeliest tokens only, which changes nothing without a temperature.
+        excludes: It takes given tokens away: it goes before guides that keep the likeliest only.
+        keeps_excluded: It never raises the logit of a token that others excluded.
+        joint: The tokens of a step are chosen together: no other guide on the form, no stop that fills in tokens.
+        vetoes: It may refuse what a step commits: no scheduler that drafts, no cache that counts on commits.
+    """
+
+    truncates: ClassVar[bool] = False
+    excludes: ClassVar[bool] = False
+    keeps_excluded: ClassVar[bool] = False
+    joint: ClassVar[bool] = False
+    vetoes: ClassVar[bool] = False
     forms: int = 0  # of answers, one of which each prompt names (`Canvas.form`); 0: none is named
 
     @property
@@ -287,12 +302,19 @@ def is_random(guides: Iterable[Guide]) -> bool:
 
 
 class Stop(PlugIn):
-    """Ends rows early. When a row leaves its block is for schedulers and blocks to say, not for a stop."""
+    """Ends rows early. When a row leaves its block is for schedulers and blocks to say, not for a stop.
 
-    cuts: ClassVar[bool] = False  # whether it may shorten the canvas (`edit.end`)
-    fills: ClassVar[bool] = False  # whether it may commit tokens itself
-    judges_all: ClassVar[bool] = False  # whether it waits for a prediction of every mask: no cache that hides some
-    predicts: ClassVar[bool] = True  # whether it wants predictions at its `positions`, or only to write there
+    Attributes, each with what a value other than the default means (the help prints these sentences):
+        cuts: It may shorten the canvas: no scheduler that drafts.
+        predicts: It writes without a prediction.
+        fills: It may commit tokens itself: no scheduler that drafts, no guide on the answer's form.
+        judges_all: It waits for a prediction of every mask: no cache that hides some.
+    """
+
+    cuts: ClassVar[bool] = False
+    fills: ClassVar[bool] = False
+    judges_all: ClassVar[bool] = False
+    predicts: ClassVar[bool] = True
 
     def positions(self, canvas: Canvas) -> Tensor | None:
         """`[B, L+1] bool` columns to join to every query (a cache may still drop them); default: none."""
@@ -307,18 +329,31 @@ class Cache:
     """Decides which columns a forward computes, and keeps keys and values. A dataclass: its fields are its YAML.
 
     The configured object is a template, `init` returns a live copy. `cache.base.BaseCache` lacks only `computes`. What
-    few caches can do is a protocol of its own: `Foresees`, `Prefills`, `ReusesGuidance`, `Wraps`."""
+    few caches can do is a protocol of its own: `Foresees`, `Prefills`, `ReusesGuidance`, `Wraps`.
 
-    stores: ClassVar[bool] = True  # keeps keys and values between forwards
-    pads: ClassVar[bool] = False  # drives layers itself, on the padded form
-    syncs: ClassVar[bool] = False  # reads the device inside a step, and says why
-    chooses: ClassVar[bool] = False  # chooses which masks to predict: no scheduler that is `exact`
-    keeps_noise: ClassVar[bool] = True  # serves noise that a step did not compute: no scheduler that hides some of it
-    refreshes: ClassVar[bool] = False  # a block's first forward computes every column that the row sees
-    hides: ClassVar[bool] = False  # a block does not see all masks behind it: no rule that judges them
-    follows: ClassVar[bool] = False  # serves answers whose length changes
-    causal: ClassVar[bool] = False  # for block-causal models, and no others
-    shared: ClassVar[bool] = False  # keeps numbers that hold for all rows: none can join a batch that runs
+    Attributes, each with what a value other than the default means (the help prints these sentences):
+        stores: It keeps no keys and values.
+        pads: It runs the layers itself, on padded rows.
+        syncs: It reads the device inside a step: no CUDA graphs.
+        chooses: It chooses which masks are predicted: no scheduler that must hear about all of them.
+        keeps_noise: It keeps nothing of masks that a step did not compute.
+        refreshes: The first forward of a block computes every column.
+        hides: A block does not see all masks behind it: no stop=prophet.
+        follows: It serves answers whose length changes.
+        causal: It is for block-causal models only.
+        shared: It keeps numbers for the whole batch: prompts are answered batch by batch.
+    """
+
+    stores: ClassVar[bool] = True
+    pads: ClassVar[bool] = False
+    syncs: ClassVar[bool] = False
+    chooses: ClassVar[bool] = False
+    keeps_noise: ClassVar[bool] = True
+    refreshes: ClassVar[bool] = False
+    hides: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
+    causal: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
 
     spec: ModelSpec  # of a live copy, as all that follows
     slots: Any = None  # keys and values of every column (`cache.slots.Slots`); None: nothing is stored
@@ -380,7 +415,7 @@ class Cache:
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A cache that wants to know what the next forward commits: of a scheduler that `plans`."""
+    """A cache that wants to know what the next forward commits: of a scheduler with `PlannedCommits`."""
 
     def expect(self, ahead: Tensor, most: int) -> None:
         """Take note of `Planner.ahead [B, L+1]`, the at most `most` positions that the next forward will commit."""

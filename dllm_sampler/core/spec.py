@@ -13,6 +13,7 @@ import torch
 from dllm_sampler.core.ends import end_ids
 
 Made = TypeVar("Made")
+Rare = TypeVar("Rare", bound="RareTrait")
 # What a token sees: everything; its own block, on a grid, and earlier ones; or, in the active block, that block and all
 # before it, and before the active block nothing behind itself.
 Attention = Literal["bidirectional", "block_causal", "causal_context"]
@@ -59,34 +60,135 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a scheduler that others rely on."""
+    """Facts about a scheduler that others rely on. The defaults fit a rule that judges the block's masks by confidence.
 
-    asks: Literal["masks", "window"] = "masks"  # what the default `ask` wants of the block: its noise, or all of it
-    asks_block: bool = True  # it asks for the active block in every step, so that others can ask for it
-    whole: bool = False  # every forward computes every column (choices or edits outside the block, shadow rows)
-    leave_one_out: bool = False  # it asks `leave_one_out` queries, for which the forward computes shadow rows
-    causal: bool = False  # it asks `causal` queries without shadows, for a model with a causal context
-    exact: bool = False  # it must hear about every mask it asks: no cache may choose among them
-    revises: bool = False  # it may take back or replace tokens that are committed
-    may_commit_mask: bool = False  # under `compat` a mask token that it commits is final; False: the column stays noise
-    uniform: bool = False  # its rule is also good for uniform diffusion, whose noise are random tokens
-    own_tokens: bool = False  # it may write other tokens than this step's candidates
-    plans: bool = False  # it knows before a forward which positions the forward will commit (`Planner`)
-    draws_order: bool = False  # `tell` draws which positions it commits
-    drafts: bool = False  # it asks about states that may not come true: what it foresees must not be disturbed
-    opens_ahead: bool = False  # it may open a block without a forward of its own, which a cache may want for a refresh
-    static: bool = True  # its steps are launches on tensors and nothing else: a CUDA graph can repeat them
-    reads_ahead: bool = True  # its judgement sees text behind a gap; False: only what stands before a token
-    shared: bool = False  # it keeps something for the batch as a whole: no row can join one that runs
-    ranks_by_confidence: bool = True  # what it commits depends on `readout.confidence`: a factor on that is felt
-    scheduled: bool = False  # what it commits follows from the block's length or from the forwards made in it
-    block_length: int | None = None  # the one block length it was made for (a learned rule); None: any
-    # What its rule rests on: the logits of one block; counts over the whole answer; or more of the model than logits of
-    # a block (shadow rows, drafts, hidden columns), or of others (a second model, a reward).
+    What is true of few schedulers is a `RareTrait`: `Traits(asks="window", rare=(BatchState(),))`. A wrapper copies the
+    inner scheduler's traits with `replace`, `adding` and `without`, so none is lost.
+
+    Attributes, each with what a value other than the default means (the help prints these sentences):
+        asks: It asks about the whole block in each step, not about its masks only.
+        asks_block: It does not ask about the active block in every step: no scheduler can be around it.
+        needs_every_position: It must hear about every mask it asks about: no cache that chooses among them.
+        revises: It may take back or replace tokens that are committed.
+        own_tokens: It may write other tokens than the candidates of a step: no guide on the answer's form.
+        draws_order: It draws which positions it commits.
+        drafts: It asks about states that may not come true: no stop that changes the canvas, no guide=grammar.
+        graph_safe: Its steps read the device: no CUDA graphs.
+        ranks_by_confidence: It does not look at confidence: no scheduler=eoser around it.
+        scheduled: It goes by the block's length or the forwards made in it: no blocks=multi_block.
+        scope: It needs more than the logits of one block: see docs/engines.md.
+    """
+
+    asks: Literal["masks", "window"] = "masks"
+    asks_block: bool = True  # others can ask in its place
+    needs_every_position: bool = False
+    revises: bool = False
+    own_tokens: bool = False
+    draws_order: bool = False
+    drafts: bool = False
+    graph_safe: bool = True  # its steps are launches on tensors and nothing else
+    ranks_by_confidence: bool = True  # a factor on `readout.confidence` changes what it commits
+    scheduled: bool = False
+    # Its rule rests on the logits of one block; on counts over the answer; or on more of the model than logits of a
+    # block (shadow rows, drafts, hidden columns), or of others (a second model, a reward).
     scope: Literal["block", "answer", "model"] = "block"
-    initial: int | None = None  # columns an answer begins with, whose number then changes; None: all, for good
-    hides: bool = False  # some of its queries hide masks from the model
-    horizon: int | None = None  # columns from the first noise on in which the model sees masks; None: all
+    rare: tuple[RareTrait, ...] = ()
+
+    def find(self, kind: type[Rare]) -> Rare | None:
+        """Return the rare trait of this kind, or None."""
+        return next((one for one in self.rare if isinstance(one, kind)), None)
+
+    def has(self, kind: type[RareTrait]) -> bool:
+        """Return True if there is a rare trait of this kind."""
+        return self.find(kind) is not None
+
+    def adding(self, *rare: RareTrait) -> Traits:
+        """Return the same traits with rare ones, in place of those of the same kinds."""
+        return replace(self, rare=(*self.without(*map(type, rare)).rare, *rare))
+
+    def without(self, *kinds: type[RareTrait]) -> Traits:
+        """Return the same traits without the rare ones of these kinds."""
+        return replace(self, rare=tuple(one for one in self.rare if not isinstance(one, kinds)))
+
+
+@dataclass(frozen=True)
+class RareTrait:
+    """A fact that is true of few schedulers. The help prints the first paragraph of its docstring."""
+
+
+@dataclass(frozen=True)
+class AllColumns(RareTrait):
+    """Every forward computes every column: no cache that leaves some out.
+
+    Its choices or edits lie outside the block too, or its shadow rows see all.
+    """
+
+
+@dataclass(frozen=True)
+class ShadowRows(RareTrait):
+    """Shadow rows of masks are added to the forward, for `leave_one_out` queries."""
+
+
+@dataclass(frozen=True)
+class CausalQueries(RareTrait):
+    """Drafts are verified causally, by a model with a causal context.
+
+    It asks `causal` queries without shadow rows.
+    """
+
+
+@dataclass(frozen=True)
+class HiddenMasks(RareTrait):
+    """Some masks are hidden from the model in some forwards: no trajectories to train on."""
+
+    horizon: int | None = None  # columns from the first noise on that the model sees. None: no fixed number
+
+
+@dataclass(frozen=True)
+class PlannedCommits(RareTrait):
+    """Commits are known before the forward that makes them, as cache=dkv_greedy needs.
+
+    The scheduler is a `Planner`, whose `ahead` knows the positions.
+    """
+
+
+@dataclass(frozen=True)
+class ChangingLength(RareTrait):
+    """The length of an answer changes while it is decoded, up to max_new_tokens."""
+
+    initial_length: int  # columns that an answer begins with
+
+
+@dataclass(frozen=True)
+class TrainedBlocks(RareTrait):
+    """Blocks of one length are what it was made for: a learned rule."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class BlocksOpenedAhead(RareTrait):
+    """A block may be opened without a forward of its own, in which a cache would refresh what it keeps."""
+
+
+@dataclass(frozen=True)
+class LeftToRightVerifier(RareTrait):
+    """A verifier reads from left to right: no given tokens behind a gap."""
+
+
+@dataclass(frozen=True)
+class BatchState(RareTrait):
+    """Numbers are kept for the whole batch: prompts are answered batch by batch."""
+
+
+@dataclass(frozen=True)
+class UniformNoise(RareTrait):
+    """Random tokens are denoised too, the noise of models without a mask token (uniform diffusion)."""
+
+
+@dataclass(frozen=True)
+class CommittedMasks(RareTrait):
+    """A mask token that it commits is final with compat=true. Otherwise the column stays noise."""
 
 
 def learned(plugin: Made, **values: object) -> Made:

@@ -24,6 +24,7 @@ from torch import nn
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.core.spec import BatchState
 from dllm_sampler.core.values import Canvas, Noise, Sizes
 from dllm_sampler.engine.buffers import PARTS, WANTED, Buffers, Step, address, copies, objects, restore
 from dllm_sampler.engine.capture import GraphRecorder, Record
@@ -57,9 +58,9 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     if vetoing is not None:
         return f"guide={named(vetoing)} reads the device inside a step"
     traits, scheduler = plugins.scheduler.traits, f"scheduler={named(plugins.scheduler)}"
-    if traits.shared:
+    if traits.has(BatchState):
         return f"{scheduler} asks a second model, which keeps a state of its own"
-    if not traits.static:
+    if not traits.graph_safe:
         return f"{scheduler} reads the device inside a step"
     return _unfit(nn.ModuleList(networks(denoiser)), spec.device)
 

@@ -20,6 +20,7 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.recorder import Recorder
+from dllm_sampler.core.spec import BatchState, ChangingLength
 from dllm_sampler.core.values import FREE, Canvas, Noise
 from dllm_sampler.engine.capture import undisturbed
 from dllm_sampler.engine.decide import Generation
@@ -75,7 +76,7 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     """Return the reason that rows cannot join a generation that runs. Returns None if they can."""
     if plugins.cache.shared:
         return f"cache={named(plugins.cache)} counts forwards for the batch as a whole"
-    if plugins.scheduler.traits.shared:
+    if plugins.scheduler.traits.has(BatchState):
         return f"scheduler={named(plugins.scheduler)} asks a second model, which keeps a state of its own"
     if type(noise) is not CounterNoise:
         return f"{type(noise).__name__} draws for the batch as a whole"
@@ -183,7 +184,7 @@ class RunningBatch:
         assert self.state is not None
         canvas = self.state.canvas
         left = canvas.masked.sum(1)
-        if self.engine.plugins.scheduler.traits.initial is not None:
+        if self.engine.plugins.scheduler.traits.has(ChangingLength):
             left = left + canvas.layout.answer_end - canvas.end
         return int((left * ~canvas.done).sum())
 

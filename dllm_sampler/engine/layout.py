@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Blocks
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import ChangingLength, ModelSpec
 from dllm_sampler.core.values import FREE, Canvas, Grid, Layout, Noise
 
 
@@ -29,7 +29,7 @@ def canvas(
     lengths: Collection[int] = (),
     forms: Sequence[int] | None = None,
     given: Sequence[Sequence[int] | None] | None = None,
-    initial: int | None = None,
+    changing: ChangingLength | None = None,
 ) -> Canvas:
     """A batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
 
@@ -44,8 +44,7 @@ def canvas(
         forms: which of a guide's forms each answer has; None: no guide has a list of them.
         given: as many tokens as the answer has for each row, `FREE` where one is to be generated, or None where all
             are; None: no row has one, nor will one that joins.
-        initial: columns that each answer begins with (`Traits.initial`), a given beginning not counted; there is room
-            for the others.
+        changing: the number of columns that each answer begins with, without a given beginning. There is room for all.
 
     A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
     """
@@ -67,8 +66,8 @@ def canvas(
     masked = ids == FREE
     ids = ids.masked_fill(masked, noise_id)
     frozen = ~masked
-    if initial is not None:
-        end = torch.minimum(end, first + last + initial)
+    if changing is not None:
+        end = torch.minimum(end, first + last + changing.initial_length)
         spare = masked & (torch.arange(length + 1, device=spec.device) >= end[:, None])
         ids, masked = ids.masked_fill(spare, spec.pad_id), masked & ~spare
     sizes = {*decoded, *lengths}
@@ -83,7 +82,7 @@ def canvas(
         shortest=min(sizes),
         longest=max(sizes),
         width=max(map(blocks.widest, sizes)),
-        padded=cuts or initial is not None or any(end != length for end in ends),
+        padded=cuts or changing is not None or any(end != length for end in ends),
         grid=None if blocks.grid is None else Grid(blocks.grid, blocks.part, spec.prompt_block),
         given=None if given is None else first + last,
         form=None if forms is None else torch.tensor(forms, device=spec.device),

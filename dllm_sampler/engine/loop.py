@@ -12,6 +12,7 @@ import torch
 from dllm_sampler.core import packing
 from dllm_sampler.core.protocols import Denoiser, Paced, Prefills
 from dllm_sampler.core.recorder import Recorder
+from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import decide, faults, readout
 from dllm_sampler.engine.capture import undisturbed
@@ -83,7 +84,7 @@ class Engine:
         spec = self.denoiser.spec.with_ends(p.context.spec.eos_ids)
         cache = p.cache.init(canvas, spec)
         traits = p.scheduler.traits
-        recorder = Recorder(canvas, spec.dtype, self.entropy, traits.revises, traits.initial is not None)
+        recorder = Recorder(canvas, spec.dtype, self.entropy, traits.revises, traits.has(ChangingLength))
         if samples > 1 and isinstance(cache, Prefills):
             computed = cache.prefill(p.cache, canvas, samples, self.denoiser)
             if computed is not None:

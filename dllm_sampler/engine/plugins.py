@@ -24,7 +24,17 @@ from dllm_sampler.core.protocols import (
     Wraps,
     is_random,
 )
-from dllm_sampler.core.spec import ModelSpec, Traits
+from dllm_sampler.core.spec import (
+    CausalQueries,
+    ChangingLength,
+    CommittedMasks,
+    ModelSpec,
+    PlannedCommits,
+    ShadowRows,
+    TrainedBlocks,
+    Traits,
+    UniformNoise,
+)
 from dllm_sampler.engine.readout import FIELDS
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature, TopK, TopP
@@ -66,7 +76,7 @@ class Plugins:
     @property
     def forbidden_token(self) -> int | None:
         """The token whose commits leave noise: under `compat` the mask token, unless the scheduler may commit it."""
-        return self.context.spec.mask_id if self.compat and not self.scheduler.traits.may_commit_mask else None
+        return self.context.spec.mask_id if self.compat and not self.scheduler.traits.has(CommittedMasks) else None
 
     def bound(self, tokens: int) -> int:
         """Most steps a generation of `tokens` can take: of commits that a guide refuses it leaves one in each step."""
@@ -220,7 +230,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
     """What scheduler, blocks, stop, cache and model cannot do together."""
     spec, traits = plugins.context.spec, plugins.scheduler.traits
     scheduler, blocks, stop = (f"{group}={named(getattr(plugins, group))}" for group in ("scheduler", "blocks", "stop"))
-    if traits.leave_one_out and not (spec.cacheable and spec.mask_id is not None):
+    if traits.has(ShadowRows) and not (spec.cacheable and spec.mask_id is not None):
         yield (
             f"{scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows only: use"
             " another scheduler, threshold say"
@@ -235,7 +245,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"{stop} waits for a prediction of every mask, and cache={named(plugins.cache)} hides masks behind the"
             " block: use stop=prefix or block, or another cache"
         )
-    if traits.initial is not None:
+    if traits.has(ChangingLength):
         yield from _of_lengths(plugins, scheduler, blocks, stop)
     forms = [f"guide={named(guide)}" for guide in plugins.guides if guide.joint or guide.vetoes]
     if len(forms) > 1:
@@ -257,13 +267,14 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             )
     if plugins.blocks.several:
         yield from _of_several(plugins.scheduler, blocks)
-    if traits.block_length is not None and _length(plugins.blocks, traits.block_length) != traits.block_length:
+    trained = traits.find(TrainedBlocks)
+    if trained is not None and _length(plugins.blocks, trained.length) != trained.length:
         yield (
-            f"{scheduler} was trained on blocks of {traits.block_length} positions, and {blocks} makes others: use"
-            f" blocks=fixed with blocks.length={traits.block_length} (in SGLang and diffusers"
-            f" block_length={traits.block_length}), or train for other blocks"
+            f"{scheduler} was trained on blocks of {trained.length} positions, and {blocks} makes others: use"
+            f" blocks=fixed with blocks.length={trained.length} (in SGLang and diffusers"
+            f" block_length={trained.length}), or train for other blocks"
         )
-    if spec.mask_id is None and not traits.uniform:
+    if spec.mask_id is None and not traits.has(UniformNoise):
         yield (
             f"{scheduler} fills masks, and this model has none, its noise are random tokens (uniform diffusion): use"
             " scheduler=entropy_renoise or scheduler=block_refine"
@@ -288,12 +299,12 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"this model chooses experts for blocks of {spec.routing} tokens together, and {blocks} makes others: use"
             f" blocks=fixed with blocks.length={spec.routing} or a multiple"
         )
-    if spec.routing is not None and traits.leave_one_out:
+    if spec.routing is not None and traits.has(ShadowRows):
         yield (
             f"{scheduler} adds shadow rows of mask tokens to the forward, and this model chooses experts for blocks of"
             " tokens together, which these would change: use another scheduler, threshold say"
         )
-    if spec.seeds and (traits.leave_one_out or traits.drafts) and not traits.causal:
+    if spec.seeds and (traits.has(ShadowRows) or traits.drafts) and not traits.has(CausalQueries):
         yield (
             f"{scheduler} asks about states other than the canvas, and this model computes a finished block again, as"
             " context: use another scheduler, threshold say"
@@ -314,13 +325,14 @@ def _of_several(scheduler: Scheduler, blocks: str) -> Iterator[str]:
 
 def _of_one_block(traits: Traits) -> list[str]:
     """What a scheduler does that has a meaning in single blocks only."""
+    trained = traits.find(TrainedBlocks)
     facts = {
         "takes back or replaces tokens, which a finished block cannot have": traits.revises,
-        "plans what a forward commits": traits.plans,
+        "plans what a forward commits": traits.has(PlannedCommits),
         "goes by the block's length, or by the forwards made in it": traits.scheduled,
-        f"was trained on single blocks of {traits.block_length} positions": traits.block_length is not None,
     }
-    return [fact for fact, holds in facts.items() if holds]
+    said = [fact for fact, holds in facts.items() if holds]
+    return said if trained is None else [*said, f"was trained on single blocks of {trained.length} positions"]
 
 
 def _of_lengths(plugins: Plugins, scheduler: str, blocks: str, stop: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import is_random
 from dllm_sampler.core.recorder import Recorder, aligned
+from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.decide import Generation
@@ -121,7 +122,7 @@ def warn_of_bias(plugins: Plugins, samples: int) -> None:
 def warn_of_steps(plugins: Plugins, requests: Iterable[Request]) -> int:
     """Warn if the blocks of an answer take more forwards than `scheduler.steps`. Returns these, else 0."""
     steps, blocks = plugins.scheduler.total_steps, plugins.blocks
-    if steps is None or blocks.several or plugins.scheduler.traits.initial is not None:
+    if steps is None or blocks.several or plugins.scheduler.traits.has(ChangingLength):
         return 0  # blocks that are open at once share forwards, and an answer may become shorter
     added = plugins.scheduler.added_steps
     total, planned, count = max(

@@ -10,6 +10,7 @@ from typing import Any
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.ends import first_end
 from dllm_sampler.core.naming import named
+from dllm_sampler.core.spec import ChangingLength, LeftToRightVerifier
 from dllm_sampler.core.values import FREE
 from dllm_sampler.engine.in_flight import Request
 from dllm_sampler.engine.plugins import Plugins
@@ -244,7 +245,7 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
         raise UserError("nothing-to-generate", f"prompt {number}: all {len(given)} tokens of the answer are given")
     first = given.index(FREE)
     last = max((at for at, token in enumerate(given) if token != FREE), default=-1)
-    if plugins.scheduler.traits.initial is not None and first < last:
+    if plugins.scheduler.traits.has(ChangingLength) and first < last:
         raise UserError(
             "given-unsupported",
             f"prompt {number} has given tokens behind a gap, whose places scheduler={named(plugins.scheduler)} would"
@@ -259,7 +260,7 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
         raise UserError("given-conflict", f"prompt {number} has an end token before a gap. Remove one.")
     if first > last:
         return  # a beginning alone
-    if not plugins.scheduler.traits.reads_ahead:
+    if plugins.scheduler.traits.has(LeftToRightVerifier):
         raise UserError(
             "given-unsupported",
             f"scheduler={named(plugins.scheduler)} asks a verifier that reads from left to right, and"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import ChangingLength, ModelSpec
 from dllm_sampler.core.values import Canvas, Noise
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.in_flight import Request
@@ -75,5 +75,5 @@ class Runtime:
             lengths,
             [one.form for one in requests] if plugins.forms else None,
             [one.given for one in requests] if has_given else None,
-            plugins.scheduler.traits.initial,
+            plugins.scheduler.traits.find(ChangingLength),
         )

@@ -19,7 +19,7 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Carry, Guide, Scheduler
-from dllm_sampler.core.spec import ModelSpec, Traits
+from dllm_sampler.core.spec import BatchState, ChangingLength, ModelSpec, ShadowRows, Traits
 from dllm_sampler.core.values import FREE, Canvas, Query, Readout
 from dllm_sampler.engine import decide, faults, layout, readout
 from dllm_sampler.engine.plugins import Plugins, assemble
@@ -313,12 +313,12 @@ def reason(traits: Traits) -> str | None:
     """What a scheduler wants beyond the logits of a block; None: nothing."""
     if traits.scope != "model":
         return None
-    if traits.initial is not None:
+    if traits.has(ChangingLength):
         return "it changes the length of the answer"
-    if traits.leave_one_out:
+    if traits.has(ShadowRows):
         return "it adds shadow rows to the forward"
     if traits.drafts:
         return "it asks about several states in one forward"
-    if traits.shared:
+    if traits.has(BatchState):
         return "it asks a second model"
-    return "it hides positions from the model" if traits.static else "it judges whole answers"
+    return "it hides positions from the model" if traits.graph_safe else "it judges whole answers"

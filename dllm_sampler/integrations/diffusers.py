@@ -23,6 +23,7 @@ from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import described, named
 from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.spec import UniformNoise
 from dllm_sampler.errors import NotFiniteError, UserError, installing
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.integrations.block import BlockRule, BlockState, model
@@ -348,7 +349,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         others: Mapping[str, Any],
     ) -> None:
         """Begin a block."""
-        if mask_id is None and not self._rule.plugins.scheduler.traits.uniform:
+        if mask_id is None and not self._rule.plugins.scheduler.traits.has(UniformNoise):
             raise UserError(
                 "mask-token-missing",
                 f"scheduler={named(self._rule.plugins.scheduler)} fills masks, and no mask_token_id says which token"

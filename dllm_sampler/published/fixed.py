@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_sampler.core import select
 from dllm_sampler.core.protocols import Carry
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import AllColumns, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import block_steps, timestep_share, uniform_share
 from dllm_sampler.schedulers.factor import Factor
@@ -28,7 +28,7 @@ class PublishedFixedSteps(FixedSteps):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`. A block is left after its steps, with the masks in it that no step was told of."""
-        return replace(super().traits, exact=True)
+        return replace(super().traits, needs_every_position=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
@@ -60,7 +60,7 @@ class AnyBlock(PublishedFixedSteps):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`. It commits outside the block."""
-        return replace(super().traits, whole=True, asks_block=False)
+        return replace(super().traits, asks_block=False).adding(AllColumns())
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""

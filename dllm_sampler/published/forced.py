@@ -25,7 +25,7 @@ class ForcedFirst(Around):
     @property
     def traits(self) -> Traits:
         """The first position must be predicted."""
-        return replace(super().traits, exact=True)
+        return replace(super().traits, needs_every_position=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

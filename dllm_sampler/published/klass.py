@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_sampler.core import select
 from dllm_sampler.core.protocols import Carry
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import AllColumns, Traits
 from dllm_sampler.core.statistics import Predictions
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.published.fixed import PublishedFixedSteps
@@ -33,7 +33,7 @@ class PublishedKlass(Klass):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`. A later block's masks have a history."""
-        return replace(super().traits, whole=True, asks_block=False)
+        return replace(super().traits, asks_block=False).adding(AllColumns())
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""

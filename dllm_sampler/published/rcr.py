@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Carry
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import AllColumns, Traits
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.schedulers.budget import block_steps
 from dllm_sampler.schedulers.rcr import RunningConfidence
@@ -25,7 +25,7 @@ class PublishedRunningConfidence(RunningConfidence):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`. Earlier blocks are written again."""
-        return replace(super().traits, whole=True)
+        return super().traits.adding(AllColumns())
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Everything up to the block's end."""

@@ -13,7 +13,7 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import PlannedCommits, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.published.context import BlockDraws
 
@@ -46,7 +46,7 @@ class SeededBlocks(Around):
     @property
     def traits(self) -> Traits:
         """Forwards that only store ask nothing, the first position must be predicted, and it is a step by itself."""
-        return replace(super().traits, exact=True, asks_block=False, plans=False)
+        return replace(super().traits, needs_every_position=True, asks_block=False).without(PlannedCommits)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """See `Scheduler.ask`."""

@@ -37,7 +37,7 @@ class AbsorbingKernel(Scheduler):
     @property
     def traits(self) -> Traits:
         """Chance decides which positions, and which tokens."""
-        return Traits(exact=True, ranks_by_confidence=False, draws_order=True)
+        return Traits(needs_every_position=True, ranks_by_confidence=False, draws_order=True)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Carry
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import CommittedMasks, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.wino import Wino
 
@@ -27,7 +27,7 @@ class PublishedWino(Wino):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`. A mask token may be final."""
-        return replace(super().traits, may_commit_mask=True)
+        return super().traits.adding(CommittedMasks())
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` positions committed in the previous step; `[B, L+1] bool` masks of earlier blocks that are open."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.protocols import Carry, Context, Guide
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.spec import BatchState, LeftToRightVerifier, Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.models.mixture import mixture
 from dllm_sampler.schedulers.leftright import Leftmost
@@ -73,7 +73,8 @@ class ParallelDecoding(Leftmost):
     @property
     def traits(self) -> Traits:
         """The verifier keeps what it read in a cache of its own, and reads from left to right."""
-        return replace(super().traits, static=False, shared=True, own_tokens=True, reads_ahead=False, scope="model")
+        facts = replace(super().traits, graph_safe=False, own_tokens=True, scope="model")
+        return facts.adding(BatchState(), LeftToRightVerifier())
 
     def init(self, canvas: Canvas) -> Carry:
         """What the verifier has read: nothing."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import Traits, UniformNoise
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -32,7 +32,7 @@ class BlockRefine(Scheduler):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`."""
-        return Traits(asks="window", uniform=True, scheduled=True)
+        return Traits(asks="window", scheduled=True, rare=(UniformNoise(),))
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Guide
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import Traits, UniformNoise
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.annealing import LinearTemperature
@@ -58,7 +58,10 @@ class EntropyRenoise(Renoising):
     @property
     def traits(self) -> Traits:
         """It judges the block as a whole, by entropy, and nothing stays accepted."""
-        return Traits(asks="window", uniform=True, ranks_by_confidence=False, exact=True, revises=True, own_tokens=True)
+        facts = Traits(
+            asks="window", ranks_by_confidence=False, needs_every_position=True, revises=True, own_tokens=True
+        )
+        return facts.adding(UniformNoise())
 
     @property
     def needs(self) -> frozenset[str]:

@@ -11,7 +11,7 @@ from dllm_sampler.core.checks import check_inner, check_number
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.spec import ChangingLength, Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -54,7 +54,7 @@ class Eoser(Around):
             raise UserError(
                 "scheduler-incompatible", f"scheduler=eoser cannot change drafts of {inner}. Put eoser inside it."
             )
-        if self.inner.traits.initial is not None:
+        if self.inner.traits.has(ChangingLength):
             raise UserError(
                 "scheduler-incompatible", f"scheduler=eoser hides end tokens from {inner}. Use inner=fixed."
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import top
-from dllm_sampler.core.spec import ModelSpec, Traits, learned
+from dllm_sampler.core.spec import ModelSpec, TrainedBlocks, Traits, learned
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.models.filter import Layers, find, judge, load
 from dllm_sampler.schedulers.budget import SharedSteps, even_share
@@ -60,7 +60,8 @@ class LearnedFilter(SharedSteps, Scheduler):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`."""
-        return Traits(asks="window", block_length=self.layers[0][0].shape[1] if self.layers else None)
+        trained = (TrainedBlocks(self.layers[0][0].shape[1]),) if self.layers else ()
+        return Traits(asks="window", rare=trained)
 
     def init(self, canvas: Canvas) -> Carry:
         """The block's schedule, `[B, N]` its last confidences."""

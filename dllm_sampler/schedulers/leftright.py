@@ -8,7 +8,7 @@ from torch import Tensor
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Scheduler
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import HiddenMasks, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -28,9 +28,9 @@ class Leftmost(Scheduler):
     @property
     def traits(self) -> Traits:
         """It goes by place: a mask that is passed over would break the order."""
-        facts = Traits(asks_block=False, exact=True, ranks_by_confidence=False)
+        facts = Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False)
         limit = self.max_lookahead
-        return facts if limit is None else replace(facts, hides=True, horizon=limit, scope="model")
+        return facts if limit is None else replace(facts, scope="model").adding(HiddenMasks(limit))
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The masks up to the horizon, behind which no mask is seen."""

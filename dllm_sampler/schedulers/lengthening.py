@@ -11,7 +11,7 @@ from dllm_sampler.core.checks import check_count, check_inner
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.spec import ChangingLength, HiddenMasks, PlannedCommits, Traits, learned
 from dllm_sampler.core.statistics import argmax, significant
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
@@ -44,8 +44,8 @@ class Lengthening(Around):
         reasons = {
             "asks about states that may not come true": traits.drafts,
             "takes tokens back": traits.revises,
-            "changes it too": traits.initial is not None,
-            "hides a part of it": traits.hides,
+            "changes it too": traits.has(ChangingLength),
+            "hides a part of it": traits.has(HiddenMasks),
             "goes by more than the logits of one block": traits.scope != "block",
         }
         why = next((reason for reason, holds in reasons.items() if holds), None)
@@ -58,7 +58,8 @@ class Lengthening(Around):
     @property
     def traits(self) -> Traits:
         """The inner scheduler's, of an answer that is asked for as a whole and may change in length."""
-        return replace(super().traits, initial=self.initial, asks_block=False, plans=False, scope="model")
+        facts = replace(super().traits, asks_block=False, scope="model").without(PlannedCommits)
+        return facts.adding(ChangingLength(self.initial))
 
     @property
     def needs(self) -> frozenset[str]:

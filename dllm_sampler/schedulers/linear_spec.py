@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context
 from dllm_sampler.core.select import at_least_one
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import CausalQueries, LeftToRightVerifier, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.drafting.verify import upto_failure
@@ -45,8 +45,9 @@ class LinearSpec(Threshold):
     @property
     def traits(self) -> Traits:
         """It asks about drafts, and commits what a causal forward says of them."""
-        facts = replace(super().traits, asks_block=False, exact=True, drafts=True, causal=True, own_tokens=True)
-        return replace(facts, reads_ahead=False, ranks_by_confidence=False, scope="model")
+        facts = replace(super().traits, asks_block=False, needs_every_position=True, drafts=True, own_tokens=True)
+        facts = replace(facts, ranks_by_confidence=False, scope="model")
+        return facts.adding(CausalQueries(), LeftToRightVerifier())
 
     def bind(self, context: Context) -> Self:
         """Refuse models without a causal context, and blocks that another rule shortens."""

@@ -35,7 +35,7 @@ class Origin(SharedSteps, Scheduler):
     @property
     def traits(self) -> Traits:
         """Chance decides."""
-        return Traits(asks_block=False, exact=True, ranks_by_confidence=False, scheduled=True)
+        return Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False, scheduled=True)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` steps of the block when it was opened: a stop may shorten the canvas later."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Scheduler
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import PlannedCommits, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import SharedSteps, even_share
 
@@ -34,7 +34,8 @@ class RandomOrder(SharedSteps, Scheduler):
     @property
     def traits(self) -> Traits:
         """Chance decides."""
-        return Traits(asks_block=False, exact=True, plans=True, ranks_by_confidence=False, scheduled=True)
+        facts = Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False, scheduled=True)
+        return facts.adding(PlannedCommits())
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""

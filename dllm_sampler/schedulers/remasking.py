@@ -42,7 +42,7 @@ class Remasking(SharedSteps, Renoising):
     @property
     def traits(self) -> Traits:
         """Tokens are taken back."""
-        return Traits(asks_block=False, exact=True, revises=True)
+        return Traits(asks_block=False, needs_every_position=True, revises=True)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B, L+1]` confidence at commit; infinite where nothing is recorded."""

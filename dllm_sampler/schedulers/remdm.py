@@ -60,7 +60,7 @@ class Remdm(Remasking):
         # Steps of the plain schedule behind us after this forward: revisions stand still.
         made = first + beyond - beyond.clamp(0, self.revisions)
         target = made if steps is length else made * (length // steps) + torch.minimum(made, length % steps)
-        # No cache chooses among the masks (`exact`): all that the block has are asked.
+        # No cache chooses among the masks (`needs_every_position`): all that the block has are asked.
         commit = top(readout.confidence[:, 0], eligible, target - length + eligible.sum(1))
 
         record = torch.where(commit, readout.confidence[:, 0], carry.gather(1, at))

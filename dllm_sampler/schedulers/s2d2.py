@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import LeftToRightVerifier, ShadowRows, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.drafting import routing, verify
 
@@ -51,8 +51,8 @@ class SelfVerified(routing.Routing, verify.Verifying):
     @property
     def traits(self) -> Traits:
         """It asks about drafts, by shadows, and commits them a forward later."""
-        facts = replace(super().traits, asks_block=False, exact=True, leave_one_out=True, drafts=True, own_tokens=True)
-        return replace(facts, reads_ahead=False, scope="model")
+        facts = replace(super().traits, asks_block=False, needs_every_position=True, drafts=True, own_tokens=True)
+        return replace(facts, scope="model").adding(ShadowRows(), LeftToRightVerifier())
 
     @property
     def needs(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import HiddenMasks, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.threshold import Threshold
 
@@ -47,7 +47,7 @@ class SlowFast(Threshold):
     def traits(self) -> Traits:
         """See `Scheduler.traits`."""
         facts = replace(super().traits, asks_block=False, scheduled=True)
-        return replace(facts, hides=True, scope="model") if self.truncate else facts
+        return replace(facts, scope="model").adding(HiddenMasks()) if self.truncate else facts
 
     def init(self, canvas: Canvas) -> Carry:
         """Columns `[B]` left and edge (0: unknown), `[B]` forwards of either phase, `[B, window]` estimates."""

@@ -13,7 +13,7 @@ from dllm_sampler.core.checks import check_choice, check_count, check_inner, che
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import PICKS, gumbel, hashed, unit
 from dllm_sampler.core.protocols import Context, Scheduler, is_random
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.spec import PlannedCommits, ShadowRows, Traits, UniformNoise, learned
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.drafting.choosing import Choosing
@@ -52,9 +52,9 @@ class SoftValueGuided(Choosing):
         check_number("scheduler.alpha", self.alpha, finite=True)
         check_choice("scheduler.value", self.value, Value)
         inner, traits, why = named(self.inner), check_inner(self.inner).traits, None
-        if traits.drafts or not traits.static:
+        if traits.drafts or not traits.graph_safe:
             why = "a scheduler that drafts, asks another model or a reward itself"
-        elif self.looks_ahead and (traits.revises or traits.leave_one_out or not traits.asks_block):
+        elif self.looks_ahead and (traits.revises or traits.has(ShadowRows) or not traits.asks_block):
             why = "with scheduler.value=fill one that takes tokens back or chooses what to ask in each step"
         if why and self.candidates > 1:
             raise UserError(
@@ -71,8 +71,11 @@ class SoftValueGuided(Choosing):
         """It reads the device in each step, and with `value=fill` asks about drafts."""
         if self.candidates == 1:
             return super().traits
-        own = replace(super().traits, static=False, asks_block=False, uniform=False, scope="model")
-        return replace(own, drafts=True, plans=False, scheduled=True) if self.looks_ahead else own
+        inner = super().traits.without(UniformNoise)
+        own = replace(inner, graph_safe=False, asks_block=False, scope="model")
+        if not self.looks_ahead:
+            return own
+        return replace(own, drafts=True, scheduled=True).without(PlannedCommits)
 
     def bind(self, context: Context) -> Self:
         """Take the reward, the mask token, and whether tokens are drawn."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import AllColumns, ShadowRows, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.remasking import Renoising
 
@@ -48,7 +48,8 @@ class Wino(Renoising):
     @property
     def traits(self) -> Traits:
         """Shadows see every column and take tokens back."""
-        return Traits(asks_block=False, whole=True, leave_one_out=True, revises=self.back > 0, scope="model")
+        rare = (AllColumns(), ShadowRows())
+        return Traits(asks_block=False, revises=self.back > 0, scope="model", rare=rare)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The whole block, committed positions without their token."""

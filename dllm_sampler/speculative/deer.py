@@ -18,7 +18,7 @@ from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import is_random
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import ChangingLength, ModelSpec
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.engine import layout
@@ -93,7 +93,7 @@ class SpeculativeSampler:
         forms = [named(guide) for guide in drafter.plugins.guides if guide.joint or guide.vetoes]
         if forms:
             raise UserError("options-conflict", f"guide={forms[0]} and a target exclude each other. Remove one.")
-        if drafter.plugins.scheduler.traits.initial is not None:
+        if drafter.plugins.scheduler.traits.has(ChangingLength):
             raise UserError(
                 "scheduler-incompatible",
                 f"scheduler={named(drafter.plugins.scheduler)} changes the length of answers, and a draft has"

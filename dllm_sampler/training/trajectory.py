@@ -20,7 +20,7 @@ from dllm_sampler.core import select
 from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import ChangingLength, HiddenMasks, ModelSpec, ShadowRows
 from dllm_sampler.core.visibility import block_causal, clean_and_noisy
 from dllm_sampler.errors import UserError
 from dllm_sampler.result import Trace
@@ -258,9 +258,9 @@ def check(sampler: Sampler) -> None:
     why = {
         "takes tokens back or replaces them": traits.revises,
         "asks about states that may not come true": traits.drafts,
-        "hides a part of the canvas": traits.hides,
-        "changes the length of answers": traits.initial is not None,
-        "adds shadow rows to the forward": traits.leave_one_out,
+        "hides a part of the canvas": traits.has(HiddenMasks),
+        "changes the length of answers": traits.has(ChangingLength),
+        "adds shadow rows to the forward": traits.has(ShadowRows),
     }
     for reason, holds in why.items():
         if holds:

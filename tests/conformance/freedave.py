@@ -14,7 +14,7 @@ from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.store_pass import StorePass
 from dllm_sampler.core.protocols import Cache, Carry, Scheduler
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import PlannedCommits, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.published import (
     AllEnd,
@@ -129,7 +129,7 @@ class PublishedEager(ForcedFirst):
     @property
     def traits(self) -> Traits:
         """It decodes by a rule of its own."""
-        return replace(super().traits, asks_block=False, plans=False)
+        return replace(super().traits, asks_block=False).without(PlannedCommits)
 
     def init(self, canvas: Canvas) -> Carry:
         """Tokens and confidences held, `[L+1]`; whether they are those of the forward that opened the block."""

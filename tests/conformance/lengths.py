@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.protocols import Scheduler
+from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.engine import layout
 from dllm_sampler.published import (
@@ -162,9 +163,9 @@ def _alone(sampler: Sampler, prompts: list[list[int]], room: int) -> list[list[i
 def _restless(sampler: Sampler, prompts: list[list[int]], room: int) -> list[list[int]]:
     """Tokens of each answer, by rho-EOS's published loop: no row of a batch rests before the others."""
     plugins, spec = sampler.plugins, sampler.denoiser.spec
-    initial = plugins.scheduler.traits.initial
+    changing = plugins.scheduler.traits.find(ChangingLength)
     canvas = layout.canvas(
-        prompts, room, [0] * len(prompts), spec, plugins.blocks, sampler.noise, cuts=False, initial=initial
+        prompts, room, [0] * len(prompts), spec, plugins.blocks, sampler.noise, cuts=False, changing=changing
     )
     assert sampler.max_steps is not None
     for state in RestlessEngine(sampler.denoiser, plugins, 1).run(canvas, sampler.max_steps):

@@ -17,6 +17,7 @@ from dllm_sampler import Scheduler, config
 from dllm_sampler.check import promises
 from dllm_sampler.check.promises import GROUPS
 from dllm_sampler.check.settings import Settings, settings
+from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.engine.in_flight import obstacle
 from tests import toys
 from tests.sampling import Draw, sampled
@@ -80,9 +81,9 @@ class Case(promises.Case):
         traits, vetoes = plugins.scheduler.traits, any(guide.vetoes for guide in plugins.guides)
         return {
             "reads": promises.reads(self),
-            "static": traits.static and not plugins.cache.syncs and not vetoes,
+            "static": traits.graph_safe and not plugins.cache.syncs and not vetoes,
             "joins": obstacle(plugins, sampler.noise, sampler.denoiser) is None,
-            "moves": traits.initial is not None,
+            "moves": traits.has(ChangingLength),
             "revises": traits.revises or self.stop["name"] == "fill",
         }
 

@@ -24,6 +24,7 @@ from dllm_sampler.cache import dpad
 from dllm_sampler.check import toys as networks
 from dllm_sampler.check.reads import INDEXING
 from dllm_sampler.core import density, packing, select
+from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.engine import layout
 from tests import toys
 from tests.contract.cases import CASES, TOKENS, Case
@@ -49,7 +50,7 @@ def make_steps(case: Case, device: str, fetch: Callable[[Tensor], list[int]]) ->
         canvas = layout.canvas(
             rows, TOKENS, [toys.SEEDS[row] for row in ROWS], it.denoiser.spec, plugins.blocks, it.noise,
             plugins.stop.cuts, forms=[0] * len(rows) if plugins.forms else None,
-            initial=plugins.scheduler.traits.initial,
+            changing=plugins.scheduler.traits.find(ChangingLength),
         )  # fmt: skip
         engine = it.engine(plugins)
         state = engine.begin(canvas)

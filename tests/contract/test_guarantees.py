@@ -10,6 +10,7 @@ from dllm_sampler import Canvas, Edit, Query, Readout, Sampler, Scheduler, Trait
 from dllm_sampler.check.promises import check_end, check_prompts
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Foresees
+from dllm_sampler.core.spec import ChangingLength, PlannedCommits
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.published import PublishedFixedSteps
@@ -77,7 +78,7 @@ def test_progress_and_termination(case: Case) -> None:
     stores_apart = case.cache.get("store_pass") == "separate"
     if (
         not stores_apart
-        and scheduler.traits.initial is None
+        and not scheduler.traits.has(ChangingLength)
         and not (scheduler.traits.revises and scheduler.bound(1) > 1)
     ):
         assert torch.equal((generated.amax(1) + 1)[~stuck], result.nfe[~stuck]), "a row's last forward commits"
@@ -90,7 +91,7 @@ def test_progress_and_termination(case: Case) -> None:
             continue
         assert toys.EOS not in tokens[: max(0, length - 1)]
         # Where a prediction cut the canvas, the last position may still become another token.
-        sized = case.stop.get("mode") == "predicted" or scheduler.traits.initial is not None
+        sized = case.stop.get("mode") == "predicted" or scheduler.traits.has(ChangingLength)
         room = int(result.trace.end[row]) - result.trace.origin if sized else TOKENS
         ends = length == room or tokens[length - 1] == toys.EOS
         assert ends
@@ -169,7 +170,7 @@ class Vandal(Scheduler):
     """Asks for every column and writes, remasks, cuts and finishes at random, wherever it likes."""
 
     cuts: bool = False
-    traits: ClassVar[Traits] = Traits(plans=True, asks_block=False)  # pyright: ignore - so that no cache refuses it
+    traits: ClassVar[Traits] = Traits(asks_block=False, rare=(PlannedCommits(),))  # pyright: ignore - so that no cache refuses it
 
     def ahead(self, canvas: Canvas, carry: Any) -> torch.Tensor:
         return torch.zeros_like(canvas.ids)

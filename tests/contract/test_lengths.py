@@ -14,6 +14,7 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.check.promises import check_row
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.recorder import aligned
+from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.core.values import FREE, Resize
 from dllm_sampler.engine import layout
 from dllm_sampler.inputs.prompts import Infill
@@ -236,7 +237,7 @@ def test_a_guard_keeps_what_is_said() -> None:
 def test_columns_that_come_back_hold_nothing_of_before() -> None:
     """Cut to its third column and grown again, in tokens, masks, and what the trace knows."""
     spec, blocks = toys.denoiser().spec, toys.sampler(blocks=BLOCKS).plugins.blocks
-    canvas = layout.canvas([[3, 4], [5]], 8, [0, 0], spec, blocks, CounterNoise(), False, initial=6)
+    canvas = layout.canvas([[3, 4], [5]], 8, [0, 0], spec, blocks, CounterNoise(), False, changing=ChangingLength(6))
     assert canvas.end.tolist() == [8, 7] and canvas.masked.sum(1).tolist() == [6, 6]
     at = canvas.columns().expand(2, -1)
     everywhere = canvas.masked.clone()
@@ -259,7 +260,7 @@ def test_the_signal_counts_end_tokens_from_the_right() -> None:
     rule = sampler.plugins.scheduler
     assert isinstance(rule, RhoEos)
     canvas = layout.canvas(
-        [[3]], 8, [0], sampler.denoiser.spec, sampler.plugins.blocks, CounterNoise(), False, initial=6
+        [[3]], 8, [0], sampler.denoiser.spec, sampler.plugins.blocks, CounterNoise(), False, changing=ChangingLength(6)
     )
     query = rule.ask(canvas, rule.init(canvas))
     assert query.positions[0, :6].tolist() == [1, 2, 3, 4, 5, 6] and (query.positions[0, 6:] == canvas.length).all()

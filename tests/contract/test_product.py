@@ -10,6 +10,15 @@ import pytest
 from dllm_sampler import Scheduler, UserError, config
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Cache, Foresees, Stop
+from dllm_sampler.core.spec import (
+    AllColumns,
+    BlocksOpenedAhead,
+    CausalQueries,
+    ChangingLength,
+    HiddenMasks,
+    PlannedCommits,
+    TrainedBlocks,
+)
 from tests import toys
 from tests.contract import cases
 from tests.refusals import refused
@@ -34,18 +43,20 @@ def built(group: str, kind: str = "llada") -> dict[str, Any]:
 def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> list[str]:
     """The plug-ins that a scheduler cannot work with, by what it declares."""
     traits = scheduler.traits
-    trained = traits.block_length
-    wrong_blocks = trained is not None and blocks.lookahead(1000) != trained
-    apart = traits.revises or traits.plans or traits.scheduled or trained is not None
+    trained, hidden = traits.find(TrainedBlocks), traits.find(HiddenMasks)
+    wrong_blocks = trained is not None and blocks.lookahead(1000) != trained.length
+    apart = traits.revises or traits.has(PlannedCommits) or traits.scheduled or trained is not None
     wrong_blocks = wrong_blocks or (blocks.several and apart)
-    starved = (traits.whole and cache.stores) or (isinstance(cache, Foresees) and not traits.plans)
-    starved = starved or (traits.exact and cache.chooses) or (traits.drafts and not cache.steady)
-    starved = starved or (traits.horizon is not None and cache.keeps_noise)
-    starved = starved or (cache.hides and (traits.whole or traits.opens_ahead))
-    moves = traits.initial is not None
+    starved = (traits.has(AllColumns) and cache.stores) or (
+        isinstance(cache, Foresees) and not traits.has(PlannedCommits)
+    )
+    starved = starved or (traits.needs_every_position and cache.chooses) or (traits.drafts and not cache.steady)
+    starved = starved or (hidden is not None and hidden.horizon is not None and cache.keeps_noise)
+    starved = starved or (cache.hides and (traits.has(AllColumns) or traits.has(BlocksOpenedAhead)))
+    moves = traits.has(ChangingLength)
     starved = starved or (moves and (cache.hides or (cache.stores and not cache.follows)))
     stops = (traits.drafts or moves) and (stop.cuts or stop.fills)
-    wrong_blocks = wrong_blocks or (traits.causal and blocks.sizes_on_open)
+    wrong_blocks = wrong_blocks or (traits.has(CausalQueries) and blocks.sizes_on_open)
     wrong_blocks = wrong_blocks or (moves and (blocks.sizes_on_open or blocks.several))
     against = {f"cache={named(cache)}": starved, f"blocks={named(blocks)}": wrong_blocks, f"stop={named(stop)}": stops}
     return [name for name, opposes in against.items() if opposes]

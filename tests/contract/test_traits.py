@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Carry, Guide, Paced, Planner, Tempered
+from dllm_sampler.core.spec import BlocksOpenedAhead, ChangingLength, PlannedCommits, RareTrait, UniformNoise
 from dllm_sampler.core.values import Edit, Readout
 from dllm_sampler.engine import layout
 from dllm_sampler.guides import Temperature
@@ -86,52 +87,57 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
 OWN: dict[type[Around], dict[str, object]] = {
     Eoser: {"scope": "answer"},  # a factor by the progress of the answer, unless the scheduler inside needs even more
     Lengthening: {
-        "initial": 64,  # columns that an answer begins with
         "asks_block": False,  # it asks about the whole answer
-        "plans": False,  # the forward says what is inserted
         "scope": "model",  # the end of the answer stands outside of the block
     },
-    ForcedFirst: {"exact": True},  # the block's first position must be predicted
-    SeededBlocks: {"exact": True, "asks_block": False, "plans": False},  # a block's first position is a step by itself
+    ForcedFirst: {"needs_every_position": True},  # the block's first position must be predicted
+    SeededBlocks: {"needs_every_position": True, "asks_block": False},  # a block's first position is a step by itself
     StorePass: {"asks_block": False},  # forwards that only store ask nothing
     RunAhead: {
         "asks_block": False,  # it asks about drafts, and over the end of the block
-        "plans": False,  # a forward may commit more than the inner scheduler's next step
         "drafts": True,
-        "opens_ahead": False,  # it asks about the next block if `eager`, and only then
         "scheduled": True,  # it counts steps in the block
         "scope": "model",  # several states in one forward
     },
     Choosing: {
-        "static": False,  # a reward reads the device
+        "graph_safe": False,  # a reward reads the device
         "asks_block": False,  # steps that are only looked at would be judged
-        "uniform": False,  # masks are told apart by their token
         "scope": "model",  # a reward judges whole answers
     },
     Forking: {
         "asks_block": False,  # it asks about forks
-        "plans": False,  # which one goes on is not known
         "drafts": True,
         "own_tokens": True,  # a fork's token comes from the step before
         "scope": "model",  # several canvases in one forward
     },
     SoftValueGuided: {
         "drafts": True,
-        "plans": False,
         "scheduled": True,
     },  # it asks about candidates, and commits them a forward later
-    PublishedEager: {"asks_block": False, "plans": False},  # it decodes by a rule of its own
+    PublishedEager: {"asks_block": False},  # it decodes by a rule of its own
+}
+
+# Rare traits that a wrapper adds, and those that it does not hand on.
+ADDED: dict[type[Around], RareTrait] = {Lengthening: ChangingLength(64)}
+DROPPED: dict[type[Around], type[RareTrait]] = {
+    Lengthening: PlannedCommits,  # the forward says what is inserted
+    SeededBlocks: PlannedCommits,  # a block's first position is a step by itself
+    RunAhead: PlannedCommits,  # a forward may commit more than the inner scheduler's next step
+    Choosing: UniformNoise,  # masks are told apart by their token
+    Forking: PlannedCommits,  # which one goes on is not known
+    SoftValueGuided: PlannedCommits,  # it commits candidates a forward later
+    PublishedEager: PlannedCommits,  # it decodes by a rule of its own
 }
 
 REFUSED: dict[type[Around], set[str]] = {
     # It scales confidences, which must count, before anybody drafts by them or measures an answer's length.
-    Eoser: {"drafts", "ranks_by_confidence", "initial"},
+    Eoser: {"drafts", "ranks_by_confidence", "ChangingLength"},
     # Columns move under what it knows of them; counts over an answer have no meaning before its end is known.
-    Lengthening: {"drafts", "revises", "initial", "hides", "scope"},
-    RunAhead: {"drafts", "revises", "leave_one_out", "asks_block"},  # it looks ahead at fewer and fewer masks
-    Forking: {"drafts", "revises", "leave_one_out", "asks_block", "initial"},  # it asks about forks of its own
-    Choosing: {"drafts", "static"},  # each step is taken several times
-    SoftValueGuided: {"revises", "leave_one_out", "asks_block"},  # candidates fill a block further and further
+    Lengthening: {"drafts", "revises", "ChangingLength", "HiddenMasks", "scope"},
+    RunAhead: {"drafts", "revises", "ShadowRows", "asks_block"},  # it looks ahead at fewer and fewer masks
+    Forking: {"drafts", "revises", "ShadowRows", "asks_block", "ChangingLength"},  # it asks about forks of its own
+    Choosing: {"drafts", "graph_safe"},  # each step is taken several times
+    SoftValueGuided: {"revises", "ShadowRows", "asks_block"},  # candidates fill a block further and further
 }
 
 # One asks and commits without the inner scheduler, the others are no methods.
@@ -141,7 +147,7 @@ CLOCKS = {FreeDave, Noted, PublishedFreeDave}  # they bound their own drafts
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda one: one.__name__)
 
 
-def inherited(table: dict[type[Around], Any], wrapper: type[Around]) -> Iterator[Any]:
+def inherited(table: Mapping[type[Around], Any], wrapper: type[Around]) -> Iterator[Any]:
     """The entries for a wrapper and for the classes it extends, these first."""
     return (table[one] for one in reversed(wrapper.__mro__) if one in table)
 
@@ -184,21 +190,25 @@ def test_every_wrapper_is_checked() -> None:
 def test_every_trait_is_handed_on_unless_the_wrapper_has_its_own(
     wrapper: type[Around], subtests: pytest.Subtests
 ) -> None:
-    for field in fields(Traits):
-        with subtests.test(field.name):
-            inner = Facts(replace(Traits(), **{field.name: other(field)}))
-            if any(field.name in names for names in inherited(REFUSED, wrapper)):
+    common = {one.name: replace(Traits(), **{one.name: other(one)}) for one in fields(Traits) if one.name != "rare"}
+    rare = {kind.__name__: Traits(rare=(kind(*[6] * len(fields(kind))),)) for kind in RareTrait.__subclasses__()}
+    for name, given in {**common, **rare}.items():
+        with subtests.test(name):
+            inner = Facts(given)
+            if any(name in names for names in inherited(REFUSED, wrapper)):
                 with pytest.raises(UserError):
                     WRAPPERS[wrapper](inner)
                 continue
             own = {name: value for entry in inherited(OWN, wrapper) for name, value in entry.items()}
-            if field.name == "scope":
+            if name == "scope":
                 own["scope"] = "model"
-            assert WRAPPERS[wrapper](inner).traits == replace(inner.traits, **own)
+            wanted = replace(inner.traits, **own).without(*inherited(DROPPED, wrapper))
+            assert WRAPPERS[wrapper](inner).traits == wanted.adding(*inherited(ADDED, wrapper))
 
 
 def test_only_eager_drafts_open_a_block_ahead() -> None:
-    assert FreeDave(Threshold(), eager=True).traits.opens_ahead and not FreeDave(Threshold()).traits.opens_ahead
+    assert FreeDave(Threshold(), eager=True).traits.has(BlocksOpenedAhead)
+    assert not FreeDave(Threshold()).traits.has(BlocksOpenedAhead)
 
 
 @dataclass(frozen=True)
@@ -239,7 +249,7 @@ def test_what_few_schedulers_can_do_is_handed_on(wrapper: type[Around]) -> None:
     bound, canvas, carry = begun(WRAPPERS[wrapper](Able()))
     if wrapper not in ALONE:
         bound.ask(canvas, carry)
-    if bound.traits.plans or not any("plans" in own for own in inherited(OWN, wrapper)):
+    if PlannedCommits not in inherited(DROPPED, wrapper):
         idle = (canvas.layout.first >= 6) & (wrapper is StorePass)  # first a forward that stores the prompt
         assert torch.equal(bound.ahead(canvas, carry), 7 * (canvas.masked & ~idle[:, None]))
     query = Query.masks(canvas)

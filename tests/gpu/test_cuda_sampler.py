@@ -86,7 +86,7 @@ def met(pair: tuple[str, str]) -> list[str]:
         plugins = toys.sampler("causal" if cache == "block_causal" else "llada", **named(pair)).plugins
     except UserError:
         return ["refused"]
-    recorded = plugins.scheduler.traits.static and not plugins.cache.syncs
+    recorded = plugins.scheduler.traits.graph_safe and not plugins.cache.syncs
     return [f"scheduler {scheduler}", f"cache {cache}"] if recorded else ["not recorded"]
 
 
@@ -105,7 +105,7 @@ def test_a_graph_repeats_the_step(pair: tuple[str, str]) -> None:
         plugins = Sampler(model, scheduler=scheduler, cache=cache).plugins
     except UserError as error:
         pytest.skip(f"they do not go together: {error}")
-    if plugins.cache.syncs or not plugins.scheduler.traits.static:
+    if plugins.cache.syncs or not plugins.scheduler.traits.graph_safe:
         with pytest.raises(UserError, match="cuda_graph"):
             Sampler(model, scheduler=scheduler, cache=cache, cuda_graph=True)
         return

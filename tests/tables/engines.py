@@ -17,6 +17,7 @@ from pathlib import Path
 from dllm_sampler import config
 from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.core.protocols import Scheduler
+from dllm_sampler.core.spec import UniformNoise
 from dllm_sampler.host import files
 from dllm_sampler.integrations.block import reason
 from tests.tables import markdown
@@ -31,7 +32,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
     for name in config.names("scheduler"):
         scheduler: Scheduler = config.build("scheduler", name)
         masks = serves(scheduler)
-        yield f"`{name}`", masks, masks if scheduler.traits.uniform else "no: it fills masks"
+        yield f"`{name}`", masks, masks if scheduler.traits.has(UniformNoise) else "no: it fills masks"
 
 
 def serves(scheduler: Scheduler) -> str:

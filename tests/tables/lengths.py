@@ -18,6 +18,7 @@ from rich.progress import track
 
 from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.core.naming import described
+from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.errors import unknown
 from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.host import files
@@ -71,8 +72,8 @@ def measure(base: Sampler, plugins: dict[str, Any], tokens: int, options: argpar
             computed += int(result.trace.rows.sum())
             canvas += int((result.trace.end - result.trace.origin).sum())
     rule = sampler.plugins.scheduler
-    initial = rule.traits.initial
-    columns = str(tokens) if initial is None else f"{initial}, at most {tokens}"
+    length_change = rule.traits.find(ChangingLength)
+    columns = str(tokens) if length_change is None else f"{length_change.initial_length}, at most {tokens}"
     return Row(f"`{described(rule)}`", columns, Tally.total(tallies), computed, canvas)
 
 

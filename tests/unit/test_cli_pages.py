@@ -14,7 +14,7 @@ from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.main import main
 from dllm_sampler.cli.user_files import FLAG, entry
 from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import RareTrait, Traits
 from dllm_sampler.eval.command import main as evaluate
 from dllm_sampler.eval.tuning import main as tune
 from dllm_sampler.host.functions import resolve_callable
@@ -225,10 +225,11 @@ def test_a_trainer_s_page_says_what_each_field_is(name: str, capsys: pytest.Capt
 
 
 def test_every_trait_has_words() -> None:
-    assert set(explain.SCHEDULER) == {one.name for one in fields(Traits)}
-    for group, kind in {"cache": Cache, "stop": Stop, "guide": Guide, "blocks": Blocks}.items():
-        facts = {name for name, hint in inspect.get_annotations(kind).items() if "ClassVar" in str(hint)}
-        assert set(explain.OTHERS[group]) == facts, group
+    assert explain.facts(Traits).keys() == {one.name for one in fields(Traits)} - {"rare"}
+    assert all(inspect.getdoc(one) != inspect.getdoc(RareTrait) for one in RareTrait.__subclasses__())
+    for kind in (Cache, Stop, Guide, Blocks):
+        names = {name for name, hint in inspect.get_annotations(kind).items() if "ClassVar" in str(hint)}
+        assert explain.facts(kind).keys() == names, kind
 
 
 def test_a_yaml_of_ones_own_that_is_none(

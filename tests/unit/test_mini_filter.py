@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from dllm_sampler import Sampler
 from dllm_sampler.config import entry
+from dllm_sampler.core.spec import TrainedBlocks
 from dllm_sampler.training.comparison import rows
 from tests.refusals import refused
 from tests.tables.markdown import fill, table
@@ -54,7 +55,7 @@ def test_mini_takes_its_filter_by_default() -> None:
     again = Sampler.from_pretrained("mini", scheduler=named, device="cpu").generate(prompts, max_new_tokens=32)
     default = Sampler.from_pretrained("mini", scheduler="learn2pd", device="cpu", cache="dual")
     assert torch.equal(again.tokens, fast.tokens)
-    assert default.plugins.scheduler.traits.block_length == 32
+    assert default.plugins.scheduler.traits.find(TrainedBlocks) == TrainedBlocks(32)
 
 
 def test_a_filter_travels_with_its_folder_and_with_no_other_model(checkpoint: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from dllm_sampler import Canvas, Query, Readout
 from dllm_sampler.core.noise import CounterNoise
+from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.engine import layout
 from dllm_sampler.schedulers.daedal import Daedal
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -27,7 +28,9 @@ class Hasty(FixedSteps):
 def test_no_block_or_row_is_over_before_the_answer_has_room() -> None:
     sampler = toys.sampler(scheduler=Daedal(Hasty(), initial=4, expand=3, eos_tokens=2, grow=0.2))
     rule, blocks, spec = sampler.plugins.scheduler, sampler.plugins.blocks, sampler.denoiser.spec
-    canvas = layout.canvas(toys.PROMPTS, 18, toys.SEEDS, spec, blocks, CounterNoise(), False, initial=4)
+    canvas = layout.canvas(
+        toys.PROMPTS, 18, toys.SEEDS, spec, blocks, CounterNoise(), False, changing=ChangingLength(4)
+    )
     carry: Any = rule.init(canvas)
     query = rule.ask(canvas, carry)
     readout = Readout(torch.ones_like(query.ids), torch.full(query.ids.shape, 0.5).double())

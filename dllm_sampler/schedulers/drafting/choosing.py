@@ -15,6 +15,7 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise, candidate_seeds
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
+from dllm_sampler.core.spec import PlannedCommits
 from dllm_sampler.core.statistics import probability
 from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
@@ -86,7 +87,7 @@ class Choosing(Around):
         return carry.inner if self._holds else carry
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """See `Traits.plans`: not known where drafts wait for a forward."""
+        """See `Planner.ahead`: not known where drafts wait for a forward."""
         return None if self._holds else super().ahead(canvas, carry)
 
     def init(self, canvas: Canvas) -> Carry:
@@ -167,7 +168,7 @@ class Choosing(Around):
             place, seen = canvas, readout
             if number:
                 seeds = candidate_seeds(canvas, number)
-                if not self.inner.traits.plans:  # its order is fixed before
+                if not self.inner.traits.has(PlannedCommits):  # its order is fixed before
                     place = canvas.with_layout(seeds=seeds)
                 if self.draws:
                     assert readout.draw is not None and readout.raw is not None and readout.probabilities is not None

@@ -12,7 +12,7 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count, check_inner
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.spec import ChangingLength, PlannedCommits, ShadowRows, Traits, learned
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.d2f import D2F
@@ -42,7 +42,7 @@ class Forking(Around, ABC):
     def __post_init__(self) -> None:
         check_count("scheduler.forks", self.forks, 0)
         traits = check_inner(self.inner).traits
-        own = traits.revises or traits.leave_one_out or not traits.asks_block or traits.initial is not None
+        own = traits.revises or traits.has(ShadowRows) or not traits.asks_block or traits.has(ChangingLength)
         if self.forks and (traits.drafts or own):
             raise UserError(
                 "scheduler-incompatible",
@@ -56,7 +56,8 @@ class Forking(Around, ABC):
         own = super().traits
         if not self.forks:
             return own
-        return replace(own, asks_block=False, plans=False, drafts=True, own_tokens=True, scope="model")
+        own = replace(own, asks_block=False, drafts=True, own_tokens=True, scope="model")
+        return own.without(PlannedCommits)
 
     def inside(self, carry: Carry) -> Carry:
         """See `Around.inside`."""

@@ -13,7 +13,7 @@ from dllm_sampler.core.checks import check_inner
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Context, is_random
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.spec import BlocksOpenedAhead, PlannedCommits, ShadowRows, Traits, learned
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -53,7 +53,7 @@ class RunAhead(Around):
             raise UserError(
                 "scheduler-incompatible", f"scheduler={name} cannot speed up {inner}, which drafts, too. Remove one."
             )
-        if traits.revises or traits.leave_one_out or not traits.asks_block:
+        if traits.revises or traits.has(ShadowRows) or not traits.asks_block:
             raise UserError(
                 "scheduler-incompatible",
                 f"scheduler={name} cannot look ahead for {inner}, which takes tokens back or chooses what to ask in"
@@ -67,8 +67,10 @@ class RunAhead(Around):
     @property
     def traits(self) -> Traits:
         """It drafts, and may commit more than the inner scheduler plans."""
-        own = replace(super().traits, asks_block=False, plans=False, drafts=True, opens_ahead=self.eager)
-        return replace(own, scheduled=True, scope="model")  # it counts the inner scheduler's steps in a block
+        inner = super().traits.without(PlannedCommits)
+        # It counts the inner scheduler's steps in a block.
+        own = replace(inner, asks_block=False, drafts=True, scheduled=True, scope="model")
+        return own.adding(BlocksOpenedAhead()) if self.eager else own
 
     def inside(self, carry: Carry) -> Carry:
         """See `Around.inside`."""
@@ -91,7 +93,7 @@ class RunAhead(Around):
         return learned(bound, mask_id=context.spec.mask_id, lookahead=lookahead, draws=draws)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> None:
-        """See `Traits.plans`: not known."""
+        """See `Planner.ahead`: not known."""
 
     def bound(self, tokens: int) -> int:
         """Never more than the inner scheduler takes."""
