@@ -236,6 +236,12 @@ def written(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
     return torch.zeros_like(canvas.masked).scatter(1, query.positions, touched)
 
 
+def take(stored: Tensor, columns: Tensor) -> Tensor:
+    """Return the rows `[B, M, ...]` at `columns [B, M]` of `stored [B, L, ...]`. A filler takes the last row."""
+    at = columns.clamp(max=stored.shape[1] - 1)
+    return stored.gather(1, at.view(*at.shape, *[1] * (stored.dim() - 2)).expand(*at.shape, *stored.shape[2:]))
+
+
 def put(stored: Tensor, columns: Tensor, fresh: Tensor) -> None:
     """Write `fresh [B, M, ...]` over `columns [B, M]` of `stored [B, L+1, ...]`, in place."""
     at = columns.view(*columns.shape, *[1] * (fresh.dim() - 2)).expand_as(fresh)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, written
+from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, take, written
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_positive, check_share
 from dllm_sampler.core.density import density
@@ -129,7 +129,7 @@ class D2Cache(BaseCache):
         """One layer of the rollout: `weights [B, H, M, S]` are those of the rows at `positions [B, M]`."""
         length = self.flow.shape[2]
         mean = weights.mean(1)[..., :length].to(self.flow.dtype)  # [B, M, L]
-        own = self.flow.gather(1, positions[..., None].expand(-1, -1, length))
+        own = take(self.flow, positions)
         put(self.flow, positions, (mean @ self.flow[:, :-1] + own) / (1 + mean.sum(-1, keepdim=True)))
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:

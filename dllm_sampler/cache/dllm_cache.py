@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.cache.base import BaseCache, PaddedPlan, changed
+from dllm_sampler.cache.base import BaseCache, PaddedPlan, changed, put, take
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.core.packing import Answers, ForwardRequest
@@ -119,15 +119,15 @@ class IntervalCache(BaseCache):
             hidden = hidden + self.attended[index][:, :-1]
             hidden = hidden + self.fed[index][:, :-1]
         else:
-            q, k, v = parts.qkv(_rows(hidden, at), rope.at(at.clamp(max=hidden.shape[1] - 1)))
-            _put(self.slots.keys[index], at, k.transpose(1, 2))
-            _put(self.slots.values[index], at, v.transpose(1, 2))
+            q, k, v = parts.qkv(take(hidden, at), rope.at(at.clamp(max=hidden.shape[1] - 1)))
+            put(self.slots.keys[index], at, k.transpose(1, 2))
+            put(self.slots.values[index], at, v.transpose(1, 2))
             k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
             mask = plan.keys
             if mask is not None:
-                mask = _rows(mask, at)[:, None] if mask.dim() == 3 else mask[:, None, None]
+                mask = take(mask, at)[:, None] if mask.dim() == 3 else mask[:, None, None]
             hidden = hidden + self._kept(self.attended, index, at, parts.attend(q, k, v, mask))
-            hidden = hidden + self._kept(self.fed, index, at, parts.mlp(_rows(hidden, at)))
+            hidden = hidden + self._kept(self.fed, index, at, parts.mlp(take(hidden, at)))
         self.made += index == self.spec.num_layers - 1
         return hidden
 
@@ -138,8 +138,8 @@ class IntervalCache(BaseCache):
         prompt, response = self.fresh if index else (True, True)
         due = [*[plan.prompt] * prompt, *[answer] * response]
         if not response and self.ratio:  # also where the share of a short response is no row at all
-            values = parts.values(_rows(hidden, answer)).transpose(1, 2)  # [B, G, Hkv, Dh]
-            stored = _rows(self.slots.values[index], answer)
+            values = parts.values(take(hidden, answer)).transpose(1, 2)  # [B, G, Hkv, Dh]
+            stored = take(self.slots.values[index], answer)
             precise = torch.promote_types(values.dtype, torch.float32)
             now, then = values.flatten(2).to(precise), stored.flatten(2).to(precise)
             # As the cosine orders them, without its cancellation: 1 - cosine is half the square of this distance.
@@ -149,7 +149,7 @@ class IntervalCache(BaseCache):
             likeness = -(distance.square() / 2 / STEP).round().masked_fill(still, 0.0)
             likeness = likeness.masked_fill(plan.urgent, -torch.inf).masked_fill(~plan.seen, torch.inf)
             # As published: the values of all rows are kept, the keys of the chosen ones only.
-            _put(self.slots.values[index], answer, values)
+            put(self.slots.values[index], answer, values)
             turn = select.rank(-likeness, torch.ones_like(plan.seen))
             chosen = select.columns(F.pad(turn < plan.share[:, None], (0, 1)), plan.most)
             due.append(F.pad(answer, (0, 1), value=hidden.shape[1]).gather(1, chosen))
@@ -160,7 +160,7 @@ class IntervalCache(BaseCache):
         """Store `fresh [B, R, D]` at `at [B, R]` of layer `index`; all that is stored, `[B, L, D]`."""
         if index == len(outputs):
             outputs.append(fresh.new_zeros(len(fresh), self.urgent.shape[1], fresh.shape[2]))
-        _put(outputs[index], at, fresh)
+        put(outputs[index], at, fresh)
         return outputs[index][:, :-1]
 
     def cost(self, plan: Plan) -> Tensor:
@@ -180,14 +180,3 @@ class IntervalCache(BaseCache):
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`."""
         self.urgent = changed(canvas, query, edit)
-
-
-def _rows(stored: Tensor, at: Tensor) -> Tensor:
-    """`[B, R, ...]` rows `at [B, R]` of `stored [B, L, ...]`; the last one for a filler."""
-    at = at.clamp(max=stored.shape[1] - 1)
-    return stored.gather(1, at.view(*at.shape, *[1] * (stored.dim() - 2)).expand(*at.shape, *stored.shape[2:]))
-
-
-def _put(stored: Tensor, at: Tensor, fresh: Tensor) -> None:
-    """Write `fresh [B, R, ...]` over rows `at [B, R]` of `stored [B, L+1, ...]`, in place."""
-    stored.scatter_(1, at.view(*at.shape, *[1] * (fresh.dim() - 2)).expand_as(fresh), fresh.to(stored.dtype))

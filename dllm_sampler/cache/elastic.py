@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, written
+from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, take, written
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.ends import is_end
@@ -202,8 +202,7 @@ class ElasticCache(BaseCache):
 
     def _stored(self, index: int, columns: Tensor) -> Tensor:
         """Queries `[B, H, R, Dh]` of layer `index` at `columns [B, R]`."""
-        at = columns[..., None, None].expand(-1, -1, *self.queries[index].shape[2:])
-        return self.queries[index].gather(1, at).transpose(1, 2)
+        return take(self.queries[index], columns).transpose(1, 2)
 
     def similarity(self, before: Tensor, now: Tensor, plan: ElasticPlan) -> Tensor:
         """`[B]` how alike two attention maps `[B, H, T, S]` of the tracked tokens are: the mean cosine."""

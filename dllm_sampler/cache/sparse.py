@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.cache.base import PaddedPlan
+from dllm_sampler.cache.base import PaddedPlan, take
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core import select
@@ -133,10 +133,8 @@ class SparseCache(DualCache):
         chosen = select.columns(F.pad(kept, (0, 1)), self.slots.columns)  # [B, C] indices of computed positions, or M
         columns = F.pad(plan.positions, (0, 1), value=plan.seen.shape[1] - 1).gather(1, chosen)
         self.kept[index] = torch.where(plan.sorts[:, None], columns, self.kept[index])
-        at = chosen.clamp(max=k.shape[2] - 1)[..., None, None]  # [B, C, 1, 1]
         for slots, fresh in ((self.slots.keys[index], k), (self.slots.values[index], v)):
-            fresh = fresh.transpose(1, 2)  # [B, M, Hkv, Dh]
-            moved = fresh.gather(1, at.expand(-1, -1, *fresh.shape[2:])).to(slots.dtype)
+            moved = take(fresh.transpose(1, 2), chosen).to(slots.dtype)  # [B, C, Hkv, Dh]
             slots.copy_(torch.where(plan.sorts[:, None, None, None], moved, slots))
 
 

@@ -350,8 +350,7 @@ class Pack:
         candidates = query.ids.shape[1]
         if candidates == 1 and not query.leave_one_out:
             return canvas.ids.scatter(1, query.positions, query.ids[:, 0]).flatten().index_select(0, self.place)
-        rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
-        rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
+        rows = query.rows(canvas)  # [B, K, L+1]
         if not query.leave_one_out:
             return rows.flatten().index_select(0, self.place)
         assert self.segment is not None and mask_id is not None

@@ -381,10 +381,13 @@ class Query:
         if self.limit is not None:
             chosen = chosen & (canvas.columns() < self.limit[:, None])  # what is hidden has no answer
         positions = select.columns(asked | chosen, width)
-        rows = canvas.ids[:, None].expand(-1, self.ids.shape[1], -1)  # [B, K, L+1]
-        rows = rows.scatter(2, self.positions[:, None].expand_as(self.ids), self.ids)
         at = positions[:, None].expand(-1, self.ids.shape[1], -1)
-        return replace(self, positions=positions, ids=rows.gather(2, at))
+        return replace(self, positions=positions, ids=self.rows(canvas).gather(2, at))
+
+    def rows(self, canvas: Canvas) -> Tensor:
+        """Return the tokens `[B, K, L+1]` of the canvas under each hypothesis."""
+        rows = canvas.ids[:, None].expand(-1, self.ids.shape[1], -1)
+        return rows.scatter(2, self.positions[:, None].expand_as(self.ids), self.ids)
 
     def before(self, canvas: Canvas, column: Tensor) -> Query:
         """This query where all from `column [B]` on is hidden, but for given tokens."""

@@ -130,9 +130,7 @@ class DiffusionGemmaDenoiser:
         memory, encoded = self._encode(canvas, plan)
         columns = canvas.window(plan.wanted.sizes.block)  # [B, W]
         memory.width = columns.shape[1]
-        rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
-        rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
-        ids = rows.gather(2, columns[:, None].expand(-1, candidates, -1)).flatten(0, 1)  # [B*K, W]
+        ids = query.rows(canvas).gather(2, columns[:, None].expand(-1, candidates, -1)).flatten(0, 1)  # [B*K, W]
         before = plan.wanted.previous
         if before is not None:  # the widest block of the batch may be another one now
             before = _each(nn.functional.pad(before, (0, 0, 0, columns.shape[1] - before.shape[1])), candidates)

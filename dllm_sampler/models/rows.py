@@ -41,9 +41,7 @@ class RowsDenoiser:
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
         """Logits `[R, V]`, one row for each of `plan.answers`."""
         batch, candidates, width = query.ids.shape
-        rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
-        rows = rows.scatter(2, query.positions[:, None].expand_as(query.ids), query.ids)
-        ids = rows[:, :, :-1]  # [B, K, L]
+        ids = query.rows(canvas)[:, :, :-1]  # [B, K, L]
         seen = visible(canvas, query)[:, None, :-1].expand_as(ids)
         logits = self.logits(ids.flatten(0, 1), seen.flatten(0, 1))  # [B*K, L, V]
         asked = query.positions.clamp(max=canvas.length - 1)  # [B, Q]
