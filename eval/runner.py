@@ -42,13 +42,13 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Share:
-    """Which of several processes this one is; they deal the batches out among themselves."""
+    """Place of this process among several, which share the batches out."""
 
     rank: int = 0
     world: int = 1
 
     def has(self, job: int, batch: int) -> bool:
-        """Whether a batch of a job is for this process; the first batches of all jobs are not for the same one."""
+        """Return True if a batch of a job is for this process. The first batches of jobs go to different ones."""
         return (job + batch) % self.world == self.rank
 
 

@@ -25,7 +25,7 @@ Prompt = str | list[int] | list[dict[str, str]]  # text (in which there may be g
 
 @dataclass(frozen=True)
 class Request:
-    """A run of `dllm-sample`: its settings, its prompts, and what these say of their forms (None: nothing)."""
+    """A run of `dllm-sample`: its settings, its prompts, and the forms that these name, if any."""
 
     settings: Settings
     prompts: list[Prompt]
@@ -113,14 +113,14 @@ def check_target(options: Options, overrides: Sequence[str]) -> None:
 
 
 class Forms(NamedTuple):
-    """What the lines of a file say in their field `form`, which means something only where a guide has forms."""
+    """Values of the field `form` in the lines of a file. They mean something only if a guide has forms."""
 
     values: list[object]  # of each prompt; None: it says nothing
     places: list[str]  # of each prompt: FILE line N, or the prompt's number
     file: str
 
     def numbers(self, known: int) -> list[int] | None:
-        """The number of each prompt's form; None: none is said.
+        """Return the number of each prompt's form. Returns None if no line names one.
 
         Args:
             known: how many forms the guides have, 1 where they have no list; 0: no guide is on the form.
@@ -145,14 +145,14 @@ class Forms(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The prompts of a run, and what they say of their forms; None: nothing."""
+    """Prompts of a run, and the forms that they name, if any."""
 
     prompts: list[Prompt]
     forms: Forms | None
 
 
 def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: bool = True) -> Given:
-    """All prompts of a run: those on the command line, then those in the file; with neither, those in the pipe.
+    """Read all prompts of a run: those on the command line, then those in the file. Without either, read the pipe.
 
     Args:
         words: the prompts on the command line.
@@ -196,12 +196,12 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: 
 
 
 def as_chat(prompt: Prompt) -> Prompt:
-    """A text prompt as a user's message; others as they are."""
+    """Return a text prompt as a user's message, and others as they are."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _lines(lines: Iterable[str], name: str) -> list[Prompt]:
-    """One prompt per line that is not blank."""
+    """Return one prompt per line that is not blank."""
     try:
         return [line.rstrip("\r\n") for line in _unmarked(lines) if line.strip()]
     except UnicodeDecodeError as error:
@@ -209,13 +209,13 @@ def _lines(lines: Iterable[str], name: str) -> list[Prompt]:
 
 
 def _unmarked(lines: Iterable[str]) -> Iterator[str]:
-    """The lines without the byte order mark that some editors begin a file with."""
+    """Yield the lines without the byte order mark that some editors begin a file with."""
     for number, line in enumerate(lines):
         yield line if number else line.removeprefix("\ufeff")
 
 
 def records(lines: Iterable[str], name: str) -> list[tuple[str, Any]]:
-    """The JSON value of each line that is not blank, and where it stands: `FILE line N`.
+    """Return the JSON value of each line that is not blank, after its place `FILE line N`.
 
     Args:
         lines: an open text file.
@@ -248,7 +248,7 @@ def _json(line: str, where: str) -> Any:
 
 
 def prompt(record: Any, where: str) -> Prompt:
-    """The prompt of a JSON value: a text, or an object with either `prompt` or `messages` (docs/formats.md).
+    """Return the prompt of a JSON value: a text, or an object with `prompt` or `messages` (docs/formats.md).
 
     Raises:
         UserError: it has none; the message begins with `where`.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def run(asked: Request) -> int:
-    """Do what was asked for; answers go to stdout, figures to stderr.
+    """Do what was asked for. Answers go to stdout, figures to stderr.
 
     Raises:
         UserError: a mistake in the input that only the model shows; nothing was printed then.
@@ -75,7 +75,7 @@ def run(asked: Request) -> int:
 
 
 def _records(asked: Request) -> Records | None:
-    """The file of `output=`."""
+    """Return the records of `output=`. Returns None without it."""
     options = asked.settings.options
     if options.output is None:
         return None
@@ -93,7 +93,7 @@ def respond(
     own: Forms | None,
     records: Records | None,
 ) -> Totals:
-    """Answer prompts; the answers go to stdout.
+    """Answer prompts. The answers go to stdout.
 
     Args:
         own: what the prompts say of their forms; None: nothing.
@@ -199,7 +199,7 @@ def check(sampler: Sampler, options: Options) -> None:
 
 
 def asks(given: Sequence[Prompt], options: Options) -> list[Any]:
-    """The prompts as the sampler takes them: messages, and texts with gaps, are what the options make of them.
+    """Return prompts as the sampler takes them. The options make messages and texts with gaps of some.
 
     Raises:
         UserError: a text with gaps that should be a message, or is given twice.
@@ -235,7 +235,7 @@ def _said(asked: Any, typed: Prompt) -> Prompt:
 
 
 def load(chosen: Settings, like: Sampler | None = None) -> Sampler:
-    """The sampler that the settings describe; with the model of another one that has the same, where that is given."""
+    """Return the sampler that the settings describe, with the model of `like` if that is given."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     options = chosen.options
@@ -251,7 +251,7 @@ def load(chosen: Settings, like: Sampler | None = None) -> Sampler:
 
 
 def verified(sampler: Sampler, options: Options) -> SpeculativeSampler:
-    """The target of the options, with the sampler as its drafter."""
+    """Return the target of the options, with the sampler as its drafter."""
     from dllm_sampler.speculative.deer import SpeculativeSampler  # transformers' modelling code takes seconds to import
 
     return SpeculativeSampler(
@@ -264,7 +264,7 @@ def verified(sampler: Sampler, options: Options) -> SpeculativeSampler:
 
 
 def _verify(deer: SpeculativeSampler, options: Options, first: int, rows: list[list[int]]) -> tuple[Speculation, float]:
-    """One batch, drafted and verified, and the seconds it took."""
+    """Draft and verify one batch. Returns it and the seconds it took."""
     begun = time.perf_counter()
     try:
         result = deer.generate(
@@ -297,7 +297,7 @@ def _denoise(
     forms: list[int] | None,
     records: Records | None,
 ) -> tuple[Result, float]:
-    """One batch and the seconds it took. Interrupted, it prints the canvas as far as it got."""
+    """Denoise one batch. Returns it and the seconds it took. Interrupted, it prints the canvas as far as it got."""
     steps = sampler.stream(
         rows,
         max_new_tokens=options.max_new_tokens,
@@ -335,7 +335,7 @@ def _denoise(
 
 
 def _interrupted(commits: Commits, sampler: Sampler, file: TextIO) -> None:
-    """The canvas of a batch that was cut short, noise shown as blocks; a row that had ended, up to its end token."""
+    """Print the canvas of a batch that was cut short, noise as blocks. A row that had ended stops at its end token."""
     ends, missing = sampler.spec.eos_ids, 0
     for tokens, masked, steps in commits.rows():
         first = first_end(tokens, ends)
@@ -367,7 +367,7 @@ class Several:
         return len(self.rows) * self.samples
 
     def run(self, sampler: Sampler, options: Options) -> Iterator[None]:
-        """Yields after each answer. Whatever ends it, answers that are done come out.
+        """Yield after each answer. Whatever ends it, answers that are done come out.
 
         Raises:
             NotFiniteError: the model returned NaN for a prompt; the others have been answered.
@@ -427,7 +427,7 @@ class Several:
 
 
 def stop_strings(options: Options) -> Sequence[str]:
-    """The texts at which an answer ends."""
+    """Return the texts at which an answer ends."""
     return [options.stop_strings] if isinstance(options.stop_strings, str) else options.stop_strings or ()
 
 
