@@ -71,7 +71,7 @@ class D2Cache(BaseCache):
         return live
 
     def due(self, canvas: Canvas) -> Tensor:
-        """See `Cache.due`: the first forward alone."""
+        """See `BaseCache.due`: the first forward alone."""
         return canvas.step == 0
 
     def computes(self, canvas: Canvas) -> Tensor:

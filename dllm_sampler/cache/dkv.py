@@ -66,7 +66,7 @@ class DelayedCache(BaseCache):
         return live
 
     def due(self, canvas: Canvas) -> Tensor:
-        """See `Cache.due`. Under `prefill` and `pd` the prompt is left out of all but the first."""
+        """See `BaseCache.due`. Under `prefill` and `pd` the prompt is left out of all but the first."""
         if self.mode == "prefill":
             return canvas.step == 0
         every = self.refresh_every or (4 if self.spec.shift else 8)

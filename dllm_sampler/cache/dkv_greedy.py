@@ -61,7 +61,7 @@ class GreedyCache(BaseCache):
         return live
 
     def due(self, canvas: Canvas) -> Tensor:
-        """See `Cache.due`."""
+        """See `BaseCache.due`."""
         return canvas.age % self.refresh_every == 0
 
     def expect(self, ahead: Tensor, most: int) -> None:

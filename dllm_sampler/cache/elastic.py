@@ -93,7 +93,7 @@ class ElasticCache(BaseCache):
         return live
 
     def due(self, canvas: Canvas) -> Tensor:
-        """See `Cache.due`."""
+        """See `BaseCache.due`."""
         return canvas.step == 0 if self.full_every is None else canvas.step % self.full_every == 0
 
     def ahead(self, canvas: Canvas) -> Tensor:

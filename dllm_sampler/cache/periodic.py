@@ -37,7 +37,7 @@ class _Periodic(BaseCache):
         return live
 
     def due(self, canvas: Canvas) -> Tensor:
-        """See `Cache.due`."""
+        """See `BaseCache.due`."""
         opens = canvas.age == 0
         return opens if self.every is None else opens | (~self.fresh & (self.made % self.every == 0))
 

@@ -80,7 +80,7 @@ class SparseCache(DualCache):
         return False
 
     def due(self, canvas: Canvas) -> Tensor:
-        """See `Cache.due`."""
+        """See `BaseCache.due`."""
         return canvas.age <= self.delay
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
@@ -89,7 +89,7 @@ class SparseCache(DualCache):
         assert isinstance(plan, PaddedPlan)
         back = self.back
         # A row that sorts computes all its columns: a forward as narrow as the widest block holds no such row, where
-        # no block is as wide as an answer (without a prompt, `Canvas.given`, even one column more) and none is hidden.
+        # no block is as wide as an answer (without a prompt, `Layout.given`, even one column more) and none is hidden.
         widest = canvas.layout.width + back + (canvas.layout.given is not None)
         narrow = not plan.contiguous and sizes.longest <= sizes.block + back and widest <= canvas.layout.shortest
         narrow = narrow and wanted.query.hidden is None

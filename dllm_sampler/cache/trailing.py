@@ -45,7 +45,7 @@ class TrailingCache(BaseCache):
         return live
 
     def due(self, canvas: Canvas) -> Tensor:
-        """See `Cache.due`: the first forward alone."""
+        """See `BaseCache.due`: the first forward alone."""
         return canvas.step == 0
 
     def computes(self, canvas: Canvas) -> Tensor:

@@ -36,7 +36,7 @@ class VicinityCache(BaseCache):
             check_count(f"cache.{name}", getattr(self, name), 0)
 
     def due(self, canvas: Canvas) -> Tensor:
-        """See `Cache.due`."""
+        """See `BaseCache.due`."""
         return (canvas.age == 0) | (canvas.step < self.warmup)
 
     def computes(self, canvas: Canvas) -> Tensor:

@@ -249,7 +249,7 @@ class Guide:
     keeps_excluded: ClassVar[bool] = False
     joint: ClassVar[bool] = False
     vetoes: ClassVar[bool] = False
-    forms: int = 0  # of answers, one of which each prompt names (`Canvas.form`); 0: none is named
+    forms: int = 0  # of answers, one of which each prompt names (`Layout.form`); 0: none is named
 
     @property
     def chooses(self) -> bool:

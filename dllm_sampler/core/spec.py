@@ -42,7 +42,7 @@ class ModelSpec:
     routing: int | None = None  # tokens of a block of this length choose their experts together
     cacheable: bool = True  # False: only whole rows can be run, no cache but `none` is legal
     encoder: bool = False  # one reads the text before the block; the block, whole, is all that is predicted
-    self_conditioning: bool = False  # wants the logits of the last step back (`Query.previous`)
+    self_conditioning: bool = False  # wants the logits of the last step back (`ForwardRequest.previous`)
     branches: int = 1  # 2 under classifier-free guidance: a cache keeps a twin
     folder: Path | None = None  # of the checkpoint, which may ship what was learnt for the model (Learn2PD's filter)
     other_eos_ids: tuple[int, ...] = ()  # further tokens that end an answer

@@ -4,11 +4,11 @@ Letters: B rows, K candidates per row, Q queried positions, L canvas length, V v
 `[B, L+1]` tensor is the *empty slot*: frozen, never noise, its key never seen. A row with fewer than Q positions pads
 with L, so nothing needs a "valid" flag. Rows are left-aligned: a prompt begins at column 0, and its answer follows.
 
-Tokens of an answer may be given (`Canvas.given`). They are on the canvas from the start, frozen like the prompt. No
+Tokens of an answer may be given (`Layout.given`). They are on the canvas from the start, frozen like the prompt. No
 step commits them: schedules count the *free* columns of an answer. Where nothing is given, all are free.
 
-Block-causal attention has a grid (`Canvas.grid`): no block crosses one of its lines. Without a grid the active block
-is used in its place. With `Canvas.part` a block of the grid is decoded in parts. Each part is the active block in
+Block-causal attention has a grid (`Layout.grid`): no block crosses one of its lines. Without a grid the active block
+is used in its place. With `Grid.part` a block of the grid is decoded in parts. Each part is the active block in
 turn.
 """
 
@@ -492,11 +492,11 @@ class Readout:
 class Resize:
     """A change of the length of answers at the end of a step: it inserts columns, then moves the end.
 
-    A canvas reserves `Canvas.new_tokens` columns for each answer. A row uses those before its `end`; the others hold
+    A canvas reserves `Layout.new_tokens` columns for each answer. A row uses those before its `end`; the others hold
     padding.
 
     An inserted column is a copy of the one before it: of a mask, to get more masks. Columns that do not fit
-    into `Canvas.new_tokens` are cut off at the right. Noise is keyed by step and column: after an insertion a column is
+    into `Layout.new_tokens` are cut off at the right. Noise is keyed by step and column: after an insertion a column is
     another place of the answer, and no number is drawn twice.
     """
 

@@ -34,7 +34,7 @@ class Generation:
     recorder: Recorder
     wanted: ForwardRequest | None = None  # of the next step
     measured: Tensor | None = None  # the numbers of `packing.measure`
-    previous: Tensor | None = None  # [B, W, V] see `Query.previous`
+    previous: Tensor | None = None  # [B, W, V] see `ForwardRequest.previous`
     done: list[bool] = field(default_factory=list)  # of each row, when the host last looked
     failed: dict[int, int] = field(default_factory=dict)  # rows of `bad` then, and the step (from 1) that failed
     most_candidates: int | None = None  # limit on the candidates of the next request (`Paced`). None: there is none

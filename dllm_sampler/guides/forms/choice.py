@@ -266,7 +266,7 @@ def choose(
 
     Args:
         whole: logits and noisy logits from which no guide took a token away, to choose by where none that fits is left.
-        end_ids: the end tokens that must not come before given tokens (`Canvas.given`).
+        end_ids: the end tokens that must not come before given tokens (`Layout.given`).
     """
     lattice, tops = Lattice.of(edges, canvas, answers, mask_id, end_ids), Tops.of(edges, noisy)
     score = _relative(tops.classes, noisy.gather(1, tops.free[:, None]))
