@@ -37,7 +37,7 @@ class Spy:
     def again(self, given: tuple[Canvas, Query, Plan]) -> None:
         """The model alone, on what it was asked; the head as `readout.predict` has it multiplied."""
         hidden = self.inner(*given)[0]
-        weight = None if self.kernels is TORCH else readout.joined(self.inner, hidden)
+        weight = None if self.kernels is TORCH else readout.fusable_head_weight(self.inner, hidden)
         if weight is None:
             self.inner.head(hidden)
         else:

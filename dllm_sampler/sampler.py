@@ -415,7 +415,7 @@ class Sampler:
             own, plugins = self._calls[key]
         else:
             own = self.using(**options) if options else self
-            plugins = own.plugins if block_length is None else own.plugins.of_length(block_length)
+            plugins = own.plugins if block_length is None else own.plugins.with_block_length(block_length)
             if key is not None:
                 self._calls[key] = own, plugins
                 if len(self._calls) > CALLS:

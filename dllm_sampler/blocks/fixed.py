@@ -5,7 +5,7 @@ from typing import Self
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Blocks, Context
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.errors import UserError
 
 DEFAULT_LENGTH = 32  # LLaDA's
@@ -45,7 +45,7 @@ class FixedBlocks(Blocks):
             raise UserError("blocks-incompatible", "blocks.part is for block-causal models. Set blocks.length alone.")
         if self.part is not None and length % self.part:
             raise UserError("option-range", f"blocks.part={self.part} does not divide blocks of {length} positions")
-        return learned(replace(self, length=length), causal=causal)
+        return with_bound_fields(replace(self, length=length), causal=causal)
 
     @property
     def grid(self) -> int | None:

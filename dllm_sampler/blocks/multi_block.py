@@ -9,7 +9,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_count, check_number, check_positive
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Context
-from dllm_sampler.core.select import numbers, rank
+from dllm_sampler.core.select import arange, rank
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -83,7 +83,7 @@ class MultiBlock(Blocks):
         """`[B, N] bool` which blocks must get on, of all that an answer can have."""
         number, count = self.number(canvas, canvas.columns()), -(-canvas.layout.longest // self.length)
         if self.full_threshold is None:
-            return numbers(count, number.device) == self.number(canvas, canvas.frontier()[:, None])
+            return arange(count, number.device) == self.number(canvas, canvas.frontier()[:, None])
         free = ~canvas.layout.frozen & (canvas.columns() < canvas.end[:, None])
         zero = canvas.ids.new_zeros(len(canvas.ids), count)
         left, size = (zero.scatter_add(1, number, among.long()) for among in (canvas.masked, free))

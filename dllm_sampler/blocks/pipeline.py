@@ -9,7 +9,7 @@ from torch import Tensor
 from dllm_sampler.blocks.multi_block import MultiBlock
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.protocols import Context
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas
 
 
@@ -31,7 +31,7 @@ class Pipeline(MultiBlock):
 
     def bind(self, context: Context) -> Self:
         """Take the end tokens."""
-        return learned(super().bind(context), end_ids=context.spec.eos_ids)
+        return with_bound_fields(super().bind(context), end_ids=context.spec.eos_ids)
 
     def move(self, after: Canvas) -> tuple[Tensor, Tensor]:
         """See `Blocks.move`."""

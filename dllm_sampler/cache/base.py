@@ -75,7 +75,7 @@ class BaseCache(Cache):
         """How to compute what is wanted, in sizes that `wanted.sizes` fixes."""
         answers = Answers.of(wanted)
         sees, computed = self.sees(canvas, wanted.query), wanted.entries(canvas)
-        if self.pads:
+        if self.uses_padded_plan:
             return self.padded(canvas, wanted, answers, sees, computed)
         plan = Plan(self, wanted, answers, computed, Pack.of(canvas, wanted, answers, self.spec, sees))
         if wanted.query.candidates.forks and self.slots is not None:
@@ -85,7 +85,8 @@ class BaseCache(Cache):
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """Drive one layer on the pack `hidden [1, T, D]`: store keys and values, attend, feed forward.
 
-        The last layer returns the answers alone, `[1, R, D]`. A cache that `pads` overrides this and gets `[B, M, D]`.
+        The last layer returns the answers alone, `[1, R, D]`. A cache with `uses_padded_plan` overrides this and
+        gets `[B, M, D]`.
         """
         assert plan.pack is not None and plan.attention is not None
         q, k, v = parts.qkv(hidden, rope)
@@ -190,7 +191,7 @@ class BaseCache(Cache):
                 f"{scheduler} needs every position computed in each forward, and {cache} computes a part: use"
                 " cache=none"
             )
-        if traits.has(ChangingLength) and self.stores and not (self.follows or self.causal):
+        if traits.has(ChangingLength) and self.stores and not (self.supports_resize or self.causal):
             yield (
                 f"{scheduler} moves columns and adds new ones, and {cache} serves columns as an earlier forward left"
                 " them: use cache=prefix, which computes all of the answer that can move, or cache=none"
@@ -221,7 +222,7 @@ class BaseCache(Cache):
 def places(canvas: Canvas, positions: Tensor) -> Tensor:
     """`[B*M]` where `positions [B, M]` lie in a buffer of B*(L+1) columns."""
     batch, columns = canvas.ids.shape
-    return (positions + select.numbers(batch * columns, positions.device)[::columns, None]).flatten()
+    return (positions + select.arange(batch * columns, positions.device)[::columns, None]).flatten()
 
 
 def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:

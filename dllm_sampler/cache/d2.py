@@ -43,7 +43,7 @@ class D2Cache(BaseCache):
         gap: distance of chosen columns up to which those in between are computed too; 0: none.
     """
 
-    pads: ClassVar[bool] = True
+    uses_padded_plan: ClassVar[bool] = True
     chooses: ClassVar[bool] = True
 
     masks: int = 32

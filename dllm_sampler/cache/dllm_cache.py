@@ -55,7 +55,7 @@ class IntervalCache(BaseCache):
             the difference between the branches is reused in between. The first five make it in any case.
     """
 
-    pads: ClassVar[bool] = True
+    uses_padded_plan: ClassVar[bool] = True
     shared: ClassVar[bool] = True
 
     prompt_every: int = 100

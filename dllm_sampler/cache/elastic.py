@@ -61,7 +61,7 @@ class ElasticCache(BaseCache):
         full_every: steps from one whole forward to the next (1: no reuse, exact); None: the first step only.
     """
 
-    pads: ClassVar[bool] = True
+    uses_padded_plan: ClassVar[bool] = True
     syncs: ClassVar[bool] = True
     chooses: ClassVar[bool] = True
 

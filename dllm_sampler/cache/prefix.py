@@ -22,7 +22,7 @@ class PrefixCache(WindowCache):
     """
 
     keeps_noise: ClassVar[bool] = False
-    follows: ClassVar[bool] = True  # nothing moves before the block, and all behind it is computed
+    supports_resize: ClassVar[bool] = True  # nothing moves before the block, and all behind it is computed
 
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """See `WindowCache.span`."""

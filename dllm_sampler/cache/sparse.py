@@ -49,7 +49,7 @@ class SparseCache(DualCache):
         delay: whole forwards after the one that opens the block; the last one sorts.
     """
 
-    pads: ClassVar[bool] = True
+    uses_padded_plan: ClassVar[bool] = True
 
     keep: float = 0.5
     kernel: int = 3

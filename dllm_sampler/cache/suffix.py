@@ -20,7 +20,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
 # What the engine and others ask of a cache is what the inner one says.
-FACTS = ("stores", "pads", "syncs", "chooses", "keeps_noise", "shared")
+FACTS = ("stores", "uses_padded_plan", "syncs", "chooses", "keeps_noise", "shared")
 
 
 @dataclass

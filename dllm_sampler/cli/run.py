@@ -193,7 +193,7 @@ def check(sampler: Sampler, options: Options) -> None:
         encode_template(options.infill, tokenizer, spec, "infill")
     if options.block_length is not None:
         try:
-            sampler.plugins.of_length(options.block_length)
+            sampler.plugins.with_block_length(options.block_length)
         except UserError as error:
             raise UserError(error.code, f"{error} block_length=null removes it.") from error
 

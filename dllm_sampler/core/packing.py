@@ -130,7 +130,7 @@ def stretch(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor]:
     answer = canvas.answer()  # [B, N]
     asked = torch.zeros_like(canvas.masked).scatter(1, positions, torch.ones_like(positions, dtype=torch.bool))
     asked, free = asked.gather(1, answer), canvas.masked.gather(1, answer)
-    there, place = answer < canvas.end[:, None], select.numbers(answer.shape[1], answer.device)
+    there, place = answer < canvas.end[:, None], select.arange(answer.shape[1], answer.device)
     end = torch.where(there & (asked | ~free), place + 1, 0).amax(1)
     begin = torch.where(there & (asked | free), place, answer.shape[1]).amin(1)
     return torch.minimum(begin, end), end
@@ -219,7 +219,7 @@ class Answers:
     @staticmethod
     def every(query: Query) -> Answers:
         """One answer for each place."""
-        return Answers(select.numbers(query.ids.numel(), query.ids.device), query, True)
+        return Answers(select.arange(query.ids.numel(), query.ids.device), query, True)
 
     @cached_property
     def _there(self) -> Tensor:
@@ -315,7 +315,7 @@ class Pack:
         slots = place if segment is None else torch.where(segment == 0, row * columns + column, batch * columns - 1)
         # The entry that answers each place: candidate and predicting column, or a shadow where the token is known.
         at = predict[:, None].expand(query.ids.shape)  # [B, K, Q]
-        origin = select.numbers(batch * query.ids.shape[1], device).view(batch, -1, 1) * columns
+        origin = select.arange(batch * query.ids.shape[1], device).view(batch, -1, 1) * columns
         unseen = None
         if there is not None:
             known = there[:, None] & ~canvas.masked.gather(1, query.positions)[:, None]

@@ -105,7 +105,10 @@ class PlugIn:
     """What schedulers, blocks and stops have in common."""
 
     def bind(self, context: Context) -> Self:
-        """Take what it must know (the end token, say), or refuse. Called again on what it returned if blocks change."""
+        """Return a copy configured for this model, or raise `UserError`.
+
+        Called again on that copy if the blocks change.
+        """
         return self
 
     @property
@@ -139,7 +142,7 @@ class Scheduler(PlugIn):
         raise NotImplementedError
 
     def bound(self, tokens: int) -> int:
-        """Most steps a generation of `tokens` can take; default: one commit per step at least."""
+        """Return an upper bound on the steps of a generation of `tokens`. The default is one commit in each step."""
         return tokens
 
     @property
@@ -287,7 +290,10 @@ class Guide:
         raise NotImplementedError
 
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """What may stand of an edit, if the guide `vetoes`; where nothing may, another token, or the row is `stuck`."""
+        """Return the part of `edit` that the guide allows, if it `vetoes`.
+
+        If nothing is allowed, substitute another token or mark the row `stuck`.
+        """
         raise NotImplementedError
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool | None:
@@ -333,25 +339,25 @@ class Cache:
 
     Attributes, each with what a value other than the default means (the help prints these sentences):
         stores: It keeps no keys and values.
-        pads: It runs the layers itself, on padded rows.
+        uses_padded_plan: It runs the layers itself, on padded rows.
         syncs: It reads the device inside a step: no CUDA graphs.
         chooses: It chooses which masks are predicted: no scheduler that must hear about all of them.
         keeps_noise: It keeps nothing of masks that a step did not compute.
         refreshes: The first forward of a block computes every column.
         hides: A block does not see all masks behind it: no stop=prophet.
-        follows: It serves answers whose length changes.
+        supports_resize: It serves answers whose length changes.
         causal: It is for block-causal models only.
         shared: It keeps numbers for the whole batch: prompts are answered batch by batch.
     """
 
     stores: ClassVar[bool] = True
-    pads: ClassVar[bool] = False
+    uses_padded_plan: ClassVar[bool] = False
     syncs: ClassVar[bool] = False
     chooses: ClassVar[bool] = False
     keeps_noise: ClassVar[bool] = True
     refreshes: ClassVar[bool] = False
     hides: ClassVar[bool] = False
-    follows: ClassVar[bool] = False
+    supports_resize: ClassVar[bool] = False
     causal: ClassVar[bool] = False
     shared: ClassVar[bool] = False
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def numbers(size: int, device: torch.device) -> Tensor:
+def arange(size: int, device: torch.device) -> Tensor:
     """`[size] int64` 0, 1, 2, ...; a view of what is made once, not to be written to."""
     # A compiled part makes them for free.
     return torch.arange(size, device=device) if torch.compiler.is_compiling() else _view(size, device)
@@ -16,7 +16,7 @@ def numbers(size: int, device: torch.device) -> Tensor:
 
 def line(size: int, device: torch.device) -> Tensor:
     """`[1, size] int64` the same, to compare with one number of each row."""
-    return numbers(size, device)[None] if torch.compiler.is_compiling() else _line(size, device)
+    return arange(size, device)[None] if torch.compiler.is_compiling() else _line(size, device)
 
 
 @lru_cache(1024)
@@ -46,7 +46,7 @@ def columns(chosen: Tensor, width: int) -> Tensor:
         `[B, width] int64`.
     """
     batch, size = chosen.shape
-    column = numbers(size, chosen.device).expand(batch, size)
+    column = arange(size, chosen.device).expand(batch, size)
     # Members go to the places 1 to width; the others to 0, those that are too many to width + 1.
     place = (chosen.cumsum(1) * chosen).clamp(max=width + 1)
     return column.new_full((batch, width + 2), size - 1).scatter_(1, place, column)[:, 1 : width + 1]
@@ -57,7 +57,7 @@ def rank(score: Tensor, eligible: Tensor) -> Tensor:
     # An eligible score of -inf still comes before every ineligible position.
     score = score.clamp(min=torch.finfo(score.dtype).min).masked_fill(~eligible, -torch.inf)
     order = score.argsort(dim=1, descending=True, stable=True)
-    place = numbers(score.shape[1], score.device).expand_as(order)
+    place = arange(score.shape[1], score.device).expand_as(order)
     return order.scatter(1, order, place)
 
 

@@ -191,8 +191,8 @@ class CommittedMasks(RareTrait):
     """A mask token that it commits is final with compat=true. Otherwise the column stays noise."""
 
 
-def learned(plugin: Made, **values: object) -> Made:
-    """A copy of a plug-in with `values` for fields that are no arguments (`field(init=False)`): what `bind` returns."""
+def with_bound_fields(plugin: Made, **values: object) -> Made:
+    """Return a copy of a plug-in with `values` for fields that are not arguments (`field(init=False)`), in `bind`."""
     unknown = values.keys() - {one.name for one in fields(plugin) if not one.init}  # pyright: ignore
     assert not unknown, f"{type(plugin).__name__} has no fields {unknown} to learn"
     twin = copy(plugin)

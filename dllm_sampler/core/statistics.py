@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.select import numbers
+from dllm_sampler.core.select import arange
 from dllm_sampler.core.values import Readout
 
 TILE = 64  # the least width of the tiles that `argmax` looks at
@@ -169,7 +169,7 @@ def argmax(logits: Tensor) -> Tensor:
     if vocab % width:  # the last tile overlaps the one before
         tops = torch.cat([tops, logits[..., -width:].amax(-1, keepdim=True)], -1)
     begin = (tops.argmax(-1, keepdim=True) * width).clamp(max=vocab - width)
-    inside = logits.gather(-1, begin + numbers(width, logits.device))  # [..., width]
+    inside = logits.gather(-1, begin + arange(width, logits.device))  # [..., width]
     return begin[..., 0] + inside.argmax(-1)
 
 

@@ -138,7 +138,7 @@ class Canvas:
     def answer(self) -> Tensor:
         """`[B, N]` columns of the answer, padded with L."""
         layout = self.layout
-        column = select.numbers(layout.longest, self.ids.device)
+        column = select.arange(layout.longest, self.ids.device)
         return (layout.first[:, None] + column).masked_fill(column >= layout.new_tokens[:, None], self.length)
 
     def asked(self) -> Tensor:
@@ -173,7 +173,7 @@ class Canvas:
 
     def window(self, width: int, back: int = 0) -> Tensor:
         """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
-        column = (self.start - back if back else self.start)[:, None] + select.numbers(width, self.ids.device)
+        column = (self.start - back if back else self.start)[:, None] + select.arange(width, self.ids.device)
         return column.masked_fill(column >= self.stop[:, None], self.length)
 
     def frontier(self) -> Tensor:

@@ -84,7 +84,7 @@ def stored_seen(until: Tensor, columns: int, unread: Tensor | None) -> Tensor:
     until: `[N, M]` first column that each entry does not see
     unread: `[N, S] bool` stored columns that no entry sees: they are hidden, or fresh keys replace them
     """
-    seen = select.numbers(columns, until.device) < until[..., None]
+    seen = select.arange(columns, until.device) < until[..., None]
     return seen if unread is None else seen & ~unread[:, None]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.engine.decide import Generation
-from dllm_sampler.engine.tree import walk
+from dllm_sampler.engine.tree import map_leaves
 
 # parts of a state that a step changes
 PARTS = (
@@ -90,7 +90,7 @@ class Buffers:
             return buffer
 
         for part in PARTS:
-            setattr(state, part, walk(getattr(state, part), visit, part))
+            setattr(state, part, map_leaves(getattr(state, part), visit, part))
         # What one buffer takes over from another is put aside before any is overwritten.
         aside = [new.clone() if new is not None and storage(new) in self.storages else new for _, new in moves]
         alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
@@ -130,7 +130,7 @@ def objects(state: Generation) -> tuple[Any, ...]:
 
 def copies(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return copies of the objects of a state, with the same leaves."""
-    return tuple(walk(value, lambda _, leaf: leaf, part) for part, value in zip(PARTS, parts, strict=True))
+    return tuple(map_leaves(value, lambda _, leaf: leaf, part) for part, value in zip(PARTS, parts, strict=True))
 
 
 def restore(state: Generation, parts: tuple[Any, ...]) -> None:

@@ -69,7 +69,7 @@ def _close(device: int, pool: Any) -> None:
 
 
 @contextmanager
-def undisturbed(device: torch.device, inference: bool = False) -> Iterator[None]:
+def no_grad_on_device(device: torch.device, inference: bool = False) -> Iterator[None]:
     """Without gradients, in torch's inference mode where `inference` is true, and with a GPU as the current one.
 
     Triton's launches and CUDA graphs go to the current one, wherever their tensors are.

@@ -31,7 +31,7 @@ from dllm_sampler.engine.capture import GraphRecorder, Record
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine, inference_mode
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.engine.tree import Opaque
+from dllm_sampler.engine.tree import UnsupportedLeaf
 from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.kernels.backend import TORCH, Backend, warn
 from dllm_sampler.models.fused import hooked
@@ -168,7 +168,7 @@ class StaticEngine(Engine):
         state = InPlace(**{one.name: getattr(plain, one.name) for one in fields(plain)}, buffers=buffers)
         try:
             state.enter()
-        except Opaque as error:
+        except UnsupportedLeaf as error:
             why = f"{error}, and a recording cannot know what it keeps"
             if self.must:
                 raise UserError("graph-unsupported", f"cuda_graph: {why}") from None

@@ -22,11 +22,11 @@ from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.spec import BatchState, ChangingLength
 from dllm_sampler.core.values import FREE, Canvas, Noise
-from dllm_sampler.engine.capture import undisturbed
+from dllm_sampler.engine.capture import no_grad_on_device
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.engine.tree import Opaque, walk
+from dllm_sampler.engine.tree import UnsupportedLeaf, map_leaves
 
 SHARED = (bool, int, float, str)  # leaves that hold for all rows
 PARTS = ("canvas", "cache", "carry", "bad", "recorder")  # of a state: what a row brings along and takes away
@@ -129,8 +129,8 @@ class RunningBatch:
             CannotJoin: the state of a generation has something other than one row per lane. Running rows may go on.
         """
         lanes, canvas = self.free[: len(requests)], self.lay_out(requests)
-        with undisturbed(canvas.ids.device, self.engine.inference_mode):
-            fresh = self.engine.fresh(canvas, samples)
+        with no_grad_on_device(canvas.ids.device, self.engine.inference_mode):
+            fresh = self.engine.initial_state(canvas, samples)
             if self.state is None:
                 self.state = self.engine.begin(self._empty(requests[0]))
             at = torch.tensor(lanes, device=canvas.ids.device)
@@ -154,7 +154,7 @@ class RunningBatch:
             request.forwards += 1
         late = {lane for lane, request in running.items() if request.forwards >= request.max_steps}
         engine.advance(state, self.forwards, last=bool(late))
-        with undisturbed(state.canvas.ids.device, engine.inference_mode):
+        with no_grad_on_device(state.canvas.ids.device, engine.inference_mode):
             if self.watch is not None:
                 self.watch(state)
             ended = {lane: one for lane, one in running.items() if lane in late | {*state.failed} or state.done[lane]}
@@ -175,7 +175,7 @@ class RunningBatch:
             done, masked = canvas.done.index_fill(0, at, True), canvas.masked.index_fill(0, at, False)
             state.canvas = replace(canvas, done=done, masked=masked)
             state.bad = state.bad.index_fill(0, at, 0)
-            state.cache = walk(state.cache, partial(_cleaned, rows=at, lanes=len(self.lanes)), "")
+            state.cache = map_leaves(state.cache, partial(_cleaned, rows=at, lanes=len(self.lanes)), "")
             self.engine.ask(state)
         return left
 
@@ -211,7 +211,7 @@ def join(state: Generation, fresh: Generation, lanes: Tensor) -> None:
     """
     try:
         new = leaves(fresh)
-    except Opaque as error:
+    except UnsupportedLeaf as error:
         raise CannotJoin(str(error)) from None
 
     def visit(path: str, old: Any) -> Any:
@@ -227,7 +227,7 @@ def join(state: Generation, fresh: Generation, lanes: Tensor) -> None:
             raise CannotJoin(f"{path} is {old!r} where it was {one!r} before the first forward")
         return old
 
-    joined = {part: walk(getattr(state, part), visit, part) for part in PARTS}
+    joined = {part: map_leaves(getattr(state, part), visit, part) for part in PARTS}
     for part, value in joined.items():
         setattr(state, part, value)
 
@@ -249,10 +249,10 @@ def leaves(state: Generation) -> dict[str, Any]:
         return leaf
 
     for part in PARTS:
-        walk(getattr(state, part), visit, part)
+        map_leaves(getattr(state, part), visit, part)
     return found
 
 
 def taken(tree: Any, rows: Tensor) -> Any:
     """Return a canvas or a recorder of some `rows [n]` alone."""
-    return walk(tree, lambda _, leaf: leaf.index_select(0, rows) if isinstance(leaf, Tensor) else leaf, "")
+    return map_leaves(tree, lambda _, leaf: leaf.index_select(0, rows) if isinstance(leaf, Tensor) else leaf, "")

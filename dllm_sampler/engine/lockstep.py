@@ -26,7 +26,7 @@ class Ranks:
         mesh = next((found for weight in weights if (found := getattr(weight, "device_mesh", None)) is not None), None)
         return Ranks(None if mesh is None or mesh.size() == 1 else mesh)
 
-    def most(self, value: int) -> int:
+    def max_over_ranks(self, value: int) -> int:
         """The largest `value` of any rank; waits for all of them."""
         if self.mesh is None:
             return value

@@ -15,7 +15,7 @@ from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import decide, faults, readout
-from dllm_sampler.engine.capture import undisturbed
+from dllm_sampler.engine.capture import no_grad_on_device
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError
@@ -59,7 +59,7 @@ class Engine:
         Raises:
             NotFiniteError: the model returned no finite statistics for some row.
         """
-        with undisturbed(canvas.ids.device, self.inference_mode):
+        with no_grad_on_device(canvas.ids.device, self.inference_mode):
             state = self.begin(canvas)
         try:
             for step in range(1, max_steps + 1):
@@ -73,13 +73,13 @@ class Engine:
             self.end(state)
 
     def begin(self, canvas: Canvas) -> Generation:
-        """The state before the first step, for which it has asked."""
-        state = self.fresh(canvas, self.samples)
+        """Create the initial state and the request for the first step."""
+        state = self.initial_state(canvas, self.samples)
         self.ask(state)
         return state
 
-    def fresh(self, canvas: Canvas, samples: int = 1) -> Generation:
-        """The state before anything is asked; each `samples` consecutive rows have the same prompt."""
+    def initial_state(self, canvas: Canvas, samples: int = 1) -> Generation:
+        """Create the state before anything is asked. Each `samples` consecutive rows have the same prompt."""
         p = self.plugins
         spec = self.denoiser.spec.with_ends(p.context.spec.eos_ids)
         cache = p.cache.init(canvas, spec)
@@ -99,7 +99,7 @@ class Engine:
         """
         made, begun = state.wanted, perf_counter()
         assert made is not None
-        with undisturbed(state.canvas.ids.device, self.inference_mode):
+        with no_grad_on_device(state.canvas.ids.device, self.inference_mode):
             self.step(state)
             assert state.wanted is not None
             if step % self.poll_every and not (last or self.plugins.cache.stores):
@@ -122,15 +122,15 @@ class Engine:
         rule = readout.Rule(state.cache.spec, p.guides, self.needs, p.compat)
         seen = readout.predict(self.denoiser, hidden, canvas, plan.answers, rule, self.kernels)
         try:
-            self._part(decide.tell)(p, state, wanted.query, seen, spent)
+            self.maybe_compiled(decide.tell)(p, state, wanted.query, seen, spent)
         except Exception as error:
             faults.check_needs(error, lambda other: decide.tell(p, state, wanted.query, other, spent), seen)
             raise
-        self._part(decide.ask)(p, state)
+        self.maybe_compiled(decide.ask)(p, state)
 
     def ask(self, state: Generation) -> None:
         """Ask again, and read: before the first step, or after someone else changed the canvas."""
-        self._part(decide.ask)(self.plugins, state)
+        self.maybe_compiled(decide.ask)(self.plugins, state)
         self.poll(state)
         if self.plugins.paced and state.most_candidates is None:
             assert state.wanted is not None
@@ -144,9 +144,10 @@ class Engine:
         state.done, state.failed = found.done, found.bad
 
     def end(self, state: Generation) -> None:
-        """After the last step, however that came about."""
+        """Clean up after a generation, also after an error."""
 
-    def _part(self, part: Callable[..., Any]) -> Callable[..., Any]:
+    def maybe_compiled(self, part: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a part of the step, compiled if the engine compiles."""
         return fullgraph(part) if self.compile else part
 
 

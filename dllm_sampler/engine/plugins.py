@@ -79,7 +79,7 @@ class Plugins:
         return self.context.spec.mask_id if self.compat and not self.scheduler.traits.has(CommittedMasks) else None
 
     def bound(self, tokens: int) -> int:
-        """Most steps a generation of `tokens` can take: of commits that a guide refuses it leaves one in each step."""
+        """Return an upper bound on the number of steps. A vetoing guide lets at least one token through each time."""
         steps = self.scheduler.bound(tokens)
         return steps + tokens if any(guide.vetoes for guide in self.guides) else steps
 
@@ -92,8 +92,8 @@ class Plugins:
         # Looked up once for all steps: `isinstance` of a protocol takes as long as ten small operations.
         vars(self).update(paced=isinstance(self.scheduler, Paced), foresees=isinstance(self.cache, Foresees))
 
-    def of_length(self, block_length: int) -> Plugins:
-        """The same set with blocks of another length.
+    def with_block_length(self, block_length: int) -> Plugins:
+        """Return the same set with blocks of another length.
 
         Raises:
             UserError: these blocks have no such length.
@@ -101,10 +101,10 @@ class Plugins:
         if not isinstance(self.blocks, FixedBlocks):
             name = named(self.blocks)
             raise UserError("options-conflict", f"block_length needs blocks=fixed, not blocks={name}. Remove one.")
-        return self.on(FixedBlocks(block_length))
+        return self.with_blocks(FixedBlocks(block_length))
 
-    def on(self, blocks: Blocks) -> Plugins:
-        """The same set with other blocks.
+    def with_blocks(self, blocks: Blocks) -> Plugins:
+        """Return the same set with other blocks.
 
         Raises:
             UserError: an impossible combination.

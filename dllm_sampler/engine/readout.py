@@ -66,7 +66,7 @@ def predict(
         return read(denoiser.head(hidden), hidden, canvas, answers, rule)
     needs = rule.needs
     stored = bool(needs & STORED)
-    weight = None if stored else joined(denoiser, hidden)
+    weight = None if stored else fusable_head_weight(denoiser, hidden)
     if weight is not None:
         seen = kernels.head(hidden, weight, sampling)
     else:
@@ -86,7 +86,7 @@ def spread(found: Readout, answers: Answers) -> Readout:
     return replace(found, **tensors)
 
 
-def joined(denoiser: Head, rows: Tensor) -> Tensor | None:
+def fusable_head_weight(denoiser: Head, rows: Tensor) -> Tensor | None:
     """The head's weight `[V, D]` if the kernel `head` can multiply `rows [N, D]` with it; else None."""
     weight = denoiser.head_weight() if hasattr(denoiser, "head_weight") else None  # pyright: ignore
     return weight if weight is not None and weight.dtype == rows.dtype else None
@@ -143,12 +143,12 @@ def read(
     seen = measure(measured, token, answers.pick(answers.query.ids), needs, hidden)
     if sound is not None:  # without guides, what is measured is what is chosen from, and tells it already
         seen = replace(seen, confidence=seen.confidence.masked_fill(~sound, torch.nan))
-    seen = seen if bound is None else _tied(seen, bound, logits.dtype)
+    seen = seen if bound is None else round_for_ties(seen, bound, logits.dtype)
     seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)
     return replace(seen, draw=draw) if "draw" in needs else seen
 
 
-def _tied(seen: Readout, bound: Tensor, dtype: torch.dtype) -> Readout:
+def round_for_ties(seen: Readout, bound: Tensor, dtype: torch.dtype) -> Readout:
     """Statistics `[R]` under the law of a form, rounded to what `dtype` can tell apart where `bound [R]` is true.
 
     Tokens of which each makes the other certain have equal probabilities, but for rounding errors. These must not rank

@@ -20,32 +20,32 @@ from dllm_sampler.core.values import Sizes
 PLAIN = (type(None), bool, int, float, str, Path, torch.dtype, torch.device, Sizes, CounterNoise, ModelSpec)
 
 
-class Opaque(TypeError):
+class UnsupportedLeaf(TypeError):
     """An object in a state that may keep what nothing outside knows of."""
 
     def __init__(self, path: str, value: object):
         super().__init__(f"{path} is a {type(value).__name__}")
 
 
-def walk(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
+def map_leaves(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
     """A copy of a tree in which `visit(path, leaf)` replaces each leaf: a tensor, a slot store or a plain value.
 
     Branches are tuples, lists, dicts, dataclasses and the recorder.
 
     Raises:
-        Opaque: there is something else.
+        UnsupportedLeaf: there is something else.
     """
     if isinstance(value, (Tensor, Slots, *PLAIN)):
         return visit(path, value)
     if isinstance(value, tuple | list):
-        items = [walk(item, visit, f"{path}.{i}") for i, item in enumerate(value)]
+        items = [map_leaves(item, visit, f"{path}.{i}") for i, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {name: walk(item, visit, f"{path}.{name}") for name, item in value.items()}
+        return {name: map_leaves(item, visit, f"{path}.{name}") for name, item in value.items()}
     if not isinstance(value, Recorder) and (not is_dataclass(value) or isinstance(value, type)):
-        raise Opaque(path, value)
+        raise UnsupportedLeaf(path, value)
     twin = copy.copy(value)
     defaults = {one.name: getattr(value, one.name, None) for one in fields(value)} if is_dataclass(value) else {}
     for name, item in {**defaults, **vars(value)}.items():
-        object.__setattr__(twin, name, walk(item, visit, f"{path}.{name}"))
+        object.__setattr__(twin, name, map_leaves(item, visit, f"{path}.{name}"))
     return twin

@@ -240,7 +240,7 @@ class Many:
                     continue
                 runs = self.running is not None and len(self.running.free) < self.batch_size
                 busy = runs or (not cannot_join and (self._next() is not None or bool(self.refused)))
-                status = self.ranks.most(FAILED if cannot_join and self.ranks.mesh is not None else int(busy))
+                status = self.ranks.max_over_ranks(FAILED if cannot_join and self.ranks.mesh is not None else int(busy))
                 if status == FAILED:
                     raise ranks_need_in_flight_error(
                         "a plug-in keeps a state of which no row can be given to the next prompt"

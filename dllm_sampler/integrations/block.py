@@ -218,7 +218,7 @@ class BlockRule:
         """What the logits `[B, W, V]` say of the queried positions."""
         if self.asks:
             at = query.positions.clamp(max=canvas.length - 1)  # the empty slot has no logits: any will do
-            rows = at + canvas.length * select.numbers(len(at), at.device)[:, None]
+            rows = at + canvas.length * select.arange(len(at), at.device)[:, None]
             logits = logits.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, at.shape)  # a gather is slower
         rule = self.rule
         if state.before is not None and state.count is not None and self.spec.mask_id is not None:
@@ -238,7 +238,7 @@ class _Given:
 
 def _columns(canvas: Canvas) -> Tensor:
     """`[B, W]` all columns of the block."""
-    return select.numbers(canvas.length, canvas.ids.device).expand(len(canvas.ids), -1)
+    return select.arange(canvas.length, canvas.ids.device).expand(len(canvas.ids), -1)
 
 
 def _ends(plugin: Scheduler | Guide) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ class OfAnswer(Guide):
 
     def whole(self, canvas: Canvas, answers: Answers) -> tuple[Canvas, Answers]:
         """A canvas `[B, N+1]` of answers alone, and the answers about its columns, for those about a block."""
-        length, column = self.before.shape[1], select.numbers(self.before.shape[1] + 1, canvas.ids.device)  # [N+1]
+        length, column = self.before.shape[1], select.arange(self.before.shape[1] + 1, canvas.ids.device)  # [N+1]
         shift = (canvas.start - self.count)[:, None]  # from a column of the answer to one of the block
         inside = column + shift
         there = (inside >= canvas.start[:, None]) & (inside < canvas.length) & (column < length)

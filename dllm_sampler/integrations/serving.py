@@ -17,7 +17,7 @@ from torch import Tensor
 from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.protocols import Carry, Context, Guide
-from dllm_sampler.engine.tree import walk
+from dllm_sampler.engine.tree import map_leaves
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.integrations.block import BlockRule, BlockState, check_text
@@ -247,8 +247,8 @@ def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:
         return None
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}
-    walk(spent, before.__setitem__, "")
-    walk(carry, after.__setitem__, "")
+    map_leaves(spent, before.__setitem__, "")
+    map_leaves(carry, after.__setitem__, "")
     used = {_memory(leaf) for leaf in after.values()}
 
     def own(path: str, leaf: Any) -> Any:
@@ -258,7 +258,7 @@ def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:
         fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (leaf.shape, leaf.dtype)
         return old.copy_(leaf) if old is not None and fits and _memory(old) not in used else leaf.clone()
 
-    return walk(carry, own, "")
+    return map_leaves(carry, own, "")
 
 
 def _memory(leaf: Any) -> int | None:
@@ -268,7 +268,7 @@ def _memory(leaf: Any) -> int | None:
 
 def taken(state: State, rows: Tensor) -> State:
     """The state of some `rows [n]` alone."""
-    return walk(state, lambda _, leaf: leaf.index_select(0, rows) if isinstance(leaf, Tensor) else leaf, "")
+    return map_leaves(state, lambda _, leaf: leaf.index_select(0, rows) if isinstance(leaf, Tensor) else leaf, "")
 
 
 def stacked(states: Sequence[State]) -> State:
@@ -281,7 +281,7 @@ def stacked(states: Sequence[State]) -> State:
         return states[0]
     found: list[dict[str, Any]] = [{} for _ in states]
     for state, leaves in zip(states, found, strict=True):
-        walk(state, leaves.__setitem__, "")
+        map_leaves(state, leaves.__setitem__, "")
 
     def visit(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -292,4 +292,4 @@ def stacked(states: Sequence[State]) -> State:
         shape = [max(sizes) for sizes in zip(*(one.shape[1:] for one in leaves), strict=True)]
         return torch.cat([one.expand(-1, *shape) for one in leaves])
 
-    return walk(states[0], visit, "")
+    return map_leaves(states[0], visit, "")

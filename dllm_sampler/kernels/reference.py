@@ -73,7 +73,7 @@ def attention(
     if not q.numel():
         return torch.empty_like(q)
     length = ENDLESS if slots is None else slots[0].shape[1]
-    index = select.numbers(entries, q.device)
+    index = select.arange(entries, q.device)
     at = bounds[:-1, None] + index[: longest or entries]  # [B, M]
     real = at < bounds[1:, None]
     at = at.clamp(max=entries - 1)

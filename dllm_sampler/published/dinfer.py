@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Context
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.schedulers.credit import Credit
 from dllm_sampler.schedulers.dinfer import DInferThreshold
@@ -26,7 +26,7 @@ class PublishedDInferThreshold(DInferThreshold):
 
     def bind(self, context: Context) -> Self:
         """Take the mask token."""
-        return learned(self, mask_id=context.spec.mask_id)
+        return with_bound_fields(self, mask_id=context.spec.mask_id)
 
     def commit(self, canvas: Canvas, query: Query, token: Tensor, sure: Tensor) -> Edit:
         """See `DInferThreshold.commit`."""

@@ -46,7 +46,7 @@ class PublishedKlass(Klass):
         at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
         # Masks only become fewer: every one was asked in the last forward too.
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
-        row = last + select.numbers(len(asked), last.device)[:, None] * asked.shape[1]
+        row = last + select.arange(len(asked), last.device)[:, None] * asked.shape[1]
         move = now.drift(then, row, self.precise).clamp(min=0)
         past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
         sure = readout.confidence[:, 0]  # [B, Q]

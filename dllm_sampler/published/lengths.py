@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.core.protocols import Carry, Context, Plan, Scheduler
 from dllm_sampler.core.select import at_least_one
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 from dllm_sampler.engine.decide import Generation
@@ -42,7 +42,7 @@ class AboveThreshold(Scheduler):
     def bind(self, context: Context) -> AboveThreshold:
         """Take the mask token."""
         assert context.spec.mask_id is not None
-        return learned(self, mask=context.spec.mask_id)
+        return with_bound_fields(self, mask=context.spec.mask_id)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -13,7 +13,7 @@ from dllm_sampler.cache.delayed_prefix import DelayedPrefix
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Plan
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.entropy import EntropyThreshold
 from dllm_sampler.stops.fill import FillStop
@@ -50,7 +50,7 @@ class StaleMasks(Around):
 
     def bind(self, context: Context) -> Self:
         """See `PlugIn.bind`."""
-        return learned(super().bind(context), blocks=context.blocks, end_ids=context.spec.eos_ids)
+        return with_bound_fields(super().bind(context), blocks=context.blocks, end_ids=context.spec.eos_ids)
 
     def init(self, canvas: Canvas) -> Carry:
         """The inner carry, and `[B, L+1] bool` what was masked before the last fill."""

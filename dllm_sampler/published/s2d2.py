@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas, Readout
 from dllm_sampler.schedulers.s2d2 import SelfVerified
 
@@ -26,7 +26,7 @@ class PublishedSelfVerified(SelfVerified):
 
     def bind(self, context: Context) -> Self:
         """See `Verifying.bind`."""
-        return learned(super().bind(context), draws=True)
+        return with_bound_fields(super().bind(context), draws=True)
 
     def redrawn(self, readout: Readout, weight: Tensor, failed: Tensor) -> Tensor:
         """See `Verifying.redrawn`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.protocols import Carry, Context, Guide
-from dllm_sampler.core.spec import BatchState, LeftToRightVerifier, Traits, learned
+from dllm_sampler.core.spec import BatchState, LeftToRightVerifier, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.models.mixture import mixture
 from dllm_sampler.schedulers.leftright import Leftmost
@@ -58,7 +58,7 @@ class ParallelDecoding(Leftmost):
             loaded = autoregressive.fit(self.verifier, context.spec)
         if context.tokenizer is not None:
             loaded.check_tokenizer(context.tokenizer)
-        return learned(self, loaded=loaded)
+        return with_bound_fields(self, loaded=loaded)
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
         """Only tokens that the verifier knows."""

@@ -9,7 +9,7 @@ import torch
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import rank, top
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.spec import Traits, with_bound_fields
 from dllm_sampler.core.statistics import entropy
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import SharedSteps, even_share
@@ -46,7 +46,7 @@ class CoherentMarginal(SharedSteps, Scheduler):
 
     def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""
-        return learned(self, vocab=context.spec.vocab_size)
+        return with_bound_fields(self, vocab=context.spec.vocab_size)
 
     @property
     def traits(self) -> Traits:

@@ -8,7 +8,7 @@ import torch
 from dllm_sampler.core.checks import check_choice, check_number
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
 from dllm_sampler.core.select import at_least_one
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.spec import Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.score import rate, score_needs
 
@@ -47,7 +47,7 @@ class D2F(Scheduler):
 
     def bind(self, context: Context) -> Self:
         """Take the blocks."""
-        return learned(self, blocks=context.blocks)
+        return with_bound_fields(self, blocks=context.blocks)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

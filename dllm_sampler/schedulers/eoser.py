@@ -11,7 +11,7 @@ from dllm_sampler.core.checks import check_inner, check_number
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
-from dllm_sampler.core.spec import ChangingLength, Traits, learned
+from dllm_sampler.core.spec import ChangingLength, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -72,7 +72,7 @@ class Eoser(Around):
 
     def bind(self, context: Context) -> Self:
         """Take the end tokens."""
-        return learned(super().bind(context), end_ids=context.spec.eos_ids)
+        return with_bound_fields(super().bind(context), end_ids=context.spec.eos_ids)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

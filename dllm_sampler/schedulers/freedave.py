@@ -8,7 +8,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_choice, check_count
 from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Context, Scheduler
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Edit, Query
 from dllm_sampler.schedulers.drafting.candidates import Branch
 from dllm_sampler.schedulers.drafting.pace import Pace
@@ -50,7 +50,7 @@ class FreeDave(Drafting):
     def bind(self, context: Context) -> Self:
         """See `Drafting.bind`; what was measured on this model stays known."""
         bound = super().bind(context)
-        return learned(bound, measured=self.measured) if self.mask_id == bound.mask_id else bound
+        return with_bound_fields(bound, measured=self.measured) if self.mask_id == bound.mask_id else bound
 
     def branches(self, most: int) -> list[Branch]:
         """One, two, three ... drafted steps; a candidate without a mask would have nothing to predict."""
@@ -60,7 +60,7 @@ class FreeDave(Drafting):
 
     def with_candidates(self, most: int) -> Self:
         """See `Paced.with_candidates`."""
-        return learned(self, most_candidates=most)
+        return with_bound_fields(self, most_candidates=most)
 
     def pace(self, made: ForwardRequest, seconds: float) -> int | None:
         """See `Paced.pace`."""

@@ -8,7 +8,7 @@ import torch
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_choice, check_count, check_number
 from dllm_sampler.core.protocols import Carry, Context
-from dllm_sampler.core.spec import ModelSpec, learned
+from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.statistics import Predictions
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -50,7 +50,7 @@ class Klass(FixedSteps):
 
     def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""
-        return learned(self, model=context.spec)
+        return with_bound_fields(self, model=context.spec)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -77,7 +77,7 @@ class Klass(FixedSteps):
         now = Predictions.of(readout)
         at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
-        row = last + select.numbers(len(asked), last.device)[:, None] * asked.shape[1]
+        row = last + select.arange(len(asked), last.device)[:, None] * asked.shape[1]
         move = now.drift(then, row, self.precise).clamp(min=0)
         past = torch.cat([moves.flatten(0, 1)[row][..., 1:], move[..., None]], -1)  # [B, Q, history]
         # Masks only become fewer, but a cache that chooses among them may not have asked this one last time.

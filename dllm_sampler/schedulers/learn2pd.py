@@ -9,7 +9,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import top
-from dllm_sampler.core.spec import ModelSpec, TrainedBlocks, Traits, learned
+from dllm_sampler.core.spec import ModelSpec, TrainedBlocks, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.models.filter import Layers, find, judge, load
 from dllm_sampler.schedulers.budget import SharedSteps, even_share
@@ -50,7 +50,7 @@ class LearnedFilter(SharedSteps, Scheduler):
         spec = context.spec
         if self.loaded is not None and self.loaded[0] == spec:
             return self
-        return learned(self, loaded=(spec, load(find(self.filter, spec), spec)))
+        return with_bound_fields(self, loaded=(spec, load(find(self.filter, spec), spec)))
 
     @property
     def layers(self) -> Layers:

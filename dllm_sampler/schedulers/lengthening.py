@@ -11,7 +11,7 @@ from dllm_sampler.core.checks import check_count, check_inner
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
-from dllm_sampler.core.spec import ChangingLength, HiddenMasks, PlannedCommits, Traits, learned
+from dllm_sampler.core.spec import ChangingLength, HiddenMasks, PlannedCommits, Traits, with_bound_fields
 from dllm_sampler.core.statistics import argmax, significant
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
@@ -70,7 +70,7 @@ class Lengthening(Around):
         """Take the end tokens and the mask token."""
         spec = context.spec
         mask = spec.pad_id if spec.mask_id is None else spec.mask_id  # without a mask token it is refused
-        return learned(super().bind(context), end_ids=spec.eos_ids, mask=mask, draws=context.draws)
+        return with_bound_fields(super().bind(context), end_ids=spec.eos_ids, mask=mask, draws=context.draws)
 
     def inside(self, carry: Carry) -> Carry:
         """See `Around.inside`: behind what the rule remembers of each row."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Context
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.host.paths import expanded
@@ -69,7 +69,7 @@ class PositionCalibrated(FixedSteps):
             share.fill_(1 / total)
             known = [token for token in counts if 0 <= token < spec.vocab_size]
             share[known] = torch.tensor([counts[token] / total for token in known])
-        return learned(self, surprise=-(share + 1e-9).log().to(spec.device))
+        return with_bound_fields(self, surprise=-(share + 1e-9).log().to(spec.device))
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
         """See `FixedSteps.rate`."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.spec import Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import SharedSteps, block_steps
 
@@ -23,7 +23,7 @@ class Renoising(Scheduler, ABC):
     def bind(self, context: Context) -> Self:
         """Take the mask token, or the padding token for a model without one (uniform diffusion)."""
         spec = context.spec
-        return learned(self, noise_id=spec.pad_id if spec.mask_id is None else spec.mask_id)
+        return with_bound_fields(self, noise_id=spec.pad_id if spec.mask_id is None else spec.mask_id)
 
     @abstractmethod
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

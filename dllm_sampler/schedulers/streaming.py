@@ -10,7 +10,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.protocols import Carry, Context
 from dllm_sampler.core.select import at_least_one
-from dllm_sampler.core.spec import Traits, learned
+from dllm_sampler.core.spec import Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.core.visibility import visible
 from dllm_sampler.schedulers.threshold import Threshold
@@ -43,7 +43,7 @@ class StreamingThreshold(Threshold):
 
     def bind(self, context: Context) -> Self:
         """Take whether the model sees what is behind the block."""
-        return learned(super().bind(context), behind=context.spec.attention == "bidirectional")
+        return with_bound_fields(super().bind(context), behind=context.spec.attention == "bidirectional")
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

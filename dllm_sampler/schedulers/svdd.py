@@ -13,7 +13,7 @@ from dllm_sampler.core.checks import check_choice, check_count, check_inner, che
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import PICKS, gumbel, hashed, unit
 from dllm_sampler.core.protocols import Context, Scheduler, is_random
-from dllm_sampler.core.spec import PlannedCommits, ShadowRows, Traits, UniformNoise, learned
+from dllm_sampler.core.spec import PlannedCommits, ShadowRows, Traits, UniformNoise, with_bound_fields
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.drafting.choosing import Choosing
@@ -93,14 +93,14 @@ class SoftValueGuided(Choosing):
             )
         ends = spec.eos_ids if self.looks_ahead else ()
         judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, ends)
-        return learned(bound, judge=judge, mask_id=spec.mask_id, draws=draws)
+        return with_bound_fields(bound, judge=judge, mask_id=spec.mask_id, draws=draws)
 
     def pick(self, canvas: Canvas, step: Tensor, ids: Tensor, judged: Tensor) -> Tensor:
         """See `Choosing.pick`."""
         assert self.judge is not None
         values = self.judge(canvas, ids, judged).clamp(min=torch.finfo(torch.float64).min)  # [B, M]; -inf - -inf is NaN
         if self.alpha:
-            number = select.numbers(self.candidates, values.device).expand_as(values)
+            number = select.arange(self.candidates, values.device).expand_as(values)
             noise = gumbel(unit(hashed(canvas.layout.seeds, step, number, PICKS)))
             values = (values - values.amax(1, keepdim=True)) / self.alpha + noise
         return values.argmax(1).masked_fill(~judged, 0)

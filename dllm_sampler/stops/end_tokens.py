@@ -10,7 +10,7 @@ from dllm_sampler.core import select
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Context, Stop
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -18,7 +18,7 @@ from dllm_sampler.errors import UserError
 def first_of(chosen: Tensor) -> Tensor:
     """`[B]` first true column of a `[B, L+1] bool` set, L + 1 where there is none."""
     size = chosen.shape[1]
-    return torch.where(chosen, select.numbers(size, chosen.device), size).amin(1)
+    return torch.where(chosen, select.arange(size, chosen.device), size).amin(1)
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _EosStop(Stop):
 
     def bind(self, context: Context) -> Self:
         """See `Stop.bind`."""
-        return learned(self, end_ids=context.spec.eos_ids)
+        return with_bound_fields(self, end_ids=context.spec.eos_ids)
 
     def ends(self, after: Canvas) -> Tensor:
         """`[B, L+1] bool` end tokens that stand committed in the generation."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide
-from dllm_sampler.core.spec import learned
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas
 from tests.conformance.lines import Line, check
 
@@ -40,7 +40,7 @@ class Tilted(Guide):
 
     def bind(self, context: Context) -> Guide:
         """See `Guide.bind`."""
-        return learned(self, eos=context.spec.eos_id)
+        return with_bound_fields(self, eos=context.spec.eos_id)
 
     def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
         """See `Guide.__call__`."""

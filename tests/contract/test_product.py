@@ -54,7 +54,7 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     starved = starved or (hidden is not None and hidden.horizon is not None and cache.keeps_noise)
     starved = starved or (cache.hides and (traits.has(AllColumns) or traits.has(BlocksOpenedAhead)))
     moves = traits.has(ChangingLength)
-    starved = starved or (moves and (cache.hides or (cache.stores and not cache.follows)))
+    starved = starved or (moves and (cache.hides or (cache.stores and not cache.supports_resize)))
     stops = (traits.drafts or moves) and (stop.cuts or stop.fills)
     wrong_blocks = wrong_blocks or (traits.has(CausalQueries) and blocks.sizes_on_open)
     wrong_blocks = wrong_blocks or (moves and (blocks.sizes_on_open or blocks.several))

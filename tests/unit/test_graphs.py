@@ -21,7 +21,7 @@ from dllm_sampler.engine.buffers import Step
 from dllm_sampler.engine.capture import GraphRecorder
 from dllm_sampler.engine.graphs import StaticEngine, obstacle, rounded
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.engine.tree import Opaque, walk
+from dllm_sampler.engine.tree import UnsupportedLeaf, map_leaves
 from dllm_sampler.kernels import backend
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.models.moe import MoE, MoeConfig
@@ -163,8 +163,8 @@ def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.warns(RuntimeWarning, match="steps run without CUDA graphs.*Generator"):
             found = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
         assert torch.equal(found.tokens, expected.tokens) and engine.replays == 0
-    with pytest.raises(Opaque, match=r"carry\.1 is a Generator"):
-        walk((torch.zeros(1), torch.Generator()), lambda _, leaf: leaf, "carry")
+    with pytest.raises(UnsupportedLeaf, match=r"carry\.1 is a Generator"):
+        map_leaves((torch.zeros(1), torch.Generator()), lambda _, leaf: leaf, "carry")
 
 
 def test_padding_stays_within_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +241,8 @@ def test_the_host_copies_no_state_around_a_replay(monkeypatch: pytest.MonkeyPatc
     it, engine = on_a_tape(16, scheduler="fixed")
     for _ in range(2):
         it.generate([[5] * 16], max_new_tokens=32)
-    walks, walked = [], buffers.walk
-    monkeypatch.setattr(buffers, "walk", lambda *args: walks.append(args[2]) or walked(*args))
+    walks, walked = [], buffers.map_leaves
+    monkeypatch.setattr(buffers, "map_leaves", lambda *args: walks.append(args[2]) or walked(*args))
     before = engine.replays
     it.generate([[5] * 16], max_new_tokens=32)
     assert engine.replays - before == 32 and len(walks) == len(buffers.PARTS), "what begins a generation is copied"

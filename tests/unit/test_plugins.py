@@ -67,17 +67,17 @@ def test_other_blocks_read_no_file_again_and_lose_no_measurement(
     assert isinstance(measured, FreeDave) and measured.measured.tables
     again = [it.generate(toys.PROMPTS, max_new_tokens=12, block_length=6) for it in made]
     assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(first, again, strict=True))
-    told = made[-1].plugins.on(FixedBlocks(3)).scheduler
+    told = made[-1].plugins.with_blocks(FixedBlocks(3)).scheduler
     assert isinstance(told, FreeDave) and told.measured is measured.measured
 
 
 def test_other_blocks_are_told_to_everybody() -> None:
     it = toys.sampler(scheduler={"name": "freedave", "eager": True}, blocks={"name": "fixed", "length": 6})
-    told = it.plugins.on(FixedBlocks(4))
+    told = it.plugins.with_blocks(FixedBlocks(4))
     assert isinstance(told.scheduler, FreeDave) and (told.scheduler.lookahead, told.blocks.lookahead(99)) == (4, 4)
-    assert told.on(FixedBlocks(6)) == it.plugins
+    assert told.with_blocks(FixedBlocks(6)) == it.plugins
     with refused("scheduler-incompatible: scheduler.eager"):
-        it.plugins.on(AdaBlock())
+        it.plugins.with_blocks(AdaBlock())
 
 
 def test_a_bare_module_is_no_denoiser() -> None:

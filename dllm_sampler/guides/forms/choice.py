@@ -160,7 +160,7 @@ class Lattice:
         With torch both passes run side by side, which takes hardly longer than one: the sizes are small.
         """
         goal = self.window.left(self.edges, self.form, True)
-        start = torch.where(self.state[:, None] == select.numbers(goal.shape[1], goal.device), 0.0, -torch.inf).double()
+        start = torch.where(self.state[:, None] == select.arange(goal.shape[1], goal.device), 0.0, -torch.inf).double()
         if (passes := position_passes(self.edges)) is not None:
             return passes.around(self.edges, self.form, values, start, goal)
         source, target, _, _ = self.lists

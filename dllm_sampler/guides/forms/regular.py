@@ -14,7 +14,7 @@ from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Context, Guide, Whole
-from dllm_sampler.core.spec import ModelSpec, learned
+from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.values import FREE, Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms import automaton
@@ -89,13 +89,13 @@ class Form(Guide):
         if spec.mask_id is None:
             raise UserError("mask-token-missing", f"{name} needs a mask token, and this model has none")
         if self.bound_to is not None and self.bound_to[0] is context.tokenizer and self.bound_to[1] == spec:
-            return learned(self, drawn=context.draws)
+            return with_bound_fields(self, drawn=context.draws)
         tokens = token_bytes(context.tokenizer)
         found = self.build(tokens, spec)
         shortest = tuple(one.shortest for one in found)
         if -1 in shortest:
             raise UserError("form-impossible", f"{name}: this model has no text of {self._name(shortest.index(-1))}")
-        return learned(
+        return with_bound_fields(
             self,
             automata=found,
             edges=joined(found).to(spec.device),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.select import numbers
+from dllm_sampler.core.select import arange
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms import compiled
@@ -62,7 +62,7 @@ class Tops(NamedTuple):
         classes = best(tiles, edges.tile_kind, floor(tiles, len(edges.sizes), False))
         # The first tile of each class with its best logit.
         last, kind = tiles.shape[1] - 1, edges.tile_kind.expand_as(tiles)
-        tile = torch.where(tiles == classes.gather(1, kind), numbers(last + 1, tiles.device), last)
+        tile = torch.where(tiles == classes.gather(1, kind), arange(last + 1, tiles.device), last)
         tile = torch.full_like(classes, last, dtype=torch.long).scatter_reduce(1, kind, tile, "amin")
         tokens = edges.tiles.view(-1)[tile * gathered.shape[2] + inside.gather(1, tile)].long()
         classes[:, edges.stays :] = -torch.inf

@@ -53,7 +53,7 @@ class Window:
         """`[N, W, ...]` of values `[N, L, ...]` (or more) by position."""
         if self.whole:
             return values[:, : self.length]
-        at = self.begin[:, None] + select.numbers(self.width, values.device)
+        at = self.begin[:, None] + select.arange(self.width, values.device)
         return values.gather(1, at.view(*at.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:]))
 
     def places(self, place: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class Window:
         if self.whole:
             return state[:, 0]
         size = edges.after.shape[2]
-        before = select.numbers(self.length, token.device) < self.begin[:, None]
+        before = select.arange(self.length, token.device) < self.begin[:, None]
         kind = torch.where(before, edges.classes[token], edges.stays) + form[:, None] * edges.after.shape[1]
         for part in kind.split(max(1, ROOM // (len(kind) * size)), 1):
             ways = edges.after.flatten(0, 1).index_select(0, part.flatten()).view(*part.shape, size).long()
@@ -108,7 +108,7 @@ def _tails(edges: Edges, several: bool, length: int) -> Tensor:
 def _followed(edges: Edges, weight: Tensor, several: bool, most: int) -> Tensor:
     """`[P, most + 1, S]` the best, or the sum, of what may follow each state, of classes that weigh `[P, C+2]`."""
     if (passes := position_passes(edges)) is not None:
-        forms = select.numbers(len(weight), weight.device)
+        forms = select.arange(len(weight), weight.device)
         return passes.ahead(edges, forms, weight[:, None], _ends(edges), several, most).flip(1)
     reduce, each, found = total if several else best, weight.gather(1, edges.kind), [_ends(edges)]
     along = reduce(each, edges.edge, floor(each, edges.source.shape[1], several))

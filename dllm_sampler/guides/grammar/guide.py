@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Context, Guide
-from dllm_sampler.core.spec import ModelSpec, learned
+from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.values import FREE, Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import Automaton, Recipe, lifted
@@ -91,7 +91,7 @@ class Grammar(Guide):
         never = {*ends, spec.mask_id}
         known = [(text, token) for token, text in enumerate(tokens[: spec.vocab_size]) if text and token not in never]
         filling = Filling(language, dict(reversed(known)), spec.eos_id) if self.complete else None
-        return learned(self, language=language, tokens=tokens, ends=ends, filling=filling)
+        return with_bound_fields(self, language=language, tokens=tokens, ends=ends, filling=filling)
 
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Guide.settle`."""

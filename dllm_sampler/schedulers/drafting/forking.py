@@ -12,7 +12,7 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count, check_inner
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
-from dllm_sampler.core.spec import ChangingLength, PlannedCommits, ShadowRows, Traits, learned
+from dllm_sampler.core.spec import ChangingLength, PlannedCommits, ShadowRows, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.d2f import D2F
@@ -69,7 +69,7 @@ class Forking(Around, ABC):
 
     def bind(self, context: Context) -> Self:
         """Take the blocks, of which a fork may open other ones than the canvas."""
-        return learned(super().bind(context), blocks=context.blocks)
+        return with_bound_fields(super().bind(context), blocks=context.blocks)
 
     def init(self, canvas: Canvas) -> Held:
         """The inner scheduler's carry, and no forks."""

@@ -13,7 +13,7 @@ from dllm_sampler.core.checks import check_inner
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Context, is_random
-from dllm_sampler.core.spec import BlocksOpenedAhead, PlannedCommits, ShadowRows, Traits, learned
+from dllm_sampler.core.spec import BlocksOpenedAhead, PlannedCommits, ShadowRows, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -90,7 +90,7 @@ class RunAhead(Around):
         bound = super().bind(context)
         draws = is_random(bound.guides(context.guides))
         lookahead = blocks.lookahead(2**16) if self.eager else 0
-        return learned(bound, mask_id=context.spec.mask_id, lookahead=lookahead, draws=draws)
+        return with_bound_fields(bound, mask_id=context.spec.mask_id, lookahead=lookahead, draws=draws)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> None:
         """See `Planner.ahead`: not known."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_positive
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Context
-from dllm_sampler.core.spec import ModelSpec, learned
+from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
@@ -73,7 +73,7 @@ class Verifying(DynamicThreshold):
                 f"scheduler={named(self)} verifies drafts by a block-causal model at block size 1 (SDAR, LLaDA2), and"
                 f" this model {what}: use scheduler=ssd or scheduler=freedave",
             )
-        return learned(super().bind(context), model=spec, draws=context.draws)
+        return with_bound_fields(super().bind(context), model=spec, draws=context.draws)
 
     @property
     def needs(self) -> frozenset[str]:
