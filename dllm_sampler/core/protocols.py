@@ -77,7 +77,10 @@ class Denoiser(Protocol):
         ...
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Hidden states `[R, D]` after the final norm, one for each of `plan.answers`."""
+        """Return hidden states `[R, D]` after the final norm, one for each of `plan.answers`, and the cost.
+
+        Each layer calls `plan.cache.layer`, which stores keys and values and attends.
+        """
         ...
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -114,7 +114,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Canvas:
-    """The state of a batch between two steps. Only `apply` writes tokens, only `move` moves blocks."""
+    """The state of a batch between two steps. Only `apply` writes tokens, and only `move` begins a block.
+
+    `Blocks.open` sets the end of a new block, and an edit may shorten the active block.
+    """
 
     ids: Tensor  # [B, L+1] int64
     masked: Tensor  # [B, L+1] bool: still noise (never inferred from ids == mask_id)
@@ -462,7 +465,7 @@ class TokenChoice(Protocol):
 class Readout:
     """What the logits say of each queried position: token and confidence, the rest where a plug-in `needs` it."""
 
-    token: Tensor  # [B, K, Q] the candidate
+    token: Tensor  # [B, K, Q] the chosen token
     confidence: Tensor  # [B, K, Q] float64 probability of the candidate
     margin: Tensor | None = None  # [B, K, Q] probability of the best token minus that of the second
     gap: Tensor | None = None  # [B, K, Q] best logit minus the second

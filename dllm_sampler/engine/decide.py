@@ -1,6 +1,6 @@
 """What happens in a step before and after the forward: ask for the next one, and decide what becomes of its answer.
 
-Both functions only launch tensor operations, in sizes that the host knows, so that `torch.compile` or a CUDA graph can
+They only launch tensor operations, in sizes that the host knows, so that `torch.compile` or a CUDA graph can
 take them whole.
 """
 

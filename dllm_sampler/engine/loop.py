@@ -1,4 +1,4 @@
-"""The loop: ask, pack, forward, read out, decide; then one look by the host."""
+"""The loop: pack what was asked for, forward, read out, decide, ask for the next forward. Then the host looks once."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class Engine:
     def advance(self, state: Generation, step: int, last: bool = False) -> None:
         """Make step number `step`, and read what it left.
 
-        This is the one time in a step that the host waits for the device. With `poll_every` above 1, and no cache whose
-        steps differ in size, it waits only every `poll_every` steps. The others take the largest sizes there can be.
+        This is the one time in a step that the host waits for the device. With `poll_every` above 1, and no cache that
+        stores, it waits only every `poll_every` steps. The others take the largest sizes there can be.
         """
         made, begun = state.wanted, perf_counter()
         assert made is not None
