@@ -212,7 +212,7 @@ def _report(promise: str, broken: Sequence[tuple[str | None, str]], tried: int) 
 def _name(spec: object) -> str:
     """Return the name of a plug-in, or of several."""
     if isinstance(spec, list):
-        return f"[{','.join(map(_name, spec))}]" if len(spec) > 1 else _name(spec[0])
+        return _name(spec[0]) if len(spec) == 1 else f"[{','.join(map(_name, spec))}]" if spec else "none"
     return str(spec.get("name")) if isinstance(spec, dict) else str(spec)
 
 
