@@ -71,12 +71,18 @@ def test_what_is_broken_is_said(folder: Path, line: str, capsys: pytest.CaptureF
 
 
 def test_what_is_kept_is_a_line_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, "pass", "scheduler.count=3", "guide=none") == 0
+    assert run(folder, "pass", "scheduler.count=3") == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.startswith("scheduler=mine guide=none, on")
+    assert head.startswith("scheduler=mine, on")
     assert [line[:8] for line in lines[:6]] == ["    ok  "] * 6
     assert lines[6] == "runs with cache: none, dual, exact"
     assert lines[-1].startswith("refused cache=dkv_greedy: cache=dkv_greedy must know before each forward")
+
+
+@pytest.mark.slow
+def test_no_guide_is_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "pass", "guide=none") == 0
+    assert capsys.readouterr().out.startswith("scheduler=mine guide=none, on")
 
 
 @pytest.mark.parametrize(
