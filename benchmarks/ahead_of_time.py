@@ -90,7 +90,7 @@ def compiled(module: str, place: int, target: str) -> Compiled:
 
 
 def source(it: Configuration) -> Any:
-    """What Triton compiles for a launch whose pointers and strides are multiples of 16.
+    """Return what Triton compiles for a launch whose pointers and strides are multiples of 16.
 
     An integer that is 1 becomes a constant in a launch: configurations of one row name it among theirs.
     """

@@ -138,7 +138,7 @@ def earlier(options: argparse.Namespace) -> dict[str, Any]:
         raise UserError("file-invalid", said) from None
     except (ValueError, LookupError, TypeError):
         raise UserError(
-            "file-invalid", f"{file} is no result of a campaign: remove it, and leave out --continue"
+            "file-invalid", f"{file} is not a result of a campaign. Remove it, and leave out --continue."
         ) from None
     if smoke != options.smoke:
         raise UserError(

@@ -1,4 +1,4 @@
-"""How long the matrix products of a layer take with few rows: a library's, a kernel's, the floor.
+"""Time the matrix products of a layer with few rows: a library's, a kernel's, the floor.
 
     python benchmarks/products.py --json products.json         # LLaDA-8B's four shapes at 1 to 256 rows
     python benchmarks/products.py --rows 32 --tiles            # the kernel in other tiles too

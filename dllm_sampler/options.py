@@ -54,7 +54,7 @@ class SamplerOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplerOptions, total=False):
-    """What `Sampler.infill` and `Sampler.refine` pass on to `Sampler.generate`, which explains it."""
+    """Options that `Sampler.infill` and `Sampler.refine` pass on to `Sampler.generate`, which explains them."""
 
     block_length: int | None
     seed: int | Sequence[int]

@@ -59,8 +59,8 @@ class Trace:
     mask_id: int | None
     pad_id: int
     grid: int | None = None  # length of a block-causal model's blocks, counted from the row's first token
-    entropy: Tensor | None = None  # [B, L] nats of the model's prediction at the commit; None: not recorded
-    born: Tensor | None = None  # [B, L] the first forward that saw the column; None: all did, no length changed
+    entropy: Tensor | None = None  # [B, L] nats of the model's prediction at the commit. None if not recorded
+    born: Tensor | None = None  # [B, L] the first forward that saw the column. None if no length changed: all did
     tokenizer: Any = field(default=None, repr=False, compare=False)  # what a notebook spells tokens with
 
     @staticmethod
@@ -121,7 +121,7 @@ class Trace:
 
     @property
     def real(self) -> Tensor:
-        """`[B, L] bool` the columns that are no padding, those that were cut off included."""
+        """`[B, L] bool` the columns without padding; those that were cut off are included."""
         column = torch.arange(self.ids.shape[1])
         return (column >= self.begin[:, None]) & ((column < self.end[:, None]) | (self.gone >= 0))
 
@@ -180,7 +180,7 @@ class Trace:
         return replace(self, **tensors)
 
     def unpadded(self, new_tokens: int) -> Trace:
-        """The trace of one row, without padding before its prompt and behind its `new_tokens`."""
+        """The trace of one row, without padding before its prompt and after its `new_tokens`."""
         cut, end = int(self.begin), self.origin + new_tokens
         names = ("ids", "step_map", "gone", "logprob", *OPTIONAL)
         kept = {name: value[:, cut:end] for name in names if (value := getattr(self, name)) is not None}

@@ -374,7 +374,7 @@ def check_prompts(
         given: the prompts of samples, as the sampler gets them.
         tokenizer: the model's.
         spec: the model's.
-        max_new_tokens: length of the canvas behind each prompt.
+        max_new_tokens: length of the canvas after each prompt.
 
     Raises:
         UserError: naming file, line, and what is wrong.

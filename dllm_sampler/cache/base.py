@@ -72,7 +72,7 @@ class BaseCache(Cache):
         return live
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """How to compute what is wanted, in sizes that `wanted.sizes` fixes."""
+        """Return the plan of what is wanted, in sizes that `wanted.sizes` fixes."""
         answers = Answers.of(wanted)
         sees, computed = self.sees(canvas, wanted.query), wanted.entries(canvas)
         if self.uses_padded_plan:

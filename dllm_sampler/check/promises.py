@@ -1,4 +1,4 @@
-"""What every plug-in must keep, whatever it is combined with. A broken promise is one sentence."""
+"""Promises of every plug-in, in every combination. A broken promise is one sentence."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Case:
 
 
 def refusal(toy: str, **plugins: Any) -> str | None:
-    """Return the reason for which plug-ins cannot run together on a toy. Returns None if they can."""
+    """Return the reason that plug-ins cannot run together on a toy. Returns None if they can."""
     try:
         toys.sampler(toy, **plugins)
     except UserError as error:

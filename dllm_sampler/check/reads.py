@@ -53,7 +53,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """Catches what leaves no operation behind if the device is the CPU."""
+    """Catches reads that make no operation on a CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.cpu, Tensor.numpy):

@@ -191,7 +191,7 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
     """Set, add or remove a field.
 
     Raises:
-        UserError: there is no such field; or there is one, and it would be added.
+        UserError: the field is unknown, or a word adds one that exists.
     """
     key, value, word = one.key_or_group, one.value(), str(one.input_line)
     adds = one.is_add() or one.is_force_add()

@@ -1,4 +1,4 @@
-"""What a command line asks for: its settings, and its prompts, from the words, from a file or from a pipe.
+"""The request of a command line: its settings, and its prompts, from the words, from a file or from a pipe.
 
 All is read and checked before torch is imported: a mistake does not wait for seconds.
 """

@@ -1,4 +1,4 @@
-"""What commands print, how they read plain arguments, and how they end.
+"""Printing, plain arguments and endings of commands.
 
 Text of models, tokenizers and files may have escape sequences, which a terminal would obey.
 """
@@ -67,7 +67,7 @@ def say(console: Console, text: str) -> None:
 
 
 def row(console: Console, left: str, right: str, style: str = "", indent: int = 2, column: int = COLUMN) -> None:
-    """Print two columns, the right one wrapped to the terminal; a name too long for the left stands above it."""
+    """Print two columns, the right one wrapped to the terminal; a name too long for the left is above it."""
     name, width = " " * indent + left, max(min(console.width, WIDEST) - column, 20)
     lines = textwrap.wrap(right, width, break_long_words=False, break_on_hyphens=False) or [""]
     if left and right and len(name) >= column:
@@ -135,7 +135,7 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
     Args:
         command: as it is called.
         run: all that the command does; returns its exit status.
-        interrupted: what Ctrl-C leaves behind.
+        interrupted: the message after Ctrl-C.
     """
     try:
         status = run()
@@ -198,7 +198,7 @@ def output(text: str) -> Path:
     """Return a file that `files.write` can write, through a temporary file in the same folder."""
     path = Path(text)
     if path.exists() and not path.is_file():
-        raise ArgumentTypeError(f"{path} cannot be written: it is no file")
+        raise ArgumentTypeError(f"{path} cannot be written: it is not a file")
     if not path.parent.is_dir():
         raise ArgumentTypeError(f"{path} cannot be written: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK):

@@ -82,7 +82,7 @@ def choices_of(word: str) -> list[tuple[str, str]]:
     """Return the group and each name of `GROUP=NAME` or `GROUP=[NAME,NAME]`.
 
     Raises:
-        UserError: a name that is no choice of the group.
+        UserError: a name that the group does not have.
     """
     group, _, value = word.partition("=")
     names = [name.strip() for name in value.strip("[]").split(",")]

@@ -198,7 +198,7 @@ class Blocks(PlugIn):
     Attributes, each with what a value other than the default means (the help prints these sentences):
         sizes_on_open: Blocks are shortened by the forward that opens them.
         several: Several are open at once: no scheduler that takes tokens back or goes by a schedule.
-        hides: What is behind the open blocks is not seen: no cache that serves old masks.
+        hides: The columns after the open blocks are not seen: no cache that serves old masks.
     """
 
     sizes_on_open: ClassVar[bool] = False
@@ -255,7 +255,7 @@ class Guide:
     keeps_excluded: ClassVar[bool] = False
     joint: ClassVar[bool] = False
     vetoes: ClassVar[bool] = False
-    forms: int = 0  # of answers, one of which each prompt names (`Layout.form`); 0: none is named
+    forms: int = 0  # number of forms of answers. A prompt names one (`Layout.form`). 0: there is no list of forms
 
     @property
     def chooses(self) -> bool:
@@ -347,7 +347,7 @@ class Cache:
         chooses: It chooses which masks are predicted: no scheduler that must hear about all of them.
         keeps_noise: It keeps nothing of masks that a step did not compute.
         refreshes: The first forward of a block computes every column.
-        hides: A block does not see all masks behind it: no stop=prophet.
+        hides: A block does not see all masks after it: no stop=prophet.
         supports_resize: It serves answers whose length changes.
         causal: It is for block-causal models only.
         shared: It keeps numbers for the whole batch: prompts are answered batch by batch.
@@ -394,7 +394,7 @@ class Cache:
         return query if query.needs_every_position else query.drop(canvas, answered)
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """How to compute what is wanted, in sizes that `wanted.sizes` fixes."""
+        """Return the plan of what is wanted, in sizes that `wanted.sizes` fixes."""
         raise NotImplementedError
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:

@@ -75,7 +75,7 @@ class Recorder:
             self.gone = torch.where(cut, before.step[:, None], self.gone)
 
     def move(self, before: Canvas, moved: Moved) -> None:
-        """Follow a change of length, behind `note`: what is known of a column goes where the column goes."""
+        """Follow a change of length, after `note`: the records of a column move with it."""
         step = before.step[:, None]
         wrote = moved.added & ~moved.change.masked[:, None]  # tokens that the rule has written at the end
         self.step_map = torch.where(wrote, step, moved.values(self.step_map, -1))

@@ -173,7 +173,7 @@ class BlocksOpenedAhead(RareTrait):
 
 @dataclass(frozen=True)
 class LeftToRightVerifier(RareTrait):
-    """A verifier reads from left to right: no given tokens behind a gap."""
+    """A verifier reads from left to right: no given tokens after a gap."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def ask(plugins: Plugins, state: Generation) -> None:
 
 
 class Judgement(NamedTuple):
-    """What scheduler, blocks and guides make of a forward's answer, before anything is written."""
+    """The decision of scheduler, blocks and guides about a forward's answer, before anything is written."""
 
     canvas: Canvas  # before the step, with the block that the step is about
     query: Query  # about the candidate that the step goes on from

@@ -270,7 +270,7 @@ class StaticEngine(Engine):
 
 
 def rounded(canvas: Canvas, sizes: Sizes) -> Sizes:
-    """Return sizes that are large enough and of which there are few: a recording is good for one.
+    """Return sizes that are large enough. There are few of them, since each needs a recording of its own.
 
     Up to 64 rows a product takes as long as its weight takes to be read: 16, 32 and 64 are all there is. Beyond, eight
     from one power of two to the next, so at most an eighth is computed for nothing; of the head's rows, which are a

@@ -40,7 +40,7 @@ def canvas(
         multiple: the canvas is rounded up to a multiple of this many columns, as far as the model has positions. No row
             uses the last ones.
         length: the canvas has at least this many.
-        lengths: of other answers for which the canvas must have room: see `engine/in_flight.py`.
+        lengths: of other answers that the canvas must have room for: see `engine/in_flight.py`.
         forms: which of a guide's forms each answer has; None: no guide has a list of them.
         given: as many tokens as the answer has for each row, `FREE` where one is to be generated, or None where all
             are; None: no row has one, nor will one that joins.

@@ -29,7 +29,10 @@ from dllm_sampler.kernels.backend import warn
 from dllm_sampler.options import Progress
 from dllm_sampler.result import Commits, Ends, Result, Trace, summarise
 
-SAME = "samples={}: the answers to each prompt are the same, since nothing is drawn; set temperature=1, say"
+SAME = (
+    "samples={}: the answers to each prompt are the same, since decoding is greedy. Set a temperature, for example"
+    " temperature=1."
+)
 
 ALIKE = (
     "samples={}: the answers to a prompt differ less than the model's own draws, because scheduler={} chooses positions"

@@ -173,7 +173,7 @@ class Many:
 
     @property
     def reader(self) -> Reader:
-        """What reads answers out of the running batch."""
+        """The reader of answers in the running batch."""
         return Reader(self.runtime, self.asked.stop_strings)
 
     @property
@@ -242,9 +242,7 @@ class Many:
                 busy = runs or (not cannot_join and (self._next() is not None or bool(self.refused)))
                 status = self.ranks.max_over_ranks(FAILED if cannot_join and self.ranks.mesh is not None else int(busy))
                 if status == FAILED:
-                    raise ranks_need_in_flight_error(
-                        "a plug-in keeps a state of which no row can be given to the next prompt"
-                    )
+                    raise ranks_need_in_flight_error("a plug-in has a state that cannot be copied row by row")
                 if not status:
                     break
                 if runs or self.ranks.mesh is not None:  # without a row too, if other ranks have some

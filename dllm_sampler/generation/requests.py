@@ -248,8 +248,8 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
     if plugins.scheduler.traits.has(ChangingLength) and first < last:
         raise UserError(
             "given-unsupported",
-            f"prompt {number} has given tokens behind a gap, whose places scheduler={named(plugins.scheduler)} would"
-            " move: use another scheduler, threshold say, or give a beginning alone",
+            f"prompt {number} has given tokens after a gap, whose places scheduler={named(plugins.scheduler)} would"
+            " move: use another scheduler, for example threshold, or give a beginning alone",
         )
     if spec.encoder:
         raise UserError("given-unsupported", f"prompt {number} has given tokens. This model needs them in the prompt.")
@@ -264,7 +264,7 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
         raise UserError(
             "given-unsupported",
             f"scheduler={named(plugins.scheduler)} asks a verifier that reads from left to right, and"
-            f" prompt {number} has given tokens behind a gap, which it would not see: use another scheduler, threshold"
+            f" prompt {number} has given tokens after a gap, which it would not see: use another scheduler, threshold"
             " say",
         )
     if spec.attention == "causal_context":
@@ -278,5 +278,5 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
         raise UserError(
             "given-unsupported",
             f"this model is block-causal, a gap does not see later blocks of {grid} tokens, and prompt {number} has"
-            " given tokens in one: give a beginning alone, or text behind a gap in the same block",
+            " given tokens in one: give a beginning alone, or text after a gap in the same block",
         )

@@ -59,9 +59,9 @@ def resolve_callable(what: str, name: str) -> Callable[..., Any]:
     try:
         found = resolve(name)
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
-        raise UserError("function-missing", f"{what} {name} cannot be had{_reason(name, error)}") from None
+        raise UserError("function-missing", f"{what} {name} cannot be imported{_reason(name, error)}") from None
     if not callable(found):
-        raise UserError("function-invalid", f"{what} {name} is no function, it is of type {type(found).__name__}")
+        raise UserError("function-invalid", f"{what} {name} is not a function, but of type {type(found).__name__}")
     return found
 
 

@@ -15,7 +15,7 @@ from dllm_sampler.errors import UserError, first_line
 
 
 def check_name(model: object) -> None:
-    """Refuse a model that is no name, path or settings, such as a module."""
+    """Refuse a model that is not a name, a path or settings, for example a module."""
     if isinstance(model, torch.nn.Module):
         raise UserError(
             "model-invalid",
@@ -31,7 +31,7 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
     if not isinstance(spec, ModelSpec):
         raise UserError(
             "model-invalid",
-            f"a {type(denoiser).__name__} is no denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"
+            f"a {type(denoiser).__name__} is not a denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"
             " masked LM of transformers by dllm_sampler.models.huggingface.wrap. Any other module or function is a"
             " model for Sampler.from_callable",
         )

@@ -205,7 +205,7 @@ def encode_template(
     Args:
         text: a text with gaps, or token ids with -1 where one is free.
         name: its name in errors.
-        alone: there is no prompt before it.
+        alone: True without a prompt before it.
 
     Raises:
         UserError: it has no gap, one without a length, or more tokens than the model's context.

@@ -288,7 +288,7 @@ def model(vocab_size: int, mask_id: int | None, ends: tuple[int, ...], length: i
 
 
 def obstacle(plugins: Plugins) -> str | None:
-    """Why the logits of one block are not all that the plug-ins want; None: they are."""
+    """Return the reason that the plug-ins want more than the logits of one block. Returns None if they do not."""
     for guide in plugins.guides:
         if guide.vetoes:
             return f"guide={named(guide)} judges whole answers, and an engine shows one block: use json_schema or regex"
@@ -310,7 +310,7 @@ def beyond(scheduler: Scheduler) -> str | None:
 
 
 def reason(traits: Traits) -> str | None:
-    """What a scheduler wants beyond the logits of a block; None: nothing."""
+    """Return what a scheduler wants beyond the logits of a block. Returns None if it wants nothing more."""
     if traits.scope != "model":
         return None
     if traits.has(ChangingLength):

@@ -46,7 +46,7 @@ class Timesteps:
 
     num_inference_steps: int | None = None
     timesteps: Tensor = torch.empty(0)  # [N] float32
-    step_index: int | None = None  # the number, from 0, of the next step; None: the block has not been entered
+    step_index: int | None = None  # number of the next step, from 0. None before the block is entered
     begin_index: int | None = None  # the step at which it is entered, where a pipeline has said so
 
     @property
@@ -86,7 +86,7 @@ class Timesteps:
 
 @dataclass
 class DllmSchedulerOutput(BaseOutput):
-    """What a step changes, in the fields that discrete schedulers of diffusers have in common (PR #14741)."""
+    """The changes of a step, in the fields that discrete schedulers of diffusers share (PR #14741)."""
 
     prev_sample: Tensor  # [B, W] the block that the next forward is to see
     pred_original_sample: Tensor  # [B, W] the token that the model would write, everywhere

@@ -63,7 +63,7 @@ def attention(
     splits: int | None = None,
     unseen: Tensor | None = None,
 ) -> Tensor:
-    """What `kernels.attention.packed_attention` computes, padded to the longest row; `splits` changes nothing.
+    """Compute `kernels.attention.packed_attention`, padded to the longest row. `splits` changes nothing.
 
     It reads every slot: one that no entry sees must hold finite numbers.
 

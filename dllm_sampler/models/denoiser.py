@@ -80,7 +80,7 @@ class TransformerDenoiser:
         model = getattr(model, "_orig_mod", model)  # torch.compile cannot trace through a cache
         if not isinstance(model, Transformer):
             raise UserError(
-                "model-invalid", f"{type(model).__name__} is no dllm_sampler Transformer. Wrap it in a Denoiser."
+                "model-invalid", f"{type(model).__name__} is not a Transformer of dllm_sampler. Wrap it in a Denoiser."
             )
         return model
 

@@ -130,7 +130,7 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     """
     source = folder / "config.json"
     if not source.is_file():
-        raise UserError("checkpoint-incomplete", f"{folder} is no checkpoint: it has no config.json")
+        raise UserError("checkpoint-incomplete", f"{folder} is not a checkpoint: it has no config.json")
     # First, so that pickles, broken files and absurd sizes get our sentences: transformers builds before it compares.
     raw = weights.read_json(source)
     check_numbers(raw, weights.shapes(folder), str(source))

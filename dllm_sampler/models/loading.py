@@ -96,7 +96,7 @@ def load(
         raise UserError("options-conflict", "model.quantize and device_map exclude each other. Remove one.")
     folder, added = with_adapter(find(path, revision, trust_remote_code), adapter, trust_remote_code)
     if not (folder / "config.json").is_file():
-        raise UserError("checkpoint-incomplete", f"{folder} is no checkpoint: it has no config.json")
+        raise UserError("checkpoint-incomplete", f"{folder} is not a checkpoint: it has no config.json")
     raw = weights.read_json(folder / "config.json")
     family = find_family(raw, folder)
     if causal_context is not None and (family is None or family.attention != "causal_context"):
@@ -243,7 +243,7 @@ def find(
     except RepositoryNotFoundError:
         raise UserError("model-not-found", f"there is neither a folder nor a public hub repository {name}") from None
     except Exception as error:  # whatever the network, a proxy or the disk raises
-        raise UserError("hub-unreachable", f"{name} is no folder, and the hub fails ({first_line(error)})") from None
+        raise UserError("hub-unreachable", f"{name} is not a folder, and the hub fails ({first_line(error)})") from None
 
 
 def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:

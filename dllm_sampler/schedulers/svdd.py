@@ -89,7 +89,7 @@ class SoftValueGuided(Choosing):
             raise UserError(
                 "candidates-identical",
                 f"scheduler=svdd chooses among candidates, and {named(self.inner)} draws nothing, so that all"
-                " are the same: use temperature=1, say, or scheduler.inner={name: fixed, score: random}",
+                " are the same: use temperature=1, for example, or scheduler.inner={name: fixed, score: random}",
             )
         ends = spec.eos_ids if self.looks_ahead else ()
         judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, ends)

@@ -316,7 +316,7 @@ class SpeculativeSampler:
 
 @dataclass(frozen=True)
 class Draft:
-    """What the drafter proposes: tokens `[B, k]`, and the logits `[B, k, V]` that they were drawn from."""
+    """Proposals of the drafter: tokens `[B, k]`, and the logits `[B, k, V]` that they were drawn from."""
 
     ids: Tensor
     logits: Tensor | None  # None: greedy, or drafted in several forwards, whose joint distribution is unknown
@@ -332,7 +332,7 @@ def verify(
 
     Args:
         canvas: keys the draws.
-        at: `[B, k+1]` columns of the proposals and of the token behind them.
+        at: `[B, k+1]` columns of the proposals and of the token after them.
         target: `[B, k+1, V]` logits of the target after each proposal, as the guides rewrite them.
         width: `[B]` proposals that count.
         draws: whether tokens are drawn; else a proposal counts where it is the target's best token.
@@ -349,7 +349,7 @@ def verify(
         own = best.gather(1, taken[:, None])
     else:
         p = target.softmax(-1, dtype=torch.promote_types(target.dtype, torch.float32))
-        q = torch.zeros_like(p)  # the token behind the draft has no proposal: its residual is p itself
+        q = torch.zeros_like(p)  # the token after the draft has no proposal: its residual is p itself
         if draft.logits is not None:
             q[:, :k] = draft.logits.softmax(-1, dtype=p.dtype)
         chosen = draft.ids[..., None]

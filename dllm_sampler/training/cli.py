@@ -118,7 +118,7 @@ def _read(words: Sequence[str]) -> tuple[Any, int | str]:
     target = str(settings.pop("_target_"))
     cls: Any = resolve_callable(f"train={name}: _target_", target)
     if not inspect.isclass(cls) or not is_dataclass(cls) or not hasattr(cls, "run"):  # asked before it is called
-        raise UserError("target-invalid", f"train={name}: _target_={target} is no dataclass with a method run")
+        raise UserError("target-invalid", f"train={name}: _target_={target} is not a dataclass with a method run")
     return cls(**config.check(f"train={name}", cls, settings, whole=True)), tree["threads"]
 
 

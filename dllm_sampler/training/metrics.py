@@ -81,7 +81,9 @@ class Metric:
                 try:
                     patterns.compiled(one)
                 except ValueError as error:
-                    raise UserError("example-invalid", f'{where}: "answer" is no regular expression: {error}') from None
+                    raise UserError(
+                        "example-invalid", f'{where}: "answer" is not a regular expression: {error}'
+                    ) from None
 
     def scores(
         self, text: str, answer: Any, *, prompt: Any, ids: Sequence[int], line: Mapping[str, Any], where: str

@@ -118,7 +118,7 @@ def check_llama(shape: Mapping[str, Any]) -> None:
     for name, parts in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
         if shape[name] % shape[parts]:
             raise UserError(
-                "option-range", f"train.shape.{name}={shape[name]} is no multiple of {parts}={shape[parts]}"
+                "option-range", f"train.shape.{name}={shape[name]} is not a multiple of {parts}={shape[parts]}"
             )
 
 
@@ -136,6 +136,6 @@ def check_shape(shape: Mapping[str, Any]) -> None:
             check_positive(f"train.model.{name}", shape[name])
     heads, keys, dim = (shape.get(name) for name in ("num_heads", "num_kv_heads", "head_dim"))
     if heads and keys and heads % keys:
-        raise UserError("option-range", f"train.model.num_heads={heads} is no multiple of num_kv_heads={keys}")
+        raise UserError("option-range", f"train.model.num_heads={heads} is not a multiple of num_kv_heads={keys}")
     if dim and dim % 2:
         raise UserError("option-range", f"train.model.head_dim must be even, not {dim}")

@@ -20,12 +20,12 @@ MODEL = ("revision", "trust_remote_code", "mask_id", "cfg_scale", "device_map", 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(options.Options):
-    """What the harness's model is made of. Without `max_new_tokens` an answer has the request's `max_gen_toks`, or 256.
+    """Settings of the harness's model. Without `max_new_tokens` an answer has the request's `max_gen_toks`, or 256.
 
     Args:
         pretrained: a model name, folder or hub id.
         mc_num: masks drawn for a likelihood; the standard deviation falls with its root.
-        mc_batch_size: masks per forward; None: as `batch_size`.
+        mc_batch_size: masks per forward. None stands for `batch_size`.
         check_greedy: report too if one token per step, greedily, would give the text of a likelihood (a forward for
             each of its tokens). Without it the answer is no, and metrics that count it (LAMBADA's accuracy) are void.
         add_bos: begin prompts with the tokenizer's first-token mark where it does not do so itself (Dream's base

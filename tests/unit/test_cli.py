@@ -160,7 +160,7 @@ WRONG = [
     (["model.cfg_scale=abc"], "model: cfg_scale should be a valid number, not 'abc'"),
     (
         ["scheduler._target_=no.such.Thing"],
-        "scheduler=threshold: _target_ no.such.Thing cannot be had: no module 'no' is installed, and",
+        "scheduler=threshold: _target_ no.such.Thing cannot be imported: no module 'no' is installed, and",
     ),
     (["scheduler._target_=null"], "scheduler=threshold: _target_ names no class"),
     (["guide=[[1]]"], "dllm-sample: "),

@@ -241,7 +241,7 @@ def test_an_interpreter_cannot_compile(tmp_path: Path) -> None:
     [
         (("--target", "sm_9"), "did you mean 'sm_90'"),
         (("--only", "nothing"), "no kernel's name contains nothing"),
-        (("--json", "tests"), "tests cannot be written: it is no file"),
+        (("--json", "tests"), "tests cannot be written: it is not a file"),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -216,7 +216,7 @@ TAKEN = "cannot draft for"
 REFUSED: dict[str, tuple[Settings, Settings, str]] = {
     "no reward": (guided(INNER["random"], reward=None), {}, "needs a reward: scheduler.reward=package.module:function"),
     "no module": (guided(INNER["random"], reward="nowhere.at:all"), {}, "scheduler.reward: nowhere.at:all cannot be"),
-    "no function": (guided(INNER["random"], reward="tests.toys:MASK"), {}, "is no function, it is of type int"),
+    "no function": (guided(INNER["random"], reward="tests.toys:MASK"), {}, "is not a function, but of type int"),
     "a number": (guided(INNER["random"], reward=3), {}, "scheduler.reward must be a function or package.module"),
     "greedy": (guided(INNER["fixed"]), {"temperature": None}, "fixed draws nothing.* use temperature=1"),
     "candidates": (guided(INNER["random"], candidates=0), {}, "scheduler.candidates must be a whole number"),

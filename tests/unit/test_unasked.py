@@ -116,7 +116,7 @@ def test_what_is_typed_runs(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     put(folder, "conf/scheduler/mine.yaml", EVIL)
     for words in (["scheduler=mine"], ["scheduler._target_=evil.Evil"]):
         assert sample(["copy: Ada", *words]) == 2
-        assert "evil.Evil cannot be had (AttributeError" in capsys.readouterr().err
+        assert "evil.Evil cannot be imported (AttributeError" in capsys.readouterr().err
         (folder / "RAN").unlink()
         del sys.modules["evil"]
 
@@ -169,7 +169,7 @@ def test_other_commands_call_none_either(
     assert command(words) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert command is not train or "_target_" not in words[-1] or "is no dataclass with a method run" in said
+    assert command is not train or "_target_" not in words[-1] or "is not a dataclass with a method run" in said
     assert not (folder / "RAN").exists()
 
 
