@@ -33,6 +33,9 @@ class UserError(Sentence, ValueError):
         return Exception.__new__, (type(self), *self.args), self.__dict__
 
 
+FAULTS = ("plugin-result", "plugin-needs")  # codes of a plug-in that breaks its contract, alone or combined
+
+
 class NotWrittenError(UserError):
     """A file cannot be written: the disk is full, say. What it had before is still there."""
 

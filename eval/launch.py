@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from dllm_sampler.cli import threads
 from dllm_sampler.cli.user_files import named_folder, own, read, using
 from dllm_sampler.cli.words import quoted
 from dllm_sampler.config import PACKAGE
-from dllm_sampler.errors import NotWrittenError, UserError, first_line, installing, unknown
+from dllm_sampler.errors import FAULTS, NotWrittenError, UserError, first_line, installing, unknown
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import EVAL, Job, of_hydra
 from dllm_sampler.eval.runner import Share, run
@@ -194,7 +195,7 @@ def run_all(
         progress: called with the number of samples that were just done.
 
     Raises:
-        UserError: a job ended with an error of the code, such as a plug-in's, whose traceback is printed at once. All
+        UserError: a job ended with an error of the code, such as a plug-in's, which is printed at once. All
             other jobs are run before.
     """
     refused, failed = {}, []
@@ -204,9 +205,13 @@ def run_all(
             reason = run(job, number, share, device, progress)
         except NotWrittenError as error:
             raise NotWrittenError(f"{error}; what is done is kept, and the same command goes on from there") from error
-        except UserError:
-            raise
-        except Exception:
+        except UserError as error:
+            if error.code not in FAULTS:
+                raise
+            print(f"{job.name}: {error}", file=sys.stderr)
+            failed.append(job.name)
+            continue
+        except Exception:  # of a user's own code: the other jobs are run all the same
             traceback.print_exc()
             failed.append(job.name)
             continue
@@ -216,7 +221,7 @@ def run_all(
         runs = "this run" if len(failed) == 1 else f"these {len(failed)} runs"
         raise UserError(
             "run-failed",
-            f"{runs} ended with an error in the code, whose traceback is above: {', '.join(failed)}. What is done is"
+            f"{runs} ended with an error in the code, which is printed above: {', '.join(failed)}. What is done is"
             " kept, and the same command goes on from there",
         )
     return refused

@@ -21,7 +21,7 @@ from dllm_sampler.cli import threads
 from dllm_sampler.core.protocols import Denoiser, is_random
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.engine.graphs import networks
-from dllm_sampler.errors import NotFiniteError, NotWrittenError, RowError, UserError
+from dllm_sampler.errors import FAULTS, NotFiniteError, NotWrittenError, RowError, UserError
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
@@ -77,6 +77,8 @@ def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> 
     except NotWrittenError:  # the disk is full, say: that is no fault of the configuration
         raise
     except UserError as error:
+        if error.code in FAULTS:
+            raise
         reason = " ".join(str(error).split())
         folder.refuse(reason)
         return reason

@@ -83,7 +83,7 @@ def check(chosen: dict[str, Any]) -> int:
     )
     try:
         cases, refused = combinations(chosen)
-    except Exception as error:
+    except Exception as error:  # whatever the user's plug-in raises
         return _report("It is built", [(None, explained(error, chosen))], 1)
     if not cases:
         reason = promises.refusal("llada", **chosen)
@@ -100,7 +100,7 @@ def check(chosen: dict[str, Any]) -> int:
                 kept.append((label, case))
             except promises.CannotTry:
                 raise
-            except Exception as error:
+            except Exception as error:  # whatever the user's plug-in raises: it is a sentence of the report
                 broken.append((label or f"the toy {case.toy}", explained(error, chosen)))
         failures += _report(promise, broken, len(cases))
         return kept
