@@ -19,9 +19,9 @@ class MultiBlock(Blocks):
     """Open the next block once a share of the last one is committed: blocks are decoded side by side.
 
     Source: entropy-based multi-block decoding of d3LLM, arXiv 2601.07568 (`scheduler=entropy`); any rule that judges
-    positions one by one, a threshold say, goes with it. The active block runs from the first block with masks to the
-    end of the last one that was opened. Each forward opens at most one, by the shares that the forward before left, and
-    commits at least one position of the first block with masks: the scheduler's best there, if it chose none.
+    positions one by one, for example a threshold, goes with it. The active block runs from the first block with masks
+    to the end of the last one that was opened. Each forward opens at most one, by the shares that the forward before
+    left, and commits at least one position of the first block with masks: the scheduler's best, if it chose none.
 
     d3LLM's `decoded_token_threshold` is no argument: what must get on there is the first full block with masks, which
     is the first block with masks whatever the threshold.

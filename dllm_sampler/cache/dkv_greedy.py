@@ -50,7 +50,7 @@ class GreedyCache(BaseCache):
                 "cache-incompatible",
                 f"cache={named(self)} must know before each forward what it will commit, and"
                 f" scheduler={named(context.scheduler)} decides that by the forward's predictions: use"
-                " scheduler=random_order, or another cache, dkv say",
+                " scheduler=random_order, or another cache, for example dkv",
             )
         return super().bind(context)
 

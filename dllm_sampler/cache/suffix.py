@@ -43,7 +43,9 @@ class SuffixCache(Cache, ABC):
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Cache):
-            raise UserError("option-type", f"cache.inner must be a Cache, PrefixCache() say, not {self.inner!r}")
+            raise UserError(
+                "option-type", f"cache.inner must be a Cache, for example PrefixCache(), not {self.inner!r}"
+            )
         vars(self).update({name: getattr(self.inner, name) for name in FACTS})
 
     @abstractmethod

@@ -52,7 +52,7 @@ def check_number(
     """Refuse NaN and anything but a number from `least` to `most`; None passes where it is `optional`.
 
     Args:
-        what: what an error calls it, "a probability" say.
+        what: what an error calls it, for example "a probability".
         finite: refuse infinity too.
     """
     if optional and value is None:
@@ -77,9 +77,9 @@ def check_share(name: str, value: object, what: str = "a share") -> None:
 
 
 def check_inner(inner: Inner) -> Inner:
-    """The scheduler inside another one; refuses what is none, its name say, which only a dict's `inner` may be."""
+    """Return the scheduler inside another one. Refuses anything else; only a dict's `inner` may be a name."""
     if isinstance(inner, type) or not hasattr(inner, "tell"):
-        raise UserError("option-type", f"scheduler.inner must be a Scheduler, FixedSteps() say, not {inner!r}")
+        raise UserError("option-type", f"scheduler.inner must be a Scheduler, for example FixedSteps(), not {inner!r}")
     return inner
 
 

@@ -233,7 +233,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
     if traits.has(ShadowRows) and not (spec.cacheable and spec.mask_id is not None):
         yield (
             f"{scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows only: use"
-            " another scheduler, threshold say"
+            " another scheduler, for example threshold"
         )
     if traits.drafts and (plugins.stop.cuts or plugins.stop.fills):
         yield (
@@ -253,17 +253,20 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
     if forms and traits.own_tokens:
         yield (
             f"{scheduler} writes other tokens than the candidates of its step, and {forms[0]} vouches for these only:"
-            " use another scheduler, threshold say"
+            " use another scheduler, for example threshold"
         )
     if forms and plugins.stop.fills:
         yield f"{stop} fills in tokens by itself, and {forms[0]} vouches for candidates of a step only: use stop=prefix"
     if any(guide.vetoes for guide in plugins.guides):
         if traits.drafts:
-            yield f"{scheduler} counts on commits that {forms[0]} may refuse: use another scheduler, threshold say"
+            yield (
+                f"{scheduler} counts on commits that {forms[0]} may refuse: use another scheduler, for example"
+                " threshold"
+            )
         if plugins.foresees:
             yield (
                 f"cache={named(plugins.cache)} counts on commits that {forms[0]} may refuse: use another cache,"
-                " dual say"
+                " for example dual"
             )
     if plugins.blocks.several:
         yield from _of_several(plugins.scheduler, blocks)
@@ -302,12 +305,12 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
     if spec.routing is not None and traits.has(ShadowRows):
         yield (
             f"{scheduler} adds shadow rows of mask tokens to the forward, and this model chooses experts for blocks of"
-            " tokens together, which these would change: use another scheduler, threshold say"
+            " tokens together, which these would change: use another scheduler, for example threshold"
         )
     if spec.seeds and (traits.has(ShadowRows) or traits.drafts) and not traits.has(CausalQueries):
         yield (
             f"{scheduler} asks about states other than the canvas, and this model computes a finished block again, as"
-            " context: use another scheduler, threshold say"
+            " context: use another scheduler, for example threshold"
         )
 
 
@@ -350,7 +353,7 @@ def _of_lengths(plugins: Plugins, scheduler: str, blocks: str, stop: str) -> Ite
         if guide.joint or guide.vetoes:
             yield (
                 f"{scheduler} changes the length of the answer, which guide={named(guide)} must know: use another"
-                " scheduler, threshold say"
+                " scheduler, for example threshold"
             )
 
 

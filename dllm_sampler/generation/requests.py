@@ -264,8 +264,8 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
         raise UserError(
             "given-unsupported",
             f"scheduler={named(plugins.scheduler)} asks a verifier that reads from left to right, and"
-            f" prompt {number} has given tokens after a gap, which it would not see: use another scheduler, threshold"
-            " say",
+            f" prompt {number} has given tokens after a gap, which it would not see: use another scheduler, for"
+            " example threshold",
         )
     if spec.attention == "causal_context":
         raise UserError(

@@ -296,7 +296,10 @@ def obstacle(plugins: Plugins) -> str | None:
             return f"guide={named(guide)} has a list of forms, and an engine's requests name none of them: give it one"
     if "hidden" in plugins.needs:
         name = named(plugins.scheduler)
-        return f"scheduler={name} needs hidden states, and engines hand over logits only: use another, threshold say"
+        return (
+            f"scheduler={name} needs hidden states, and engines hand over logits only: use another, for example"
+            " threshold"
+        )
     return beyond(plugins.scheduler)
 
 
@@ -305,7 +308,7 @@ def beyond(scheduler: Scheduler) -> str | None:
     why = reason(scheduler.traits)
     return why and (
         f"scheduler={named(scheduler)} needs more than the logits of a block, which are all that an engine hands over:"
-        f" {why}; use another scheduler, threshold say"
+        f" {why}; use another scheduler, for example threshold"
     )
 
 

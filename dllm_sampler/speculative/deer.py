@@ -97,7 +97,7 @@ class SpeculativeSampler:
             raise UserError(
                 "scheduler-incompatible",
                 f"scheduler={named(drafter.plugins.scheduler)} changes the length of answers, and a draft has"
-                " draft_length tokens: draft with another scheduler, threshold say",
+                " draft_length tokens: draft with another scheduler, for example threshold",
             )
         self.drafter, self.draft_length, self.scheduled = drafter, draft_length, scheduled
         self.guides = tuple(guide for guide in drafter.plugins.guides if guide.chooses)

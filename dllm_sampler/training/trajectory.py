@@ -267,7 +267,7 @@ def check(sampler: Sampler) -> None:
             raise UserError(
                 "trajectories-unsupported",
                 f"scheduler={named(rule)} {reason}, so its trajectories cannot be scored again: use one that"
-                " commits each position once from the canvas as it is, fixed, threshold or ascending say",
+                " commits each position once from the canvas as it is, for example fixed, threshold or ascending",
             )
     if plugins.blocks.hides:
         raise UserError(

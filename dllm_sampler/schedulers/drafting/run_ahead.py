@@ -57,7 +57,7 @@ class RunAhead(Around):
             raise UserError(
                 "scheduler-incompatible",
                 f"scheduler={name} cannot look ahead for {inner}, which takes tokens back or chooses what to ask in"
-                f" each step: use another scheduler inside {name}, threshold say, or {inner} alone",
+                f" each step: use another scheduler inside {name}, for example threshold, or {inner} alone",
             )
         if self.eager and traits.asks == "window":
             raise UserError(
