@@ -4,20 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from dllm_sampler.errors import NotFiniteError, UserError
+from dllm_sampler.host.version import __version__
 
 if TYPE_CHECKING:
     from dllm_sampler.core.noise import CounterNoise, ReplayNoise
     from dllm_sampler.core.protocols import Blocks, Cache, Context, Denoiser, Guide, Scheduler, Stop
     from dllm_sampler.core.spec import ModelSpec, Traits
     from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+    from dllm_sampler.generation.speculative import SpeculativeSampler
     from dllm_sampler.inputs.prompts import Infill
     from dllm_sampler.models.denoiser import TransformerDenoiser
     from dllm_sampler.models.transformer import Transformer, TransformerConfig
     from dllm_sampler.result import Answer, Commits, Result, Speculation, Trace
     from dllm_sampler.sampler import Sampler
-    from dllm_sampler.speculative.deer import SpeculativeSampler
-
-__version__ = "0.1.0"  # setuptools reads it without importing the package
 
 _HOMES = {
     "core.values": ("Canvas", "Edit", "Query", "Readout"),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from dllm_sampler import __version__
 from dllm_sampler.cli import terminal
 from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import Column, ending, written
@@ -20,6 +19,7 @@ from dllm_sampler.eval.jobs import EVAL, Job, Options, jobs
 from dllm_sampler.eval.lm_eval import names as harness_names
 from dllm_sampler.eval.report.headline import METHOD, interval
 from dllm_sampler.host.files import write as write_file
+from dllm_sampler.host.version import __version__
 from dllm_sampler.options import Options as Shared
 from dllm_sampler.options import pages
 

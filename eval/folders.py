@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from dllm_sampler import __version__
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import checked
 from dllm_sampler.eval.checked import SCHEMA
@@ -21,6 +20,7 @@ from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.records import Record, finite
 from dllm_sampler.eval.tasks.base import Task
 from dllm_sampler.host import files
+from dllm_sampler.host.version import __version__
 
 ABOUT, SAMPLES, PART, LOCK = "run.json", "samples.jsonl", "part-*.jsonl", ".lock"
 

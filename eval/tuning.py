@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from dllm_sampler import __version__, config
+from dllm_sampler import config
 from dllm_sampler.cli.compose import App, composition
 from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.help import check_topics
@@ -40,6 +40,7 @@ from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
 from dllm_sampler.eval.report.data import Method, Run
 from dllm_sampler.eval.space import Tuning
 from dllm_sampler.host import files
+from dllm_sampler.host.version import __version__
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from dllm_sampler import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli import run
 from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, settings
@@ -20,6 +19,7 @@ from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.cli.words import guides, is_flag, is_override, spelled_out, split
 from dllm_sampler.errors import UserError
+from dllm_sampler.host.version import __version__
 from dllm_sampler.sampler import Sampler
 
 WELCOME = """\

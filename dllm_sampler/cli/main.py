@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from dllm_sampler import __version__
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli.inputs import request
 from dllm_sampler.cli.terminal import ending, show
 from dllm_sampler.cli.user_files import with_config_dir
 from dllm_sampler.cli.words import split
 from dllm_sampler.errors import FallbackWarning, NoEffectWarning, UntrainedWarning
+from dllm_sampler.host.version import __version__
 
 
 def main(words: Sequence[str] | None = None) -> int:

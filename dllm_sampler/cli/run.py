@@ -39,8 +39,8 @@ from dllm_sampler.result import Answer, Commits, Result
 from dllm_sampler.sampler import Sampler
 
 if TYPE_CHECKING:
+    from dllm_sampler.generation.speculative import SpeculativeSampler
     from dllm_sampler.result import Speculation
-    from dllm_sampler.speculative.deer import SpeculativeSampler
 
 
 def run(asked: Request) -> int:
@@ -252,7 +252,8 @@ def load(chosen: Settings, like: Sampler | None = None) -> Sampler:
 
 def verified(sampler: Sampler, options: Options) -> SpeculativeSampler:
     """Return the target of the options, with the sampler as its drafter."""
-    from dllm_sampler.speculative.deer import SpeculativeSampler  # transformers' modelling code takes seconds to import
+    # transformers' modelling code takes seconds to import
+    from dllm_sampler.generation.speculative import SpeculativeSampler
 
     return SpeculativeSampler(
         sampler,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from operator import is_not
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -33,14 +33,21 @@ from dllm_sampler.engine.loop import Engine, inference_mode
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.engine.tree import UnsupportedLeaf
 from dllm_sampler.errors import UserError, first_line
-from dllm_sampler.kernels.backend import TORCH, Backend, warn
-from dllm_sampler.models.fused import hooked
-from dllm_sampler.models.moe import Experts, waits
+from dllm_sampler.kernels.backend import TORCH, Backend, has_hooks, warn
 
 KEPT = 8  # shapes of canvas whose recordings are kept
 ROOM = 2**31  # bytes of buffers, beyond which the oldest go before new ones are made
 LEAST = 16  # rows: a matrix unit multiplies as many at once
 MOST = 512  # entries of a pack up to which steps are recorded
+
+
+@runtime_checkable
+class ReadsDevice(Protocol):
+    """A module whose forward may wait for the device."""
+
+    def reads_device(self, device: torch.device) -> bool:
+        """Return True if its forward waits for such a device."""
+        ...
 
 
 def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
@@ -74,10 +81,10 @@ def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
     if any(hasattr(weight, "device_mesh") for weight in weights):
         return "the model's weights are sharded, and gathered in each forward"
     for name, module in networks.named_modules():
-        if hooked(module):
+        if has_hooks(module):
             name = name.partition(".")[2] or type(module).__name__
             return f"a hook or another forward is at the model's {name}: no replay calls it"
-        if isinstance(module, Experts) and waits(module, device):
+        if isinstance(module, ReadsDevice) and module.reads_device(device):
             return "torch's grouped product waits for the GPU, except in bfloat16 on an H100 or a B200"
     return None
 

@@ -20,7 +20,7 @@ from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.kernels.backend import TORCH, Backend
-from dllm_sampler.models.compiled import fullgraph
+from dllm_sampler.kernels.compiling import fullgraph
 
 
 class Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +15,20 @@ from dllm_sampler.engine import layout
 from dllm_sampler.engine.in_flight import Request
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
+
+
+class HasRuntime(Protocol):
+    """A `Sampler`, for a module that it imports."""
+
+    @property
+    def runtime(self) -> Runtime:
+        """The parts that a generation needs."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """The user's end-of-text tokens."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from dllm_sampler import __version__, config
+from dllm_sampler import config
 from dllm_sampler.cli.compose import SAMPLE, App, Settings, composition, own, parts
 from dllm_sampler.cli.help import defaults
 from dllm_sampler.cli.inputs import check_experiments
@@ -21,6 +21,7 @@ from dllm_sampler.cli.terminal import ending
 from dllm_sampler.cli.user_files import with_config_dir
 from dllm_sampler.cli.words import is_override
 from dllm_sampler.errors import UserError
+from dllm_sampler.host.version import __version__
 from dllm_sampler.integrations import COMMAND
 
 APP = App(COMMAND, SAMPLE.root, SAMPLE.groups, Options)

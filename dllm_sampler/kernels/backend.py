@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dllm_sampler.core.checks import check_choice
 from dllm_sampler.core.values import Readout
@@ -180,3 +180,8 @@ def replaceable(error: Exception) -> bool:
     if type(error) is not RuntimeError or any(word in said for word in LOST):
         return False
     return said.startswith(("PassManager::run failed", "Triton Error [", "AMD LLVM", "Failed to find C compiler"))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if calling the module does more than its forward (offloading, sharding, a tool of the user's)."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

@@ -4,32 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from dllm_sampler.kernels.compiling import compiled
 from dllm_sampler.models.transformer import Layer, Rope
-
-VERSIONS = 1024
-
-
-@cache
-def compiled(part: Callable[..., Any]) -> Callable[..., Any]:
-    """A method, of `Layer` say, compiled once for all objects: their tensors are arguments, sizes may vary."""
-    return torch.compile(part)
-
-
-@cache
-def fullgraph(part: Callable[..., Any]) -> Callable[..., Any]:
-    """A part of a step, compiled for each set of plug-ins and number of rows that a process meets.
-
-    torch gives up after 8 versions of one function, which a sweep over schedulers soon has.
-    """
-    from torch._dynamo import config  # takes a second to load
-
-    return config.patch(recompile_limit=VERSIONS, accumulated_recompile_limit=VERSIONS)(compiled(part))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dllm_sampler.core.spec import Attention, ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.core.visibility import predictors
 from dllm_sampler.errors import UserError
-from dllm_sampler.kernels.backend import Backend, LayerKernels
+from dllm_sampler.kernels.backend import Backend, LayerKernels, has_hooks
 from dllm_sampler.models import fused
 from dllm_sampler.models.compiled import CompiledParts, Parts
 from dllm_sampler.models.fields import shown
@@ -124,7 +124,7 @@ class TransformerDenoiser:
         """
         model, layers = self.model, self.transformer.layers
         ours = type(model) is Transformer and all(type(layer) is Layer for layer in layers)
-        more = any(fused.hooked(one) or is_parametrized(one) for one in model.modules())
+        more = any(has_hooks(one) or is_parametrized(one) for one in model.modules())
         return ours and not more and not torch.is_autocast_enabled(self.spec.device.type)
 
     @torch.no_grad()
@@ -180,7 +180,7 @@ class TransformerDenoiser:
         """`[V, D]` if the head is a product with a weight and nothing else, which a kernel may take over; else None."""
         head = self.transformer.lm_head
         weight, device = head.weight.detach(), head.weight.device.type
-        alone = type(head) is nn.Linear and head.bias is None and not fused.hooked(head)
+        alone = type(head) is nn.Linear and head.bias is None and not has_hooks(head)
         return weight if alone and type(weight) is Tensor and not torch.is_autocast_enabled(device) else None
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dllm_sampler.core.packing import Pack
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query
-from dllm_sampler.kernels.backend import DTYPES, LayerKernels, warn
+from dllm_sampler.kernels.backend import DTYPES, LayerKernels, has_hooks, warn
 from dllm_sampler.models.moe import feed
 from dllm_sampler.models.quantized import integers
 from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer, answered
@@ -56,17 +56,12 @@ def beyond(model: Transformer, query: Query) -> str | None:
 
 def plain(layer: nn.Module) -> bool:
     """Whether the layer is what it was built as: nothing hooks into its modules, wraps or replaces them."""
-    if type(layer) is not Layer or hooked(layer):  # between two layers a part of the stream is not added yet
+    if type(layer) is not Layer or has_hooks(layer):  # between two layers a part of the stream is not added yet
         return False
     linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
     norms = [norm for norm in (layer.attn_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if norm is not None]
     ours = all(type(one) is nn.Linear for one in linears) and all(type(one) is RMSNorm for one in norms)
-    return ours and not any(hooked(one) for one in (*linears, *norms))
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether calling the module does more than its forward (offloading, sharding, a tool of the user's)."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    return ours and not any(has_hooks(one) for one in (*linears, *norms))
 
 
 @dataclass
@@ -141,7 +136,7 @@ class Fused:
 
     def _feed(self, ffn: nn.Module, normed: Tensor) -> Tensor:
         """The feed-forward `[N, M, D]` of the normed stream; experts run their own module."""
-        if type(ffn) is not SwiGLU or any(hooked(one) for one in ffn.modules()):
+        if type(ffn) is not SwiGLU or any(has_hooks(one) for one in ffn.modules()):
             return feed(ffn, normed, self.together)
         if any(type(one) is not nn.Linear for one in ffn.children()):
             return ffn(normed)

@@ -1,7 +1,8 @@
 """Mixture-of-experts feed-forward: every token goes to a few experts, whose outputs it sums by weight.
 
 Shapes do not depend on where tokens go, and nothing of ours reads the device. torch does, where its grouped product is
-a loop over the experts (`waits`). T tokens, E experts, k chosen per token, D width of the stream, F width of an expert.
+a loop over the experts (`Experts.reads_device`). T tokens, E experts, k chosen per token, D width of the stream, F
+width of an expert.
 """
 
 from __future__ import annotations
@@ -103,6 +104,14 @@ class Experts(nn.Module):
         outer = torch.empty_like(outer).index_copy(0, order, outer).unflatten(0, chosen.shape)  # [T, k, D]
         return (outer * weight[..., None]).sum(1).to(hidden.dtype)
 
+    def reads_device(self, device: torch.device) -> bool:
+        """Return True if multiplying by expert waits for a GPU: torch then reads where each expert's rows end."""
+        dtype = self.gate_proj.dtype
+        if device.type != "cuda" or not _grouped(self.gate_proj, dtype):
+            return False
+        major = torch.cuda.get_device_capability(device)[0]
+        return dtype != torch.bfloat16 or torch.version.hip is not None or major not in GROUPED
+
 
 class MoE(nn.Module):
     """Router, experts, and the shared expert where there is one."""
@@ -131,15 +140,6 @@ def best(score: Tensor, count: int) -> Tensor:
 
 
 GROUPED = (9, 10)  # major compute capabilities with a grouped product in one launch, in bfloat16: H100, B200
-
-
-def waits(experts: Experts, device: torch.device) -> bool:
-    """Whether multiplying by expert on a GPU waits for it: torch then reads where each expert's rows end."""
-    dtype = experts.gate_proj.dtype
-    if device.type != "cuda" or not _grouped(experts.gate_proj, dtype):
-        return False
-    major = torch.cuda.get_device_capability(device)[0]
-    return dtype != torch.bfloat16 or torch.version.hip is not None or major not in GROUPED
 
 
 def _grouped(weight: Tensor, dtype: torch.dtype) -> bool:

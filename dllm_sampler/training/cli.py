@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dllm_sampler import __version__, config
+from dllm_sampler import config
 from dllm_sampler.cli import compose, threads, user_files
 from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.help import check_topics
@@ -26,6 +26,7 @@ from dllm_sampler.errors import NotWrittenError, UserError, unknown
 from dllm_sampler.host import files
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.host.paths import expanded
+from dllm_sampler.host.version import __version__
 from dllm_sampler.options import AUTO, check_threads
 
 USAGE = """\

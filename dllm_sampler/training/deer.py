@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 from dllm_sampler.errors import UserError, counted, unknown
+from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.models import saving
 from dllm_sampler.models.loading import as_device
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.speculative.deer import SpeculativeSampler
 from dllm_sampler.training import checkpoint, sharding
 from dllm_sampler.training.deer_losses import distill_mask, masked_loss, refine_mask
 from dllm_sampler.training.deer_report import measured

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.speculative.deer import SpeculativeSampler
 
 
 def measured(

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from dllm_sampler import __version__
 from dllm_sampler.errors import counted
 from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.records import Record, finite
 from dllm_sampler.eval.report.data import RATES, Comparison, Run
 from dllm_sampler.eval.report.figure import TITLES
 from dllm_sampler.eval.report.headline import family_rows, sentences
+from dllm_sampler.host.version import __version__
 
 SHOWN = ("samples", "score", "score_low", "score_high", *(measure.name for measure in MEASURES))
 

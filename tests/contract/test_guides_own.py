@@ -15,10 +15,10 @@ from dllm_sampler import Infill, NotFiniteError
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.values import FREE, Canvas
+from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.guides import Choices, EndTokens, Temperature, TopK, TopP
 from dllm_sampler.guides.annealing import LinearTemperature
 from dllm_sampler.models.mixture import KnownTokens
-from dllm_sampler.speculative.deer import SpeculativeSampler
 from tests import toys
 from tests.refusals import refused
 

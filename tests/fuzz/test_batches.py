@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dllm_sampler import Denoiser, Result, Sampler, UserError, config
 from dllm_sampler.check.settings import settings
+from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.inputs.prompts import Infill
 from dllm_sampler.models.loading import load
 from dllm_sampler.result import Answer, Commits
-from dllm_sampler.speculative.deer import SpeculativeSampler
 from tests import tiny, toys
 from tests.fuzz import assert_is_sentence, fuzz
 

@@ -15,10 +15,10 @@ from dllm_sampler import NotFiniteError, Sampler
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
+from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.models.denoiser import TransformerDenoiser, spent
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.result import Speculation
-from dllm_sampler.speculative.deer import SpeculativeSampler
 from tests import toys
 from tests.refusals import refused
 from tests.sampling import sampled

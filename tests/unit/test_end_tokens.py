@@ -21,6 +21,7 @@ from dllm_sampler import Edit, Query, Readout, Result, Sampler
 from dllm_sampler.cli.main import main
 from dllm_sampler.core.ends import end_ids, first_end, is_end
 from dllm_sampler.core.protocols import Stop
+from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.guides.end_tokens import EndTokens
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.given import completable
@@ -30,7 +31,6 @@ from dllm_sampler.models.huggingface import wrap
 from dllm_sampler.models.loading import load, load_tokenizer
 from dllm_sampler.result import Speculation
 from dllm_sampler.schedulers.rho_eos import RhoEos
-from dllm_sampler.speculative.deer import SpeculativeSampler
 from dllm_sampler.stops.end_of_text import EndOfText
 from dllm_sampler.stops.end_tokens import BlockStop, PrefixStop, TruncateStop
 from dllm_sampler.stops.fill import FillStop

@@ -14,8 +14,8 @@ from dllm_sampler.cli.main import main
 from dllm_sampler.core.packing import Answers
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
+from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.guides import Choices, JsonSchema, Regex
-from dllm_sampler.speculative.deer import SpeculativeSampler
 from tests import toys
 from tests.forms import LENGTH, MASK, VOCAB, laid_out, ruled, strings
 from tests.refusals import refused

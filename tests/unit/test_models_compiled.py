@@ -9,7 +9,7 @@ import torch
 from dllm_sampler import Sampler
 from dllm_sampler.engine import decide, loop
 from dllm_sampler.engine.graphs import StaticEngine
-from dllm_sampler.models import compiled
+from dllm_sampler.kernels import compiling
 from dllm_sampler.models.transformer import Layer
 from tests import toys
 from tests.refusals import refused
@@ -25,12 +25,12 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         found.append(part.__name__)
         return part
 
-    compiled.compiled.cache_clear()
-    compiled.fullgraph.cache_clear()
+    compiling.compiled.cache_clear()
+    compiling.fullgraph.cache_clear()
     monkeypatch.setattr(torch, "compile", compile)
     yield found
-    compiled.compiled.cache_clear()
-    compiled.fullgraph.cache_clear()
+    compiling.compiled.cache_clear()
+    compiling.fullgraph.cache_clear()
 
 
 @pytest.mark.parametrize(

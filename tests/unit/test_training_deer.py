@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dllm_sampler import Sampler
 from dllm_sampler.cli import main as sample
+from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
-from dllm_sampler.speculative.deer import SpeculativeSampler
 from dllm_sampler.training import cli, deer
 from dllm_sampler.training.deer_losses import distill_mask, masked_loss, refine_mask
 from dllm_sampler.training.export import export

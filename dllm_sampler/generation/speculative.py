@@ -22,16 +22,15 @@ from dllm_sampler.core.spec import ChangingLength, ModelSpec
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.engine import layout
-from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.generation import requests
+from dllm_sampler.generation.runtime import HasRuntime
 from dllm_sampler.inputs import prompts
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.inputs.texts import cut, stop_strings, stopped
 from dllm_sampler.models import autoregressive
 from dllm_sampler.models.autoregressive import Reading, Verifier
 from dllm_sampler.result import Speculation
-from dllm_sampler.sampler import Sampler
 
 Progress = Callable[[int, int, int], None]
 
@@ -63,7 +62,7 @@ class SpeculativeSampler:
     prefix; this stops there. Its text samples "from p" in one place: the residual is what keeps the law.
 
     Args:
-        drafter: a sampler; its denoiser drafts, its guides and its noise are those of both models.
+        drafter: a `Sampler`; its denoiser drafts, its guides and its noise are those of both models.
         target: a causal LM of transformers with the drafter's tokenizer: a folder, a hub id or a live model.
         draft_length: k; 0 is plain autoregressive decoding, the drafter rests. The end of the answer and of the
             drafter's context shorten it.
@@ -77,37 +76,39 @@ class SpeculativeSampler:
 
     def __init__(
         self,
-        drafter: Sampler,
+        drafter: HasRuntime,
         target: Any,
         *,
         draft_length: int = 32,
         scheduled: bool = False,
         separator: int | str | None = None,
     ):
-        spec = drafter.denoiser.spec
+        self.drafter = drafter.runtime
+        spec, plugins = self.drafter.denoiser.spec, self.drafter.plugins
         check_count("draft_length", draft_length, 0)
         if spec.mask_id is None:
             raise UserError(
                 "mask-token-missing", "a drafter needs masks, and this model has none (uniform diffusion). Use another."
             )
-        forms = [named(guide) for guide in drafter.plugins.guides if guide.joint or guide.vetoes]
+        forms = [named(guide) for guide in plugins.guides if guide.joint or guide.vetoes]
         if forms:
             raise UserError("options-conflict", f"guide={forms[0]} and a target exclude each other. Remove one.")
-        if drafter.plugins.scheduler.traits.has(ChangingLength):
+        if plugins.scheduler.traits.has(ChangingLength):
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(drafter.plugins.scheduler)} changes the length of answers, and a draft has"
+                f"scheduler={named(plugins.scheduler)} changes the length of answers, and a draft has"
                 " draft_length tokens: draft with another scheduler, for example threshold",
             )
-        self.drafter, self.draft_length, self.scheduled = drafter, draft_length, scheduled
-        self.guides = tuple(guide for guide in drafter.plugins.guides if guide.chooses)
+        self.draft_length, self.scheduled = draft_length, scheduled
+        self.stop_token_ids = drafter.stop_token_ids
+        self.guides = tuple(guide for guide in plugins.guides if guide.chooses)
         self.draws = is_random(self.guides)
         if scheduled and self.draws:
             raise UserError("options-conflict", "a draft of several steps cannot have a temperature. Remove one.")
         self.separator = self._token(separator)
         self.target: Verifier = autoregressive.fit(target, spec, "target")
-        if drafter.tokenizer is not None:
-            self.target.check_tokenizer(drafter.tokenizer)
+        if self.drafter.tokenizer is not None:
+            self.target.check_tokenizer(self.drafter.tokenizer)
         self.vocab = max(spec.vocab_size, self.target.vocab_size)
         self.ends = self._end_tokens()
 
@@ -240,9 +241,7 @@ class SpeculativeSampler:
         at = canvas.layout.first[:, None] + torch.arange(k, device=ids.device)
         at = torch.where(at < last[:, None], at, canvas.length)  # [B, k]
         if self.scheduled:  # a generation of its own: schedulers and caches count from step 0
-            bound = self.drafter.max_steps or self.drafter.plugins.bound(k + behind)
-            engine = Engine(self.drafter.denoiser, self.drafter.plugins, 1, self.drafter.kernels)
-            *_, state = engine.run(canvas, bound)  # the same object after each step
+            *_, state = self.drafter.engine().run(canvas, self.drafter.bound(k + behind))  # one object for all steps
             run.drafting = run.drafting + state.recorder.nfe
             return Draft(state.canvas.ids.gather(1, at), None)
         query = Query.at(canvas, at)
@@ -311,7 +310,7 @@ class SpeculativeSampler:
             named = self.target.model.config.get_text_config().eos_token_id
         if named is None:
             named = self.drafter.denoiser.spec.eos_ids
-        return end_ids((*end_ids(named), *self.drafter.stop_token_ids))
+        return end_ids((*end_ids(named), *self.stop_token_ids))
 
 
 @dataclass(frozen=True)

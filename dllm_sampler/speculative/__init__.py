@@ -1,1 +1,0 @@
-"""An autoregressive model as the target or the verifier of drafts."""
