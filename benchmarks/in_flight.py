@@ -39,7 +39,7 @@ from dllm_sampler.cli.terminal import positive
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.training.tasks import TASKS
+from dllm_sampler.models.mini_tasks import TASKS
 
 WAYS: tuple[Literal["in_flight", "static"], ...] = ("in_flight", "static")
 RULES = ("threshold", "fixed")

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.errors import UserError, unknown
-from dllm_sampler.training.tasks import LESSONS, draw_example
-from dllm_sampler.training.tokenizer import EOS
+from dllm_sampler.models.mini_tasks import LESSONS, draw_example
+from dllm_sampler.models.mini_tokenizer import EOS
 
 
 @dataclass(frozen=True)

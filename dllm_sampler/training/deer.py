@@ -22,6 +22,7 @@ from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.models import saving
 from dllm_sampler.models.loading import as_device
+from dllm_sampler.models.mini_tokenizer import vocabulary
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import checkpoint, sharding
@@ -32,7 +33,6 @@ from dllm_sampler.training.examples import Data, Source
 from dllm_sampler.training.finetune import FREE, FineTuner
 from dllm_sampler.training.masking import Pair, collate
 from dllm_sampler.training.settings import check_llama, check_model, check_settings
-from dllm_sampler.training.tokenizer import vocabulary
 from dllm_sampler.training.trained import Trained, called, check_masks
 
 Model = str | dict[str, Any]

@@ -17,9 +17,9 @@ from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
-from dllm_sampler.training.metrics import Metric
+from dllm_sampler.inputs.metrics import Metric
+from dllm_sampler.models.mini_tasks import LESSONS, draw_example
 from dllm_sampler.training.rewards import solved
-from dllm_sampler.training.tasks import LESSONS, draw_example
 
 JSON = (".jsonl", ".json")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}

@@ -24,13 +24,15 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.inputs.prompts import Prompt
+from dllm_sampler.models import mini_tasks as tasks
 from dllm_sampler.models.filter import Layers, about, judge
 from dllm_sampler.models.loading import as_device
+from dllm_sampler.models.mini_tokenizer import vocabulary
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.training import journal, sharding, tasks
+from dllm_sampler.training import journal, sharding
 from dllm_sampler.training.checkpoint import write_json, write_tensors
 from dllm_sampler.training.comparison import Check, compare, rows
 from dllm_sampler.training.encoding import check_prompts
@@ -38,7 +40,6 @@ from dllm_sampler.training.examples import Data, Example, Stored
 from dllm_sampler.training.progress import bar
 from dllm_sampler.training.replay import Records, collect
 from dllm_sampler.training.settings import check_settings
-from dllm_sampler.training.tokenizer import vocabulary
 from dllm_sampler.training.trained import called, check_masks
 
 # Where training starts: logit SLOPE (c - CENTRE), a threshold on the confidence c of each position by itself.

@@ -24,6 +24,7 @@ from dllm_sampler.host.paths import expanded
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.models import saving
 from dllm_sampler.models.loading import as_device
+from dllm_sampler.models.mini_tokenizer import vocabulary
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import checkpoint, journal, sharding
@@ -32,7 +33,6 @@ from dllm_sampler.training.encoding import check_prompts
 from dllm_sampler.training.examples import Data, Example, Source
 from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.settings import check_run
-from dllm_sampler.training.tokenizer import vocabulary
 from dllm_sampler.training.trained import Trained
 
 # A resumed run may change these; anything else would make it another run.

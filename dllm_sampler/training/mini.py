@@ -19,13 +19,13 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.models.loading import as_device
+from dllm_sampler.models.mini_export import export
+from dllm_sampler.models.mini_tokenizer import MASK, build_tokenizer
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.training import checkpoint, journal, sharding
 from dllm_sampler.training.data import Batch, Pools, corrupt
-from dllm_sampler.training.export import export
 from dllm_sampler.training.progress import bar, interrupts
 from dllm_sampler.training.settings import check_settings, check_shape
-from dllm_sampler.training.tokenizer import MASK, build_tokenizer
 
 # A resumed run may change these; anything else would make it another run.
 _FREE = ("output", "device", "checkpoint_every", "tracker", "steps")
@@ -33,7 +33,7 @@ _FREE = ("output", "device", "checkpoint_every", "tracker", "steps")
 
 @dataclass
 class MiniTrainer:
-    """Trains a LLaDA-style denoiser (arXiv 2502.09992) on the tasks of `training/tasks.py` and exports it.
+    """Trains a LLaDA-style denoiser (arXiv 2502.09992) on the tasks of `models/mini_tasks.py` and exports it.
 
     output: folder of the run; ends up a complete checkpoint that `model=FOLDER` loads
     device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.host.functions import resolve_callable
+from dllm_sampler.models.mini_tasks import TASKS, UNSEEN, boxes
 from dllm_sampler.schedulers.rewards import listed
-from dllm_sampler.training.tasks import TASKS, UNSEEN, boxes
 
 Reward = Callable[..., Sequence[float | None]]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from dllm_sampler.core.checks import check_count, check_number, check_positive, check_share
 from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.models.mini_tasks import LESSONS
 from dllm_sampler.options import SamplerOptions
 from dllm_sampler.training import adapters, journal
-from dllm_sampler.training.tasks import LESSONS
 
 # The steps of a run are seeded with seed * 2**32 + step, in 64 bits.
 LARGEST_SEED, LARGEST_STEP = 2**31 - 1, 2**32 - 1

@@ -11,7 +11,7 @@ from dllm_sampler.cli.inputs import Prompt, prompt, records
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 from dllm_sampler.host.paths import expanded
-from dllm_sampler.training.metrics import Metric
+from dllm_sampler.inputs.metrics import Metric
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 
 from dllm_sampler.errors import unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
-from dllm_sampler.training.tasks import TASKS, draw_example
-from dllm_sampler.training.tasks import Task as Operation
-from dllm_sampler.training.tokenizer import OTHERS
+from dllm_sampler.models.mini_tasks import TASKS, draw_example
+from dllm_sampler.models.mini_tasks import Task as Operation
+from dllm_sampler.models.mini_tokenizer import OTHERS
 
 CANVAS = 32  # tokens: no answer needs more
 # Several answers are right. The steps of a sum determine one another, but its C(Y|X) is 0: the prompt determines all.
@@ -32,7 +32,7 @@ class Mini(Task):
     """Prompts that training never saw; every right answer counts.
 
     Args:
-        operation: a name of `dllm_sampler.training.tasks.TASKS`.
+        operation: a name of `dllm_sampler.models.mini_tasks.TASKS`.
     """
 
     name: ClassVar[str] = "mini"

@@ -5,7 +5,7 @@ import pytest
 from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.eval.tasks.mini import MANY, c_bits
 from dllm_sampler.eval.testbeds.laws import LAWS
-from dllm_sampler.training.tasks import TASKS, held_out
+from dllm_sampler.models.mini_tasks import TASKS, held_out
 from tests.eval.test_tasks import graded, task
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dllm_sampler.models.mini_tasks import Task
 from dllm_sampler.result import Result
-from dllm_sampler.training.tasks import Task
 
 # Tasks whose tokens have to agree with one another: many right answers, or one that a single look does not deduce.
 HARD = ("shuffle", "insert randomly", "remove randomly", "replace randomly", "arithmetic", "latin")

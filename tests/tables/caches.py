@@ -39,8 +39,8 @@ from dllm_sampler.generation.batch import Reader
 from dllm_sampler.host import files
 from dllm_sampler.inputs import prompts
 from dllm_sampler.inputs.prompts import Prompt
+from dllm_sampler.models.mini_tasks import TASKS
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.tasks import TASKS
 from tests.tables import markdown
 from tests.tables.points import BEST, PLAIN, Point, label
 from tests.tables.schedulers import Setup, here, settings

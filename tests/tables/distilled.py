@@ -20,10 +20,10 @@ from dllm_sampler.errors import unknown
 from dllm_sampler.eval import statistics
 from dllm_sampler.eval.curves import pbx
 from dllm_sampler.host import files
+from dllm_sampler.models.mini_tasks import LESSONS, draw_example
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.comparison import Figures, compare
 from dllm_sampler.training.rewards import solved
-from dllm_sampler.training.tasks import LESSONS, draw_example
 from tests.tables import markdown
 
 SECTION, BATCH = "distilled", 64

@@ -25,9 +25,9 @@ from dllm_sampler import __version__
 from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.host import files
+from dllm_sampler.models.mini_tasks import TASKS
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.tasks import TASKS
 from tests.tables import markdown
 from tests.tables.store import Store
 

@@ -22,8 +22,8 @@ from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.errors import unknown
 from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.host import files
+from dllm_sampler.models.mini_tasks import TASKS
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.tasks import TASKS
 from tests.tables import markdown
 from tests.tables.answers import Tally
 

@@ -15,9 +15,9 @@ from rich.progress import track
 from dllm_sampler.cli.terminal import Parser, command, positive
 from dllm_sampler.eval.tasks.mini import CANVAS, held_out_prompts
 from dllm_sampler.host.files import write
+from dllm_sampler.models.mini_tasks import CITIES, COLORS, NAMES, TASKS, Task
+from dllm_sampler.models.mini_tokenizer import vocabulary
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.tasks import CITIES, COLORS, NAMES, TASKS, Task
-from dllm_sampler.training.tokenizer import vocabulary
 from tests.tables.answers import Tally
 from tests.tables.markdown import fill, read, table
 

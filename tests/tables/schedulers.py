@@ -29,10 +29,10 @@ from dllm_sampler.eval.oracle import decode
 from dllm_sampler.eval.report.figure import require_matplotlib
 from dllm_sampler.eval.tasks.mini import CANVAS, held_out_prompts
 from dllm_sampler.host import files
+from dllm_sampler.models.mini_tasks import TASKS
+from dllm_sampler.models.mini_tokenizer import vocabulary
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.tasks import TASKS
-from dllm_sampler.training.tokenizer import vocabulary
 from tests.tables import markdown
 from tests.tables.answers import HARD, Tally
 from tests.tables.points import BEST, BOUND, ORACLE, PLAIN, Point, label

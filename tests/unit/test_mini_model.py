@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dllm_sampler.eval.tasks.mini import held_out_prompts
+from dllm_sampler.models.mini_tasks import NAMES, TASKS
+from dllm_sampler.models.mini_tokenizer import build_tokenizer, vocabulary
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.tasks import NAMES, TASKS
-from dllm_sampler.training.tokenizer import build_tokenizer, vocabulary
 from tests.refusals import refused
 from tests.sampling import sampled
 from tests.tables.markdown import fill

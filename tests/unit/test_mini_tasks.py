@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from dllm_sampler.training.tasks import NAMES, TASKS, UNSEEN, Task, draw_example, held_out
-from dllm_sampler.training.tokenizer import build_tokenizer, vocabulary
+from dllm_sampler.models.mini_tasks import NAMES, TASKS, UNSEEN, Task, draw_example, held_out
+from dllm_sampler.models.mini_tokenizer import build_tokenizer, vocabulary
 
 tokenizer = build_tokenizer(256)
 ALL = TASKS | UNSEEN

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dllm_sampler import config
 from dllm_sampler.models import loading
+from dllm_sampler.models.mini_tokenizer import build_tokenizer
 from dllm_sampler.training import cli
 from dllm_sampler.training.data import Batch, Pools, corrupt
 from dllm_sampler.training.mini import MiniTrainer, schedule
-from dllm_sampler.training.tokenizer import build_tokenizer
 from tests.refusals import refused
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}

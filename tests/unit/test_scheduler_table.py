@@ -9,8 +9,8 @@ import pytest
 
 from dllm_sampler import config
 from dllm_sampler.eval.tasks.mini import held_out_prompts
+from dllm_sampler.models.mini_tasks import TASKS
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.tasks import TASKS
 from tests.tables import markdown, methods, schedulers
 from tests.tables.answers import HARD, Tally
 from tests.tables.schedulers import DOCS, NEEDS, ORACLE, SECTION, Row, front, main

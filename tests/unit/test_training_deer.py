@@ -17,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dllm_sampler import Sampler
 from dllm_sampler.cli import main as sample
 from dllm_sampler.generation.speculative import SpeculativeSampler
+from dllm_sampler.models.mini_export import export
+from dllm_sampler.models.mini_tokenizer import build_tokenizer
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.training import cli, deer
 from dllm_sampler.training.deer_losses import distill_mask, masked_loss, refine_mask
-from dllm_sampler.training.export import export
 from dllm_sampler.training.masking import Rows, collate
-from dllm_sampler.training.tokenizer import build_tokenizer
 from tests import tiny, toys
 from tests.sampling import sampled
 from tests.unit.test_training_families import gradients, same, sees, trained

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from transformers import PreTrainedTokenizerFast
 
 from dllm_sampler.host import files
 from dllm_sampler.models.families import llada_config, to_checkpoint
+from dllm_sampler.models.mini_tokenizer import EOS, MASK
 from dllm_sampler.models.transformer import Transformer
-from dllm_sampler.training.checkpoint import write_tensors
-from dllm_sampler.training.tokenizer import EOS, MASK
 
 # What LLaDA's own modelling code reads besides the shape: everything that this network does not do, switched off.
 _OFF: dict[str, Any] = {
@@ -53,7 +53,7 @@ def export(model: Transformer, tokenizer: PreTrainedTokenizerFast, folder: Path)
     # The class's name in every version of transformers, where the newest writes one that older ones do not know.
     _write_json(folder / "tokenizer_config.json", {**settings, "tokenizer_class": "PreTrainedTokenizerFast"})
     weights = {name: tensor.to(torch.float16) for name, tensor in to_checkpoint(model).items()}
-    write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+    files.write(folder / "model.safetensors", save(weights, {"format": "pt"}))
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, 
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from dllm_sampler.training.tasks import BRACKETS, CITIES, COLORS, NAMES, TASKS
+from dllm_sampler.models.mini_tasks import BRACKETS, CITIES, COLORS, NAMES, TASKS
 
 EOS, MASK, SEP, UNK = "[EOS]", "[MASK]", "[SEP]", "[UNK]"
 SPACED = (", ", "; ", ": ", " + ", " - ", " = ")  # marks that carry their spaces
