@@ -116,7 +116,7 @@ class Bare:
         run = None if pack is None or len(pack.column) % batch else pack.column.view(batch, -1)  # [B, M]
         first, last = (0, 0) if run is None else (int(run[0, 0]), int(run[0, -1]) + 1)
         positions = torch.arange(first, last, device=device)[None]
-        if run is None or not torch.equal(run, positions.expand(batch, -1)) or not plan.answers.whole:
+        if run is None or not torch.equal(run, positions.expand(batch, -1)) or not plan.head_rows.whole:
             raise UserError(
                 "cache-incompatible",
                 f"a bare forward computes one run of columns, and cache={named(plan.cache)} others: choose"

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine.readout import Rule, read
 from dllm_sampler.guides import Regex, Temperature
@@ -41,7 +41,7 @@ def strings(pattern: str, ids: Sequence[int] = range(MASK)) -> list[tuple[int, .
 
 def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bool = False) -> Tensor:
     """`[B, K, Q]` tokens that the guide makes a step choose from logits `[R, V]`."""
-    return read(logits.clone(), logits[:, :1], canvas, Answers.every(query), ruled(pattern, draws)).token
+    return read(logits.clone(), logits[:, :1], canvas, HeadRows.every(query), ruled(pattern, draws)).token
 
 
 def ruled(pattern: str | tuple[str, ...], draws: bool = False, posterior: bool = False, vocab: int = VOCAB) -> Rule:

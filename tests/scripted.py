@@ -59,7 +59,7 @@ class Script:
             shadows = self.shadows(canvas).gather(1, wide)
             logits = torch.where(canvas.masked.gather(1, at)[..., None], logits, shadows)
         one = torch.ones_like(canvas.step)
-        return plan.answers.pick(logits[:, None]), Spent(one, one)
+        return plan.head_rows.pick(logits[:, None]), Spent(one, one)
 
     def head(self, hidden: Tensor) -> Tensor:
         return hidden.clone()

@@ -65,7 +65,7 @@ class Spy:
     def head(self, hidden: Tensor) -> Tensor:
         logits = self.inner.head(hidden)
         logits[..., MASK] += self.raise_mask
-        self.logits.append(self.calls[-1][2].answers.spread(logits.clone()))
+        self.logits.append(self.calls[-1][2].head_rows.spread(logits.clone()))
         return logits
 
     @property

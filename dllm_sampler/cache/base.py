@@ -13,7 +13,7 @@ from torch import Tensor
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core import select
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.packing import Answers, ForwardRequest, Pack
+from dllm_sampler.core.packing import ForwardRequest, HeadRows, Pack
 from dllm_sampler.core.protocols import Cache, Context, LayerParts, Plan
 from dllm_sampler.core.spec import AllColumns, BlocksOpenedAhead, ChangingLength, HiddenMasks, ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query
@@ -73,11 +73,11 @@ class BaseCache(Cache):
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """Return the plan of what is wanted, in sizes that `wanted.sizes` fixes."""
-        answers = Answers.of(wanted)
+        head_rows = HeadRows.of(wanted)
         sees, computed = self.sees(canvas, wanted.query), wanted.entries(canvas)
         if self.uses_padded_plan:
-            return self.padded(canvas, wanted, answers, sees, computed)
-        plan = Plan(self, wanted, answers, computed, Pack.of(canvas, wanted, answers, self.spec, sees))
+            return self.padded(canvas, wanted, head_rows, sees, computed)
+        plan = Plan(self, wanted, head_rows, computed, Pack.of(canvas, wanted, head_rows, self.spec, sees))
         if wanted.query.candidates.forks and self.slots is not None:
             plan = self.forked = replace(plan, pairs=[])
         return plan
@@ -98,7 +98,10 @@ class BaseCache(Cache):
             stored = self.slots.keys[index], self.slots.values[index]
         heads = plan.attention(q, k, v, stored)  # [1, H, T, Dh]
         if plan.last:
-            heads, hidden = heads.index_select(2, plan.pack.answers), hidden.index_select(1, plan.pack.answers)
+            heads, hidden = (
+                heads.index_select(2, plan.pack.head_entries),
+                hidden.index_select(1, plan.pack.head_entries),
+            )
         hidden = hidden + parts.output(heads)
         return hidden + parts.mlp(hidden)
 
@@ -146,7 +149,7 @@ class BaseCache(Cache):
         return k, v, mask_of(plan.keys)
 
     def padded(
-        self, canvas: Canvas, wanted: ForwardRequest, answers: Answers, sees: Visible, computed: Tensor
+        self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, computed: Tensor
     ) -> PaddedPlan:
         """The padded form: whole rows where some row computes all it has, else as many columns as the longest row."""
         whole = wanted.sizes.whole
@@ -156,7 +159,7 @@ class BaseCache(Cache):
             positions = select.columns(wanted.computed, wanted.sizes.longest)  # [B, M]
         keys = sees.keys(canvas, wanted.query, positions)
         slots = None if whole else places(canvas, positions)
-        common = (self, wanted, answers, computed)
+        common = (self, wanted, head_rows, computed)
         return PaddedPlan(*common, positions=positions, keys=keys, contiguous=whole, slots=slots)
 
     def _refuse_live(self) -> None:

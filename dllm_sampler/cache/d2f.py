@@ -95,9 +95,9 @@ class D2FCache(BaseCache):
 
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
         """See `Cache.restore`."""
-        row = plan.answers.row
+        row = plan.head_rows.row
         if self.spec.shift and self.rows is not None:
-            here = (plan.answers.position == self.stored[row]) & self.kept[row]  # [R]
+            here = (plan.head_rows.position == self.stored[row]) & self.kept[row]  # [R]
             hidden = torch.where(here[:, None], self.rows[row], hidden)
         self.made = plan, hidden
         return hidden
@@ -108,11 +108,11 @@ class D2FCache(BaseCache):
         (plan, hidden), self.made = self.made, None
         won = torch.zeros_like(canvas.start) if edit.candidate is None else edit.candidate  # [B]
         if self.spec.shift:
-            answers, rows = plan.answers, len(won)
-            here = (answers.position == canvas.start[answers.row]) & (answers.candidate == won[answers.row])
-            here = here & (answers.place < answers.query.ids.numel())  # fillers have the last answer's place
+            head_rows, rows = plan.head_rows, len(won)
+            here = (head_rows.position == canvas.start[head_rows.row]) & (head_rows.candidate == won[head_rows.row])
+            here = here & (head_rows.place < head_rows.query.ids.numel())  # fillers have the last answer's place
             old = hidden.new_zeros(rows, hidden.shape[1]) if self.rows is None else self.rows
-            room, at = torch.cat([old, old[:1]]), torch.where(here, answers.row, rows)  # [R]
+            room, at = torch.cat([old, old[:1]]), torch.where(here, head_rows.row, rows)  # [R]
             self.rows = room.index_copy(0, at, hidden)[:rows]
             kept = room.new_zeros(rows + 1, dtype=torch.bool).index_fill(0, at, True)[:rows]
             self.kept = kept & (canvas.start > 0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, changed, put, take
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_share
-from dllm_sampler.core.packing import Answers, ForwardRequest
+from dllm_sampler.core.packing import ForwardRequest, HeadRows
 from dllm_sampler.core.protocols import LayerParts, Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -82,11 +82,11 @@ class IntervalCache(BaseCache):
         return live
 
     def padded(
-        self, canvas: Canvas, wanted: ForwardRequest, answers: Answers, sees: Visible, computed: Tensor
+        self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, computed: Tensor
     ) -> PaddedPlan:
         """See `BaseCache.padded`: always whole rows, out of which each layer chooses what it computes."""
         wanted = replace(wanted, sizes=replace(wanted.sizes, whole=True))
-        return super().padded(canvas, wanted, answers, sees, computed)
+        return super().padded(canvas, wanted, head_rows, sees, computed)
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """See `Cache.plan`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide, is_random
 from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas
@@ -22,28 +22,28 @@ class Barred(NamedTuple):
     mask_id: int | None  # None: it may be chosen, or there is none
     ends: tuple[int, ...] = ()
 
-    def exclude(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def exclude(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """Set their logits in `[R, V]` to minus infinity, in place."""
         if self.mask_id is not None:
             logits[..., self.mask_id].fill_(-torch.inf)
         if canvas.layout.given is not None and self.ends:
-            inner = answers.position < canvas.layout.given[answers.row]  # [R]
+            inner = head_rows.position < canvas.layout.given[head_rows.row]  # [R]
             for end in self.ends:
                 logits[..., end] = logits[..., end].masked_fill(inner, -torch.inf)
         return logits
 
 
-def rewritten(guide: Guide, logits: Tensor, canvas: Canvas, answers: Answers, barred: Barred) -> Tensor:
+def rewritten(guide: Guide, logits: Tensor, canvas: Canvas, head_rows: HeadRows, barred: Barred) -> Tensor:
     """Return `[R, V]` logits as a guide rewrites them, without the tokens that are barred.
 
     Raises:
         UserError: the guide returned something else than logits of this shape.
     """
-    found: Any = guide(logits, canvas, answers)
+    found: Any = guide(logits, canvas, head_rows)
     if guide.keeps_excluded:
         return found
     if found is logits:
-        return barred.exclude(logits, canvas, answers)
+        return barred.exclude(logits, canvas, head_rows)
     if not isinstance(found, Tensor) or not found.is_floating_point():
         what = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else short(repr(found))
         raise UserError("plugin-result", f"guide={named(guide)} returned {what}. Return a floating-point tensor.")
@@ -52,7 +52,7 @@ def rewritten(guide: Guide, logits: Tensor, canvas: Canvas, answers: Answers, ba
         raise UserError(
             "plugin-result", f"guide={named(guide)} returned logits of shape {now}, given {was}. Return one for each."
         )
-    return barred.exclude(found.clone(), canvas, answers)
+    return barred.exclude(found.clone(), canvas, head_rows)
 
 
 @dataclass(frozen=True)
@@ -64,22 +64,22 @@ class Draw:
 
     guides: tuple[Guide, ...]  # in the order of application
     canvas: Canvas
-    answers: Answers
+    head_rows: HeadRows
     vocab: int
     barred: Barred
     noise: Tensor | None = None  # [R, V] of the step; None: drawn with the canvas's row seeds when it is wanted
     draws: bool = True  # False: the best token is taken
 
     @staticmethod
-    def of(guides: tuple[Guide, ...], canvas: Canvas, answers: Answers, vocab: int, barred: Barred) -> Draw:
+    def of(guides: tuple[Guide, ...], canvas: Canvas, head_rows: HeadRows, vocab: int, barred: Barred) -> Draw:
         """The step's own: its noise is drawn once, so that further choices are coupled to the first."""
         draws = is_random(guides)
-        noise = canvas.layout.noise.tokens(canvas, answers, vocab) if draws else None
-        return Draw(guides, canvas, answers, vocab, barred, noise, draws)
+        noise = canvas.layout.noise.tokens(canvas, head_rows, vocab) if draws else None
+        return Draw(guides, canvas, head_rows, vocab, barred, noise, draws)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """`[B, K, Q]` tokens chosen from `[B, K, Q, V]`."""
-        return self.answers.spread(self.chosen(self.answers.pick(logits))[0])
+        return self.head_rows.spread(self.chosen(self.head_rows.pick(logits))[0])
 
     def chosen(self, choice: Tensor) -> tuple[Tensor, Tensor | None]:
         """`[R]` tokens chosen from `[R, V]`, and `[R] bool` whether they could be; None: there is no guide.
@@ -96,7 +96,7 @@ class Draw:
             # NaN and +inf are each the highest: the score of the choice alone tells whether the whole row is sound.
             return token, noised[1].gather(-1, token[..., None])[..., 0].isfinite()
         rest = None if whole is choice else _noised(whole, noise)
-        token: Any = joint.choose(*noised, rest, self.canvas, self.answers)
+        token: Any = joint.choose(*noised, rest, self.canvas, self.head_rows)
         if not isinstance(token, Tensor) or (token.shape, token.dtype) != (choice.shape[:-1], torch.int64):
             raise UserError(
                 "plugin-result",
@@ -107,19 +107,19 @@ class Draw:
 
     def scores(self, logits: Tensor) -> Tensor:
         """`[B, K, Q, V]` of which a choice from `[B, K, Q, V]` is the best, without what a joint guide demands."""
-        choice, _ = self._rewritten(self.answers.pick(logits))
-        return self.answers.spread(_noised(choice, self._noise())[1])
+        choice, _ = self._rewritten(self.head_rows.pick(logits))
+        return self.head_rows.spread(_noised(choice, self._noise())[1])
 
     def law(self, logits: Tensor) -> Tensor:
         """`[B, K, Q, V]` the probabilities that tokens chosen from `[B, K, Q, V]` are drawn with, at least float32."""
-        choice, _ = self._rewritten(self.answers.pick(logits))
+        choice, _ = self._rewritten(self.head_rows.pick(logits))
         precise = torch.promote_types(choice.dtype, torch.float32)
-        return self.answers.spread(torch.softmax(choice, -1, dtype=precise))
+        return self.head_rows.spread(torch.softmax(choice, -1, dtype=precise))
 
     def drawn(self, weight: Tensor) -> Tensor:
         """`[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`, whatever the guides say."""
-        choice = self.answers.pick(weight).log()
-        return self.answers.spread(argmax(_noised(choice, self._noise())[1]))
+        choice = self.head_rows.pick(weight).log()
+        return self.head_rows.spread(argmax(_noised(choice, self._noise())[1]))
 
     def _rewritten(self, choice: Tensor) -> tuple[Tensor, Tensor]:
         """`[R, V]` what the guides, but for a joint one, make of logits; and what those make that take no token away.
@@ -130,17 +130,17 @@ class Draw:
         for guide in self.guides:
             if guide.joint or not guide.chooses:
                 continue
-            before, choice = choice, rewritten(guide, choice, self.canvas, self.answers, self.barred)
+            before, choice = choice, rewritten(guide, choice, self.canvas, self.head_rows, self.barred)
             if joint and not (guide.truncates or guide.excludes):
                 same = whole is before
-                whole = choice if same else rewritten(guide, whole, self.canvas, self.answers, self.barred)
+                whole = choice if same else rewritten(guide, whole, self.canvas, self.head_rows, self.barred)
         return choice, whole
 
     def _noise(self) -> Tensor | None:
         """`[R, V]`; None: the best token is taken."""
         if not self.draws or self.noise is not None:
             return self.noise
-        return self.canvas.layout.noise.tokens(self.canvas, self.answers, self.vocab)
+        return self.canvas.layout.noise.tokens(self.canvas, self.head_rows, self.vocab)
 
     def seeded(self, seeds: Tensor) -> Draw:
         """The same with the noise of other row seeds, `[B] int64`."""
@@ -152,7 +152,7 @@ class Draw:
 
     def under(self, candidate: Tensor) -> Draw:
         """The same under one hypothesis per row, `candidate [B]`, for logits and tokens with K = 1."""
-        return replace(self, answers=self.answers.under(candidate), noise=None)
+        return replace(self, head_rows=self.head_rows.under(candidate), noise=None)
 
 
 def _noised(choice: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:

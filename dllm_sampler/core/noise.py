@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.statistics import rows_at_once
 from dllm_sampler.core.values import Canvas
 
@@ -100,16 +100,16 @@ class CounterNoise:
 
     begin: Tensor | None = field(default=None, kw_only=True)
 
-    def keys(self, canvas: Canvas, answers: Answers) -> Tensor:
+    def keys(self, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """`[R] int64` the `key` of each answer's token, by the step that its candidate stands for."""
-        row, position = answers.row, answers.position
+        row, position = head_rows.row, head_rows.position
         position = position if self.begin is None else position + self.begin[row]
-        keys = _row_key(canvas.layout.seeds[row], answers.step(canvas), TOKENS)
+        keys = _row_key(canvas.layout.seeds[row], head_rows.step(canvas), TOKENS)
         return _mix64(keys + position * -0x61C8864680B583EB)
 
-    def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
+    def tokens(self, canvas: Canvas, head_rows: HeadRows, vocab: int) -> Tensor:
         """See `Noise.tokens`."""
-        return token_noise(self.keys(canvas, answers), vocab)
+        return token_noise(self.keys(canvas, head_rows), vocab)
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
         """See `Noise.order`."""
@@ -149,9 +149,9 @@ class ReplayNoise:
     def __post_init__(self) -> None:
         object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
 
-    def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
+    def tokens(self, canvas: Canvas, head_rows: HeadRows, vocab: int) -> Tensor:
         """See `Noise.tokens`."""
-        return answers.pick(self._tokens(canvas, answers.query.positions, vocab)[:, None])
+        return head_rows.pick(self._tokens(canvas, head_rows.query.positions, vocab)[:, None])
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
         """`[B, Q, V]` noise of one candidate."""

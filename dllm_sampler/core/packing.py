@@ -2,7 +2,7 @@
 
 A pack has T *entries*, sorted by row, candidate and column. A network sees them as one row `[1, T, D]`; only attention
 and the writing of keys and values know which row an entry belongs to. Of the T hidden states R are *answers*, which
-the LM head turns into logits. T and R are numbers of the host, read once between two steps (`measure`); where fewer
+the LM head turns into logits. T and R are numbers of the host, read once between two steps (`host_counts`); where fewer
 entries are left than the host was told, *fillers* take their place: they stand at the empty slot of the last row.
 
 Letters: B rows, K candidates, Q queried positions, L columns, T entries, R answers, S segments of a row (its
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dllm_sampler.core.spec import ModelSpec
 
 
-UNMEASURED = Sizes(queries=1, block=1, computed=1, answers=1, longest=1, whole=True)
+UNMEASURED = Sizes(queries=1, block=1, computed=1, head_rows=1, longest=1, whole=True)
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,20 @@ class ForwardRequest:
 
     query: Query
     computed: Tensor  # [B, L+1] bool: columns that each row computes; none of a finished row
-    asked: Tensor  # [B, K, Q] bool: queried positions that will be answered
+    answered: Tensor  # [B, K, Q] bool: queried positions that this forward predicts
     previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step, void at age 0
     most_candidates: int | None = None  # a scheduler that goes by the clock asked about at most as many (`Paced`)
     sizes: Sizes = UNMEASURED
 
     @staticmethod
-    def of(query: Query, computed: Tensor, answered: Tensor) -> ForwardRequest:
-        """The request for `query` when the columns `computed [B, L+1]` are, and `answered [B, L+1]` are predicted."""
-        asked = answered.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
+    def of(query: Query, computed: Tensor, predicted: Tensor) -> ForwardRequest:
+        """Return the request for `query` if the columns `computed [B, L+1]` are, and `predicted [B, L+1]` follow."""
+        answered = predicted.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
         live, stops = query.candidates.live, query.candidates.stops
-        asked = asked.expand(query.ids.shape) if live is None else asked & live[..., None]
+        answered = answered.expand(query.ids.shape) if live is None else answered & live[..., None]
         if stops is not None:
-            asked = asked & (query.positions[:, None] < stops[..., None])
-        return ForwardRequest(query, computed, asked)
+            answered = answered & (query.positions[:, None] < stops[..., None])
+        return ForwardRequest(query, computed, answered)
 
     def segments(self, canvas: Canvas) -> Tensor:
         """`[B, K, L+1] bool` columns that each candidate computes."""
@@ -62,7 +62,7 @@ class ForwardRequest:
 
     def shadows(self, canvas: Canvas) -> Tensor:
         """`[B, Q] bool` positions of a `leave_one_out` query that get a shadow: all of the block."""
-        shadows, causal = self.asked[:, 0] & canvas.inside(self.query.positions), self.query.causal
+        shadows, causal = self.answered[:, 0] & canvas.inside(self.query.positions), self.query.causal
         return shadows if causal is None else shadows & causal[:, None]
 
     def entries(self, canvas: Canvas) -> Tensor:
@@ -99,22 +99,25 @@ def answerable(canvas: Canvas, query: Query, computed: Tensor, spec: ModelSpec) 
     return computed.gather(1, predictors(canvas, canvas.columns().expand_as(computed), spec, query.shifted))
 
 
-def measure(canvas: Canvas, wanted: ForwardRequest, bad: Tensor, joint: bool = False) -> Tensor:
-    """`[8 B] int64` what the host wants to know before the next step, eight numbers for each row; see `read`.
+def host_counts(canvas: Canvas, wanted: ForwardRequest, failed_at: Tensor, joint: bool = False) -> Tensor:
+    """Return `[8 B] int64`, the numbers that the host reads between two steps: eight for each row.
 
-    A ninth follows where the query hides columns: how many. A tenth is for a `joint` guide: the length of the stretch
-    of the answer that it goes through.
+    A ninth follows if the query hides columns: their number. A tenth is for a `joint` guide: the length of the
+    stretch of the answer that it goes through. `read_counts` has their order.
+
+    Args:
+        failed_at: `[B]` see `Canvas.reject_nonfinite`.
     """
     limit, entries = wanted.query.limit, wanted.entries(canvas)
     end = canvas.end if limit is None else torch.minimum(canvas.end, limit)
-    queried, answers = (wanted.query.positions < canvas.length).sum(1), wanted.asked.sum((1, 2))
+    queries, head_rows = (wanted.query.positions < canvas.length).sum(1), wanted.answered.sum((1, 2))
     block = canvas.stop - canvas.start
     whole = limit is None and wanted.query.hidden is None
     more = [] if whole and not joint else [canvas.end - visible(canvas, wanted.query).sum(1)]
     if joint:
         begin, over = stretch(canvas, wanted.query.positions)
         more.append(over - begin)
-    return torch.cat([entries, answers, queried, block, end, canvas.age, canvas.done.long(), bad, *more])
+    return torch.cat([entries, head_rows, queries, block, end, canvas.age, canvas.done.long(), failed_at, *more])
 
 
 def stretch(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,25 +144,43 @@ def sized(canvas: Canvas, wanted: ForwardRequest) -> ForwardRequest:
 
     The host waits for the device here, because nothing else knows how large that forward is.
     """
-    measured = measure(canvas, wanted, torch.zeros_like(canvas.start))
-    return replace(wanted, sizes=read(fetch(measured), len(canvas.ids)).sizes)
+    counts = host_counts(canvas, wanted, torch.zeros_like(canvas.start))
+    return replace(wanted, sizes=read_counts(counts, len(canvas.ids)).sizes)
 
 
-class Found(NamedTuple):
-    """What the host read."""
+class HostCounts(NamedTuple):
+    """The state of a generation as the host knows it between two steps."""
 
     sizes: Sizes
     done: list[bool]  # of each row
-    bad: dict[int, int]  # rows for which the model returned no finite statistics, and the step (from 1) that failed
-
-    @property
-    def finished(self) -> bool:
-        """Whether every row is done."""
-        return all(self.done)
+    failed: dict[int, int]  # rows without finite statistics, and the step (from 1) that failed
 
 
-def fetch(numbers: Tensor) -> list[int]:
-    """Numbers on the host, which waits for the device: through pinned memory where there is a GPU."""
+def read_counts(counts: Tensor, batch: int) -> HostCounts:
+    """Read `host_counts` of a `batch`. The host waits for the device."""
+    numbers = _to_host(counts)
+    entries, head_rows, queries, block, end, age, done, failed_at, *more = (
+        numbers[at : at + batch] for at in range(0, len(numbers), batch)
+    )
+    live = [row for row, over in enumerate(done) if not over]
+    rows = tuple(zip(entries, end, strict=True))
+    sizes = Sizes(
+        queries=max([1, *(queries[row] for row in live)]),
+        block=max([1, *(block[row] for row in live)]),
+        computed=max(1, sum(entries)),
+        head_rows=max(1, sum(head_rows)),
+        longest=max(1, *entries),
+        whole=all(entries[row] == end[row] and not any(hidden[row] for hidden in more[:1]) for row in live),
+        opens=any(age[row] == 0 for row in live),
+        rows=rows,
+        stretch=max([1, *(more[1][row] for row in live)]) if len(more) > 1 else None,
+    )
+    failed = {row: step for row, step in enumerate(failed_at) if step}
+    return HostCounts(sizes, [bool(over) for over in done], failed)
+
+
+def _to_host(numbers: Tensor) -> list[int]:
+    """Return numbers on the host, through pinned memory if there is a GPU."""
     if numbers.device.type != "cuda":
         return numbers.tolist()
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)  # from torch's cache of such memory
@@ -168,37 +189,16 @@ def fetch(numbers: Tensor) -> list[int]:
     return host.tolist()
 
 
-def read(measured: list[int], batch: int) -> Found:
-    """`measure` of a `batch`, on the host."""
-    entries, answers, queries, block, end, age, done, bad, *more = (
-        measured[at : at + batch] for at in range(0, len(measured), batch)
-    )
-    live = [row for row, over in enumerate(done) if not over]
-    rows = tuple(zip(entries, end, strict=True))
-    sizes = Sizes(
-        queries=max([1, *(queries[row] for row in live)]),
-        block=max([1, *(block[row] for row in live)]),
-        computed=max(1, sum(entries)),
-        answers=max(1, sum(answers)),
-        longest=max(1, *entries),
-        whole=all(entries[row] == end[row] and not any(hidden[row] for hidden in more[:1]) for row in live),
-        opens=any(age[row] == 0 for row in live),
-        rows=rows,
-        stretch=max([1, *(more[1][row] for row in live)]) if len(more) > 1 else None,
-    )
-    return Found(sizes, [bool(over) for over in done], {row: step for row, step in enumerate(bad) if step})
-
-
 def largest(canvas: Canvas, wanted: ForwardRequest, whole: bool) -> Sizes:
     """Return sizes that are large enough whatever the request turns out to be; `whole` as in `Sizes`."""
     batch, candidates, width = wanted.query.ids.shape
     longest = canvas.length * candidates + width * wanted.query.leave_one_out
-    answers = batch * candidates * width
-    return Sizes(width, canvas.layout.width, batch * longest, answers, longest, whole=whole)
+    head_rows = batch * candidates * width
+    return Sizes(width, canvas.layout.width, batch * longest, head_rows, longest, whole=whole)
 
 
 @dataclass(frozen=True)
-class Answers:
+class HeadRows:
     """Which of the `[B, K, Q]` queried places a forward answers, and how to go from one form to the other."""
 
     place: Tensor  # [R] in the flat [B*K*Q]; B*K*Q for a filler
@@ -207,19 +207,19 @@ class Answers:
     stretch: int | None = None  # see `Sizes.stretch`
 
     @staticmethod
-    def of(wanted: ForwardRequest) -> Answers:
+    def of(wanted: ForwardRequest) -> HeadRows:
         """The answers of a request."""
-        flat, sizes = wanted.asked.flatten(), wanted.sizes
+        flat, sizes = wanted.answered.flatten(), wanted.sizes
         # As many answers as places: then each place has one, unless the size was rounded up, or raised from 0 to 1.
-        if 1 < len(flat) == sizes.answers and sizes.rows is not None:
-            return replace(Answers.every(wanted.query), stretch=sizes.stretch)
-        place = torch.nonzero_static(flat, size=sizes.answers, fill_value=len(flat))[:, 0]
-        return Answers(place, wanted.query, False, sizes.stretch)
+        if 1 < len(flat) == sizes.head_rows and sizes.rows is not None:
+            return replace(HeadRows.every(wanted.query), stretch=sizes.stretch)
+        place = torch.nonzero_static(flat, size=sizes.head_rows, fill_value=len(flat))[:, 0]
+        return HeadRows(place, wanted.query, False, sizes.stretch)
 
     @staticmethod
-    def every(query: Query) -> Answers:
+    def every(query: Query) -> HeadRows:
         """One answer for each place."""
-        return Answers(select.arange(query.ids.numel(), query.ids.device), query, True)
+        return HeadRows(select.arange(query.ids.numel(), query.ids.device), query, True)
 
     @cached_property
     def _there(self) -> Tensor:
@@ -263,12 +263,12 @@ class Answers:
         room = values.new_zeros(size + 1, *values.shape[1:])  # fillers go behind the last place
         return room.index_copy_(0, self.place, values)[:size].unflatten(0, shape)
 
-    def under(self, candidate: Tensor) -> Answers:
+    def under(self, candidate: Tensor) -> HeadRows:
         """The answers about one hypothesis per row, `candidate [B]`: those of a query with K = 1."""
         there = self.spread(torch.ones_like(self.place))  # [B, K, Q]
         there = there.gather(1, candidate[:, None, None].expand(-1, 1, there.shape[2])).flatten() > 0  # [B*Q]
         place = torch.nonzero_static(there, size=len(there), fill_value=len(there))[:, 0]
-        return Answers(place, self.query.of(candidate), False, self.stretch)
+        return HeadRows(place, self.query.of(candidate), False, self.stretch)
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class Pack:
     column: Tensor  # [T]; L for a filler
     segment: Tensor | None  # [T]; 0: the canvas or the first candidate; None: each row has one
     unseen: Tensor | None  # [T] the column that a shadow does not see; -1: none; None: there are no shadows
-    answers: Tensor  # [R] the entry that answers
+    head_entries: Tensor  # [R] the entry that answers
     slots: Tensor  # [T] where keys and values are stored, in the flat [B*(L+1)]; an empty slot: nowhere
     chosen: Tensor  # [B, S, L+1] bool: the entries as a set
     unread: Tensor | None  # [B, L+1] bool: stored columns that no entry sees; None: there are none
@@ -294,7 +294,7 @@ class Pack:
     sizes: Sizes
 
     @staticmethod
-    def of(canvas: Canvas, wanted: ForwardRequest, answers: Answers, spec: ModelSpec, sees: Visible) -> Pack:
+    def of(canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, spec: ModelSpec, sees: Visible) -> Pack:
         """Pack a request."""
         query, sizes, columns = wanted.query, wanted.sizes, canvas.length + 1
         batch, device = len(canvas.ids), canvas.ids.device
@@ -328,7 +328,7 @@ class Pack:
         unread = query.hidden
         if segments > 1:  # several segments compute these columns for themselves
             unread = wanted.computed if unread is None else unread | wanted.computed
-        replies = torch.searchsorted(place, answers.pick(at + origin)).clamp(max=sizes.computed - 1)
+        replies = torch.searchsorted(place, head_rows.pick(at + origin)).clamp(max=sizes.computed - 1)
         until = sees.at(row, column)
         return Pack(place, row, column, segment, unseen, replies, slots, chosen, unread, sees.end, until, sizes)
 
@@ -361,4 +361,4 @@ class Pack:
 def trimmed(wanted: ForwardRequest) -> ForwardRequest:
     """Return the request without the last query columns, which no row uses."""
     most = wanted.sizes.queries
-    return replace(wanted, query=wanted.query.trim(most), asked=wanted.asked[..., :most])
+    return replace(wanted, query=wanted.query.trim(most), answered=wanted.answered[..., :most])

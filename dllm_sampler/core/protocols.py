@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkab
 
 from torch import Tensor
 
-from dllm_sampler.core.packing import Answers, ForwardRequest, Pack
+from dllm_sampler.core.packing import ForwardRequest, HeadRows, Pack
 from dllm_sampler.core.spec import ModelSpec, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
 
@@ -31,12 +31,12 @@ class Plan:
 
     cache: Cache
     wanted: ForwardRequest
-    answers: Answers  # which queried places the forward answers
+    head_rows: HeadRows  # which queried places the forward answers
     computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
     pack: Pack | None = None  # None: the padded form (`PaddedPlan`)
     attention: Any = None  # of the pack. None means the denoiser's (`models.packed.PackedAttention`)
     pairs: list[tuple[Tensor, Tensor]] | None = None  # [T, Hkv, Dh] of each layer. None if not stored
-    last: bool = False  # in the last layer of a pack, only `pack.answers` continue after attention
+    last: bool = False  # in the last layer of a pack, only `pack.head_entries` continue after attention
 
 
 class LayerParts(Protocol):
@@ -77,7 +77,7 @@ class Denoiser(Protocol):
         ...
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Return hidden states `[R, D]` after the final norm, one for each of `plan.answers`, and the cost.
+        """Return hidden states `[R, D]` after the final norm, one for each of `plan.head_rows`, and the cost.
 
         Each layer calls `plan.cache.layer`, which stores keys and values and attends.
         """
@@ -284,11 +284,11 @@ class Guide:
     def check_answer(self, given: Sequence[int], form: int = 0) -> None:
         """Refuse, by a `UserError`, an answer that cannot be what the guide wants; `FREE`: its token is not given."""
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
-        """Logits `[R, V]` to logits, never in place; `answers` knows row, candidate and position of each."""
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
+        """Logits `[R, V]` to logits, never in place; `head_rows` knows row, candidate and position of each."""
         raise NotImplementedError
 
-    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
+    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """`[R]` tokens of a `joint` guide; `noisy [R, V]`: the logits, in a draw with noise (the best wins)."""
         raise NotImplementedError
 

@@ -27,12 +27,12 @@ FREE = -1  # in place of a given token: the position is to be generated
 
 @dataclass(frozen=True)
 class Sizes:
-    """The static sizes of the next step, which the host reads between two steps. See `packing.measure`."""
+    """The static sizes of the next step, which the host reads between two steps. See `packing.host_counts`."""
 
     queries: int  # no row asks about more positions
     block: int  # no live row's block is wider
     computed: int  # T: entries of the pack, over all rows
-    answers: int  # R: rows of the head, over all rows
+    head_rows: int  # R: rows of the head, over all rows
     longest: int  # no row has more entries
     whole: bool  # every live row computes all columns that it has, and the query hides none
     opens: bool = True  # some live row opens a block
@@ -51,8 +51,11 @@ class Spent:
 class Noise(Protocol):
     """A source of noise for one batch. `positions` is `[B, Q]`; its padding may get any value."""
 
-    def tokens(self, canvas: Canvas, answers: Any, vocab: int) -> Tensor:
-        """`[R, V]` standard Gumbel noise for `answers` (`packing.Answers`): argmax(logits + noise) samples softmax."""
+    def tokens(self, canvas: Canvas, head_rows: Any, vocab: int) -> Tensor:
+        """Return standard Gumbel noise `[R, V]` for `head_rows` (`packing.HeadRows`).
+
+        The largest of logits plus noise is a sample of their softmax.
+        """
         ...
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
@@ -144,7 +147,7 @@ class Canvas:
         column = select.arange(layout.longest, self.ids.device)
         return (layout.first[:, None] + column).masked_fill(column >= layout.new_tokens[:, None], self.length)
 
-    def asked(self) -> Tensor:
+    def requested(self) -> Tensor:
         """`[B, N]` columns of the answer that the caller wanted, padded with L; with `surplus` it reads the device."""
         layout = self.layout
         if layout.surplus is None:
@@ -276,24 +279,24 @@ class Canvas:
         return replace(after, end=end, stop=torch.minimum(after.stop, end), masked=masked)
 
     def reject_nonfinite(
-        self, positions: Tensor, edit: Edit, bad: Tensor, confidence: Tensor, forbidden: int | None
+        self, positions: Tensor, edit: Edit, failed_at: Tensor, confidence: Tensor, forbidden: int | None
     ) -> tuple[Tensor, Edit]:
         """Keep rows that the model failed from being written to.
 
         Args:
-            bad: `[B]` the first forward (from 1) that failed; 0: none did.
+            failed_at: `[B]` the first forward (from 1) that failed. 0 if none did.
             confidence: `[B, K, Q]` NaN where the model returned no finite number.
             forbidden: a token that is not committed.
 
         Returns:
-            `[B]` `bad` after this forward, and the edit without the commits of bad rows.
+            `[B]` `failed_at` after this forward, and the edit without the commits of failed rows.
         """
-        fails = confidence.isnan().any(dim=(1, 2)) & ~self.done
-        bad = torch.where(fails & (bad == 0), self.step + 1, bad)
-        commit = edit.commit & (bad == 0)[:, None]
+        failing = confidence.isnan().any(dim=(1, 2)) & ~self.done
+        failed_at = torch.where(failing & (failed_at == 0), self.step + 1, failed_at)
+        commit = edit.commit & (failed_at == 0)[:, None]
         if forbidden is not None:
             commit = commit & (edit.ids != forbidden)
-        return bad, replace(edit, commit=commit)
+        return failed_at, replace(edit, commit=commit)
 
     def uniform(self, positions: Tensor) -> Tensor:
         """`[B, Q]` uniform numbers in (0, 1) that belong to this step and `positions [B, Q]`."""

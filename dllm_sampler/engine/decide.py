@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import packing
-from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import ForwardRequest
-from dllm_sampler.core.protocols import Cache, Carry, Foresees, Guide, Paced, Planner, Stop
+from dllm_sampler.core.protocols import Cache, Carry, Foresees, Guide, Paced, Planner
 from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
-from dllm_sampler.engine.faults import check_edit, checked_answer
+from dllm_sampler.engine.faults import check_edit, check_stopped, checked_answer
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.errors import UserError
 
 
 @dataclass
@@ -30,13 +28,13 @@ class Generation:
     canvas: Canvas
     cache: Cache
     carry: Carry
-    bad: Tensor  # [B] first step (from 1) at which the model returned no finite statistics for the row; 0: none
+    failed_at: Tensor  # [B] first step (from 1) at which the model returned no finite statistics. 0 for none
     recorder: Recorder
     wanted: ForwardRequest | None = None  # of the next step
-    measured: Tensor | None = None  # the numbers of `packing.measure`
+    counts: Tensor | None = None  # `packing.host_counts` of the next step
     previous: Tensor | None = None  # [B, W, V] see `ForwardRequest.previous`
     done: list[bool] = field(default_factory=list)  # of each row, when the host last looked
-    failed: dict[int, int] = field(default_factory=dict)  # rows of `bad` then, and the step (from 1) that failed
+    failed: dict[int, int] = field(default_factory=dict)  # rows of `failed_at` then, and their step
     most_candidates: int | None = None  # limit on the candidates of the next request (`Paced`). None: there is none
 
     @property
@@ -46,7 +44,7 @@ class Generation:
 
 
 def ask(plugins: Plugins, state: Generation) -> None:
-    """Ask for the next forward: set `wanted`, and `measured`, which tells the host how large it is."""
+    """Ask for the next forward: set `wanted`, and the `counts` that tell the host how large it is."""
     spec, cache, scheduler = state.cache.spec, state.cache, plugins.scheduler
     if state.most_candidates is not None:
         scheduler = cast(Paced, scheduler).with_candidates(state.most_candidates)
@@ -79,7 +77,7 @@ def ask(plugins: Plugins, state: Generation) -> None:
     wanted = ForwardRequest.of(query, computed, answered)
     state.wanted = replace(wanted, previous=state.previous, most_candidates=state.most_candidates)
     joint = any(guide.joint for guide in plugins.guides)
-    state.measured = packing.measure(canvas, state.wanted, state.bad, joint)
+    state.counts = packing.host_counts(canvas, state.wanted, state.failed_at, joint)
 
 
 class Judgement(NamedTuple):
@@ -90,10 +88,10 @@ class Judgement(NamedTuple):
     seen: Readout  # of that candidate
     edit: Edit
     carry: Carry
-    bad: Tensor  # [B] see `Canvas.reject_nonfinite`
+    failed_at: Tensor  # [B] see `Canvas.reject_nonfinite`
 
 
-def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: Carry, bad: Tensor) -> Judgement:
+def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: Carry, failed_at: Tensor) -> Judgement:
     """Ask the scheduler what to commit, and keep what blocks, finite numbers and guides allow."""
     blocks = plugins.blocks
     opened = blocks.open(canvas, query, seen)
@@ -108,20 +106,28 @@ def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: 
     if progressed is not edit:
         check_edit("blocks", blocks, progressed, canvas, query)
     edit = progressed
-    bad, edit = canvas.reject_nonfinite(query.positions, edit, bad, seen.confidence, plugins.forbidden_token)
+    failed_at, edit = canvas.reject_nonfinite(
+        query.positions, edit, failed_at, seen.confidence, plugins.forbidden_token
+    )
     for guide in plugins.guides:
         if guide.vetoes:
             edit = _settled(guide, canvas, query, seen, edit)
-    return Judgement(canvas, query, seen, edit, carry, bad)
+    return Judgement(canvas, query, seen, edit, carry, failed_at)
 
 
 def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent: Spent) -> None:
     """Decide what the forward's answer changes, and move every row on."""
-    judged = judge(plugins, state.canvas, query, seen, state.carry, state.bad)
-    canvas, query, seen, edit, state.carry, state.bad = judged
+    judged = judge(plugins, state.canvas, query, seen, state.carry, state.failed_at)
+    canvas, query, seen, edit, state.carry, state.failed_at = judged
     if edit.candidate is not None:
         state.cache.adopt(edit.candidate)
-    edit, after = _stop(plugins.stop, canvas, query, seen, edit)
+    after = canvas.apply(query.positions, edit)
+    stopped = plugins.stop(canvas, after, query, seen, edit)
+    if stopped is not edit:
+        check_stopped(plugins.stop, stopped, edit, canvas, query)
+        if any(getattr(stopped, name) is not getattr(edit, name) for name in ("ids", "commit", "remask", "end")):
+            after = canvas.apply(query.positions, stopped)
+        edit = stopped
     state.cache.observe(canvas, query, edit, seen)
     state.recorder.note(canvas, after, query, edit, seen, spent)
     moved = plugins.blocks.move(after)
@@ -145,19 +151,3 @@ def _settled(guide: Guide, canvas: Canvas, query: Query, seen: Readout, edit: Ed
         return settled
     finish = settled.stuck if settled.finish is None else settled.finish | settled.stuck
     return replace(settled, finish=finish)
-
-
-def _stop(stop: Stop, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -> tuple[Edit, Canvas]:
-    """The edit as the stop policy leaves it, and the canvas after it."""
-    after = canvas.apply(query.positions, edit)
-    stopped = stop(canvas, after, query, seen, edit)
-    if stopped is not edit:
-        check_edit("stop", stop, stopped, canvas, query)
-    if stopped.close_block is not edit.close_block or stopped.keep_block is not edit.keep_block:
-        raise UserError(
-            "plugin-result", f"stop={named(stop)} returned close_block or keep_block. Return finish or end."
-        )
-    writes = ("ids", "commit", "remask", "end")
-    if any(getattr(stopped, name) is not getattr(edit, name) for name in writes):
-        after = canvas.apply(query.positions, stopped)
-    return stopped, after

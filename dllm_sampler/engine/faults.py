@@ -74,6 +74,19 @@ def check_edit(group: str, plugin: object, edit: Any, canvas: Canvas, query: Que
         )
 
 
+def check_stopped(stop: Stop, stopped: Any, edit: Edit, canvas: Canvas, query: Query) -> None:
+    """Refuse what a stop policy returned in place of `edit` if it is not an edit, or keeps or closes a block.
+
+    Raises:
+        UserError: naming the policy and the field.
+    """
+    check_edit("stop", stop, stopped, canvas, query)
+    if stopped.close_block is not edit.close_block or stopped.keep_block is not edit.keep_block:
+        raise UserError(
+            "plugin-result", f"stop={named(stop)} returned close_block or keep_block. Return finish or end."
+        )
+
+
 def check_needs(error: Exception, again: Callable[[Readout], object], seen: Readout) -> None:
     """Refuse a plug-in that failed because it read a field that was not measured; else do nothing.
 

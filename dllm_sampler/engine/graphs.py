@@ -183,11 +183,11 @@ class StaticEngine(Engine):
             return plain
         return state
 
-    def ask(self, state: Generation) -> None:
-        """See `Engine.ask`."""
+    def ask_and_poll(self, state: Generation) -> None:
+        """See `Engine.ask_and_poll`."""
         if isinstance(state, InPlace):
             state.own()
-        super().ask(state)
+        super().ask_and_poll(state)
 
     def step(self, state: Generation) -> None:
         """See `Engine.step`."""
@@ -288,7 +288,7 @@ def rounded(canvas: Canvas, sizes: Sizes) -> Sizes:
         queries=min(most, max(LEAST, 1 << (sizes.queries - 1).bit_length())),
         block=canvas.layout.width,
         computed=_up(sizes.computed),
-        answers=max(LEAST, 1 << (sizes.answers - 1).bit_length()),
+        head_rows=max(LEAST, 1 << (sizes.head_rows - 1).bit_length()),
         longest=most if sizes.whole else min(max(most, sizes.longest), _up(sizes.longest)),
         whole=sizes.whole,
         stretch=None if sizes.stretch is None else 1 << (sizes.stretch - 1).bit_length(),

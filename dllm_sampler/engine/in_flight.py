@@ -29,7 +29,7 @@ from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.engine.tree import UnsupportedLeaf, map_leaves
 
 SHARED = (bool, int, float, str)  # leaves that hold for all rows
-PARTS = ("canvas", "cache", "carry", "bad", "recorder")  # of a state: what a row brings along and takes away
+PARTS = ("canvas", "cache", "carry", "failed_at", "recorder")  # of a state: what a row brings along and takes away
 
 
 @dataclass(eq=False)
@@ -137,11 +137,11 @@ class RunningBatch:
             try:
                 join(self.state, fresh, at)
             except CannotJoin:
-                self.engine.ask(fresh)  # some numbers are set before each forward, and count for that one only
+                self.engine.ask_and_poll(fresh)  # some numbers are set before each forward, and count for that one only
                 join(self.state, fresh, at)
             for lane, request in zip(lanes, requests, strict=True):
                 self.lanes[lane], request.state, request.forwards = request, "running", 0
-            self.engine.ask(self.state)
+            self.engine.ask_and_poll(self.state)
 
     def step(self) -> Ended | None:
         """Make one forward, and take out the rows that ended with it. Returns None if no row ended."""
@@ -174,9 +174,9 @@ class RunningBatch:
             canvas = state.canvas
             done, masked = canvas.done.index_fill(0, at, True), canvas.masked.index_fill(0, at, False)
             state.canvas = replace(canvas, done=done, masked=masked)
-            state.bad = state.bad.index_fill(0, at, 0)
+            state.failed_at = state.failed_at.index_fill(0, at, 0)
             state.cache = map_leaves(state.cache, partial(_cleaned, rows=at, lanes=len(self.lanes)), "")
-            self.engine.ask(state)
+            self.engine.ask_and_poll(state)
         return left
 
     def masks_left(self) -> int:

@@ -75,7 +75,7 @@ class Engine:
     def begin(self, canvas: Canvas) -> Generation:
         """Create the initial state and the request for the first step."""
         state = self.initial_state(canvas, self.samples)
-        self.ask(state)
+        self.ask_and_poll(state)
         return state
 
     def initial_state(self, canvas: Canvas, samples: int = 1) -> Generation:
@@ -120,7 +120,7 @@ class Engine:
         hidden, spent = self.denoiser(canvas, wanted.query, plan)
         hidden = state.cache.restore(hidden, plan)
         rule = readout.Rule(state.cache.spec, p.guides, self.needs, p.compat)
-        seen = readout.predict(self.denoiser, hidden, canvas, plan.answers, rule, self.kernels)
+        seen = readout.predict(self.denoiser, hidden, canvas, plan.head_rows, rule, self.kernels)
         try:
             self.maybe_compiled(decide.tell)(p, state, wanted.query, seen, spent)
         except Exception as error:
@@ -128,8 +128,8 @@ class Engine:
             raise
         self.maybe_compiled(decide.ask)(p, state)
 
-    def ask(self, state: Generation) -> None:
-        """Ask again, and read: before the first step, or after someone else changed the canvas."""
+    def ask_and_poll(self, state: Generation) -> None:
+        """Ask for the next forward and read its sizes: before the first step, or after the canvas was changed."""
         self.maybe_compiled(decide.ask)(self.plugins, state)
         self.poll(state)
         if self.plugins.paced and state.most_candidates is None:
@@ -138,10 +138,10 @@ class Engine:
 
     def poll(self, state: Generation) -> None:
         """Read on the host how large the next forward is, which rows are done and which have failed."""
-        assert state.wanted is not None and state.measured is not None
-        found = packing.read(packing.fetch(state.measured), len(state.canvas.ids))
+        assert state.wanted is not None and state.counts is not None
+        found = packing.read_counts(state.counts, len(state.canvas.ids))
         state.wanted = replace(state.wanted, sizes=found.sizes)
-        state.done, state.failed = found.done, found.bad
+        state.done, state.failed = found.done, found.failed
 
     def end(self, state: Generation) -> None:
         """Clean up after a generation, also after an error."""

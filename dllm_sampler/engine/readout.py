@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.core.draw import Barred, Draw, rewritten
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import digits, measure, significant
@@ -44,7 +44,7 @@ def predict(
     denoiser: Head,
     hidden: Tensor,
     canvas: Canvas,
-    answers: Answers,
+    head_rows: HeadRows,
     rule: Rule,
     kernels: Backend | None = None,
 ) -> Readout:
@@ -61,9 +61,9 @@ def predict(
         `[B, K, Q]` statistics; 0 where nothing is answered.
     """
     plain = kernels is not None and kernels.name == "triton"
-    sampling = _sampling(canvas, answers, rule) if plain else None
+    sampling = _sampling(canvas, head_rows, rule) if plain else None
     if kernels is None or sampling is None:
-        return read(denoiser.head(hidden), hidden, canvas, answers, rule)
+        return read(denoiser.head(hidden), hidden, canvas, head_rows, rule)
     needs = rule.needs
     stored = bool(needs & STORED)
     weight = None if stored else fusable_head_weight(denoiser, hidden)
@@ -76,13 +76,13 @@ def predict(
             if sampling.mask_id is not None:
                 logits[..., sampling.mask_id] = -torch.inf
             seen, needs = replace(seen, logits=logits), needs | {"logsumexp"}
-    return spread(replace(seen, **dict.fromkeys(MEASURED - needs)), answers)
+    return spread(replace(seen, **dict.fromkeys(MEASURED - needs)), head_rows)
 
 
-def spread(found: Readout, answers: Answers) -> Readout:
+def spread(found: Readout, head_rows: HeadRows) -> Readout:
     """Statistics `[R]` of the answers as `[B, K, Q]`, with 0 where nothing is answered."""
     values = {one.name: getattr(found, one.name) for one in fields(found)}
-    tensors = {name: answers.spread(value) for name, value in values.items() if isinstance(value, Tensor)}
+    tensors = {name: head_rows.spread(value) for name, value in values.items() if isinstance(value, Tensor)}
     return replace(found, **tensors)
 
 
@@ -94,7 +94,7 @@ def fusable_head_weight(denoiser: Head, rows: Tensor) -> Tensor | None:
 
 def _sampling(
     canvas: Canvas,
-    answers: Answers,
+    head_rows: HeadRows,
     rule: Rule,
 ) -> Sampling | None:
     """What makes a kernel choose and measure as `read` does; None: no kernel can."""
@@ -102,7 +102,7 @@ def _sampling(
     if not needs <= MEASURED | STORED or len(guides) > 1 or canvas.layout.given is not None:
         return None
     mask_id = None if allow_mask else spec.mask_id
-    current = answers.pick(answers.query.ids) if "current" in needs else None
+    current = head_rows.pick(head_rows.query.ids) if "current" in needs else None
     if not guides or guides[0].temperature == 0:
         return Sampling(mask_id, current=current)
     guide = guides[0]
@@ -110,14 +110,14 @@ def _sampling(
         return None
     if needs & STORED and guide.measures:  # tempered logits are stored nowhere
         return None
-    return Sampling(mask_id, guide.temperature, guide.measures, canvas.layout.noise.keys(canvas, answers), current)
+    return Sampling(mask_id, guide.temperature, guide.measures, canvas.layout.noise.keys(canvas, head_rows), current)
 
 
 def read(
     logits: Tensor,
     hidden: Tensor,
     canvas: Canvas,
-    answers: Answers,
+    head_rows: HeadRows,
     rule: Rule,
 ) -> Readout:
     """Choose a token per answer and measure how sure the model is.
@@ -132,19 +132,19 @@ def read(
     """
     spec, guides, needs, allow_mask = rule
     barred = Barred(None if allow_mask else spec.mask_id, spec.eos_ids)
-    measured = logits = barred.exclude(logits, canvas, answers)
+    measured = logits = barred.exclude(logits, canvas, head_rows)
     for guide in guides:
         if guide.measures:
-            measured = rewritten(guide, measured, canvas, answers, barred)
-    draw = Draw.of(guides, canvas, answers, spec.vocab_size, barred)
+            measured = rewritten(guide, measured, canvas, head_rows, barred)
+    draw = Draw.of(guides, canvas, head_rows, spec.vocab_size, barred)
     law = any(guide.joint and guide.measures for guide in guides)
     bound = (measured != logits).any(-1) if law else None  # [R] answers of which a form says something
     token, sound = draw.chosen(logits)
-    seen = measure(measured, token, answers.pick(answers.query.ids), needs, hidden)
+    seen = measure(measured, token, head_rows.pick(head_rows.query.ids), needs, hidden)
     if sound is not None:  # without guides, what is measured is what is chosen from, and tells it already
         seen = replace(seen, confidence=seen.confidence.masked_fill(~sound, torch.nan))
     seen = seen if bound is None else round_for_ties(seen, bound, logits.dtype)
-    seen = spread(replace(seen, raw=logits if "raw" in needs else None), answers)
+    seen = spread(replace(seen, raw=logits if "raw" in needs else None), head_rows)
     return replace(seen, draw=draw) if "draw" in needs else seen
 
 

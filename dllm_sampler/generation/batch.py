@@ -193,7 +193,7 @@ class Reader:
         if not self.stop_strings:
             return
         canvas = state.canvas
-        answer, noise = canvas.asked(), canvas.masked
+        answer, noise = canvas.requested(), canvas.masked
         if engine.plugins.scheduler.traits.revises:  # a token in the block may still change
             noise = noise | (canvas.in_block() & ~canvas.done[:, None])
         # One read for all, between two steps and only with stop strings: -1 where a row's text is not known yet.
@@ -206,7 +206,7 @@ class Reader:
         hit = [not done and stopped for done, stopped in zip(state.done, found, strict=True)]
         if any(hit):
             state.canvas = replace(canvas, done=canvas.done | torch.tensor(hit, device=canvas.done.device))
-            engine.ask(state)
+            engine.ask_and_poll(state)
 
     def result(self, canvas: Canvas, recorder: Recorder, failed: Collection[int] = ()) -> Result:
         """Return the answers so far. For the rows `failed` the model returned no finite statistics."""
@@ -224,7 +224,7 @@ class Reader:
 
 def _view(state: Generation, step: int, result: Result | None) -> Commits:
     canvas = state.canvas
-    answer = canvas.asked()
+    answer = canvas.requested()
 
     def cut(tensor: Tensor) -> Tensor:
         return tensor.gather(1, answer).cpu()

@@ -16,7 +16,7 @@ from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.draw import Barred, rewritten
 from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import is_random
 from dllm_sampler.core.spec import ChangingLength, ModelSpec
 from dllm_sampler.core.statistics import argmax
@@ -203,10 +203,10 @@ class SpeculativeSampler:
 
     def _law(self, logits: Tensor, canvas: Canvas, at: Tensor) -> Tensor:
         """`[B, N, V]` logits as the guides rewrite them."""
-        answers, flat = Answers.every(Query.at(canvas, at)), logits.flatten(0, 1)
+        head_rows, flat = HeadRows.every(Query.at(canvas, at)), logits.flatten(0, 1)
         barred = Barred(self.drafter.denoiser.spec.mask_id)
         for guide in self.guides:
-            flat = rewritten(guide, flat, canvas, answers, barred)
+            flat = rewritten(guide, flat, canvas, head_rows, barred)
         return flat.view_as(logits)
 
     def _widths(self, text: Canvas) -> list[int]:
@@ -249,12 +249,12 @@ class SpeculativeSampler:
         plan = once(canvas, query, spec)
         hidden, spent = self.drafter.denoiser(canvas, query, plan)
         run.drafting = run.drafting + spent.nfe
-        logits = plan.answers.spread(self.drafter.denoiser.head(hidden))[:, 0]  # [B, k, V]
+        logits = plan.head_rows.spread(self.drafter.denoiser.head(hidden))[:, 0]  # [B, k, V]
         logits[..., spec.mask_id] = -torch.inf
         logits = self._law(pad(logits, (0, self.vocab - logits.shape[-1]), value=-torch.inf), canvas, at)
         if not self.draws:
             return Draft(argmax(logits), None)
-        noise = canvas.layout.noise.tokens(canvas, Answers.every(query), self.vocab).view_as(logits)
+        noise = canvas.layout.noise.tokens(canvas, HeadRows.every(query), self.vocab).view_as(logits)
         precise = torch.promote_types(logits.dtype, torch.float32)  # in half precision the sums would tie
         return Draft(argmax(logits.to(precise) + noise.to(precise)), logits)
 
@@ -278,7 +278,7 @@ class SpeculativeSampler:
             sizes = [one.tokens if one.stopped else len(row) for one, row in zip(found, rows, strict=True)]
             lengths = torch.tensor(sizes, device=lengths.device)
         decided = text.columns() < (text.layout.first + lengths)[:, None]
-        answer = text.asked()
+        answer = text.requested()
         accepted = torch.stack(run.accepted, 1) if run.accepted else torch.empty(len(run.seeds), 0, dtype=torch.long)
         return Speculation(
             tokens=torch.where(decided, text.ids, spec.pad_id).gather(1, answer).cpu(),
@@ -358,7 +358,7 @@ def verify(
         p, q = p.gather(1, there), q.gather(1, there) * (taken < width)[:, None, None]
         rest = (p - q).clamp(min=0)
         rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal laws, told apart by rounding
-        answers = Answers.every(Query.at(canvas, at.gather(1, taken[:, None])))
-        noise = answers.spread(canvas.layout.noise.tokens(canvas, answers, target.shape[-1]))[:, 0]
+        head_rows = HeadRows.every(Query.at(canvas, at.gather(1, taken[:, None])))
+        noise = head_rows.spread(canvas.layout.noise.tokens(canvas, head_rows, target.shape[-1]))[:, 0]
         own = argmax(rest.log() + noise.to(rest.dtype))
     return taken, pad(draft.ids, (0, 1)).scatter(1, taken[:, None], own)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.statistics import tempered
 from dllm_sampler.core.values import Canvas
@@ -38,8 +38,8 @@ class LinearTemperature(Guide):
         """See `Guide.draws`."""
         return True
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`."""
         precise = torch.promote_types(logits.dtype, torch.float32)
         left = (self.steps - canvas.age.to(precise)).clamp(min=0) / self.steps  # [B]
-        return tempered(logits, (self.low + (self.high - self.low) * left)[answers.row, None])
+        return tempered(logits, (self.low + (self.high - self.low) * left)[head_rows.row, None])

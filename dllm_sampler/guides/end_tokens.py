@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, checked_tokens
 from dllm_sampler.core.ends import end_ids
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.values import Canvas
 
@@ -56,7 +56,7 @@ class EndTokens(Guide):
         turn = () if self.mode == "ban" or spec.eot_id is None else (spec.eot_id,)
         return replace(self, ids=end_ids((*spec.eos_ids, *turn)))
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`."""
         assert self.ids is not None
         logits = logits.clone()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count, check_number, check_positive
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.statistics import bounded, tempered
 from dllm_sampler.core.values import Canvas
@@ -49,7 +49,7 @@ class Temperature(_Rewrite):
         """See `Guide.temperature`."""
         return bounded(self.value) if self.value > 0 else 0.0
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`."""
         return tempered(logits, self.value) if self.value > 0 else logits
 
@@ -70,7 +70,7 @@ class TopK(_Rewrite):
     def __post_init__(self) -> None:
         check_count("top_k", self.k)
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`."""
         worst = logits.topk(min(self.k, logits.shape[-1]), -1).values[..., -1:]
         return logits.masked_fill(logits < worst, -torch.inf)
@@ -92,7 +92,7 @@ class TopP(_Rewrite):
     def __post_init__(self) -> None:
         check_positive("top_p", self.p, "a probability", most=1)
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`."""
         if self.p == 1:  # rounding lets the sum pass 1 before the last token
             return logits

@@ -17,7 +17,7 @@ from dllm_sampler import config
 from dllm_sampler.core import select
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Carry, Guide, Scheduler
 from dllm_sampler.core.spec import BatchState, ChangingLength, ModelSpec, ShadowRows, Traits
 from dllm_sampler.core.values import FREE, Canvas, Query, Readout
@@ -174,7 +174,7 @@ class BlockRule:
         query = plugins.scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
         seen, good = self._read(canvas, query, logits, state), torch.zeros_like(canvas.step)
         try:
-            _, query, seen, edit, carry, bad = decide.judge(plugins, canvas, query, seen, state.carry, good)
+            _, query, seen, edit, carry, failed_at = decide.judge(plugins, canvas, query, seen, state.carry, good)
         except Exception as error:
             faults.check_needs(error, lambda other: plugins.scheduler.tell(canvas, query, other, state.carry), seen)
             raise
@@ -191,7 +191,7 @@ class BlockRule:
             confidence=seen.confidence.new_zeros(ids.shape).scatter(1, query.positions, seen.confidence[:, 0])[:, :-1],
             over=over,
             settled=over & ~wrote.any(1),
-            failed=bad > 0,
+            failed=failed_at > 0,
             logits=seen.logits[:, 0] if self.spec.self_conditioning and seen.logits is not None else None,
         )
         after = replace(after, ids=ids).with_layout(noise=CounterNoise())
@@ -224,7 +224,7 @@ class BlockRule:
         if state.before is not None and state.count is not None and self.spec.mask_id is not None:
             about = state.before, state.count, self.spec.mask_id
             rule = rule._replace(guides=tuple(OfAnswer(one, *about) if one.joint else one for one in rule.guides))
-        return readout.predict(_Given(), logits.flatten(0, 1), canvas, Answers.every(query), rule, self.kernels)
+        return readout.predict(_Given(), logits.flatten(0, 1), canvas, HeadRows.every(query), rule, self.kernels)
 
 
 class _Given:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm_sampler.core import select
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide, Whole
 from dllm_sampler.core.values import Canvas
 
@@ -48,15 +48,15 @@ class OfAnswer(Guide):
         """See `Guide.draws`."""
         return self.guide.draws
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`."""
-        return self.guide(logits, *self.whole(canvas, answers))
+        return self.guide(logits, *self.whole(canvas, head_rows))
 
-    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
+    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.choose`."""
-        return self.guide.choose(logits, noisy, whole, *self.whole(canvas, answers))
+        return self.guide.choose(logits, noisy, whole, *self.whole(canvas, head_rows))
 
-    def whole(self, canvas: Canvas, answers: Answers) -> tuple[Canvas, Answers]:
+    def whole(self, canvas: Canvas, head_rows: HeadRows) -> tuple[Canvas, HeadRows]:
         """A canvas `[B, N+1]` of answers alone, and the answers about its columns, for those about a block."""
         length, column = self.before.shape[1], select.arange(self.before.shape[1] + 1, canvas.ids.device)  # [N+1]
         shift = (canvas.start - self.count)[:, None]  # from a column of the answer to one of the block
@@ -87,10 +87,10 @@ class OfAnswer(Guide):
                 noise=CounterNoise(begin=shift[:, 0] + canvas.layout.noise.begin),
             ),
         )
-        at = answers.query.positions
+        at = head_rows.query.positions
         place = at - shift
         place = place.where((at >= canvas.start[:, None]) & (at < canvas.length) & (place < length), length)
-        return answer, replace(answers, query=replace(answers.query, positions=place))
+        return answer, replace(head_rows, query=replace(head_rows.query, positions=place))
 
 
 def _padded(values: Tensor, value: int) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Denoiser, Plan, ReusesGuidance
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
@@ -39,7 +39,7 @@ class GuidedDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Guided hidden states `[R, D]`, one for each of `plan.answers`."""
+        """Guided hidden states `[R, D]`, one for each of `plan.head_rows`."""
         if isinstance(plan.cache, ReusesGuidance):
             reuse = plan.cache.reuses_guidance()
             if reuse is not None:
@@ -68,7 +68,7 @@ class GuidedDenoiser:
             [canvas.answer(), torch.full_like(canvas.layout.first, canvas.length)[:, None]], 1
         )  # [B, N+1]
         every = Query.at(canvas, columns)
-        whole = replace(plan, answers=Answers.every(every))
+        whole = replace(plan, head_rows=HeadRows.every(every))
         conditional, spent = self.denoiser(canvas, every, whole)  # [B*(G+1), D]
         if not reuse:
             unconditional, other = self._unconditional(canvas, every, whole)
@@ -76,7 +76,7 @@ class GuidedDenoiser:
             spent = Spent(spent.nfe, spent.computed + other.computed)
         assert cache.difference is not None
         hidden = conditional + self.scale * cache.difference
-        row, position = plan.answers.row, plan.answers.position
+        row, position = plan.head_rows.row, plan.head_rows.position
         return hidden[
             row * columns.shape[1] + (position - canvas.layout.first[row]).clamp(0, canvas.layout.longest)
         ], spent

@@ -129,7 +129,7 @@ class TransformerDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Hidden states `[R, D]` after the final norm, one for each of `plan.answers`."""
+        """Hidden states `[R, D]` after the final norm, one for each of `plan.head_rows`."""
         if isinstance(plan, PaddedPlan):
             return self._padded(canvas, query, plan), spent(canvas, plan)
         pack, model = plan.pack, self.transformer
@@ -145,7 +145,7 @@ class TransformerDenoiser:
             pack.ids(canvas, query, self.mask_id)[None],
             positions=pack.column[None],
             drive=drive,
-            rows=pack.answers[None],
+            rows=pack.head_entries[None],
         )
         return hidden[0], spent(canvas, plan)
 
@@ -161,7 +161,7 @@ class TransformerDenoiser:
             drive=partial(_drive, plan, self.compile, None),
             rows=at.clamp(max=plan.positions.shape[1] - 1),  # what is not computed has no answer: any row will do
         )  # [B, Q, D]
-        return plan.answers.pick(hidden[:, None])
+        return plan.head_rows.pick(hidden[:, None])
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class DiffusionGemmaDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Hidden states `[R, D]`, one for each of `plan.answers`, which lie in the block."""
+        """Hidden states `[R, D]`, one for each of `plan.head_rows`, which lie in the block."""
         batch, candidates, width = query.ids.shape
         memory, encoded = self._encode(canvas, plan)
         columns = canvas.window(plan.wanted.sizes.block)  # [B, W]
@@ -151,7 +151,7 @@ class DiffusionGemmaDenoiser:
         live_candidates = query.candidates.live
         count = candidates if live_candidates is None else live_candidates.sum(1)
         computed = (canvas.stop - canvas.start) * count + encoded
-        return plan.answers.pick(hidden.view(batch, candidates, width, -1)), Spent(live, computed * live)
+        return plan.head_rows.pick(hidden.view(batch, candidates, width, -1)), Spent(live, computed * live)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:

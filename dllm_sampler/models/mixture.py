@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.values import Canvas
 
@@ -25,7 +25,7 @@ class KnownTokens(Guide):
 
     size: int
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`."""
         unknown = torch.arange(logits.shape[-1], device=logits.device) >= self.size
         return logits.masked_fill(unknown, -torch.inf)

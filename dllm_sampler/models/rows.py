@@ -39,7 +39,7 @@ class RowsDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Logits `[R, V]`, one row for each of `plan.answers`."""
+        """Logits `[R, V]`, one row for each of `plan.head_rows`."""
         batch, candidates, width = query.ids.shape
         ids = query.rows(canvas)[:, :, :-1]  # [B, K, L]
         seen = visible(canvas, query)[:, None, :-1].expand_as(ids)
@@ -47,7 +47,7 @@ class RowsDenoiser:
         asked = query.positions.clamp(max=canvas.length - 1)  # [B, Q]
         asked = asked[:, None].expand(-1, candidates, -1).flatten(0, 1)[..., None]
         logits = logits.gather(1, asked.expand(-1, -1, logits.shape[-1]))  # [B*K, Q, V]
-        return plan.answers.pick(logits.view(batch, candidates, width, -1)), spent(canvas, plan)
+        return plan.head_rows.pick(logits.view(batch, candidates, width, -1)), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
         """The logits themselves."""

@@ -144,7 +144,7 @@ class PublishedDelayedPrefix(DelayedPrefix):
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
         """See `Cache.restore`."""
         assert self.unshifted is not None
-        at, found = plan.answers.position, self.unshifted.nonzero()[:, 1]  # one row
+        at, found = plan.head_rows.position, self.unshifted.nonzero()[:, 1]  # one row
         own = hidden[at == found + 1] if len(found) else hidden[:0]
         return torch.where((at == found)[:, None], own[:1], hidden) if len(own) else hidden
 

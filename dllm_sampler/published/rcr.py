@@ -29,7 +29,7 @@ class PublishedRunningConfidence(RunningConfidence):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Everything up to the block's end."""
-        columns = canvas.asked()
+        columns = canvas.requested()
         return Query.at(canvas, torch.where(columns < canvas.stop[:, None], columns, canvas.length))
 
     def first(self, canvas: Canvas) -> Tensor:

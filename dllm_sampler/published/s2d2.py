@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Context
 from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas, Readout
@@ -59,6 +59,6 @@ class Level(ReplayNoise):
         """See `ReplayNoise.pick`."""
         return weight.argmax(-1)
 
-    def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
+    def tokens(self, canvas: Canvas, head_rows: HeadRows, vocab: int) -> Tensor:
         """See `Noise.tokens`."""
-        return torch.zeros(len(answers.place), vocab, device=answers.place.device)
+        return torch.zeros(len(head_rows.place), vocab, device=head_rows.place.device)

@@ -73,7 +73,7 @@ def log_likelihood(
         query = Query.at(canvas, positions, needs_every_position=True)
         plan = once(canvas, query, spec)
         hidden_states, _ = denoiser(canvas, query, plan)
-        logits = plan.answers.spread(denoiser.head(hidden_states))[:, 0]  # [rows, length, V]
+        logits = plan.head_rows.spread(denoiser.head(hidden_states))[:, 0]  # [rows, length, V]
         said = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         own = said.gather(-1, target.expand(rows, -1)[..., None])[..., 0].double()
         weight = part / part.sum(1, keepdim=True) * length

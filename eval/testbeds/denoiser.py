@@ -46,7 +46,7 @@ class LawDenoiser:
         )
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Log-probabilities `[R, V]`, one row for each of `plan.answers`."""
+        """Log-probabilities `[R, V]`, one row for each of `plan.head_rows`."""
         (batch, candidates, _), spec, law = query.ids.shape, self.spec, self.law
         assert spec.mask_id is not None
         rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
@@ -65,7 +65,7 @@ class LawDenoiser:
         # Logarithms of 0 would be infinite, and differences of two of them NaN.
         table = table.clamp_(min=torch.finfo(table.dtype).tiny).log_().view(batch, candidates, -1, spec.vocab_size)
         at = query.positions[:, None, :, None].expand(-1, candidates, -1, spec.vocab_size)
-        return plan.answers.pick(table.gather(2, at)), spent(canvas, plan)
+        return plan.head_rows.pick(table.gather(2, at)), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
         """The log-probabilities themselves, as a copy: the readout overwrites it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.values import Canvas, Noise
 from dllm_sampler.guides import Temperature, TopK, TopP
@@ -96,9 +96,9 @@ class Greedy(ReplayNoise):
     seed: int = 0
     layout: Literal["dream", "llada", "sdar"] = "sdar"
 
-    def tokens(self, canvas: Canvas, answers: Answers, vocab: int) -> Tensor:
+    def tokens(self, canvas: Canvas, head_rows: HeadRows, vocab: int) -> Tensor:
         """See `Noise.tokens`."""
-        return torch.zeros(len(answers.place), vocab, device=answers.place.device)
+        return torch.zeros(len(head_rows.place), vocab, device=head_rows.place.device)
 
 
 def sdar(line: Line, checkpoints: Checkpoints) -> Setup:

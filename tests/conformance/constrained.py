@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.noise import ReplayNoise
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
@@ -60,10 +60,10 @@ class Offset(Guide):
         """See `Guide.measures`."""
         return True
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`."""
-        column = answers.pick(answers.query.positions[:, None])  # [R]
-        place = (column - canvas.layout.first[answers.row]).double()[:, None]
+        column = head_rows.pick(head_rows.query.positions[:, None])  # [R]
+        place = (column - canvas.layout.first[head_rows.row]).double()[:, None]
         token = torch.arange(logits.shape[-1], dtype=torch.float64)
         added = self.amp * torch.sin(0.37 * place * (token + 1) + 1.3 * token)
         added[:, self.eos_id] += self.eos_bias

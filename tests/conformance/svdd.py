@@ -74,7 +74,7 @@ class ClosedForm:
         table = torch.zeros(*rows.shape, MASK + 1)
         table.scatter_(2, answer[..., None].expand(*answer.shape, MASK + 1), self.logits(rows.gather(2, answer)))
         at = query.positions[:, None, :, None].expand(-1, candidates, -1, MASK + 1)
-        return plan.answers.pick(table.gather(2, at)), spent(canvas, plan)
+        return plan.head_rows.pick(table.gather(2, at)), spent(canvas, plan)
 
     @staticmethod
     def logits(ids: Tensor) -> Tensor:

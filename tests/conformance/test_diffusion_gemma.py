@@ -61,7 +61,7 @@ def ask(canvas: Canvas, live: Cache, shown: Tensor, previous: Tensor | None = No
     plan = toys.planned(canvas, query, denoiser().spec, live)
     plan = replace(plan, wanted=replace(plan.wanted, previous=previous))
     hidden, _ = denoiser()(canvas, query, plan)
-    return plan.answers.spread(denoiser().head(hidden))
+    return plan.head_rows.spread(denoiser().head(hidden))
 
 
 def close(one: Tensor, two: Tensor) -> None:

@@ -51,7 +51,7 @@ def logits(name: str, dtype: torch.dtype) -> Tensor:
         canvas = canvas.renoised(spec.vocab_size)
     plan = toys.planned(canvas, Query.window(canvas), spec, NoCache().init(canvas, spec))
     hidden, _ = denoiser(canvas, plan.wanted.query, plan)
-    return plan.answers.spread(denoiser.head(hidden))[:, 0]
+    return plan.head_rows.spread(denoiser.head(hidden))[:, 0]
 
 
 @pytest.mark.parametrize(("name", "dtype"), crossed(FAMILIES, list(CLOSE)))

@@ -51,7 +51,7 @@ def ask(model: TransformerDenoiser, live: Cache, canvas: Canvas, first: int, las
     query = Query.at(canvas, torch.arange(first, last).expand(canvas.ids.shape[0], -1))
     plan = toys.planned(canvas, query, model.spec, live)
     hidden, _ = model(canvas, query, plan)
-    return plan.answers.spread(model.head(hidden))[:, 0]
+    return plan.head_rows.spread(model.head(hidden))[:, 0]
 
 
 @pytest.mark.parametrize("case", CASES)

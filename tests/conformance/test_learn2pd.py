@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Guide, Sampler
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.published import PublishedCachedEndOfText, PublishedEndOfText
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from tests import toys
@@ -33,8 +33,8 @@ class Raised(Guide):
     def measures(self) -> bool:
         return True
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
-        ahead = (answers.position - canvas.layout.first[answers.row])[:, None]
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
+        ahead = (head_rows.position - canvas.layout.first[head_rows.row])[:, None]
         logits = logits.index_fill(-1, torch.tensor([MASK]), -torch.inf)
         return logits.index_add(-1, torch.tensor([EOS]), (self.start + self.slope * ahead).to(logits.dtype))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Guide, Sampler
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.published import AboveThreshold
 from dllm_sampler.schedulers.daedal import Daedal
 from dllm_sampler.schedulers.rho_eos import RhoEos
@@ -35,9 +35,9 @@ class Bias(Guide):
     def measures(self) -> bool:
         return True
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         logits = logits * self.scale
-        logits[:, EOS] += self.eos + SLOPE * (answers.position - canvas.layout.first[answers.row])
+        logits[:, EOS] += self.eos + SLOPE * (head_rows.position - canvas.layout.first[head_rows.row])
         logits[:, MASK] += self.mask
         return logits
 

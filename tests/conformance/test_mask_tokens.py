@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Guide, Sampler
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.published import PublishedWino
 from tests import toys
 from tests.toys import MASK
@@ -27,7 +27,7 @@ class Raised(Guide):
     def measures(self) -> bool:
         return True
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         return logits.index_add(-1, torch.tensor([MASK]), torch.full_like(logits[:, :1], self.mask))
 
 

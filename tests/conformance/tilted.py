@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas
@@ -42,10 +42,10 @@ class Tilted(Guide):
         """See `Guide.bind`."""
         return with_bound_fields(self, eos=context.spec.eos_id)
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`."""
         logits = logits * self.scale
-        ahead = (answers.position - canvas.layout.first[answers.row]).clamp(min=0).to(logits.dtype)
+        ahead = (head_rows.position - canvas.layout.first[head_rows.row]).clamp(min=0).to(logits.dtype)
         logits[:, self.eos] += self.bias + self.slope * ahead
         return logits
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.noise import CounterNoise
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Readout
@@ -78,7 +78,7 @@ class Scene:
 
     def read(self, logits: Tensor, canvas: Canvas, query: Query, needs: frozenset[str]) -> Readout:
         """The readout without guides."""
-        return readout.read(logits, logits[:, :1], canvas, Answers.every(query), readout.Rule(self.spec, (), needs))
+        return readout.read(logits, logits[:, :1], canvas, HeadRows.every(query), readout.Rule(self.spec, (), needs))
 
     def canvas(self) -> Canvas:
         """Noise behind prompts of different lengths, before the first step."""

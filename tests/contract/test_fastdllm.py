@@ -54,7 +54,7 @@ def test_5_the_forward_that_opens_a_block_is_exact(kind: str, cache: str) -> Non
     for (canvas, query, _), logits in opening:
         plan = once(canvas, query, spy.spec)
         hidden, _ = spy.inner(canvas, query, plan)
-        assert torch.equal(plan.answers.spread(spy.inner.head(hidden)), logits)
+        assert torch.equal(plan.head_rows.spread(spy.inner.head(hidden)), logits)
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])

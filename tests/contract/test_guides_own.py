@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Infill, NotFiniteError
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.values import FREE, Canvas
 from dllm_sampler.generation.speculative import SpeculativeSampler
@@ -39,7 +39,7 @@ class Makes(Guide):
     def chooses(self) -> bool:
         return self.chosen
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Any:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Any:
         return self.function(logits)
 
 

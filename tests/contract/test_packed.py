@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Query, Result, Sampler, config
 from dllm_sampler.check.promises import check_row
-from dllm_sampler.core.packing import Answers, ForwardRequest
+from dllm_sampler.core.packing import ForwardRequest, HeadRows
 from dllm_sampler.core.protocols import Guide, Plan
 from dllm_sampler.core.values import Sizes, Spent
 from dllm_sampler.engine.graphs import rounded
@@ -90,7 +90,7 @@ def test_a_forward_computes_what_its_rows_need_and_no_more(plugins: dict[str, An
     for (canvas, _, plan), judged in zip(spy.calls, spy.judged, strict=True):
         assert not plan.computed[canvas.done].any()
         masks = (canvas.masked & canvas.in_block() & ~canvas.done[:, None]).sum()
-        assert judged == (int(masks) if "scheduler" not in plugins else int(plan.wanted.asked.sum()))
+        assert judged == (int(masks) if "scheduler" not in plugins else int(plan.wanted.answered.sum()))
     resting = sum(int(canvas.done.sum()) for canvas, _, _ in spy.calls)
     assert resting > 0, "rows should have ended at different times"
 
@@ -139,7 +139,7 @@ class Twice(toys.Spy):
             assert again.pack is not None and again.pack.sizes.rows is None
             self.fillers += len(again.pack.row) - int(plan.computed.sum())
             found, cost = self.inner(canvas, query, again)
-            one, two = plan.answers.spread(hidden), again.answers.spread(found)
+            one, two = plan.head_rows.spread(hidden), again.head_rows.spread(found)
             torch.testing.assert_close(one, two, rtol=0, atol=1e-11)
             assert torch.equal(spent.computed, cost.computed) and torch.equal(spent.nfe, cost.nfe)
         return hidden, spent
@@ -148,7 +148,7 @@ class Twice(toys.Spy):
     def sizes(canvas: Canvas, own: Sizes) -> list[Sizes]:
         """As large as the step needs, as recorded steps have them, and much too large."""
         up = rounded(canvas, own)
-        more = {"computed": 2 * own.computed + 3, "answers": 2 * own.answers + 1, "longest": own.longest + 7}
+        more = {"computed": 2 * own.computed + 3, "head_rows": 2 * own.head_rows + 1, "longest": own.longest + 7}
         return [replace(own, rows=None), replace(up, queries=own.queries), replace(own, rows=None, **more)]
 
 
@@ -196,13 +196,13 @@ def test_answers_know_row_candidate_and_position(seed: int) -> None:
     exact = int(asked.sum())
     known = ((length, length),) * batch
     for size, rows in ((exact, known), (exact, None), (exact + 2, None), (ids.numel(), None)):
-        answers = Answers.of(replace(request, sizes=replace(request.sizes, answers=size, rows=rows)))
-        assert torch.equal(answers.spread(answers.pick(values)), values * asked[..., None])
+        head_rows = HeadRows.of(replace(request, sizes=replace(request.sizes, head_rows=size, rows=rows)))
+        assert torch.equal(head_rows.spread(head_rows.pick(values)), values * asked[..., None])
         places = asked.nonzero()
-        for place, of in enumerate((answers.row, answers.candidate)):
+        for place, of in enumerate((head_rows.row, head_rows.candidate)):
             assert torch.equal(of[:exact], places[:, place])
-        assert torch.equal(answers.position[:exact], positions[places[:, 0], places[:, 2]])
-        assert len(answers.row) == size
+        assert torch.equal(head_rows.position[:exact], positions[places[:, 0], places[:, 2]])
+        assert len(head_rows.row) == size
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,9 @@ class Wish(Guide):
 
     shapes: list[tuple[int, int]] = field(default_factory=list)
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         self.shapes.append(tuple(logits.shape))  # pyright: ignore[reportArgumentType]
-        token = wished(answers.row, answers.position)
+        token = wished(head_rows.row, head_rows.position)
         return logits.scatter(1, token[:, None], 99.0)
 
 
@@ -229,4 +229,4 @@ def test_guides_know_whose_logits_they_get(kind: str, cache: str, scheduler: Any
     lengths = torch.tensor([len(prompt) for prompt in toys.PROMPTS])[:, None]
     row = torch.arange(len(lengths))[:, None]
     assert torch.equal(result.tokens, wished(row, lengths + torch.arange(12)))
-    assert wish.shapes == [(int(plan.wanted.asked.sum()), toys.VOCAB) for _, _, plan in spy.calls]
+    assert wish.shapes == [(int(plan.wanted.answered.sum()), toys.VOCAB) for _, _, plan in spy.calls]

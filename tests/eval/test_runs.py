@@ -146,7 +146,7 @@ def test_a_sample_that_is_not_finite_is_told_and_the_others_stay(
     class Poisoned(toys.Spy):
         def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[torch.Tensor, Spent]:
             hidden, spent = super().__call__(canvas, query, plan)
-            return hidden.masked_fill((canvas.layout.seeds == 4)[plan.answers.row, None], torch.nan), spent
+            return hidden.masked_fill((canvas.layout.seeds == 4)[plan.head_rows.row, None], torch.nan), spent
 
     def load(*given: Any) -> tuple[Any, Any]:
         denoiser, tokenizer = loaded(*given)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import noise
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.values import Query, Readout
 from dllm_sampler.guides import Temperature
 from dllm_sampler.kernels import partial
@@ -124,19 +124,19 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
     canvas = toys.canvas(torch.ones(3, 7, dtype=torch.bool), seeds=torch.tensor([5, -9, 2**40]))
     canvas = replace(canvas, step=torch.tensor([0, 3, 11]))
     query = Query.masks(canvas)
-    answers = Answers.every(query)
+    head_rows = HeadRows.every(query)
     logits = (torch.randn(3, 1, 7, toys.VOCAB, generator=seeded(3)) * 3).to(dtype)
     guides = (Temperature(temperature),) if temperature else ()
     needs = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})
     spec = toys.denoiser().spec
     expected = readout.read(
-        logits.flatten(0, 2).clone(), logits.flatten(0, 2), canvas, answers, readout.Rule(spec, guides, needs)
+        logits.flatten(0, 2).clone(), logits.flatten(0, 2), canvas, head_rows, readout.Rule(spec, guides, needs)
     )
     keys = noise.key(canvas, query.positions, noise.TOKENS).flatten()
     asked = query.ids.flatten().to(device)
     sampling = Sampling(spec.mask_id, temperature, keys=keys.to(device), current=asked)
     found = kernel(logits.flatten(0, 2).to(device), sampling)
-    found = readout.spread(found, answers)
+    found = readout.spread(found, head_rows)
     assert torch.equal(found.token.cpu(), expected.token)
     for name in (*needs, "confidence"):
         torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), rtol=1e-5, atol=1e-5)

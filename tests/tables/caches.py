@@ -180,11 +180,11 @@ class Spy:
     def asked(self) -> tuple[Tensor, Tensor]:
         """`[B, Q]` sorted positions of the last query, and `[B, Q] bool` which of them were answered."""
         wanted = self.plan.wanted
-        return wanted.query.positions.contiguous(), wanted.asked[:, 0]
+        return wanted.query.positions.contiguous(), wanted.answered[:, 0]
 
     def says(self, row: Tensor, place: Tensor) -> Tensor:
         """Log-probabilities `[N, V]` of the answers at the rows and places `[N]` of the last query."""
-        hidden = self.plan.answers.spread(self.hidden)[row, 0, place]
+        hidden = self.plan.head_rows.spread(self.hidden)[row, 0, place]
         return self.inner.head(hidden).double().log_softmax(-1)
 
 
@@ -224,7 +224,7 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
         repeats = (step - 1) % setup.every == 0 and plugins["cache"] != "none"
         if repeats:
             plain = replace(state, cache=other.plugins.cache.init(before, spec), recorder=Recorder(before))
-            reference.ask(plain)
+            reference.ask_and_poll(plain)
             sums["seconds_without"] += timed(reference, plain, step)
         seconds = timed(engine, state, step)
         if repeats:

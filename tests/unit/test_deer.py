@@ -119,7 +119,7 @@ class Autoregressive:
             for place, column in enumerate(query.positions[row].tolist()):
                 if column < end:
                     out[row, 0, place] = logits[column - 1]
-        return plan.answers.pick(out), spent(canvas, plan)
+        return plan.head_rows.pick(out), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -191,11 +191,11 @@ def test_recorded_sizes_are_hardly_too_large() -> None:
     canvas = layout.canvas([[5]], 2000, [0], spec, plugins.blocks, CounterNoise(), plugins.stop.cuts)
     found = set()
     for size in range(1, 1025):
-        sizes = Sizes(queries=size, block=1, computed=size, answers=size, longest=size, whole=False, opens=False)
+        sizes = Sizes(queries=size, block=1, computed=size, head_rows=size, longest=size, whole=False, opens=False)
         made = rounded(canvas, replace(sizes, rows=((size, size),)))
-        assert size <= min(made.computed, made.answers, made.longest, made.queries)
+        assert size <= min(made.computed, made.head_rows, made.longest, made.queries)
         assert max(made.computed, made.longest) <= (size * 9 / 8 if size > 64 else max(16, 2 * size - 1))
-        assert made.answers <= max(16, 2 * size - 1)
+        assert made.head_rows <= max(16, 2 * size - 1)
         found |= {made.computed} if size <= 64 else set()
     assert found == {16, 32, 64}
 

@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.check.reads import no_host_reads
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.guides.forms import automaton, choice
@@ -110,9 +110,9 @@ def test_a_step_reads_nothing_and_takes_any_room(draws: bool, monkeypatch: pytes
     logits = torch.randn(150, VOCAB, generator=torch.Generator().manual_seed(4)).double()
     at_once = chosen("a?b{2}c?", logits, canvas, query, draws)
     monkeypatch.setattr(choice, "ROOM", 1)
-    rule, answers = ruled("a?b{2}c?", draws, posterior=True), Answers.every(query)
+    rule, head_rows = ruled("a?b{2}c?", draws, posterior=True), HeadRows.every(query)
     with no_host_reads():
-        found = read(logits.clone(), logits[:, :1], canvas, answers, rule)
+        found = read(logits.clone(), logits[:, :1], canvas, head_rows, rule)
     assert torch.equal(found.token, at_once)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dllm_sampler import Sampler
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.statistics import measure
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
@@ -39,7 +39,7 @@ def test_the_posterior_is_that_of_all_strings(pattern: str, temperature: Tempera
         ids[1, 1, 1] = witness[1]  # another hypothesis
         query = replace(Query.at(canvas, columns), ids=ids)
         logits = 2 * torch.randn(12, vocab, generator=generator).double()
-        found = read(logits.clone(), logits[:, :1], canvas, Answers.every(query), rule)
+        found = read(logits.clone(), logits[:, :1], canvas, HeadRows.every(query), rule)
         assert found.logits is not None
         cold = logits / 0.6 if temperature is not None and temperature.measured else logits
         cold[:, MASK] = -torch.inf
@@ -62,7 +62,7 @@ def test_a_posterior_where_all_that_fits_is_forbidden(ban: int) -> None:
     rule = ruled("a", posterior=True)
     rule = rule._replace(guides=(EndTokens("ban", (ban, 3, 4)), *rule.guides))
     canvas = laid_out([[True] * LENGTH], [[0] * LENGTH])
-    found = read(torch.randn(4, VOCAB).double(), torch.zeros(4, 1), canvas, Answers.every(Query.window(canvas)), rule)
+    found = read(torch.randn(4, VOCAB).double(), torch.zeros(4, 1), canvas, HeadRows.every(Query.window(canvas)), rule)
     assert built("a").accepted(found.token[0, 0].tolist()) and bool(found.confidence.isfinite().all())
 
 

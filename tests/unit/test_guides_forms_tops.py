@@ -9,7 +9,7 @@ from weakref import ref
 import pytest
 import torch
 
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.errors import FallbackWarning
@@ -148,13 +148,13 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_by_numba(pattern: str, draws: bool, posterior: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens and confidence as by torch, also where `top_k` forbids what fits."""
     canvas = laid_out([[True] * LENGTH] * 200, [[0] * LENGTH] * 200)
-    answers = Answers.every(Query.window(canvas))
+    head_rows = HeadRows.every(Query.window(canvas))
     logits = torch.randn(200 * LENGTH, VOCAB, generator=torch.Generator().manual_seed(6))
     rule = ruled(pattern, draws, posterior)
     rule = rule._replace(guides=(TopK(3), *rule.guides))
-    expected = read(logits.clone(), logits[:, :1], canvas, answers, rule)
+    expected = read(logits.clone(), logits[:, :1], canvas, head_rows, rule)
     monkeypatch.setattr(compiled, "MANY", 0)
-    found = read(logits.clone(), logits[:, :1], canvas, answers, rule)
+    found = read(logits.clone(), logits[:, :1], canvas, head_rows, rule)
     assert torch.equal(found.token, expected.token)
     torch.testing.assert_close(found.confidence, expected.confidence, rtol=1e-5, atol=1e-6)
 
@@ -168,7 +168,7 @@ def test_draws_where_no_token_is_left_that_fits() -> None:
     rule = ruled("(b{2}|c{2})(b|c){2}", draws=True)
     rule = rule._replace(guides=(TopK(1), *rule.guides))
     query = Query.window(canvas)
-    found = read(chances.repeat(rows, 1), chances, canvas, Answers.every(query), rule).token[:, 0]
+    found = read(chances.repeat(rows, 1), chances, canvas, HeadRows.every(query), rule).token[:, 0]
     assert bool((found[:, 2] == 1).all()) and set(found.unique().tolist()) == {1, 3}
     assert torch.equal(found[:, 0], found[:, 1])
     for at, likely in ((0, 1 / (1 + math.e)), (3, 0.5)):
@@ -184,5 +184,5 @@ def test_the_best_where_no_token_is_left_that_fits(pattern: str, best: list[int]
     logits[torch.arange(LENGTH), torch.tensor([1, 3, 3, 1])] = torch.tensor([1, 1.5, 1, 1])
     rule = ruled(pattern)
     rule = rule._replace(guides=(EndTokens("ban", (1, 3)), *rule.guides))
-    found = read(logits, logits, canvas, Answers.every(Query.window(canvas)), rule).token
+    found = read(logits, logits, canvas, HeadRows.every(Query.window(canvas)), rule).token
     assert found[0, 0].tolist() == best

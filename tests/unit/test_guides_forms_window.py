@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.packing import Answers, stretch
+from dllm_sampler.core.packing import HeadRows, stretch
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.guides.forms import compiled, window
@@ -48,8 +48,8 @@ def question(canvas: Canvas, generator: torch.Generator) -> Query:
 def answered(
     rule: object, logits: Tensor, canvas: Canvas, query: Query, stretch: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    answers = replace(Answers.every(query), stretch=stretch)
-    found = read(logits.clone(), logits, canvas, answers, rule)  # pyright: ignore[reportArgumentType]
+    head_rows = replace(HeadRows.every(query), stretch=stretch)
+    found = read(logits.clone(), logits, canvas, head_rows, rule)  # pyright: ignore[reportArgumentType]
     there = (query.positions < LENGTH)[:, None].expand_as(query.ids)
     assert found.logits is not None
     return found.token[there], found.logits[there]
@@ -111,7 +111,7 @@ def test_numba_and_torch_choose_the_better_class_where_rounding_hides_it(monkeyp
     """What follows is so unlikely that the sums of two classes along an edge are equal."""
     edges = ruled(LISTED).guides[-1].edges  # pyright: ignore[reportAttributeAccessIssue]
     for canvas, query, logits in situations(given=False):
-        lattice = Lattice.of(edges, canvas, Answers.every(query), MASK, ())
+        lattice = Lattice.of(edges, canvas, HeadRows.every(query), MASK, ())
         score = -1e-9 * logits.abs()[:, torch.arange(len(edges.sizes)) % VOCAB]
         values = lattice.values(score, lattice.sizes.clamp(max=0))
         found = []

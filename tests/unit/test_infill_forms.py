@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.values import FREE, Canvas, Query
 from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import TopK
@@ -55,7 +55,7 @@ def canvas_of(given: Sequence[int], rows: int = 1) -> Canvas:
 def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bool = False) -> Tensor:
     rule = ruled(pattern, draws)
     vars(rule.guides[-1]).update(end_ids=(END,))
-    return read(logits.clone(), logits[:, :1], canvas, Answers.every(query), rule).token
+    return read(logits.clone(), logits[:, :1], canvas, HeadRows.every(query), rule).token
 
 
 @pytest.mark.parametrize("pattern", FORMS)
@@ -120,7 +120,7 @@ def test_where_another_guide_leaves_nothing_that_fits() -> None:
     logits = torch.zeros(3, VOCAB, dtype=torch.float64)
     logits[:, 1], logits[:, END] = 2, 5  # the best is no `a`
     query, rule = Query.at(canvas, torch.tensor([[0, 1, 2]])), rule._replace(guides=(TopK(k=1), *rule.guides))
-    assert read(logits, logits[:, :1], canvas, Answers.every(query), rule).token.tolist() == [[[0, 0, 0]]]
+    assert read(logits, logits[:, :1], canvas, HeadRows.every(query), rule).token.tolist() == [[[0, 0, 0]]]
 
 
 @pytest.mark.parametrize("pattern", ["a*", "(ab|c)*", "(?s).*"])
@@ -131,7 +131,7 @@ def test_the_posterior(pattern: str) -> None:
     logits[:, MASK] = logits[:, END] = -torch.inf  # as the readout has it
     edges = ruled(pattern).guides[-1].edges  # type: ignore[attr-defined]
     query = Query.at(canvas, torch.tensor([asked]))
-    law = posterior(edges, logits, canvas, Answers.every(query), MASK, (END,)).softmax(-1)
+    law = posterior(edges, logits, canvas, HeadRows.every(query), MASK, (END,)).softmax(-1)
     wanted = torch.zeros(2, VOCAB, dtype=torch.float64)
     for one in fitting(pattern, given):
         weight = torch.tensor(sum(float(logits[i, one[at]]) for i, at in enumerate(asked))).exp()

@@ -46,7 +46,7 @@ def ask(model: Denoiser, canvas: Canvas, query: Query, cache: Cache | None = Non
     live = (cache or NoCache()).init(canvas, model.spec)
     plan = toys.planned(canvas, query, model.spec, live)
     hidden, spent = model(canvas, query, plan)
-    return plan.answers.spread(model.head(hidden)), spent
+    return plan.head_rows.spread(model.head(hidden)), spent
 
 
 def test_each_row_of_a_padded_batch_answers_as_if_alone():

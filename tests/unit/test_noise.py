@@ -10,7 +10,7 @@ from torch import Tensor
 from dllm_sampler import Canvas, CounterNoise, Query, ReplayNoise
 from dllm_sampler.core import statistics
 from dllm_sampler.core.noise import SCALE, _mix32, gumbel, token_noise
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.values import Noise
 from tests import toys
 
@@ -28,7 +28,7 @@ def columns(canvas: Canvas) -> Tensor:
 
 def tokens(canvas: Canvas, at: Tensor, vocab: int, noise: Noise = NOISE) -> Tensor:
     """`[B, Q, V]` noise of the tokens at `at [B, Q]`."""
-    return noise.tokens(canvas, Answers.every(Query.at(canvas, at)), vocab).view(*at.shape, vocab)
+    return noise.tokens(canvas, HeadRows.every(Query.at(canvas, at)), vocab).view(*at.shape, vocab)
 
 
 def chi_square(counts: Tensor, expected: Tensor) -> float:

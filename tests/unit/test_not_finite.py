@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Canvas, Guide, NotFiniteError, Query, Sampler
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.guides import Regex, Temperature, TopP
 from dllm_sampler.guides.annealing import LinearTemperature
 from tests import toys
@@ -53,13 +53,13 @@ def test_no_mask_token_is_drawn_at_a_large_temperature():
 
 def test_a_falling_temperature_is_applied_in_float32():
     canvas = toys.canvas(torch.ones(1, 6, dtype=torch.bool))
-    answers = toys.planned(canvas, Query.masks(canvas), toys.denoiser().spec).answers
-    logits = torch.full((len(answers.row), 2), 30.0, dtype=torch.float16)
-    cold = LinearTemperature(low=0.0, high=1e-4, steps=4)(logits, canvas, answers)
+    head_rows = toys.planned(canvas, Query.masks(canvas), toys.denoiser().spec).head_rows
+    logits = torch.full((len(head_rows.row), 2), 30.0, dtype=torch.float16)
+    cold = LinearTemperature(low=0.0, high=1e-4, steps=4)(logits, canvas, head_rows)
     assert cold.dtype == torch.float32
     torch.testing.assert_close(cold, torch.full_like(cold, 3e5))
     over = replace(canvas, age=canvas.age + 9)  # the temperature has come down to 0
-    assert LinearTemperature(low=0.0, high=1e-4, steps=4)(logits, over, answers).isfinite().all()
+    assert LinearTemperature(low=0.0, high=1e-4, steps=4)(logits, over, head_rows).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -85,8 +85,8 @@ class Spoils(Guide):
     def measures(self) -> bool:
         return self.measured
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
-        bad = (answers.row == 1) & (canvas.step[answers.row] > 1)
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
+        bad = (head_rows.row == 1) & (canvas.step[head_rows.row] > 1)
         every = bad[:, None] if self.value == -math.inf else bad[:, None] & (torch.arange(logits.shape[1]) == 7)
         return logits.masked_fill(every, self.value)
 

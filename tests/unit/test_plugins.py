@@ -10,7 +10,7 @@ import torch
 from dllm_sampler import Query, Sampler
 from dllm_sampler.blocks.adablock import AdaBlock
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.engine.readout import Rule, read
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
 from dllm_sampler.models import autoregressive
@@ -132,10 +132,10 @@ def test_an_unfinished_row_ends_before_its_first_hole() -> None:
 def test_sampling_does_not_favour_low_ids_in_half_precision(dtype: torch.dtype) -> None:
     rows, width = 512, 16
     canvas = toys.canvas(torch.ones(rows, width, dtype=torch.bool), seeds=torch.arange(rows))
-    answers = Answers.every(Query.masks(canvas))
+    head_rows = HeadRows.every(Query.masks(canvas))
     spec = toys.denoiser().spec
     logits = torch.full((rows * width, spec.vocab_size), -torch.inf, dtype=dtype)
     logits[:, 5:7] = 40.0
-    token = read(logits, logits, canvas, answers, Rule(spec, (Temperature(1.0),), frozenset())).token
+    token = read(logits, logits, canvas, head_rows, Rule(spec, (Temperature(1.0),), frozenset())).token
     share = float((token == 5).double().mean())
     assert share == pytest.approx(0.5, abs=4 * 0.5 / (rows * width) ** 0.5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dllm_sampler import Query, Readout
 from dllm_sampler.core import statistics
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.engine import readout
 from dllm_sampler.guides import EndTokens, Temperature
 from tests import toys
@@ -87,11 +87,11 @@ def test_what_is_not_finite_shows_in_the_confidence(bad):
 
 def read(logits: torch.Tensor, *guides, allow_mask: bool = False, needs: frozenset[str] = frozenset()) -> Readout:
     canvas = toys.canvas(torch.ones(logits.shape[0], logits.shape[2], dtype=torch.bool))
-    answers = Answers.every(Query.masks(canvas))
+    head_rows = HeadRows.every(Query.masks(canvas))
     spec = toys.denoiser().spec
     bound = tuple(guide.bind(toys.context(spec)) for guide in guides)
     rows = logits.flatten(0, 2)
-    return readout.read(rows.clone(), rows, canvas, answers, readout.Rule(spec, bound, needs, allow_mask))
+    return readout.read(rows.clone(), rows, canvas, head_rows, readout.Rule(spec, bound, needs, allow_mask))
 
 
 def test_the_mask_token_is_left_out_of_choice_and_confidence():

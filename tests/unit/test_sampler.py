@@ -205,7 +205,7 @@ class Breaking(toys.Spy):
     def head(self, hidden: Tensor) -> Tensor:
         logits = super().head(hidden)
         if len(self.calls) > self.after:
-            logits[self.calls[-1][2].answers.row == self.row, 0] = self.value
+            logits[self.calls[-1][2].head_rows.row == self.row, 0] = self.value
         return logits
 
 

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from dllm_sampler import Query, Result, Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.cache.trailing import TrailingCache
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.engine import readout
 from dllm_sampler.models import autoregressive
 from dllm_sampler.models.autoregressive import Reading
@@ -140,9 +140,9 @@ def test_coupling() -> None:
     other = torch.full_like(own, -torch.inf)
     other[..., 1:3] = torch.randn(1, 1, size, 2, generator=generator, dtype=torch.float64)
     guides = Sampler(toys.denoiser(), temperature=1.0).plugins.guides
-    answers, spec = Answers.every(Query.window(canvas)), toys.denoiser().spec
+    head_rows, spec = HeadRows.every(Query.window(canvas)), toys.denoiser().spec
     rows = own[0, 0]
-    seen = readout.read(rows.clone(), rows, canvas, answers, readout.Rule(spec, guides, frozenset({"raw", "draw"})))
+    seen = readout.read(rows.clone(), rows, canvas, head_rows, readout.Rule(spec, guides, frozenset({"raw", "draw"})))
     assert seen.raw is not None and seen.draw is not None
     assert torch.equal(seen.raw, own)
     agree, before = [], torch.zeros(1, 1, size, dtype=torch.bool)

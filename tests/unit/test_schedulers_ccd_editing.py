@@ -44,7 +44,7 @@ def test_density_is_the_published_sum(sigma: float) -> None:
     masked = canvas.masked.clone()
     for row, places in enumerate(stands):
         masked[row, [int(canvas.layout.first[row]) + place for place in places]] = False
-    found = CertaintyPrior(sigma=sigma).density(replace(canvas, masked=masked), canvas.asked())
+    found = CertaintyPrior(sigma=sigma).density(replace(canvas, masked=masked), canvas.requested())
 
     def weight(offset: int) -> float:
         return math.exp(-(offset**2) / (2 * sigma**2))

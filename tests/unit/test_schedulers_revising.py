@@ -69,7 +69,7 @@ class TestWino:
         query = replace(Query.window(canvas), leave_one_out=blind)
         plan = once(canvas, query, denoiser.spec)
         hidden, _ = denoiser(canvas, query, plan)
-        return plan.answers.spread(denoiser.head(hidden))[0, 0]
+        return plan.head_rows.spread(denoiser.head(hidden))[0, 0]
 
     @pytest.mark.parametrize("shift", [False, True])
     def test_a_shadow_does_not_see_its_token(self, shift: bool) -> None:

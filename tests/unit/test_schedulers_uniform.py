@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_sampler import Canvas, ModelSpec, Query, Sampler
 from dllm_sampler.check.promises import check_row
 from dllm_sampler.check.reads import no_host_reads
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Denoiser, Plan
 from dllm_sampler.core.values import Spent
 from dllm_sampler.engine import readout
@@ -146,7 +146,7 @@ def test_the_temperature_falls_linearly() -> None:
     guide = LinearTemperature(0.4, 0.8, 4)
     canvas = toys.canvas(torch.ones(3, 2, dtype=torch.bool))
     canvas = replace(canvas, age=torch.tensor([0, 3, 9]))
-    found = 1 / guide(torch.ones(6, 5), canvas, Answers.every(Query.window(canvas)))[::2, 0]
+    found = 1 / guide(torch.ones(6, 5), canvas, HeadRows.every(Query.window(canvas)))[::2, 0]
     torch.testing.assert_close(found, torch.tensor([0.8, 0.5, 0.4]))
 
 
@@ -178,7 +178,7 @@ def test_a_step_reads_nothing() -> None:
             logits,
             logits,
             seen,
-            Answers.every(query),
+            HeadRows.every(query),
             readout.Rule(sampler.denoiser.spec, plugins.guides, plugins.scheduler.needs),
         )
         with no_host_reads():

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from dllm_sampler.core import select
 from dllm_sampler.core.noise import FORMS, CounterNoise, hashed, token_noise
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Whole
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
@@ -66,7 +66,7 @@ class Lattice:
     """The strings of a step as ways through an automaton's edges, one edge for each position."""
 
     edges: Edges
-    answers: Answers
+    head_rows: HeadRows
     strings: Strings
     form: Tensor  # [N]
     window: Window
@@ -75,15 +75,15 @@ class Lattice:
     sizes: Tensor  # [C+2] `Edges.sizes`; [N, L+1, C+2] where given tokens say at which positions no answer ends
 
     @staticmethod
-    def of(edges: Edges, canvas: Canvas, answers: Answers, mask_id: int, end_ids: tuple[int, ...]) -> Lattice:
+    def of(edges: Edges, canvas: Canvas, head_rows: HeadRows, mask_id: int, end_ids: tuple[int, ...]) -> Lattice:
         """The lattice of a query's strings."""
-        strings = Strings.of(canvas, answers.query, mask_id)
-        there = answers.spread(torch.ones_like(answers.row)).flatten(0, 1)  # [N, Q]
+        strings = Strings.of(canvas, head_rows.query, mask_id)
+        there = head_rows.spread(torch.ones_like(head_rows.row)).flatten(0, 1)  # [N, Q]
         place = strings.place.masked_fill(there == 0, strings.token.shape[1])
         asked = _put(torch.zeros_like(strings.free), place, torch.ones_like(place, dtype=torch.bool))
         form = torch.zeros_like(canvas.layout.first) if canvas.layout.form is None else canvas.layout.form
         form = form.repeat_interleave(len(place) // len(form), 0)
-        window = Window.of(edges, canvas, answers)
+        window = Window.of(edges, canvas, head_rows)
         state = window.entered(edges, form, strings.token)
         unasked = window.cut(strings.exists & strings.free & ~asked)
         sizes = edges.sizes
@@ -94,7 +94,7 @@ class Lattice:
             sizes = torch.cat([window.cut(sizes), sizes[:, -1:]], 1)
         exists, token, free = (window.cut(one) for one in (strings.exists, strings.token, strings.free))
         strings = Strings(exists, token, free, window.places(place))
-        return Lattice(edges, answers, strings, form, window, state, unasked, sizes)
+        return Lattice(edges, head_rows, strings, form, window, state, unasked, sizes)
 
     @cached_property
     def lists(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -107,13 +107,13 @@ class Lattice:
         """`[N, L, C+2]` the value of each class at each position.
 
         Args:
-            found: `[R, C+2]` of the answers.
+            found: `[R, C+2]` of the head rows.
             rest: as `sizes`, where a mask is not asked about.
         """
         (number, length), count = self.strings.token.shape, rest.shape[-1]
         room = rest.expand(number, length + 1, count)
         index = self.strings.place[..., None].expand(-1, -1, count)
-        room = room.scatter(1, index, self.answers.spread(found).flatten(0, 1))
+        room = room.scatter(1, index, self.head_rows.spread(found).flatten(0, 1))
         room = (room if rest.dim() == 1 else room.masked_fill(self.sizes == -torch.inf, -torch.inf))[:, :-1]
         # What stands is certain, and so is that nothing is behind the end.
         only = torch.where(self.strings.exists, self.edges.classes[self.strings.token], self.edges.stays)[..., None]
@@ -233,16 +233,16 @@ class Lattice:
 
 
 def posterior(
-    edges: Edges, logits: Tensor, canvas: Canvas, answers: Answers, mask_id: int, end_ids: tuple[int, ...] = ()
+    edges: Edges, logits: Tensor, canvas: Canvas, head_rows: HeadRows, mask_id: int, end_ids: tuple[int, ...] = ()
 ) -> Tensor:
     """`[R, V]` logits whose softmax is the law of each answer's token, given what stands and that the string is valid.
 
     To the model's logits `[R, V]` it adds the logarithm of the weight of all that may stand before and behind a token:
     certain where something stands, the model's where it was asked, uniform elsewhere. -inf for tokens that do not fit.
     """
-    lattice, (classes, weight) = Lattice.of(edges, canvas, answers, mask_id, end_ids), masses(edges, logits)
+    lattice, (classes, weight) = Lattice.of(edges, canvas, head_rows, mask_id, end_ids), masses(edges, logits)
     mass = lattice.values(_relative(weight, weight.amax(1, keepdim=True)), lattice.sizes)
-    factor = answers.pick(lattice.factors(*lattice.around(mass)).view(*answers.query.ids.shape, -1))  # [R, C+2]
+    factor = head_rows.pick(lattice.factors(*lattice.around(mass)).view(*head_rows.query.ids.shape, -1))  # [R, C+2]
     factor[:, -2:] = -torch.inf
     factor = factor - factor.amax(1, keepdim=True).clamp(min=torch.finfo(factor.dtype).min)
     # Where another guide forbids all that fits, tokens of a class are alike: 0 in place of their -inf.
@@ -256,7 +256,7 @@ def choose(
     logits: Tensor,
     noisy: Tensor,
     canvas: Canvas,
-    answers: Answers,
+    head_rows: HeadRows,
     mask_id: int,
     draws: bool,
     whole: Whole | None = None,
@@ -268,7 +268,7 @@ def choose(
         whole: logits and noisy logits from which no guide took a token away, to choose by where none that fits is left.
         end_ids: the end tokens that must not come before given tokens (`Layout.given`).
     """
-    lattice, tops = Lattice.of(edges, canvas, answers, mask_id, end_ids), Tops.of(edges, noisy)
+    lattice, tops = Lattice.of(edges, canvas, head_rows, mask_id, end_ids), Tops.of(edges, noisy)
     score = _relative(tops.classes, noisy.gather(1, tops.free[:, None]))
     full = None if whole is None else Tops.of(edges, whole[1])
     if full is not None:
@@ -283,10 +283,10 @@ def choose(
         if whole is not None:
             chance = _instead(chance, masses(edges, whole[0])[1])
         mass = lattice.values(chance, lattice.sizes)
-        own = lattice.kinds(values, lattice.ahead(mass, True), unasked(canvas, answers.query, lattice))
+        own = lattice.kinds(values, lattice.ahead(mass, True), unasked(canvas, head_rows.query, lattice))
     else:
         own = lattice.kinds(values, lattice.ahead(values, False))  # [N, Q]
-    kind = answers.pick(own.view(answers.query.ids.shape))
+    kind = head_rows.pick(own.view(head_rows.query.ids.shape))
     found = tops.tokens.gather(1, kind[:, None])[:, 0]
     if full is None:
         return found

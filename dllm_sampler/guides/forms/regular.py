@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.packing import Answers
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Context, Guide, Whole
 from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.values import FREE, Canvas
@@ -124,15 +124,15 @@ class Form(Guide):
     def _name(self, form: int) -> str:
         return f"form {form}" if self.forms else "that form"
 
-    def __call__(self, logits: Tensor, canvas: Canvas, answers: Answers) -> Tensor:
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`: the logits of the posterior."""
         assert self.edges is not None
-        return posterior(self.edges, logits, canvas, answers, self.mask_id, self.end_ids)
+        return posterior(self.edges, logits, canvas, head_rows, self.mask_id, self.end_ids)
 
-    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, answers: Answers) -> Tensor:
+    def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.choose`."""
         assert self.edges is not None
-        return choose(self.edges, logits, noisy, canvas, answers, self.mask_id, self.drawn, whole, self.end_ids)
+        return choose(self.edges, logits, noisy, canvas, head_rows, self.mask_id, self.drawn, whole, self.end_ids)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
-from dllm_sampler.core.packing import Answers, stretch
+from dllm_sampler.core.packing import HeadRows, stretch
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.guides.forms import compiled
 from dllm_sampler.guides.forms.edges import Edges
@@ -32,9 +32,9 @@ class Window:
     behind: Tensor  # [N] positions behind it that the row has
 
     @staticmethod
-    def of(edges: Edges, canvas: Canvas, answers: Answers) -> Window:
+    def of(edges: Edges, canvas: Canvas, head_rows: HeadRows) -> Window:
         """The window of each candidate of a query's rows: as wide as the host knows that it must be."""
-        length, wide, query = canvas.layout.longest, answers.stretch, answers.query
+        length, wide, query = canvas.layout.longest, head_rows.stretch, head_rows.query
         fits = edges.accepts.numel() * length <= MOST
         width = min(wide, length) if wide is not None and fits else length
         begin = torch.zeros_like(canvas.layout.first)
