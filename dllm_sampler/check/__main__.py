@@ -7,7 +7,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ Check what every plug-in must keep, on small random networks in float64:
 and list the plug-ins that it runs with. GROUP is scheduler, cache, blocks, stop or guide. NAME is a packaged choice, or
 your own in ./conf/GROUP/NAME.yaml or DIR/GROUP/NAME.yaml. Several groups can be set: all others are tried in turn.
 
-exit status: 0 all was kept, 1 something was not, 2 a mistake in the words
+exit status: 0 all was kept, 1 something was not, 2 a mistake in the words or in the YAML
 """
 TOYS = ("llada", "dream", "cfg", "causal", "context")  # toys; the last two are block-causal, and have a causal context
 Labelled = tuple[str | None, Any]  # a case, and what was added to the plainest plug-ins
@@ -68,23 +67,34 @@ def subject(words: Sequence[str]) -> dict[str, Any]:
         groups[group] = None
     if not groups:
         raise UserError(
-            "option-missing", "nothing to check: say scheduler=NAME, or another plug-in (--help lists the groups)"
+            "option-missing",
+            "There is nothing to check. Add scheduler=NAME, or another group of --help.",
         )
     _, plugins = parts(composition(SAMPLE, words))
     return {group: plugins[group] for group in groups}
 
 
 def check(chosen: dict[str, Any]) -> int:
-    """Check plug-ins, print a line for each promise, and return the exit status."""
+    """Check plug-ins, print a line for each promise, and return the exit status.
+
+    Raises:
+        UserError: a YAML names no class of its group, or sets a field wrongly.
+    """
     from dllm_sampler.check import promises  # torch and transformers take seconds
 
-    print(
-        f"{' '.join(f'{group}={_name(spec)}' for group, spec in chosen.items())}, on small random networks in float64"
-    )
+    title = " ".join(f"{group}={_name(spec)}" for group, spec in chosen.items())
+    try:
+        built = [config.build(group, spec) for group, spec in chosen.items()]
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's plug-in raises
+        print(title)
+        return _report("", [(None, explained(error, ()))], 1)
+    print(f"{title}, on small random networks in float64")
     try:
         cases, refused = combinations(chosen)
     except Exception as error:  # whatever the user's plug-in raises
-        return _report("It is built", [(None, explained(error, chosen))], 1)
+        return _report("", [(None, explained(error, built))], 1)
     if not cases:
         reason = promises.refusal("llada", **chosen)
         return _report("It runs", [(None, f"No combination of plug-ins is legal. With the plainest ones: {reason}")], 1)
@@ -101,7 +111,7 @@ def check(chosen: dict[str, Any]) -> int:
             except promises.CannotTry:
                 raise
             except Exception as error:  # whatever the user's plug-in raises: it is a sentence of the report
-                broken.append((label or f"the toy {case.toy}", explained(error, chosen)))
+                broken.append((label or f"the toy {case.toy}", explained(error, built)))
         failures += _report(promise, broken, len(cases))
         return kept
 
@@ -121,11 +131,12 @@ def check(chosen: dict[str, Any]) -> int:
         print("    --  A step may read the device, as the plug-in declares.")
     else:
         keep("No step reads the device.", plain, promises.check_reads)
-    if [*chosen] == ["scheduler"] and not failures:
-        with suppress(promises.CannotTry):
-            keep(
-                "`traits.ranks_by_confidence` is true of it.", plain[:1], lambda _: promises.check_confidence(**chosen)
-            )
+    if "scheduler" in chosen and not failures:
+        promise = "`traits.ranks_by_confidence` is true of it."
+        try:
+            keep(promise, plain[:1], lambda _: promises.check_confidence(chosen["scheduler"]))
+        except promises.CannotTry as reason:
+            print(f"    --  `traits.ranks_by_confidence` is not tried: {str(reason).rstrip('.')}.")
     for group in promises.GROUPS:
         names = [label.partition("=")[2] for label, _ in running if label and label.startswith(f"{group}=")]
         if names:
@@ -180,14 +191,17 @@ def combinations(chosen: dict[str, Any]) -> tuple[list[Labelled], list[tuple[str
     return cases, refused
 
 
-def explained(error: Exception, chosen: dict[str, Any]) -> str:
-    """Return what went wrong in a sentence, with the line of the plug-in that raised an error."""
+def explained(error: Exception, built: Sequence[Any]) -> str:
+    """Return what went wrong in a sentence, with the line of the plug-in that raised an error.
+
+    Args:
+        built: the plug-ins. A guide is in a tuple.
+    """
     from dllm_sampler.check.promises import Broken
     from dllm_sampler.check.reads import HostRead
 
     if isinstance(error, Broken | UserError):
         return str(error)
-    built = [config.build(group, spec) for group, spec in chosen.items()]
     own = {inspect.getsourcefile(type(one)) for part in built for one in (part if isinstance(part, tuple) else [part])}
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((one for one in reversed(frames) if one.filename in own), frames[-1])
@@ -203,9 +217,9 @@ def _report(promise: str, broken: Sequence[tuple[str | None, str]], tried: int) 
         print(f"    ok  {promise}")
         return 0
     label, sentence = broken[0]
-    seen = f" Seen with {label}" if label else ""
     more = f" and {len(broken) - 1} more of {tried} combinations" if len(broken) > 1 else ""
-    print(f"FAILED  {sentence}{seen}{more}{'.' if seen else ''}")
+    seen = f". Seen with {label}{more}." if label else "."
+    print(f"FAILED  {sentence.rstrip('.')}{seen}")
     return 1
 
 

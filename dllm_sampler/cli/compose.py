@@ -257,8 +257,8 @@ def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
 
 
 def _plugin(group: str, found: object, chosen: dict[str, Any]) -> object:
-    if not isinstance(found, dict) or not found:
-        raise UserError("option-missing", f"no {group}: say {group}=NAME, with one of {', '.join(choices(group))}")
+    if not isinstance(found, dict):
+        raise UserError("option-missing", f"There is no {group}. Add {group}=NAME: {', '.join(choices(group))}.")
     return _inner(group, _from_file(str(chosen.get(group)), found))
 
 

@@ -88,7 +88,7 @@ def test_no_guide_is_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "nothing to check"),
+        ([], "There is nothing to check"),
         (["temperature=1"], "temperature=1 is not a plug-in's"),
         (["scheduler=treshold"], "did you mean 'threshold'"),
         (["scheduler=threshold", "scheduler.treshold=1"], "did you mean"),

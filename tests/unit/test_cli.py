@@ -152,7 +152,7 @@ WRONG = [
     (["output=out.csv"], "output=out.csv: .csv is not JSON lines"),
     (["scheduler.threshold=[0.1"], "cannot read the override scheduler.threshold=[0.1"),
     (["scheduler@x=fixed"], "scheduler@x=fixed has an @"),
-    (["~scheduler"], "no scheduler: say scheduler=NAME"),
+    (["~scheduler"], "There is no scheduler. Add scheduler=NAME"),
     (["++scheduler.foo=1"], "unknown field of scheduler=threshold 'foo'"),
     (["seed=${nope}"], "Interpolation key 'nope' not found"),
     (["seed=abc"], "seed should be a valid integer, not 'abc'"),

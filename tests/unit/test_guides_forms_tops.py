@@ -1,10 +1,7 @@
 """What matters of each class of tokens, and where another guide took all that fit."""
 
-import gc
 import itertools
 import math
-import sys
-from weakref import ref
 
 import pytest
 import torch
@@ -12,13 +9,11 @@ import torch
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.values import Query
 from dllm_sampler.engine.readout import read
-from dllm_sampler.errors import FallbackWarning
 from dllm_sampler.guides import EndTokens, TopK
-from dllm_sampler.guides.forms import automaton, compiled, edges, tops
+from dllm_sampler.guides.forms import automaton, edges, tops
 from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.edges import joined
-from tests.forms import LENGTH, PATTERNS, VOCAB, laid_out, ruled
-from tests.refusals import refused
+from tests.forms import LENGTH, VOCAB, laid_out, ruled
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -27,15 +22,8 @@ from tests.refusals import refused
     [("[a-m]{5}n?", True), ("[a-j]{5}[k-n]?", False), ("(?s).*", True)],
     ids=["main", "none", "all"],
 )
-@pytest.mark.parametrize(
-    "numba", [pytest.param(True, id="numba", marks=pytest.mark.slow), pytest.param(False, id="torch")]
-)
-def test_the_best_of_each_class(
-    pattern: str, main: bool, dtype: torch.dtype, numba: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_of_each_class(pattern: str, main: bool, dtype: torch.dtype) -> None:
     """Classes of one token and of several tiles; among equal logits the first token, also where all are forbidden."""
-    monkeypatch.setattr(compiled, "_numba", lambda: numba)
-    monkeypatch.setattr(compiled, "MANY", 0)
     generator = torch.Generator().manual_seed(5)
     words = [bytes(word) for size in (1, 2) for word in itertools.product(b"abcdefghijklmn,", repeat=size)]
     listed = joined((automaton.build(pattern, [*words, b"", b""], len(words) + 2, (240,), 241),))
@@ -61,43 +49,6 @@ def test_the_best_of_each_class(
     assert torch.equal(tops.weighted(listed, logits, least, factors), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("vocab", [300, 2048, 2049, 5000], ids="V{}".format)
-def test_numba_and_torch_agree(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of any length, logits from a wide range, and NaN and infinity, of which only the row itself suffers."""
-    monkeypatch.setattr(compiled, "MANY", 0)
-    words = [bytes([byte]) for byte in range(256)]
-    words += [b"x%d" % number for number in range(vocab - 258)]
-    listed = joined((automaton.build("[a-z0-9]{3,9}|#[0-9]", [*words, b"", b""], vocab, (vocab - 2,), vocab - 1),))
-    logits = 40 * torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab))
-    logits[3] = logits[3].sort().values  # each block raises the best one
-    expected, weight = tops.Tops.of(listed, logits), tops.masses(listed, logits)[1]
-    monkeypatch.setattr(compiled, "MANY", vocab + 1)
-    found = tops.Tops.of(listed, logits)
-    assert torch.equal(found.classes, expected.classes) and torch.equal(found.free, expected.free)
-    assert torch.equal(found.tokens[:, : listed.stays], expected.tokens[:, : listed.stays])
-    of_class = torch.arange(len(listed.sizes))[:, None] == listed.classes  # [C+2, V]
-    exact = torch.stack([logits.double().masked_fill(~one, -torch.inf).logsumexp(1) for one in of_class], 1)
-    for found in (weight, tops.masses(listed, logits)[1]):
-        torch.testing.assert_close(found[:, : listed.stays], exact[:, : listed.stays], rtol=0, atol=1e-6)
-    monkeypatch.setattr(compiled, "MANY", vocab)
-    logits[0, 5], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
-    odd = tops.Tops.of(listed, logits)
-    assert all(torch.equal(one[3:], other[3:]) for one, other in zip(odd, expected, strict=True))
-    assert int(odd.tokens.min()) >= 0 and int(odd.tokens.max()) < vocab and int(odd.free.max()) < vocab
-    assert (odd.classes[2] == -torch.inf).all() and torch.equal(tops.masses(listed, logits)[1][3:], weight[3:])
-
-
-@pytest.mark.parametrize("numba", [True, False], ids=["numba", "torch"])
-def test_logits_of_other_tokens(numba: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba would read what lies behind them."""
-    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, (256,), 257),))
-    monkeypatch.setattr(compiled, "MANY", 0 if numba else 999)
-    for width in (250, 300):
-        with refused(f"vocabulary-differs: {width}, 258"):
-            tops.Tops.of(listed, torch.zeros(2, width))
-
-
 def test_sums_of_many_equal_numbers() -> None:
     """In float32 alone they are 2e-5 off."""
     vocab = 2**18
@@ -109,54 +60,6 @@ def test_sums_of_many_equal_numbers() -> None:
     found = tops.masses(listed, logits)[1][0, 0]
     expected = logits[0, classes == 0].double().logsumexp(0)
     assert abs(float(found - expected)) < 1e-6
-
-
-@pytest.mark.slow
-def test_what_numba_keeps_goes_with_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MANY", 0)
-    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, (256,), 257),))
-    tops.Tops.of(listed, torch.zeros(2, 258))
-    assert listed.made
-    gone = ref(listed)
-    joined.cache_clear()
-    del listed
-    gc.collect()
-    assert gone() is None
-
-
-@pytest.mark.slow
-def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warning, also where numba itself refuses to be imported, and torch does the same."""
-    listed = joined((automaton.build("[a-j]{2}", [*(b"%c" % one for one in range(256)), b"", b""], 258, (256,), 257),))
-    logits = torch.randn(3, 258, generator=torch.Generator().manual_seed(7))
-    monkeypatch.setattr(compiled, "MANY", 0)
-    expected = tops.Tops.of(listed, logits)
-    monkeypatch.setitem(sys.modules, "numba", None)
-    compiled._numba.cache_clear()
-    try:
-        with pytest.warns(FallbackWarning, match=r"without numba \(.*\): pip install .*\[constraints\]") as told:
-            found = [tops.Tops.of(listed, logits) for _ in range(2)][1]
-    finally:
-        compiled._numba.cache_clear()
-    assert len(told) == 1 and torch.equal(found.tokens[:, :-2], expected.tokens[:, :-2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("posterior", [False, True], ids=["model", "posterior"])
-@pytest.mark.parametrize("draws", [False, True], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_step_by_numba(pattern: str, draws: bool, posterior: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same tokens and confidence as by torch, also where `top_k` forbids what fits."""
-    canvas = laid_out([[True] * LENGTH] * 200, [[0] * LENGTH] * 200)
-    head_rows = HeadRows.every(Query.window(canvas))
-    logits = torch.randn(200 * LENGTH, VOCAB, generator=torch.Generator().manual_seed(6))
-    rule = ruled(pattern, draws, posterior)
-    rule = rule._replace(guides=(TopK(3), *rule.guides))
-    expected = read(logits.clone(), logits[:, :1], canvas, head_rows, rule)
-    monkeypatch.setattr(compiled, "MANY", 0)
-    found = read(logits.clone(), logits[:, :1], canvas, head_rows, rule)
-    assert torch.equal(found.token, expected.token)
-    torch.testing.assert_close(found.confidence, expected.confidence, rtol=1e-5, atol=1e-6)
 
 
 def test_draws_where_no_token_is_left_that_fits() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor
 from dllm_sampler.core.packing import HeadRows, stretch
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.engine.readout import read
-from dllm_sampler.guides.forms import compiled, window
-from dllm_sampler.guides.forms.choice import Lattice
-from dllm_sampler.guides.forms.edges import joined
+from dllm_sampler.guides.forms import window
 from tests import toys
 from tests.forms import LENGTH, MASK, VOCAB, laid_out, ruled, strings
 from tests.sampling import crossed
@@ -76,49 +73,14 @@ def told(canvas: Canvas, query: Query) -> int:
     return max(1, int((over - begin).max()))
 
 
-@pytest.mark.parametrize("numba", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("draws", "given"), crossed([False, True], [False, True]))
-def test_a_window_changes_no_bit(
-    draws: bool, given: bool, numba: bool, widths: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(compiled, "MANY", 0 if numba else VOCAB + 1)
-    joined.cache_clear()  # edges keep what follows a window, up to the last bit of torch's or of numba's
+def test_a_window_changes_no_bit(draws: bool, given: bool, widths: list[int]) -> None:
     rule = ruled(LISTED, draws, posterior=True)._replace(needs=frozenset({"logits"}))
     for canvas, query, logits in situations(given):
         found = answered(rule, logits, canvas, query, told(canvas, query))
         for one, other in zip(answered(rule, logits, canvas, query), found, strict=True):
             assert torch.equal(one, other)
     assert set(widths) == {1, 2, 3, LENGTH}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("draws", "given"), list(product([False, True], repeat=2)))
-def test_numba_and_torch_go_the_same_way(draws: bool, given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also among ways that are equally good."""
-    rule = ruled(LISTED, draws, posterior=True)._replace(needs=frozenset({"logits"}))
-    for canvas, query, logits in situations(given):
-        for wide in (None, told(canvas, query)):
-            monkeypatch.setattr(compiled, "MANY", VOCAB + 1)
-            token, weight = answered(rule, logits, canvas, query, wide)
-            monkeypatch.setattr(compiled, "MANY", 0)
-            found = answered(rule, logits, canvas, query, wide)
-            assert torch.equal(found[0], token)
-            torch.testing.assert_close(found[1], weight, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_numba_and_torch_choose_the_better_class_where_rounding_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows is so unlikely that the sums of two classes along an edge are equal."""
-    edges = ruled(LISTED).guides[-1].edges  # pyright: ignore[reportAttributeAccessIssue]
-    for canvas, query, logits in situations(given=False):
-        lattice = Lattice.of(edges, canvas, HeadRows.every(query), MASK, ())
-        score = -1e-9 * logits.abs()[:, torch.arange(len(edges.sizes)) % VOCAB]
-        values = lattice.values(score, lattice.sizes.clamp(max=0))
-        found = []
-        for many in (0, VOCAB + 1):
-            monkeypatch.setattr(compiled, "MANY", many)
-            found.append(lattice.kinds(values, lattice.ahead(values, False) - 1e9))
-        assert torch.equal(*found)
 
 
 def test_a_generation_goes_through_one_block_at_a_time(widths: list[int]) -> None:

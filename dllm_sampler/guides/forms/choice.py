@@ -23,7 +23,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.given import inner_sizes
 from dllm_sampler.guides.forms.tops import Tops, best, floor, masses, total, weighted
-from dllm_sampler.guides.forms.window import ROOM, Window, position_passes
+from dllm_sampler.guides.forms.window import ROOM, Window
 
 LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
 TIE = 1e-9  # by which a class is worse than another one with the same best logit
@@ -145,8 +145,6 @@ class Lattice:
     def ahead(self, values: Tensor, several: bool) -> Tensor:
         """`[N, L+1, S]` the best, or the sum, of what may follow each state at each position and behind the last."""
         goal = self.window.left(self.edges, self.form, several)
-        if (passes := position_passes(self.edges)) is not None:
-            return passes.ahead(self.edges, self.form, values, goal, several, values.shape[1])
         (source, target, _, _), found = self.lists, [goal]
         reduce, least = total if several else best, floor(found[0], found[0].shape[1], several)
         for begin, end in reversed(self.parts(values.shape[1])):
@@ -157,12 +155,10 @@ class Lattice:
     def around(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """`[N, L, S]` the sum of what may lead to each state before each position, and of what may follow it behind.
 
-        With torch both passes run side by side, which takes hardly longer than one: the sizes are small.
+        Both passes run side by side, which takes hardly longer than one: the sizes are small.
         """
         goal = self.window.left(self.edges, self.form, True)
         start = torch.where(self.state[:, None] == select.arange(goal.shape[1], goal.device), 0.0, -torch.inf).double()
-        if (passes := position_passes(self.edges)) is not None:
-            return passes.around(self.edges, self.form, values, start, goal)
         source, target, _, _ = self.lists
         found, back = [torch.cat([start, goal])], values.flip(1)
         least = floor(found[0], goal.shape[1], True)
@@ -197,11 +193,8 @@ class Lattice:
             goals: `[N, L+1, S]` see `ahead`.
             noise: `[N, L, S]` in a draw: of what follows a mask that is not asked about.
         """
-        if (passes := position_passes(self.edges)) is None:
-            taken = self._walk(values, goals, noise)
-            return self._kinds(self.at(values), self.at(taken[..., None])[..., 0])
-        found = passes.walk(self.edges, self.form, values, goals, self.state, self.unasked, self.sizes, noise)
-        return self.at(found[..., None])[..., 0]
+        taken = self._walk(values, goals, noise)
+        return self._kinds(self.at(values), self.at(taken[..., None])[..., 0])
 
     def _walk(self, values: Tensor, goals: Tensor, noise: Tensor | None) -> Tensor:
         """`[N, L]` the edge at each position; see `kinds`."""

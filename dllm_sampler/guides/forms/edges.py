@@ -7,10 +7,9 @@ that fit somewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +45,6 @@ class Edges:
     outside: Tensor  # [V] float32: 0 for tokens of that class, -inf for the others
     first: int  # the first token of that class
     tails: dict[tuple[bool, int], Tensor] = field(default_factory=dict, init=False)  # see `window.py`
-    made: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False)  # see `compiled.kept`
 
     @property
     def stays(self) -> int:

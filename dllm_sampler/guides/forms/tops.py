@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor
 
 from dllm_sampler.core.select import arange
 from dllm_sampler.core.statistics import argmax
-from dllm_sampler.errors import UserError
-from dllm_sampler.guides.forms import compiled
 from dllm_sampler.guides.forms.edges import Edges
 
 
@@ -55,8 +52,6 @@ class Tops(NamedTuple):
         Most of the classes are small, and their tokens are gathered in tiles. One that more than half of the tokens
         have, such as all that may stand in a string, is looked at in place: that takes less than gathering.
         """
-        if (passes := _passes(edges, logits)) is not None:
-            return Tops(*passes.tops(edges, logits))
         gathered = _tiles(edges, logits)
         tiles, inside = gathered.amax(2), gathered.argmax(2)  # [R, G]
         classes = best(tiles, edges.tile_kind, floor(tiles, len(edges.sizes), False))
@@ -76,8 +71,6 @@ class Tops(NamedTuple):
 
 def masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
     """`[R, C+2]` the best logit of each class, and float64 logarithm of its sum of exp(logits), of logits `[R, V]`."""
-    if (passes := _passes(edges, logits)) is not None:
-        return passes.masses(edges, logits)
     size = len(edges.sizes)
     tiles, sums = _sums(_tiles(edges, logits).add_(edges.padding))  # [R, G]
     classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
@@ -89,8 +82,6 @@ def masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def weighted(edges: Edges, logits: Tensor, least: Tensor, factors: Tensor) -> Tensor:
     """`[R, V]` logits `[R, V]`, none less than `least [R, 1]`, plus the factor `[R, C+2]` of each token's class."""
-    if (passes := _passes(edges, logits)) is not None:
-        return passes.weighted(edges, logits, least, factors)
     return factors.index_select(1, edges.classes).add_(torch.maximum(logits, least))
 
 
@@ -100,23 +91,6 @@ def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     finite = top.clamp(min=torch.finfo(top.dtype).min)  # where all are -inf, their difference to it still is
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return top, logits.sub_(finite[..., None]).exp_().sum(-1).double().log_().add_(top)
-
-
-def _passes(edges: Edges, logits: Tensor) -> ModuleType | None:
-    """numba's passes, where they take the logits `[R, V]`: they compute in float32, on a CPU.
-
-    Raises:
-        UserError: the model has other tokens than the form was built for. numba's passes check no bounds.
-    """
-    if logits.shape[1] != len(edges.classes):
-        raise UserError(
-            "vocabulary-differs", f"the logits have {logits.shape[1]} tokens, the spec has {len(edges.classes)}"
-        )
-    if logits.dtype == torch.float64 or not compiled.applies(edges):
-        return None
-    from dllm_sampler.guides.forms.compiled import logits as passes
-
-    return passes
 
 
 def _tiles(edges: Edges, logits: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Letters as in `choice.py`: N strings, L positions of an answer, S states, C clas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch import Tensor
 from dllm_sampler.core import select
 from dllm_sampler.core.packing import HeadRows, stretch
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.guides.forms import compiled
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.tops import best, floor, total
 
@@ -107,21 +105,9 @@ def _tails(edges: Edges, several: bool, length: int) -> Tensor:
 
 def _followed(edges: Edges, weight: Tensor, several: bool, most: int) -> Tensor:
     """`[P, most + 1, S]` the best, or the sum, of what may follow each state, of classes that weigh `[P, C+2]`."""
-    if (passes := position_passes(edges)) is not None:
-        forms = select.arange(len(weight), weight.device)
-        return passes.ahead(edges, forms, weight[:, None], _ends(edges), several, most).flip(1)
     reduce, each, found = total if several else best, weight.gather(1, edges.kind), [_ends(edges)]
     along = reduce(each, edges.edge, floor(each, edges.source.shape[1], several))
     least = floor(found[0], found[0].shape[1], several)
     for _ in range(most):
         found.append(reduce(along + found[-1].gather(1, edges.target), edges.source, least))
     return torch.stack(found, 1)
-
-
-def position_passes(edges: Edges) -> ModuleType | None:
-    """numba's passes over positions, where they take the place of torch's operations; None: they do not."""
-    if not compiled.applies(edges):
-        return None
-    from dllm_sampler.guides.forms.compiled import lattice
-
-    return lattice
