@@ -1,0 +1,1 @@
+"""Published evaluation protocols: their prompts, grading and figures."""

@@ -1,0 +1,49 @@
+"""`python -m dllm_sampler.eval.protocols`: check protocols against recordings of the authors' harnesses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dllm_sampler.cli.terminal import Parser, ending
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.protocols import packages, programs
+from dllm_sampler.eval.protocols.replay import replay
+
+NAME = "python -m dllm_sampler.eval.protocols"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = Parser(prog=NAME, description="Check published protocols and figures (docs/protocols.md).")
+    add = parser.add_argument
+    add("--install", action="store_true", help="install the packages that grading needs, in a folder of their own")
+    add("--replay", metavar="DIR", help="compare DIR/prompts/*.jsonl and DIR/grading/*.jsonl; runs recorded programs")
+
+    def run() -> int:
+        given = parser.parse_args(arguments)
+        if not (given.install or given.replay):
+            raise UserError("option-missing", f"{NAME} needs --install or --replay DIR. See --help.")
+        if given.install or given.replay:
+            print(f"packages: {packages.install()}", file=sys.stderr)
+        return show(Path(given.replay)) if given.replay else 0
+
+    return ending(NAME, run)
+
+
+def show(folder: Path) -> int:
+    """Print the lines that differ and the counts; return 1 if any line differs."""
+    where = "without a network" if programs.is_isolated() else "with a network (`unshare -rn` does not work here)"
+    print(f"Recorded programs run in child processes {where}.", file=sys.stderr)
+    passed = failed = 0
+    for outcome in replay(folder):
+        passed, failed = passed + (not outcome.wrong), failed + bool(outcome.wrong)
+        if outcome.wrong:
+            print(f"{outcome.name}: {', '.join(outcome.wrong)} differ")
+    print(f"{passed} passed, {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Prompts as the harnesses of published protocols build them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any
+
+import yaml
+from jinja2 import StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+
+from dllm_sampler.eval.protocols import packages
+from dllm_sampler.eval.protocols.spec import Cell
+
+SEED = 1234  # of lm-evaluation-harness, for examples
+Message = dict[str, str]
+Document = Mapping[str, Any]
+_ROLES = {"HUMAN": "user", "BOT": "assistant"}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question as a harness asks it.
+
+    text: without a chat template; messages: with one, None if the protocol uses none
+    """
+
+    text: str
+    messages: list[Message] | None
+
+    @property
+    def continues(self) -> bool:
+        """True if the last message is the beginning of the answer."""
+        return self.messages is not None and self.messages[-1]["role"] == "assistant"
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader that reads `!function utils.name` as the text `utils.name`."""
+
+
+_Loader.add_constructor("!function", lambda loader, node: str(node.value))
+_JINJA = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+_MINERVA = "Problem:\n{{problem}}\n\nSolution:"  # a function in lm-eval
+
+
+@cache
+def lm_eval_task(path: str) -> Mapping[str, Any]:
+    """Return the configuration of a task of lm-evaluation-harness."""
+    file = packages.lm_eval_tasks() / path
+    task = yaml.load(file.read_text(encoding="utf-8"), _Loader)
+    included = (
+        lm_eval_task(str(file.parent.relative_to(packages.lm_eval_tasks()) / task["include"]))
+        if "include" in task
+        else {}
+    )
+    return {**included, **task}
+
+
+@cache
+def lm_eval_examples(path: str) -> list[Document]:
+    """Return the fixed examples of a task of lm-evaluation-harness, as version 0.4.8 has them."""
+    given = lm_eval_task(path)["fewshot_config"]["samples"]
+    if isinstance(given, list):
+        return given
+    file = (packages.lm_eval_tasks() / path).with_name("utils.py")
+    found = packages.read_literal(file, given.rpartition(".")[2])
+    return [{**one, **_as_0_4_8(one)} for one in found]
+
+
+def _as_0_4_8(example: Document) -> Document:
+    """Return the texts of a MATH example with two slips that later versions corrected."""
+    texts = {key: example[key].replace("\\\\\n", "\\\n") for key in ("problem", "solution") if key in example}
+    if texts.get("problem", "").endswith("{5-x}}$."):
+        texts["problem"] += "}"
+    return texts
+
+
+def render(template: str, document: Document) -> str:
+    """Return a Jinja template filled with the fields of a document."""
+    return _JINJA.from_string(template).render(**document)
+
+
+def question(cell: Cell, document: Document) -> str:
+    """Return a question without examples, as lm-evaluation-harness asks it."""
+    assert cell.lm_eval is not None
+    own = lm_eval_task(cell.lm_eval)["doc_to_text"]
+    return render(cell.prompt or (_MINERVA if cell.kind == "minerva_math" else own), document)
+
+
+def target(cell: Cell, document: Document) -> str:
+    """Return the answer of an example, or the tests of a question, as lm-evaluation-harness states it."""
+    assert cell.lm_eval is not None
+    own = str(lm_eval_task(cell.lm_eval)["doc_to_target"])
+    return str(document["solution"]) if cell.kind == "minerva_math" else render(own, document)
+
+
+def stop_strings(cell: Cell) -> list[str]:
+    """Return the texts that end an answer."""
+    if cell.until is not None or cell.lm_eval is None:
+        return list(cell.until or ())
+    return list(lm_eval_task(cell.lm_eval)["generation_kwargs"]["until"])
+
+
+def draws_examples(cell: Cell) -> bool:
+    """Return True if examples are drawn from the training split, others for each question."""
+    return (
+        cell.lm_eval is not None
+        and cell.shots > 0
+        and "samples" not in lm_eval_task(cell.lm_eval).get("fewshot_config", {})
+    )
+
+
+def build(cell: Cell, documents: Sequence[Document], train: Sequence[Document]) -> Iterator[Prompt]:
+    """Yield the prompt of each document.
+
+    Drawn examples are those of a single process that asks all documents in their order, however many processes run.
+
+    Args:
+        cell: the protocol.
+        documents: the questions, from the first one.
+        train: the training split. It may be empty if no examples are drawn.
+    """
+    if cell.opencompass is not None:
+        rounds = packages.read_template(
+            packages.located("opencompass") / "opencompass/configs/datasets" / cell.opencompass
+        )
+        if cell.prompt is not None:
+            rounds[-1] = {**rounds[-1], "prompt": cell.prompt}
+        yield from (_of_rounds(cell, rounds, document) for document in documents)
+        return
+    generator, draws = Random(SEED), draws_examples(cell)
+    fixed = [] if draws or not cell.shots else lm_eval_examples(str(cell.lm_eval))[: cell.shots]
+    for document in documents:
+        if draws and cell.chat == "lm-eval-turn":
+            generator.sample(train, cell.shots)  # for a single chat turn it draws twice
+        examples = generator.sample(train, cell.shots) if draws else fixed
+        yield _of_lm_eval(cell, examples, document)
+
+
+def _of_lm_eval(cell: Cell, examples: Sequence[Document], document: Document) -> Prompt:
+    between = lm_eval_task(str(cell.lm_eval)).get("target_delimiter", " ")
+    asked = question(cell, document)
+    pairs = [(question(cell, one), target(cell, one)) for one in examples]
+    text = "".join(f"{ask}{between}{answer}\n\n" for ask, answer in pairs) + asked
+    begun = [] if cell.prefix is None else [{"role": "assistant", "content": render(cell.prefix, document)}]
+    if cell.chat == "none":
+        return Prompt(text, None)
+    if cell.chat == "lm-eval-turns":
+        turns = [
+            {"role": role, "content": one}
+            for pair in pairs
+            for role, one in zip(("user", "assistant"), pair, strict=True)
+        ]
+        return Prompt(text, [*turns, {"role": "user", "content": asked}, *begun])
+    shown = text if cell.wrap is None else cell.wrap.replace("{request}", text)
+    return Prompt(text, [{"role": "user", "content": shown}, *begun])
+
+
+def _of_rounds(cell: Cell, rounds: Sequence[Mapping[str, str]], document: Document) -> Prompt:
+    values = {key: "\n".join(value) if isinstance(value, list) else str(value) for key, value in document.items()}
+    messages = []
+    for one in rounds:
+        content = one["prompt"]
+        for key, value in values.items():
+            content = content.replace(f"{{{key}}}", value)
+        messages.append({"role": _ROLES[one["role"]], "content": content})
+    if cell.chat == "none":
+        return Prompt("\n".join(one["content"] for one in messages), None)
+    while messages[-1]["role"] == "assistant":  # the beginning of an answer, which chat models do not get
+        messages.pop()
+    return Prompt("", messages)
+
+
+def cut_answer(cell: Cell, text: str, end: str, drop: Callable[[str], str]) -> str:
+    """Return the text that a protocol grades.
+
+    Args:
+        cell: the protocol.
+        text: all generated tokens as text, special tokens included.
+        end: the end-of-text token.
+        drop: returns a text without its special tokens.
+    """
+    stops = [] if cell.escape else stop_strings(cell)
+    if cell.answer == "cut-without-special-tokens":
+        return _before(drop(text), stops)
+    if cell.answer == "cut-at-end-token":
+        return _before(text.split(end)[0], stops)
+    return drop(_before(text, stops))
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    for stop in stops:
+        text = text.split(stop)[0] if stop else text
+    return text

@@ -1,0 +1,146 @@
+"""Recorded prompts and grades of the authors' own harnesses, compared with ours line by line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from dllm_sampler.errors import UserError
+from dllm_sampler.eval.protocols import grading, prompts, spec
+from dllm_sampler.eval.protocols.prompts import Document, Message, Prompt
+from dllm_sampler.eval.protocols.spec import Cell
+
+TRAIN = "gsm8k_train.json"
+END = "<|endoftext|>"
+_SPECIAL = re.compile(r"<\|[a-z_]+\|>")
+_BEGIN = {"dream": "<|beginoftext|>", "llada": "<|startoftext|>"}
+_LLADA = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The comparison of one recorded line.
+
+    name: the file and the number of the line; wrong: the fields that differ, empty if the line passes
+    """
+
+    name: str
+    wrong: Sequence[str]
+
+
+def replay(folder: Path) -> Iterator[Outcome]:
+    """Yield the outcome of every line of `prompts/*.jsonl` and `grading/*.jsonl`.
+
+    Raises:
+        UserError: the folder has no such files, or one of them cannot be read.
+    """
+    asked = _lines(folder / "prompts")
+    graded = _lines(folder / "grading")
+    if not asked and not graded:
+        raise UserError("file-missing", f"{folder} has no prompts/*.jsonl and no grading/*.jsonl. Name another folder.")
+    train = folder / "prompts" / TRAIN
+    examples = json.loads(train.read_text(encoding="utf-8")) if train.exists() else []
+    yield from _replay_prompts(asked, examples)
+    documents = {(line["task"], line["doc_id"]): line["doc"] for _, line in asked}
+    documents |= {(line["protocol"], line["task"], line["doc_id"]): line["doc"] for _, line in asked}
+    for name, line in graded:
+        key = line["protocol"], line["task"], line["doc_id"]
+        document = line.get("doc") or documents.get(key) or documents.get(key[1:])
+        if document is None:
+            yield Outcome(name, [f"no document {key[2]} of {key[1]} in prompts/"])
+        else:
+            yield Outcome(name, _compare_grade(_cell(line), document, line))
+
+
+def _lines(folder: Path) -> list[tuple[str, Line]]:
+    found = []
+    for file in sorted(folder.glob("*.jsonl")):
+        for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                found.append((f"{folder.name}/{file.name}:{number}", json.loads(text)))
+            except ValueError as error:
+                raise UserError(
+                    "file-invalid", f"{file}, line {number}: this is not JSON ({error}). Correct it."
+                ) from None
+    return found
+
+
+def _cell(line: Line) -> Cell:
+    """Return the cell of a line: its protocol, variant and kind of task, and the harness's task where that decides.
+
+    Raises:
+        UserError: no protocol has it.
+    """
+    variant, task = f"{line['protocol']}/{line['variant']}", str(line.get("lm_eval_task")).replace("_", "-")
+    for name in spec.names():
+        every = spec.load(name).cells.values()
+        cells = [cell for cell in every if (cell.variant, cell.kind) == (variant, line["task"])]
+        named = [cell for cell in cells if Path(cell.lm_eval or "").stem.replace("_", "-") == task]
+        if cells:
+            return (named or cells)[0]
+    raise UserError("file-invalid", f"No protocol has {variant} with task {line['task']}. Remove these lines.")
+
+
+def _replay_prompts(asked: Sequence[tuple[str, Line]], train: Sequence[Document]) -> Iterator[Outcome]:
+    runs: dict[tuple[str, str], list[tuple[str, Line]]] = defaultdict(list)
+    for name, line in asked:
+        cell = _cell(line)
+        runs[cell.variant, cell.task].append((name, line))
+    for lines in runs.values():
+        documents: dict[int, Document] = {line["doc_id"]: line["doc"] for _, line in lines}
+        known = next(iter(documents.values()))  # stands in for documents that are not recorded: their draws count
+        cell = _cell(lines[0][1])
+        built = list(prompts.build(cell, [documents.get(one, known) for one in range(max(documents) + 1)], train))
+        for name, line in lines:
+            yield Outcome(name, _compare_prompt(cell, built[line["doc_id"]], line))
+
+
+def _compare_prompt(cell: Cell, prompt: Prompt, line: Line) -> list[str]:
+    family = "dream" if "dream" in cell.variant else "llada"
+    written = prompt.text if prompt.messages is None else _chat(family, prompt.messages, prompt.continues)
+    given = ("" if not cell.bos else _BEGIN[family]) + written
+    ours = {"messages": prompt.messages, "until": prompts.stop_strings(cell), "model_input": given}
+    ours["request"] = written if cell.chat.startswith("lm-eval") else prompt.text
+    return [name for name in ours if not _same(name, ours[name], line)]
+
+
+def _same(name: str, ours: Any, line: Line) -> bool:
+    if line.get(f"{name}_sha256") is not None:
+        plain = ours if isinstance(ours, str) else json.dumps(ours, sort_keys=True, ensure_ascii=False)
+        return sha256(plain.encode()).hexdigest() == line[f"{name}_sha256"] and line.get(name, ours) in (ours, None)
+    return name not in line or line[name] == ours
+
+
+def _chat(family: str, messages: Sequence[Message], continues: bool) -> str:
+    """Return messages by the chat template that the recordings were made with."""
+    if family == "llada":
+        turns = [_LLADA.format(role=one["role"], content=one["content"].strip()) for one in messages]
+        return "".join([_BEGIN[family], *turns, "<|start_header_id|>assistant<|end_header_id|>\n\n"])
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    turns = [f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in [system, *messages]]
+    whole = "".join(turns)
+    return whole.removesuffix("<|im_end|>\n") if continues else f"{whole}<|im_start|>assistant\n"
+
+
+def _compare_grade(cell: Cell, document: Document, line: Line) -> list[str]:
+    text = prompts.cut_answer(cell, line["raw_output"], END, lambda given: _SPECIAL.sub("", given))
+    wrong = [] if text == line.get("after_wrapper", text) else ["after_wrapper"]
+    ours = grading.grade(cell, document, line.get("after_wrapper", text))
+    expected = {**line["metrics"]}
+    if "post_pass@1" in line:
+        expected[grading.SCRIPT] = line["post_pass@1"]
+    if "extracted" in line and line["extracted"] != ours.extracted:
+        wrong.append("extracted")
+    if "post_code" in line and line["post_code"] != ours.script:
+        wrong.append("post_code")
+    wrong += [name for name, value in expected.items() if float(value) != ours.metrics.get(name)]
+    if cell.published not in ours.metrics:
+        wrong.append(f"published ({cell.published})")
+    return wrong

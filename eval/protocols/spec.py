@@ -1,0 +1,165 @@
+"""Protocols as their YAML files state them: one cell for each variant and task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any
+
+from dllm_sampler import config
+from dllm_sampler.errors import UserError, unknown
+
+GROUP = "suite/protocol"
+# The values that fields of a protocol may have, each explained in docs/protocols.md.
+VALUES: Mapping[str, tuple[str | None, ...]] = {
+    "kind": ("gsm8k", "minerva_math", "humaneval", "mbpp"),
+    "chat": ("none", "wrapper-turn", "lm-eval-turn", "lm-eval-turns", "opencompass-turns"),
+    "answer": ("cut-with-special-tokens", "cut-without-special-tokens", "cut-at-end-token"),
+    "extract": (
+        "lm-eval", "minerva", "raw", "after-prompt", "after-prompt-sanitized", "opencompass-last-number",
+        "opencompass-answer-is", "opencompass-boxed", "opencompass-math-verify", "opencompass-fence",
+        "opencompass-indented", "opencompass-begin",
+    ),
+    "script": (None, "after-prompt-sanitized", "sanitized"),
+    "tokens": ("cut-text-again", "whole-row", "generated", "canvas"),
+    "forwards": ("all", "two-per-block"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """A data set of the hub.
+
+    path: its name; subsets: its configurations, one after the other; first, stop: the rows that count
+    """
+
+    path: str
+    subsets: Sequence[str | None] = (None,)
+    split: str = "test"
+    first: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One task under one protocol.
+
+    Args:
+        variant: the part of the protocol that holds for some models, for example `fast-dllm-llada/instruct`.
+        task: the name in the YAML.
+        kind: gsm8k, minerva_math, humaneval or mbpp.
+        data: where its questions are.
+        lm_eval: the file of the task in lm-evaluation-harness, under `lm_eval/tasks`.
+        opencompass: the file of the task in OpenCompass, under `opencompass/configs/datasets`.
+        shots: examples before the question.
+        prompt: the question as Jinja, in place of the task's own.
+        prefix: the beginning of the answer as Jinja.
+        wrap: the request inside other text: `{request}` stands for it.
+        chat: see `VALUES`.
+        bos: True if the tokenizer's first-token mark is put before the text.
+        keep: the prompt's last tokens that are kept. None keeps all.
+        until: stop strings in place of the task's own.
+        escape: True if the stop strings are stated and not applied.
+        answer: how text is made of the generated tokens, and where stop strings are looked for.
+        extract: how an answer or a program is taken from the text.
+        script: how a second script of the authors takes it. None if the authors have no such script.
+        published: the metric of the published figure.
+        shows: `stated` or `inferred`: if a source says which metric was published.
+        tokens: what counts as a token.
+        skip: the questions at the beginning that tokens, forwards and seconds leave out.
+        forwards: what counts as a forward.
+        length: new tokens.
+        settings: words for the sampler that hold for every method.
+    """
+
+    variant: str
+    task: str
+    kind: str
+    data: Data
+    published: str
+    shows: str = "inferred"
+    lm_eval: str | None = None
+    opencompass: str | None = None
+    shots: int = 0
+    prompt: str | None = None
+    prefix: str | None = None
+    wrap: str | None = None
+    chat: str = "none"
+    bos: bool = False
+    keep: int | None = None
+    until: Sequence[str] | None = None
+    escape: bool = False
+    answer: str
+    extract: str
+    script: str | None = None
+    tokens: str
+    skip: int = 0
+    forwards: str = "all"
+    length: int
+    settings: Sequence[str] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A protocol: its cells, the models that each variant is for, and its methods as words of a command line."""
+
+    name: str
+    about: str
+    evidence: str
+    cells: Mapping[tuple[str, str], Cell]  # by variant and task
+    models: Mapping[str, Sequence[str]]
+    methods: Mapping[str, Mapping[str, Sequence[str]]]  # by variant and name
+
+    def variant(self, model: str | None, given: str | None = None) -> str:
+        """Return the variant for a model of `conf/model`, or the first one if no variant names the model.
+
+        Raises:
+            UserError: `given` does not name a variant.
+        """
+        if given is not None:
+            if given not in self.models:
+                raise unknown("task.variant", given, self.models)
+            return given
+        return next((name for name, models in self.models.items() if model in models), next(iter(self.models)))
+
+    def tasks(self, variant: str) -> list[str]:
+        """Return the names of a variant's tasks."""
+        return [task for owner, task in self.cells if owner == variant]
+
+
+def names() -> list[str]:
+    """Return the names of all protocols that are more than a list of settings."""
+    return [name for name in config.names(GROUP) if "variants" in config.entry(GROUP, name).settings]
+
+
+@cache
+def load(name: str) -> Protocol:
+    """Return a protocol.
+
+    Raises:
+        UserError: there is none of this name, or its file has a field or a value that is unknown.
+    """
+    entry = config.entry(GROUP, name)
+    whole = dict(entry.settings)
+    base, variants = whole.pop("tasks"), whole.pop("variants")
+    shared, evidence = whole.pop("methods", {}), str(whole.pop("evidence"))
+    cells, models, methods = {}, {}, {}
+    for variant, given in variants.items():
+        rest = dict(given)
+        models[variant], own = rest.pop("models", []), rest.pop("tasks", {})
+        methods[variant] = rest.pop("methods", shared)
+        for task in own if rest.pop("only", False) else dict.fromkeys([*base, *own]):
+            said = {**whole, **base.get(task, {}), **rest, **(own.get(task) or {})}
+            cells[variant, task] = _cell(name, variant, task, said)
+    return Protocol(name, entry.about, evidence, cells, models, methods)
+
+
+def _cell(name: str, variant: str, task: str, said: Mapping[str, Any]) -> Cell:
+    values = {"kind": task, **said}
+    known = {one.name for one in fields(Cell)}
+    wrong = next((key for key in values if key not in known), None)
+    wrong = wrong or next((key for key, some in VALUES.items() if values.get(key, some[0]) not in some), None)
+    if wrong is not None:
+        raise UserError("config-invalid", f"{name}, {variant}, {task}: `{wrong}` is not known. See docs/protocols.md.")
+    return Cell(**{**values, "variant": variant, "task": task, "data": Data(**values["data"])})
