@@ -202,20 +202,26 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
-def table(rows: Sequence[Row], timed: bool) -> str:
-    """The rows in Markdown, with time or without."""
+def heading(timed: bool) -> list[str]:
+    """Return the first two lines of a table in Markdown, with time or without."""
     head = ["scheduler", "cache", "loop", "batch", "forwards"]
     head += ["positions", "positions / needed", "head rows", "head rows / needed"]
     head += [*(["seconds", "time"] if timed else []), "differ"]
-    lines = [head, ["---"] * len(head)]
-    for row in rows:
-        line = [row.scheduler, row.cache, row.loop, str(row.batch), str(row.forwards)]
-        line += [str(row.positions), ratio(row.positions, row.needed)]
-        line += [str(row.head), ratio(row.head, row.head_needed)]
-        if timed:
-            line += [f"{statistics.median(row.seconds):.2f}", spread(row.ratios)]
-        lines.append([*line, str(row.differ)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return [_line(head), _line(["---"] * len(head))]
+
+
+def line(row: Row, timed: bool) -> str:
+    """Return a row as a line of the table."""
+    found = [row.scheduler, row.cache, row.loop, str(row.batch), str(row.forwards)]
+    found += [str(row.positions), ratio(row.positions, row.needed)]
+    found += [str(row.head), ratio(row.head, row.head_needed)]
+    if timed:
+        found += [f"{statistics.median(row.seconds):.2f}", spread(row.ratios)]
+    return _line([*found, str(row.differ)])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -275,33 +281,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             "option-range", f"--longest {options.longest}: with --tokens {options.tokens} the model has room for {room}"
         )
-    work: list[tuple[Case, Prompts, list[int], int]] = []
-    if "batches" in options.tables:
-        for name, cache in product(options.schedulers, options.caches):
-            work.append((case(name, cache, denoiser, options), given, options.batches, options.repeats))
     both = [1, min(8, options.prompts)]
-    if "branches" in options.tables:
-        for name, cache in product(BRANCHED, ("none", "dual")):
-            work.append((case(name, cache, denoiser, options), given[:FEW], both, 1))
+    work = {
+        "batches": [
+            (case(name, cache, denoiser, options), given, options.batches, options.repeats)
+            for name, cache in product(options.schedulers, options.caches)
+            if "batches" in options.tables
+        ],
+        "branches": [
+            (case(name, cache, denoiser, options), given[:FEW], both, 1)
+            for name, cache in product(BRANCHED, ("none", "dual"))
+        ],
+    }
     about = circumstances(**{name: str(value) for name, value in vars(options).items() if name != "threads"})
+    show(Console(width=120), about)
     found: dict[str, list[Row]] = {name: [] for name in TABLES}
-    with Progress(console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("batching", total=sum(repeats for *_, repeats in work))
+    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False) as shown:
+        task = shown.add_task("batching", total=sum(repeats for name in options.tables for *_, repeats in work[name]))
 
         def turns(repeats: int) -> Iterator[int]:
             for repeat in range(repeats):
                 yield repeat
                 shown.advance(task)
 
-        for one, some, batches, repeats in work:
-            shown.update(task, description=f"{one.scheduler}, {one.cache}")
-            rows = one.measured(some, batches, CLOCKS[options.clock], turns(repeats))
-            found["branches" if one.scheduler in BRANCHED else "batches"] += rows
-            save(options.json, about, **{name: [asdict(row) for row in rows] for name, rows in found.items()})
-    console = Console(width=120)
-    show(console, about)
-    for name in options.tables:
-        print(f"\n{table(found[name], timed=name == 'batches')}")
+        for name in options.tables:
+            print("", *heading(name == "batches"), sep="\n", flush=True)
+            for one, some, batches, repeats in work[name]:
+                shown.update(task, description=f"{one.scheduler}, {one.cache}")
+                rows = one.measured(some, batches, CLOCKS[options.clock], turns(repeats))
+                print(*(line(row, name == "batches") for row in rows), sep="\n", flush=True)  # each takes minutes
+                found[name] += rows
+                save(options.json, about, **{name: [asdict(row) for row in rows] for name, rows in found.items()})
     return 0
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,7 +19,7 @@ from dllm_sampler.check.settings import Settings
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import FAULTS, UserError
 from dllm_sampler.result import Commits, Result
 from dllm_sampler.sampler import Sampler
 
@@ -88,12 +89,36 @@ class Case:
 
 
 def refusal(toy: str, **plugins: Any) -> str | None:
-    """Return the reason that plug-ins cannot run together on a toy. Returns None if they can."""
+    """Return the reason that plug-ins cannot run together on a toy. Returns None if they can.
+
+    Raises:
+        UserError: one of them breaks its contract, whatever it is combined with.
+    """
     try:
         toys.sampler(toy, **plugins)
     except UserError as error:
+        if error.code in FAULTS:
+            raise
         return str(error)
     return None
+
+
+@contextmanager
+def known_tokens() -> Iterator[None]:
+    """Raise `Broken` where an edit commits a token that the toys do not have, before a network looks it up."""
+    apply = Canvas.apply
+
+    def checked(self: Canvas, positions: Tensor, edit: Edit) -> Canvas:
+        strange = edit.ids[edit.commit & ((edit.ids < 0) | (edit.ids >= toys.VOCAB))]
+        if len(strange):
+            raise Broken(f"It commits token {int(strange[0])}, and the toy's tokens are 0 to {toys.VOCAB - 1}.")
+        return apply(self, positions, edit)
+
+    Canvas.apply = checked
+    try:
+        yield
+    finally:
+        Canvas.apply = apply
 
 
 def check_row(batch: Result, row: int, alone: Result) -> None:

@@ -102,7 +102,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
             for group in set(composed.choices) & set(app.groups):
                 for name in set(_names(composed.choices[group])) & set(own(group)):
                     entry(group, name)
-        raise UserError("config-invalid", first_line(error)) from error
+        key = getattr(error, "full_key", None)
+        raise UserError("config-invalid", f"{key}: {first_line(error)}" if key else first_line(error)) from error
 
 
 def _compose(app: App, parsed: Sequence[Override]) -> Composed:

@@ -36,6 +36,7 @@ BROKEN = {
     "commit &= False": "It does not end: row 0 has 14 masks after 14 forwards, and `bound` promises at most 14",
     "canvas.ids[:, 0] = 5": "The prompt of row 1 is [7, 1,",
     "commit.no_such_thing": "It raised AttributeError: 'Tensor' object has no attribute 'no_such_thing' (rule_of_mine",
+    "return Edit(readout.token[:, 0] + 1000, commit), carry": "It commits token 10",
     "readout.margin + 1": "reads readout.margin, not measured",
 }
 
@@ -79,10 +80,33 @@ def test_what_is_kept_is_a_line_each(folder: Path, capsys: pytest.CaptureFixture
     assert lines[-1].startswith("refused cache=dkv_greedy: cache=dkv_greedy must know before each forward")
 
 
+@pytest.mark.parametrize(
+    ("yaml", "said"),
+    [
+        ("cuont: 2", "unknown field of scheduler=mine 'cuont', did you mean 'count'?"),
+        ("count: two", "scheduler=mine: count should be a valid integer, not 'two'"),
+        ("_target_: rule_of_mine.Ruel", "scheduler=mine: _target_ rule_of_mine.Ruel cannot be imported"),
+        ("_target_: torch.load", "scheduler=mine: _target_=torch.load does not extend Scheduler"),
+        ("_target_: null", "scheduler=mine: _target_ names no class"),
+        ("count: ${gone}", "scheduler.count: Interpolation key 'gone' not found"),
+        ("count: [", "mine.yaml cannot be read"),
+        ("- a", "mine.yaml cannot be read: it should have names with values"),
+        ("", "scheduler=mine: _target_ names no class"),
+    ],
+)
+def test_a_mistake_in_the_yaml(folder: Path, yaml: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first = "_target_: rule_of_mine.Rule\n" * yaml.startswith("c")
+    (folder / "own" / "scheduler" / "mine.yaml").write_text(f"# Mine.\n{first}{yaml}\n")
+    assert run(folder, "pass") == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1 and said in err
+
+
 @pytest.mark.slow
 def test_no_guide_is_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "pass", "guide=none") == 0
-    assert capsys.readouterr().out.startswith("scheduler=mine guide=none, on")
+    out = capsys.readouterr().out
+    assert out.startswith("scheduler=mine guide=none, on") and "    ok  `traits.ranks_by_confidence` is true" in out
 
 
 @pytest.mark.parametrize(
