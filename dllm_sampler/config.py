@@ -24,7 +24,6 @@ from dllm_sampler.core.naming import named, typed
 from dllm_sampler.errors import UserError, short, unknown
 from dllm_sampler.host.functions import resolve, resolve_callable
 from dllm_sampler.host.paths import expanded
-from dllm_sampler.host.reading import check_interpolations
 
 PACKAGE = "dllm_sampler.conf"  # the packaged YAML files
 GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide")
@@ -96,7 +95,8 @@ def entry(group: str, name: str) -> Entry:
     """
     if name not in names(group):
         raise unknown(group, name, names(group))
-    return resolved_entry(described(name, (_folder(group) / f"{name}.yaml").read_text(encoding="utf-8")))
+    found = described(name, (_folder(group) / f"{name}.yaml").read_text(encoding="utf-8"))
+    return replace(found, settings=resolved(found.settings))
 
 
 def defaults(root: str) -> dict[str, Any]:
@@ -127,26 +127,14 @@ def described(name: str, text: str) -> Entry:
     return Entry(name, about, paper[1] if paper else None, {str(key): value for key, value in settings.items()})
 
 
-def resolved_entry(given: Entry) -> Entry:
-    """Return an entry with its interpolations resolved.
-
-    Raises:
-        ValueError: the interpolations would make too much of them.
-        OmegaConfBaseException: one of them names nothing.
-    """
-    return replace(given, settings=resolved(given.settings))
-
-
 def resolved(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings with their interpolations resolved.
 
     Raises:
-        ValueError: the interpolations would make too much of them.
         OmegaConfBaseException: one of them names nothing.
     """
     if not _interpolates(settings):
         return settings
-    check_interpolations(settings)
     found = OmegaConf.to_container(OmegaConf.create(settings), resolve=True)
     assert isinstance(found, dict)
     return {str(key): value for key, value in found.items()}

@@ -98,10 +98,6 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     try:
         return replace(composed, tree=config.resolved(composed.tree))
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        if type(error) is ValueError:  # too large: name the file
-            for group in set(composed.choices) & set(app.groups):
-                for name in set(_names(composed.choices[group])) & set(own(group)):
-                    entry(group, name)
         key = getattr(error, "full_key", None)
         raise UserError("config-invalid", f"{key}: {first_line(error)}" if key else first_line(error)) from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from yaml import YAMLError
 from dllm_sampler import config
 from dllm_sampler.errors import UserError, first_line, unknown
 from dllm_sampler.host.paths import expanded
-from dllm_sampler.host.reading import yaml_text
 
 FLAG = "--config-dir"
 _LOCAL = Path("conf")
@@ -111,7 +111,7 @@ def read(group: str, name: str) -> config.Entry:
     if file is None:
         raise unknown(group, name, choices(group))
     with _readable(file):
-        return config.described(name, yaml_text(file))
+        return config.described(name, file.read_text(encoding="utf-8"))
 
 
 def entry(group: str, name: str) -> config.Entry:
@@ -124,7 +124,7 @@ def entry(group: str, name: str) -> config.Entry:
     if name in config.names(group):
         return config.entry(group, name)
     with _readable(own(group)[name]):
-        return config.resolved_entry(found)
+        return replace(found, settings=config.resolved(found.settings))
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from dllm_sampler import config
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.guides.forms.automaton import STATES
-from dllm_sampler.host.reading import yaml_text
 from dllm_sampler.integrations import COMMAND
 from dllm_sampler.integrations.block import BlockRule, model
 from dllm_sampler.integrations.forms import OF_BYTES, of_bytes, of_text
@@ -77,7 +76,7 @@ class Settings:
         if path is None:
             return Settings.read({}, where)
         try:
-            found = yaml.safe_load(yaml_text(Path(path)))
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise UserError("file-unreadable", f"{where}: {path} cannot be read: {first_line(error)}") from error
         if not isinstance(found, dict):

@@ -1,7 +1,6 @@
 """`--help` and `--info`: every choice with its fields, and the user's own choices of `./conf`."""
 
 import inspect
-import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -241,43 +240,6 @@ def test_a_yaml_of_ones_own_that_is_none(
     assert main(["copy: Ada", "scheduler=own"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "own.yaml" in said
-
-
-def levels(first: str, following: str, count: int) -> str:
-    """Settings of which each repeats the one before, whose number stands for `@` in `following`."""
-    lines = [f"a0: {first}"] + [
-        f"a{at}: {following.replace('#', str(at)).replace('@', str(at - 1))}" for at in range(1, count)
-    ]
-    return "\n".join(lines) + "\n"
-
-
-BOMBS = {
-    "aliases": (levels("&a0 [1, 1]", "&a# [*a@, *a@]", 40), "more than 10000 values once its aliases"),
-    "merges": (levels("&a0 {x: 1}", "&a# {<<: [*a@, *a@]}", 40), "more than 10000 values once its aliases"),
-    "itself": ("a: &a [*a]\n", "an alias in it contains itself"),
-    "lists": (levels("[1, 1]", "['${..a@}', '${..a@}']", 40), "interpolations make more than 1000000"),
-    "texts": (levels("xx", "${.a@}${.a@}", 40), "interpolations make more than 1000000"),
-    "selected": (levels("xx", "${oc.select:.a@}${oc.select:.a@}", 40), "interpolations make more than 1000000"),
-    "names": ("n: a0\na0: xx\na1: ${${n}}\n", "an interpolation contains another one"),
-    "large": (f"a: [{'1, ' * 100_000}1]\n", "more than 200000 characters"),
-}
-
-
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_yaml_that_expands_without_end_is_refused_at_once(
-    bomb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, reason = BOMBS[bomb]
-    own(tmp_path, "scheduler", f"# Boom.\n_target_: mine.Mine\n{text}")
-    begun = time.monotonic()
-    assert "Boom. [yours: conf/scheduler/mine.yaml]" in page(capsys, "--info", "scheduler")
-    for words in (["--help", "scheduler=mine"], ["copy: Ada", "scheduler=mine"]):
-        assert main(words) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and f"conf/scheduler/mine.yaml cannot be read: {reason}" in said.replace(
-            "it has ", ""
-        )
-    assert time.monotonic() - begun < 10
 
 
 def test_aliases_and_interpolations_of_a_usual_size_are_taken(tmp_path: Path) -> None:
