@@ -64,7 +64,6 @@ class Records:
         if self.path.suffix != ".jsonl" and _other(self.path):
             raise UserError("file-overwrite", f"output={path} would overwrite another file. Name a .jsonl file.")
         self.lines = files.Lines(self.path, f"output {path}")
-        self.numbers: list[int] = []  # of the samples whose lines are written, ascending, and of the one being written
 
     def __enter__(self) -> Self:
         return self
@@ -128,7 +127,7 @@ class Records:
         Args:
             total: the samples that were asked for.
         """
-        written = len(self.there | set(self.numbers[: self.lines.count]))
+        written = len(self.there) + self.lines.count
         if written == total:
             return f"{self.path} has all {counted(total, 'sample')}"
         if not written:
@@ -161,10 +160,6 @@ class Records:
         complete = result.complete.tolist()
         tokens, nfe, tpf = result.tokens.tolist(), result.nfe.tolist(), result.tokens_per_forward.tolist()
         for row, prompt in enumerate(prompts):
-            del self.numbers[self.lines.count :]  # of a line that could not be written
-            if first + row in self.there or (self.numbers and first + row <= self.numbers[-1]):
-                continue  # an earlier run's; or Ctrl-C came right after it, and all that is done is handed in again
-            self.numbers.append(first + row)
             record = {
                 "schema": SCHEMA,
                 "settings": self.settings,

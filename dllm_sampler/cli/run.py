@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
 
@@ -27,7 +26,7 @@ from dllm_sampler.cli.output import Records, Totals, listed
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.core.ends import first_end
 from dllm_sampler.engine.graphs import networks
-from dllm_sampler.errors import NotFiniteError, NotWrittenError, RowError, UserError, counted
+from dllm_sampler.errors import NotFiniteError, RowError, UserError, counted
 from dllm_sampler.generation.batch import SAME, warn_of_bias
 from dllm_sampler.generation.requests import Arguments, check_forms
 from dllm_sampler.inputs import prompts
@@ -130,34 +129,24 @@ def respond(
     missing = [number for number in range(len(rows) * options.samples) if number not in there]
     if deer is None:
         warn_of_bias(sampler.plugins, options.samples)
+    if deer is None and not options.stream and len(rows) * options.samples > 1:
+        found = _in_flight(sampler, options, rows, forms, missing)
+    else:
+        found = _batches(sampler, deer, options, given, rows, forms, missing, records)
+    silent = records is not None and records.replaces_answers
     # On a terminal the answers themselves show the progress. stdout is left alone: the bar is for stderr.
     quiet = options.stream or len(missing) <= options.batch_size or not sys.stderr.isatty() or sys.stdout.isatty()
-    bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet)
-    with bar:
+    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, disable=quiet) as bar:
         progress = bar.add_task("denoising", total=len(missing))
-        if len(rows) * options.samples > 1 and deer is None and not options.stream:
-            for span in _spans(dict.fromkeys(number // options.samples for number in missing)):
-                part = slice(span.start, span.stop)
-                named = None if forms is None else forms[part]
-                several = Several(given[part], rows[part], named, totals, records, options.samples, span.start)
-                for _ in several.run(sampler, options):
-                    bar.advance(progress)
-            return totals
-        times = range(options.samples)
-        given, rows = [one for one in given for _ in times], [one for one in rows for _ in times]
-        forms = None if forms is None else [one for one in forms for _ in times]
-        for batch in (part for span in _spans(missing) for part in _parts(span, options.batch_size)):
-            begin = batch.start
-            if deer is None:
-                named = None if forms is None else forms[batch]
-                result, seconds = _denoise(sampler, options, begin, given[batch], rows[batch], named, records)
-            else:
-                result, seconds = _verify(deer, options, begin, rows[batch])
-            if not (records and records.replaces_answers):
-                show_answers(result)
-            totals.add(begin, result, seconds)
-            if records:
-                records.write(begin, given[batch], result, seconds)
+        for first, result, seconds in found:
+            totals.add(first, result, seconds)
+            try:
+                if records:
+                    size = range(first, first + len(result.lengths))
+                    records.write(first, [given[number // options.samples] for number in size], result, seconds)
+            finally:  # an answer that cannot be written is shown at least
+                if not silent and not (isinstance(result, Result) and "not_finite" in result.finish_reason):
+                    show_answers(result)
             bar.advance(progress, len(result.lengths))
     return totals
 
@@ -173,9 +162,28 @@ def _spans(numbers: Iterable[int]) -> list[range]:
     return found
 
 
-def _parts(span: range, size: int) -> list[slice]:
-    """Return a range in parts of at most `size`."""
-    return [slice(begin, min(begin + size, span.stop)) for begin in range(span.start, span.stop, size)]
+def _batches(
+    sampler: Sampler,
+    deer: SpeculativeSampler | None,
+    options: Options,
+    given: list[Prompt],
+    rows: list[Any],
+    forms: list[int] | None,
+    missing: list[int],
+    records: Records | None,
+) -> Iterator[tuple[int, Result | Speculation, float]]:
+    """Answer batch after batch. Yields the number of each one's first sample, the answers and their seconds."""
+    for span in _spans(missing):
+        for first in range(span.start, span.stop, options.batch_size):
+            part = range(first, min(first + options.batch_size, span.stop))
+            at = [number // options.samples for number in part]
+            batch, named = [rows[prompt] for prompt in at], None if forms is None else [forms[prompt] for prompt in at]
+            if deer is None:
+                texts = [given[prompt] for prompt in at]
+                result, seconds = _denoise(sampler, options, first, texts, batch, named, records)
+            else:
+                result, seconds = _verify(deer, options, first, batch)
+            yield first, result, seconds
 
 
 def check(sampler: Sampler, options: Options) -> None:
@@ -348,83 +356,58 @@ def _interrupted(commits: Commits, sampler: Sampler, file: TextIO) -> None:
     print(f"stopped in step {commits.step}: {counted(missing, 'token')} {were} not written yet", file=sys.stderr)
 
 
-@dataclass
-class Several:
-    """Several prompts. Answers come out in the order of the prompts; those that are early wait."""
+def _in_flight(
+    sampler: Sampler, options: Options, rows: list[Any], forms: list[int] | None, missing: list[int]
+) -> Iterator[tuple[int, Result, float]]:
+    """Answer prompts in flight. Yields each sample's number, its answer, and the seconds since the one before.
 
-    given: list[Prompt]
-    rows: list[Any]
-    forms: list[int] | None
-    totals: Totals
-    records: Records | None
-    samples: int = 1
-    first: int = 0  # number of the first prompt in the run, from 0
-    differ: bool = False  # two samples of a prompt are not the same
-    last: Answer | None = field(default=None, repr=False)
+    Answers come out in the order of the prompts, and those that are early wait. An error lets them out, too.
 
-    @property
-    def count(self) -> int:
-        """Number of answers that there will be."""
-        return len(self.rows) * self.samples
-
-    def run(self, sampler: Sampler, options: Options) -> Iterator[None]:
-        """Yield after each answer. Whatever ends it, answers that are done come out.
-
-        Raises:
-            NotFiniteError: the model returned NaN for a prompt; the others have been answered.
-        """
+    Raises:
+        NotFiniteError: the model returned NaN for a prompt; the others have been answered.
+    """
+    samples, wanted = options.samples, set(missing)
+    for span in _spans(dict.fromkeys(number // samples for number in missing)):
         answers = sampler.generate_many(
-            self.rows,
+            rows[span.start : span.stop],
             batch_size=options.batch_size,
             max_new_tokens=options.max_new_tokens,
             block_length=options.block_length,
-            seed=options.seed + self.first * self.samples,
+            seed=options.seed + span.start * samples,
             stop_strings=stop_strings(options),
-            forms=self.forms,
-            samples=self.samples,
+            forms=None if forms is None else forms[span.start : span.stop],
+            samples=samples,
             batching=cast(Literal["in_flight", "static"], options.batching),
         )
+        order = iter(range(span.start * samples, span.stop * samples))
         early: dict[int, tuple[Answer, float]] = {}
-        following, bad, begun = 0, None, time.perf_counter()
+        following, bad, differ, last, begun = next(order), None, False, None, time.perf_counter()
         try:
             for answer in answers:
-                early[answer.index * self.samples + answer.sample] = answer, time.perf_counter() - begun
+                number = (span.start + answer.index) * samples + answer.sample
+                early[number] = answer, time.perf_counter() - begun
                 if answer.finish_reason == "not_finite":
-                    bad = bad or NotFiniteError(answer.nfe, [self.first + answer.index + 1])
+                    bad = bad or NotFiniteError(answer.nfe, [span.start + answer.index + 1])
                 while following in early:
-                    self._done(*early[following])
-                    del early[following]
-                    following += 1
-                yield
+                    one, seconds = early.pop(following)
+                    differ |= last is not None and last.index == one.index and not torch.equal(last.tokens, one.tokens)
+                    last = one
+                    if following in wanted:  # else it is there, and other samples of its prompt are missing
+                        yield following, Result.stack([one]), seconds
+                    following = next(order, -1)
                 begun = time.perf_counter()
-        except BaseException as error:
-            if isinstance(error, NotWrittenError):
-                self.records = None  # what is done is shown at least
-            for index in sorted(early):
-                self._done(*early[index])
-            numbers = [at for at in range(following, self.count) if at not in early]
-            missing = sorted({self.first + at // self.samples + 1 for at in numbers})
-            if missing:
-                print(f"stopped: no answer to prompt {listed(missing)}", file=sys.stderr)
+        except (Exception, KeyboardInterrupt):
+            for number, (one, seconds) in sorted(early.items()):
+                if number in wanted:
+                    yield number, Result.stack([one]), seconds
+            left = {number // samples + 1 for number in (following, *order) if number not in early}
+            if following >= 0:
+                print(f"stopped: no answer to prompt {listed(sorted(left))}", file=sys.stderr)
             raise
         if bad is not None:
             raise bad
-        if self.samples > 1 and not self.differ and not sampler.plugins.context.draws:
-            warn(SAME.format(self.samples))
-
-    def _done(self, answer: Answer, seconds: float) -> None:
-        result, number = Result.stack([answer]), (self.first + answer.index) * self.samples + answer.sample
-        if self.last is not None and self.last.index == answer.index:
-            self.differ = self.differ or not torch.equal(self.last.tokens, answer.tokens)
-        self.last = answer
-        if self.records and number in self.records.there:  # of a prompt with other samples that are missing
-            return
-        self.totals.add(number, result, seconds)
-        if self.records:
-            self.records.write(number, [self.given[answer.index]], result, seconds)
-        silent = self.records is not None and self.records.replaces_answers
-        if answer.finish_reason != "not_finite" and not silent:  # that is no answer
-            show_answers(result)
+        if samples > 1 and not differ and not sampler.plugins.context.draws:
+            warn(SAME.format(samples))
 
 
 def stop_strings(options: Options) -> Sequence[str]:
