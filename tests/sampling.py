@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, chdir
 from itertools import combinations, product
+from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
 
@@ -63,3 +67,58 @@ class Draw(Generic[T]):
         count, one = self.left.pop(place)
         self.left.append((count + 1, one))
         return one
+
+
+def few(names: str | tuple[str, ...], cases: Iterable[Any], count: int = 1) -> pytest.MarkDecorator:
+    """Parametrize a test. The first `count` cases run by default, and the others are slow."""
+    found = [_values(case, names) for case in cases][: count if leaves_out_slow else None]
+    marks = [() if at < count else (pytest.mark.slow,) for at in range(len(found))]
+    return pytest.mark.parametrize(names, [pytest.param(*one, marks=it) for one, it in zip(found, marks, strict=True)])
+
+
+def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Parametrize a test as one item, whose cases are subtests. Use it where an item costs more than its test.
+
+    Each case has its own folder `tmp_path`, where it runs if the test does, and its own `monkeypatch`. `capsys` holds
+    its output alone.
+    Two decorators in a row cross their cases.
+    """
+    keys = (names,) if isinstance(names, str) else names
+    own = [dict(zip(keys, _values(case, names), strict=True)) for case in cases]
+
+    def folded(test: Callable[..., None]) -> Callable[..., None]:
+        inner, before = getattr(test, "folded", (test, [{}]))
+        every = [{**one, **other} for one in own for other in before]
+
+        @functools.wraps(inner)
+        def run(*instance: Any, subtests: pytest.Subtests, **fixtures: Any) -> None:
+            for number, case in enumerate(every):
+                with subtests.test("-".join(f"{value}"[:40] for value in case.values())), ExitStack() as stack:
+                    found = {**fixtures, **case}
+                    if "monkeypatch" in fixtures:
+                        found["monkeypatch"] = stack.enter_context(pytest.MonkeyPatch.context())
+                    if "tmp_path" in fixtures:
+                        found["tmp_path"] = fixtures["tmp_path"] / f"{number}"
+                        found["tmp_path"].mkdir()
+                        if Path.cwd() == fixtures["tmp_path"]:
+                            stack.enter_context(chdir(found["tmp_path"]))
+                    if "capsys" in fixtures:
+                        fixtures["capsys"].readouterr()
+                    inner(*instance, **found)
+
+        parameters = inspect.signature(inner).parameters
+        asked = [one for name, one in parameters.items() if name not in every[0]]
+        del run.__wrapped__  # pytest would ask for the parameters of the test inside
+        subtests = inspect.Parameter("subtests", inspect.Parameter.KEYWORD_ONLY)
+        fixtures = [one.replace(kind=one.kind if one.name == "self" else one.KEYWORD_ONLY) for one in asked]
+        vars(run).update(folded=(inner, every), __signature__=inspect.Signature([*fixtures, subtests]))
+        return run
+
+    return folded
+
+
+def _values(case: Any, names: str | tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the values of a case, as `parametrize` reads it."""
+    if isinstance(case, type(pytest.param())):
+        return tuple(case.values)
+    return (case,) if isinstance(names, str) else tuple(case)

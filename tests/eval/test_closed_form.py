@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler.eval.testbeds.laws import LAWS, Listed
-from tests.sampling import sampled
+from tests.sampling import each, sampled
 from tests.tables import closed_form, exact, formulas
 
 REFERENCE: dict[str, Any] = json.loads((Path(__file__).parent / "data/closed_form.json").read_text())
@@ -53,7 +53,7 @@ def test_enumeration(law: tuple[str, int]) -> None:
         assert least.bits == pytest.approx(row["L_star_bits"], abs=1e-9)
 
 
-@pytest.mark.parametrize("n", TABLES["latin_square"])
+@each("n", TABLES["latin_square"])
 def test_squares(n: str) -> None:
     cells, side = TABLES["latin_square"][n], int(n)
     law = LAWS["latin_square"](side)
@@ -85,7 +85,7 @@ def test_closed_forms() -> None:
         assert formulas.remove_once(n) == number(TABLES["remove_random"][str(n)]["acc_one_step"])
 
 
-@pytest.mark.parametrize("n", REFERENCE["large_n_from_closed_forms"])
+@each("n", REFERENCE["large_n_from_closed_forms"])
 def test_large(n: str) -> None:
     row, m = REFERENCE["large_n_from_closed_forms"][n], int(n)
     for name, entry in row.items():
@@ -142,6 +142,7 @@ def unlisted() -> list[closed_form.Cell]:
     return list(closed_form.cells([]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", sampled(LAWS, lambda name: [LAWS[name](4).c_bits > 0]))
 def test_the_sampler_gives_what_it_must(operation: str) -> None:
     chosen = [cell for cell in scored() if cell.operation == operation]

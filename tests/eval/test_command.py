@@ -18,6 +18,7 @@ from dllm_sampler.eval.report.data import compare, load
 from dllm_sampler.eval.runner import Share
 from dllm_sampler.schedulers.threshold import Threshold
 from tests.eval.made import record, run
+from tests.sampling import each
 
 
 def test_options_that_came_later_leave_old_runs_their_names() -> None:
@@ -95,7 +96,7 @@ def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
     assert (about := folder.about()) is not None and about["refused"] is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("wrong", "sentence"),
     [
         (lambda: [][1], "IndexError: list index out of range"),
@@ -124,7 +125,7 @@ def test_an_error_in_a_scheduler_ends_its_run_alone(
     assert command.main(words) == 0 and "cannot run" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "sentence"),
     [
         (["device=cudaa"], "no device 'cudaa'"),

@@ -21,6 +21,7 @@ from dllm_sampler.eval.report import command as reports
 from dllm_sampler.eval.runner import Share
 from tests.disks import fail, full_after
 from tests.refusals import refused
+from tests.sampling import each
 
 WORDS = ["task=mini", "task.operation=copy", "task.count=4", "batch_size=2", "device=cpu", "dtype=float64"]
 WORDS += ["oracle=false", "max_new_tokens=16"]
@@ -91,7 +92,7 @@ def _cut(folder: Path, size: int) -> None:
     os.truncate(folder / "samples.jsonl", size)
 
 
-@pytest.mark.parametrize(
+@each(
     "damage",
     [
         lambda folder: _cut(folder, 0),
@@ -199,7 +200,7 @@ def test_what_was_edited_is_named(copied: Path, edit: Callable[[Path], str], sen
     assert str(error.value).startswith(place)
 
 
-@pytest.mark.parametrize("edit", [EDITS[0][0], EDITS[15][0]])
+@each("edit", [EDITS[0][0], EDITS[15][0]])
 def test_both_commands_name_it_and_what_they_say_helps(
     whole: Path, copied: Path, capsys: pytest.CaptureFixture[str], edit: Callable[[Path], str]
 ) -> None:

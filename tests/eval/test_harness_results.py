@@ -15,6 +15,7 @@ from dllm_sampler.eval.report.headline import sentences
 from dllm_sampler.eval.report.page import data, page
 from dllm_sampler.eval.report.rows import rows
 from tests.eval.made import HERE, record, run
+from tests.sampling import each
 
 COUNTS = {
     "answers": 100, "answer_tokens": 5000, "canvas_tokens": 25600, "forwards": 1000, "seconds": 50.0,
@@ -109,7 +110,7 @@ def test_reruns_are_told_apart_and_other_models_left_out(tmp_path: Path) -> None
     assert [method.label for method in load([tmp_path]).methods] == ["threshold (a)", "threshold (b)"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "said"),
     [
         *((content, "is not of lm-evaluation-harness (") for content in ("{", "[]", "{}", '{"config": 3}')),

@@ -6,6 +6,7 @@ import pytest
 
 from dllm_sampler.eval.jobs import job, jobs, values
 from tests.refusals import refused
+from tests.sampling import each
 
 
 def test_every_combination_once_and_in_order() -> None:
@@ -33,7 +34,7 @@ def test_what_changes_no_answer_is_the_same_run() -> None:
         assert job([word]).name != plain.name, word
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "sentence"),
     [
         (["sheduler=wino"], "option-unknown"),
@@ -71,7 +72,7 @@ def test_a_suite_of_ones_own_and_words_that_overrule_it(tmp_path: Path, monkeypa
     assert [(one.choices["scheduler"], one.task["count"]) for one in other] == [("factor", 100)], "with its own fields"
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "sentence"),
     [
         ("sweeps:\n  - [scheduler: threshold]\n", "config-invalid"),

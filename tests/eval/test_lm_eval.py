@@ -39,6 +39,7 @@ from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import LAWS
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each, few
 
 DATA = Path(__file__).parent / "data/lm_eval"
 
@@ -125,7 +126,7 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         ("scheduler=threshold", "option-missing: pretrained=mini"),
@@ -239,7 +240,7 @@ def test_masks_have_every_size_equally_often() -> None:
     assert sizes.bincount().tolist() == [0] + [10] * 7
 
 
-@pytest.mark.parametrize("operation", ["shuffle", "insert_random", "latin_square"])
+@each("operation", ["shuffle", "insert_random", "latin_square"])
 def test_likelihood_of_a_law(operation: str) -> None:
     """Every outcome has the same probability, and an impossible text none."""
     law = LAWS[operation](3)
@@ -288,7 +289,7 @@ def config_file(name: str) -> dict[str, Any]:
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@each("name", CONFIGS)
 def test_settings_of_papers_are_read(name: str) -> None:
     given = config_file(name)
     found = parse({**given["model_args"], "batch_size": given.get("batch_size", 1)})
@@ -308,7 +309,7 @@ def task_folders(name: str) -> set[Path]:
     return {folder for member in members for folder in task_folders(member)} or {file.parent}
 
 
-@pytest.mark.parametrize("name", sorted({task for name in CONFIGS for task in config_file(name)["tasks"]}))
+@few("name", sorted({task for name in CONFIGS for task in config_file(name)["tasks"]}))
 def test_tasks_of_papers_can_be_loaded_beside_this_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task's own code imports what is not installed with it (MATH), or runs a metric when it is loaded (code)."""
     metric = SimpleNamespace(compute=lambda **given: [{"pass@1": 0.0}])  # the real one comes from the hub

@@ -79,6 +79,7 @@ def test_one_per_step_is_exact(chain: MarkovChain, score: str) -> None:
         assert abs(found.gap) < 4 * found.gap_floor
 
 
+@pytest.mark.slow
 def test_more_per_step_is_further_off(chain: MarkovChain) -> None:
     errors = [chain.distance(*decoded(chain, {"name": "random_order", "steps": n})).kl for n in (1, 4, 8, 16)]
     assert errors == sorted(errors, reverse=True)

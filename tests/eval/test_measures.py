@@ -17,6 +17,7 @@ from dllm_sampler.eval.runner import History
 from dllm_sampler.inputs.texts import decode
 from tests import toys
 from tests.eval.made import record
+from tests.sampling import few
 
 
 def test_each_definition_of_tokens_per_forward() -> None:
@@ -64,7 +65,7 @@ def test_forwards_without_a_commit_by_hand() -> None:
     assert summary([one, record(1)], "exact_match")["forwards_without_commit"] == 1
 
 
-@pytest.mark.parametrize("scheduler", ["fixed", "dynamic", "wino", "rcr", "remdm", "editing"])
+@few("scheduler", ["fixed", "dynamic", "wino", "rcr", "remdm", "editing"])
 def test_forwards_without_a_commit_of_those_that_take_back(scheduler: str) -> None:
     """As counted while they go on: a token that is noise again, or another one, was committed nevertheless."""
     history = History()

@@ -27,6 +27,7 @@ from dllm_sampler.eval.report.pictures import pictures
 from dllm_sampler.host.files import write as write_file
 from tests.eval.made import comparison, record, run
 from tests.refusals import refused
+from tests.sampling import each
 
 NASTY = (
     "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\"> @DATA@ & \u2028"
@@ -322,7 +323,7 @@ def test_a_figure_is_written_as_its_suffix_says(
     assert file.read_bytes() == first and [*tmp_path.iterdir()] == [file.parent], "and no page"
 
 
-@pytest.mark.parametrize("name", ["front.jpg", "front", "front.pdf.gz"])
+@each("name", ["front.jpg", "front", "front.pdf.gz"])
 def test_a_figure_of_another_suffix_is_refused_before_anything_is_read(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,7 +333,7 @@ def test_a_figure_of_another_suffix_is_refused_before_anything_is_read(
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("nasty", ["a b c", NASTY, None])
+@each("nasty", ["a b c", NASTY, None])
 def test_in_a_browser(tmp_path: Path, nasty: str | None) -> None:
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if browser is None:
@@ -418,7 +419,7 @@ def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert command.main(["--nonsense"]) == 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("fast", "said"),
     [(2.0, "3.0 times fewer forwards"), (6.0, "about as many forwards"), (12.0, "2.0 times as")],
 )

@@ -199,6 +199,7 @@ def test_a_run_whose_answers_change_in_length_goes_on(tmp_path: Path) -> None:
     assert content(tmp_path / "cut") == content(tmp_path / "whole") != {}
 
 
+@pytest.mark.slow
 def test_one_model_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner._loaded.cache_clear()
     loads: list[object] = []

@@ -19,6 +19,7 @@ from dllm_sampler.eval.tasks import fluency, listing, overlap
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 from dllm_sampler.eval.tasks.puzzles import sudokus
 from tests.refusals import refused
+from tests.sampling import each
 
 NAMES = [name for name in config.names("task") if name != "jsonl"]  # which has a file of the user's
 LINES = ("copy", "reverse", "sort", "shuffle", "replace_index", "replace_random", "insert_index", "insert_random",
@@ -51,14 +52,14 @@ def test_samples(name: str) -> None:
     assert all(isinstance(value, float) for value in score.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_fields_are_the_yaml(name: str) -> None:
     settings = {key for key in config.entry("task", name).settings if key != "_target_"}
     assert settings == {field.name for field in fields(task(name))}
 
 
-@pytest.mark.parametrize("name", LINES)
-@pytest.mark.parametrize("items", [(3, 4, 5, 6), (15,)])
+@each("name", LINES)
+@each("items", [(3, 4, 5, 6), (15,)])
 def test_waiting_line_accepts_right_answers(name: str, items: tuple[int, ...]) -> None:
     line = task(name, count=20, items=list(items))
     assert line.max_new_tokens == (32 if max(items) == 6 else 128)
@@ -131,7 +132,7 @@ def test_mistakes_by_hand() -> None:
     assert found('["Ada York", "Ben Abbott", "Cal Moss"', 32) == {"error_format"}, "all there, only cut"
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "loose", "strict"),
     [
         ('["A B", "C D"]', ["A B", "C D"], ["A B", "C D"]),
@@ -188,7 +189,7 @@ def test_latin_example_is_right() -> None:
         assert graded(task("latin_square"), Sample(0, "", {"symbols": symbols}), example)["score_strict"] == 1
 
 
-@pytest.mark.parametrize("holes", [4, 8])
+@each("holes", [4, 8])
 def test_sudoku_has_one_solution(holes: int) -> None:
     assert len(sudokus()) == 288
     grids = ["\n".join("".join(map(str, row)) for row in grid) for grid in sudokus()]
@@ -214,7 +215,7 @@ def test_words() -> None:
     assert len(task("words_medium", size=7).samples()[0].facts["words"]) == 7
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "good"),
     [
         ("An honest man bought a unicorn.", 1),
@@ -317,7 +318,7 @@ def test_ideal_and_markov() -> None:
     assert chain.together([sample], [Answer("", [0])]) == {}
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "given", "said"),
     [
         ("copy", {"items": [1]}, "option-range: task.items"),

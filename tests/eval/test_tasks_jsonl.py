@@ -15,6 +15,7 @@ from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.tasks.base import Answer
 from dllm_sampler.host import patterns
 from tests.refusals import refused
+from tests.sampling import each
 
 LINES = [
     {"prompt": "copy: Ada, Ben", "answer": "Ada, Ben"},
@@ -50,7 +51,7 @@ def test_samples_are_the_lines() -> None:
     assert settings == {field.name for field in fields(found)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("metric", "answer", "right", "wrong"),
     [
         ("exact_match", "Ada", ["Ada", " Ada\n"], ["Ada.", "ada", ""]),
@@ -90,7 +91,7 @@ def test_a_metric_of_the_users_own() -> None:
         score(task(metric="jsonl_metric:broken"), 1, "x")
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "said"),
     [
         ("{", "json-invalid: line 2"),

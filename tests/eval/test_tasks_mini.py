@@ -7,9 +7,10 @@ from dllm_sampler.eval.tasks.mini import MANY, c_bits
 from dllm_sampler.eval.testbeds.laws import LAWS
 from dllm_sampler.models.mini_tasks import TASKS, held_out
 from tests.eval.test_tasks import graded, task
+from tests.sampling import each
 
 
-@pytest.mark.parametrize("operation", TASKS)
+@each("operation", TASKS)
 def test_mini(operation: str) -> None:
     mini = task("mini", operation=operation, count=10)
     for sample in mini.samples():

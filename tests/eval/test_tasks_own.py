@@ -9,6 +9,7 @@ import pytest
 
 from dllm_sampler.eval.command import main
 from dllm_sampler.eval.jobs import jobs
+from tests.sampling import each
 
 CODE = """
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ def write(**parts: str) -> None:
     Path("mytask.py").write_text(code)
 
 
-@pytest.mark.parametrize(
+@each(
     ("part", "text", "said"),
     [
         ("samples", "None", "samples() returned None. Return a list of Sample."),

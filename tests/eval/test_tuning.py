@@ -17,6 +17,7 @@ from dllm_sampler.eval.jobs import job, jobs
 from dllm_sampler.eval.space import Space
 from dllm_sampler.host import files
 from tests.disks import full_after
+from tests.sampling import each, few
 
 pytest.importorskip("optuna")
 
@@ -137,7 +138,7 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
     assert said.endswith("what is done is kept, and the same command goes on from there")
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "sentence"),
     [
         (["tune=fats"], "unknown tune 'fats', did you mean 'fast'"),
@@ -165,7 +166,7 @@ def test_mistakes_are_sentences(
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each(
     ("space", "sentence"),
     [
         ("", "tune.space is empty"),
@@ -271,7 +272,7 @@ NAMES = ["wino", "threshold", "klass", "slowfast", "factor", "localleap"]
 FEW = "# A space for tests.\nname: quick\ntrials: 6\nloss: 1\nspace: {scheduler: {" + ": {}, ".join(NAMES) + ": {}}}\n"
 
 
-@pytest.mark.parametrize("holds", [True, False])
+@few("holds", [True, False])
 def test_every_trial_is_shown_with_the_reason(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], holds: bool
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import TORCH
+from tests.sampling import each
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -93,7 +94,7 @@ COMMANDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@each("name", COMMANDS)
 def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = import_module(name)
     with pytest.raises(SystemExit) as ended:
@@ -105,7 +106,7 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
     assert given and all("(default" in one for one in given)
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "said"),
     [
         ("decode_step", "a model of 8 billion parameters needs a GPU"),

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import ClassVar, get_origin, get_type_hints
 from unittest.mock import MagicMock
 
-import pytest
 import torch
 
 from dllm_sampler import Query
@@ -15,13 +14,14 @@ from dllm_sampler.cache.dpad import DPadCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.protocols import Cache
 from tests import toys
+from tests.sampling import each
 
 DRIVES = {"layer", "cost"}  # asked of the plan's cache, the inner one
 ITS_OWN = {"bind", "init", "computes", "narrow"}  # more than the inner one's
 METHODS = [name for name, one in vars(Cache).items() if inspect.isfunction(one) and not name.startswith("_")]
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in DRIVES | ITS_OWN])
+@each("method", [name for name in METHODS if name not in DRIVES | ITS_OWN])
 def test_it_hands_on_what_the_contract_of_caches_has(method: str) -> None:
     inner = MagicMock(spec=Cache)
     given = [object() for _ in list(inspect.signature(getattr(Cache, method)).parameters)[1:]]

@@ -18,7 +18,7 @@ from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import crossed
+from tests.sampling import crossed, each
 
 TOKENS, BLOCK, BAR = 17, 6, 0.7
 
@@ -134,7 +134,9 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "kind", "block"), crossed(CASES, ["llada", "gqa", "dream"], [BLOCK, TOKENS]))
+@pytest.mark.parametrize(
+    ("case", "kind", "block"), crossed(CASES, ["llada", "gqa", "dream"], [BLOCK, TOKENS], together=0)
+)
 def test_it_is_its_paper(case: dict[str, Any], kind: str, block: int) -> None:
     result = run(D2Cache(**case), kind, blocks={"name": "fixed", "length": block})
     model, fewer = toys.denoiser(kind), False
@@ -150,7 +152,7 @@ def test_it_is_its_paper(case: dict[str, Any], kind: str, block: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "blocks"), crossed(toys.TOYS, {"full": "full", "fixed": {"name": "fixed", "length": BLOCK}})
+    ("kind", "blocks"), crossed(toys.TOYS, {"full": "full", "fixed": {"name": "fixed", "length": BLOCK}}, together=0)
 )
 def test_computing_everything_is_no_cache(kind: str, blocks: Any) -> None:
     none = run("none", kind, blocks=blocks)
@@ -172,7 +174,7 @@ def test_tokens_taken_back_are_computed_again() -> None:
         before = canvas
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "says"),
     [
         ({"masks": 0}, "option-range: cache.masks"),

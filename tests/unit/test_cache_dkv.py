@@ -22,7 +22,7 @@ from dllm_sampler.engine.loop import Engine
 from dllm_sampler.models.transformer import Layer
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import crossed
+from tests.sampling import crossed, each, few
 
 TOKENS, LENGTH = 16, 6
 STEPWISE = {"name": "fixed", "steps": None}
@@ -58,7 +58,7 @@ def asked_by(canvas: Canvas, query: Query) -> Tensor:
     return at
 
 
-@pytest.mark.parametrize("kind", toys.TOYS)
+@few("kind", toys.TOYS)
 def test_1_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
     for settings in ({}, {"per_block": True}, {"per_block": False, "shift": "un_right"}):
         cached = run({"name": "dkv", "refresh_every": 1, **settings}, kind)
@@ -67,6 +67,7 @@ def test_1_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
     assert same(greedy, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "shift"), crossed([2, 3, 100], [False, True], together=0))
 def test_2_where_positions_do_not_see_each_other_nothing_is_lost(every: int, shift: bool) -> None:
     model = toys.transformer()
@@ -91,7 +92,7 @@ def test_2_where_positions_do_not_see_each_other_nothing_is_lost(every: int, shi
             assert (result.trace.rows < exact.trace.rows).sum() >= 4  # a prompt of one token has nothing to freeze
 
 
-@pytest.mark.parametrize("kind", ["llada", "cfg"])
+@each("kind", ["llada", "cfg"])
 def test_3_what_is_computed_between_refreshes(kind: str) -> None:
     """All but what the forward before the last one had made text; the first two forwards of a block are full."""
     before: list[Canvas] = []
@@ -131,8 +132,8 @@ REVISING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llada", "dream"])
-@pytest.mark.parametrize("name", REVISING)
+@few("kind", ["llada", "dream"])
+@few("name", REVISING)
 def test_what_is_taken_back_or_replaced_leaves_the_cache_at_once(name: str, kind: str) -> None:
     cache = DelayedCache(100, per_block=False, shift="un_right")
     before, revised, evicted = None, 0, 0
@@ -153,7 +154,7 @@ def test_what_is_taken_back_or_replaced_leaves_the_cache_at_once(name: str, kind
     assert evicted > 0 or name in ("editing", "hierarchical")
 
 
-@pytest.mark.parametrize("scheduler", ["random_order", {"name": "origin", "steps": 6}, PARALLEL])
+@few("scheduler", ["random_order", {"name": "origin", "steps": 6}, PARALLEL])
 def test_a_stop_hears_only_of_what_was_computed(scheduler: Any) -> None:
     watched = 0
     prophet = {"name": "prophet", "start": 2, "length": 9, "early": 99.0, "mid": 99.0, "late": 99.0}
@@ -169,7 +170,7 @@ def test_a_stop_hears_only_of_what_was_computed(scheduler: Any) -> None:
 class TestLife:
     """A live cache serves one generation; its template serves any number, and nothing stays behind."""
 
-    @pytest.mark.parametrize("name", ["dual", "dkv", "dllm", "none"])
+    @each("name", ["dual", "dkv", "dllm", "none"])
     def test_a_live_cache_refuses_a_second_generation(self, name: str) -> None:
         sampler = toys.sampler(cache=name)
         start = layout.canvas([[1, 2]], 8, [0], sampler.denoiser.spec, sampler.plugins.blocks, CounterNoise(), False)
@@ -180,7 +181,7 @@ class TestLife:
         with refused("cache-in-use"):
             toys.sampler(cache=live)
 
-    @pytest.mark.parametrize("cache", [DelayedCache(3), DualCache()])
+    @few("cache", [DelayedCache(3), DualCache()])
     def test_generations_that_take_turns_do_not_meet(self, cache: Any) -> None:
         sampler = toys.sampler(cache=cache, scheduler=STEPWISE)
         alone = [sampler.generate(prompt, max_new_tokens=TOKENS) for prompt in toys.PROMPTS[:2]]
@@ -210,7 +211,7 @@ class TestLife:
         assert not any(ref() is not None for ref in made)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "says"),
     [
         ({"name": "dkv", "refresh_every": 0}, "option-range: cache.refresh_every"),

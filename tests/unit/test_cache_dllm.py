@@ -19,7 +19,7 @@ from dllm_sampler.models.transformer import SwiGLU
 from dllm_sampler.published import PublishedFixedSteps
 from tests import tiny, toys
 from tests.refusals import refused
-from tests.sampling import crossed
+from tests.sampling import crossed, each, few
 
 TOKENS = 16
 LAYERS = 2
@@ -60,7 +60,7 @@ def steps(number: int) -> dict[str, Any]:
     return {"scheduler": {"name": "fixed", "steps": number}, "blocks": "full"}
 
 
-@pytest.mark.parametrize("kind", toys.TOYS)
+@few("kind", toys.TOYS)
 def test_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
     plain = run("none", kind)
     for ratio in (0.0, 0.5):
@@ -69,7 +69,7 @@ def test_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
         assert torch.equal(cached.trace.rows, plain.trace.rows)
 
 
-@pytest.mark.parametrize("kind", toys.TOYS)
+@few("kind", toys.TOYS)
 def test_the_whole_response_computed_by_choice_or_by_interval(kind: str) -> None:
     by_interval, by_choice = run(IntervalCache(6, 1, 0.0), kind), run(IntervalCache(6, 4, 1.0), kind)
     if kind == "dream":  # the row that predicts the first token is one more than the share counts
@@ -108,7 +108,7 @@ def test_rows_that_did_not_change_are_alike(kind: str, every: int) -> None:
         assert torch.allclose(alone.logprob[0, -18:], batch.logprob[row, -18:], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("scheduler", ["rcr", {"name": "hierarchical", "low": 0.2, "threshold": 0.8, "remask": 0.4}])
+@each("scheduler", ["rcr", {"name": "hierarchical", "low": 0.2, "threshold": 0.8, "remask": 0.4}])
 def test_what_is_taken_back_or_replaced_is_computed_in_every_layer(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ def test_what_is_taken_back_or_replaced_is_computed_in_every_layer(
     assert seen > 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "says"),
     [
         ({"prompt_every": 0}, "option-range: cache.prompt_every"),

@@ -20,7 +20,7 @@ from dllm_sampler.models.transformer import Layer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import crossed
+from tests.sampling import crossed, each, few
 
 TOKENS, BAR, LAYERS = 17, 0.7, 4
 
@@ -147,7 +147,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "shift"), crossed(CASES, [False, True]))
+@pytest.mark.parametrize(("case", "shift"), crossed(CASES, [False, True], together=0))
 def test_it_is_its_paper(case: dict[str, Any], shift: bool) -> None:
     decodes_as(Paper, ElasticCache(**case), case, shift)
 
@@ -180,7 +180,7 @@ class Witness(ElasticCache):
         return super().cost(plan)
 
 
-@pytest.mark.parametrize("gamma", [-1.0, 0.9, 2.0])
+@few("gamma", [-1.0, 0.9, 2.0])
 def test_what_a_forward_refreshes(gamma: float) -> None:
     """Layer 0 never refreshes, what was computed is counted, only the window is committed, masks are not tracked."""
     spy, witness = toys.Spy(network()), Witness(gamma=gamma, window=4)
@@ -220,7 +220,7 @@ def windowed(window: int, shift: bool, layers: int) -> list[tuple[list[int], lis
     return [Paper(network(layers, shift), 0.9, window, full_every=1).decode(prompt) for prompt in toys.PROMPTS]
 
 
-@pytest.mark.parametrize("shift", [False, True])
+@few("shift", [False, True])
 def test_a_whole_forward_in_each_step_is_no_cache(shift: bool) -> None:
     """With a window over everything and no end of text it is the decoder without cache, token for token."""
     model = network(shift=shift)
@@ -236,8 +236,8 @@ def test_a_whole_forward_in_each_step_is_no_cache(shift: bool) -> None:
         assert full.trace.rows[row] == none.trace.rows[row]
 
 
-@pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("gamma", [-1.0, 0.9, 2.0])
+@few("shift", [False, True])
+@few("gamma", [-1.0, 0.9, 2.0])
 def test_one_layer_is_exact_whatever_gamma_is(gamma: float, shift: bool) -> None:
     result = run(ElasticCache(gamma=gamma, window=4), network(1, shift))
     for row, (tokens, steps) in enumerate(windowed(4, shift, 1)):
@@ -282,7 +282,7 @@ def test_it_waits_once_per_layer_at_most(monkeypatch: pytest.MonkeyPatch) -> Non
         assert reads == least * (int(result.nfe) - 1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "says"),
     [
         ({"gamma": float("nan")}, "option-range: cache.gamma"),
@@ -297,15 +297,15 @@ def test_bad_fields(fields: dict[str, Any], says: str) -> None:
         ElasticCache(**fields)
 
 
-@pytest.mark.parametrize("cache", ["elastic", "d2"])
-@pytest.mark.parametrize("scheduler", ["origin", "rcr", "remdm"])
+@each("cache", ["elastic", "d2"])
+@each("scheduler", ["origin", "rcr", "remdm"])
 def test_who_must_hear_of_every_mask_is_refused(scheduler: str, cache: str) -> None:
     sentence = rf"needs a prediction at every position .*cache={cache} chooses.*: use cache=dual"
     with pytest.raises(UserError, match=sentence):
         run(cache, scheduler=scheduler)
 
 
-@pytest.mark.parametrize(("shift", "window", "seed"), [(False, 2, 9), (True, 4, 6), (True, 2, 1)])
+@few(("shift", "window", "seed"), [(False, 2, 9), (True, 4, 6), (True, 2, 1)])
 def test_unmoved_attention_is_no_reason_whatever_else_is_in_the_batch(shift: bool, window: int, seed: int) -> None:
     """The cosine of a map with itself is 1 or the number before it: at gamma 1 that decided which layers to refresh."""
     generator = torch.Generator().manual_seed(seed)
@@ -321,8 +321,8 @@ def test_unmoved_attention_is_no_reason_whatever_else_is_in_the_batch(shift: boo
         )
 
 
-@pytest.mark.parametrize("columns", [21, 42, 61])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@each("columns", [21, 42, 61])
+@each("dtype", [torch.float64, torch.float32])
 def test_columns_that_are_looked_at_alike_are_tracked_in_their_order(columns: int, dtype: torch.dtype) -> None:
     """torch sums the last columns in another order, and how many those are depends on the batch.
 

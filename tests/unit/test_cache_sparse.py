@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from dllm_sampler.cache.sparse import SparseCache, best, importance
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each, few
 from tests.scripted import same
 
 TOKENS, BLOCK, BAR = 17, 6, 0.7
@@ -31,7 +31,7 @@ class LateDual(DualCache):
         return canvas.age <= 1
 
 
-@pytest.mark.parametrize("kind", toys.TOYS)
+@few("kind", toys.TOYS)
 def test_keeping_everything_is_the_dual_cache_with_one_more_whole_forward(kind: str) -> None:
     late = run(LateDual(), kind)
     assert same(run(SparseCache(keep=1.0), kind), late)
@@ -39,7 +39,7 @@ def test_keeping_everything_is_the_dual_cache_with_one_more_whole_forward(kind: 
     assert not same(run(SparseCache(), kind), late)
 
 
-@pytest.mark.parametrize("kind", toys.TOYS)
+@few("kind", toys.TOYS)
 def test_a_delay_that_never_ends_is_no_cache(kind: str) -> None:
     assert same(run(SparseCache(delay=99), kind), run("none", kind))
 
@@ -86,7 +86,7 @@ def test_what_is_evicted_takes_no_memory() -> None:
     assert not torch.equal(live.kept[0], live.kept[1]), "each layer has a choice of its own"
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "says"),
     [
         ({"keep": 1.2}, "option-range: cache.keep"),

@@ -20,7 +20,7 @@ from dllm_sampler.check.promises import check_row
 from dllm_sampler.schedulers.streaming import StreamingThreshold
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import crossed
+from tests.sampling import crossed, each, few
 
 TOKENS, BLOCK = 20, 4
 RULE = {"name": "threshold", "threshold": 0.8}
@@ -62,7 +62,7 @@ def kept(cache: SuffixCache, canvas: Canvas) -> list[list[int]]:
 # Keeping everything is Fast-dLLM
 
 
-@pytest.mark.parametrize(("kind", "inner"), crossed(["dream", "cfg"], ["none", "prefix", "dual"]))
+@pytest.mark.parametrize(("kind", "inner"), crossed(["dream", "cfg"], ["none", "prefix", "dual"], together=0))
 def test_a_window_over_all_is_the_cache_inside(kind: str, inner: str) -> None:
     _, plain = answer(kind=kind, cache=inner)
     for cache in EVERYTHING:
@@ -73,7 +73,7 @@ def test_a_window_over_all_is_the_cache_inside(kind: str, inner: str) -> None:
         assert torch.equal(found.trace.rows, plain.trace.rows)
 
 
-@pytest.mark.parametrize("inner", ["none", "prefix", "dual"])
+@few("inner", ["none", "prefix", "dual"])
 def test_the_last_block_sees_all(inner: str) -> None:
     for cache in (DPAD, STREAMING):
         spy, _ = answer(cache={**cache, "inner": inner})
@@ -87,7 +87,7 @@ def test_the_last_block_sees_all(inner: str) -> None:
 # What is hidden does not exist
 
 
-@pytest.mark.parametrize(("kind", "inner"), crossed(["gqa", "dream"], ["none", "prefix", "dual", "sparse"]))
+@pytest.mark.parametrize(("kind", "inner"), crossed(["gqa", "dream"], ["none", "prefix", "dual", "sparse"], together=0))
 def test_what_stands_at_hidden_columns_changes_nothing(kind: str, inner: str) -> None:
     """Other tokens there in every forward, and keys that are NaN: the same answer."""
 
@@ -111,7 +111,7 @@ def test_what_stands_at_hidden_columns_changes_nothing(kind: str, inner: str) ->
         assert torch.equal(found[0].trace.logprob, found[1].trace.logprob)
 
 
-@pytest.mark.parametrize("inner", ["none", "prefix", "dual"])
+@few("inner", ["none", "prefix", "dual"])
 def test_forwards_compute_the_spec_s_rows(inner: str) -> None:
     """Up to the block's end and what is kept; then block and kept, or the block alone. The set lasts for the block."""
     for cache in (DPAD, STREAMING):
@@ -134,6 +134,7 @@ def test_forwards_compute_the_spec_s_rows(inner: str) -> None:
             assert (result.trace.rows / result.nfe < whole.trace.rows / whole.nfe).all()
 
 
+@pytest.mark.slow
 def test_rows_that_open_blocks_at_different_times_are_as_alone() -> None:
     for cache in (DPAD | {"inner": "dual"}, DPAD | {"dropout": "uniform", "number": 4}, STREAMING | {"inner": "none"}):
         _, batch = answer(cache=cache, stop="block")
@@ -165,7 +166,7 @@ def test_a_block_that_is_shortened_keeps_what_its_first_forward_took_for_it() ->
     assert shortened > 0
 
 
-@pytest.mark.parametrize("inner", ["none", "prefix", "dual"])
+@few("inner", ["none", "prefix", "dual"])
 def test_open_blocks_are_seen_whole(inner: str) -> None:
     """Of several open blocks, the ones that open later were behind the others."""
     blocks = {"name": "multi_block", "length": 4}
@@ -180,7 +181,7 @@ def test_open_blocks_are_seen_whole(inner: str) -> None:
     assert grew > 0
 
 
-@pytest.mark.parametrize("inner", ["threshold", "streaming"])
+@few("inner", ["threshold", "streaming"])
 def test_drafts_see_what_the_inner_scheduler_sees(inner: str) -> None:
     """FreeDave is lossless under them too."""
     for cache in (DPAD | {"inner": "dual"}, STREAMING):
@@ -291,7 +292,7 @@ def test_a_block_causal_model_sees_no_masks_behind_the_block() -> None:
 # Refusals
 
 
-@pytest.mark.parametrize(
+@each(
     ("plugins", "said"),
     [
         ({"scheduler": "wino"}, "cache-incompatible: scheduler=wino, cache=dpad"),
@@ -299,7 +300,6 @@ def test_a_block_causal_model_sees_no_masks_behind_the_block() -> None:
         ({"stop": "prophet"}, "plugins-incompatible: stop=prophet, cache=dpad"),
         ({"kind": "causal"}, "cache-incompatible: cache=dpad"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_is_refused_by_name(plugins: dict[str, Any], said: str) -> None:
     with refused(said):
@@ -312,7 +312,7 @@ def test_a_model_of_whole_rows_is_refused() -> None:
         DPadCache().bind(context)
 
 
-@pytest.mark.parametrize("inner", ["dllm", "elastic", "d2", "dkv_greedy", "dpad", "streaming", "block_causal"])
+@each("inner", ["dllm", "elastic", "d2", "dkv_greedy", "dpad", "streaming", "block_causal"])
 def test_caches_that_serve_what_a_block_did_not_compute_are_refused_inside(inner: str) -> None:
     with refused(f"cache-incompatible: cache=streaming, cache.inner={inner}"):
         toys.sampler(cache={"name": "streaming", "inner": inner}, scheduler="random_order")
@@ -324,7 +324,7 @@ def test_of_two_caches_that_hide_masks_both_are_named() -> None:
         toys.sampler(cache={"name": "dpad", "inner": "streaming"})
 
 
-@pytest.mark.parametrize("inner", ["none", "exact", "prefix", "dual", "periodic_dual", "vicinity", "trailing", "dkv"])
+@few("inner", ["none", "exact", "prefix", "dual", "periodic_dual", "vicinity", "trailing", "dkv"])
 def test_others_run_inside(inner: str) -> None:
     _, found = answer(cache={"name": "dpad", "inner": inner, "window": 6}, kind="dream")
     assert found.complete.all()

@@ -8,7 +8,7 @@ from dllm_sampler import Result, Sampler
 from dllm_sampler.cache.vicinity import VicinityCache
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import crossed
+from tests.sampling import crossed, each, few
 from tests.scripted import same
 
 TOKENS, BLOCK = 17, 6
@@ -19,21 +19,21 @@ def run(cache: Any, kind: str = "llada") -> Result:
     return sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
 
 
-@pytest.mark.parametrize("kind", toys.TOYS)
+@few("kind", toys.TOYS)
 def test_without_a_margin_it_is_the_dual_cache(kind: str) -> None:
     assert same(run(VicinityCache(before=0, after=0, warmup=0), kind), run("dual", kind))
 
 
 @pytest.mark.parametrize(
     ("kind", "cache"),
-    crossed(toys.TOYS, {"margin": VicinityCache(99, 99, 0), "warmup": VicinityCache(0, 0, 99)}),
+    crossed(toys.TOYS, {"margin": VicinityCache(99, 99, 0), "warmup": VicinityCache(0, 0, 99)}, together=0),
 )
 def test_a_margin_or_a_warmup_that_never_ends_is_no_cache(kind: str, cache: VicinityCache) -> None:
     assert same(run(cache, kind), run("none", kind))
     assert not same(run("dual", kind), run("none", kind))
 
 
-@pytest.mark.parametrize("kind", ["llada", "dream"])
+@each("kind", ["llada", "dream"])
 def test_the_window(kind: str) -> None:
     """One prompt of three, blocks of six, two columns left, three right; two whole forwards, then one per block."""
     spy = toys.Spy(toys.denoiser(kind))
@@ -58,8 +58,8 @@ def test_the_shift_has_a_column_before_the_block() -> None:
     assert toys.columns(spy.calls[1][2]) == [list(range(2, 9))]
 
 
-@pytest.mark.parametrize("field", ["before", "after", "warmup"])
-@pytest.mark.parametrize("value", [-1, 1.5, True])
+@each("field", ["before", "after", "warmup"])
+@each("value", [-1, 1.5, True])
 def test_fields_are_whole_numbers(field: str, value: Any) -> None:
     with refused(f"option-range: cache.{field}"):
         VicinityCache(**{field: value})

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.sampling import each
+
 ROOT = Path(__file__).parents[2]
 GOOD = "import json, sys; json.dump({'n': 3}, open(sys.argv[-1], 'w')); print('fine')"
 BAD = "import sys; print('Traceback'); sys.exit('RuntimeError: no luck')"
@@ -65,6 +67,7 @@ def runs(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 def test_what_fails_or_hangs_costs_the_others_nothing(
     staged: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -162,7 +165,7 @@ def test_every_rule_has_its_figure(campaign: Any) -> None:
         assert rule.above != rule.within
 
 
-@pytest.mark.parametrize("smoke", [False, True])
+@each("smoke", [False, True])
 def test_every_stage_is_a_command_of_its_benchmark(
     smoke: bool, campaign: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -304,6 +307,7 @@ def test_the_script_for_a_gpu_names_stages_and_tests_that_there_are(campaign: An
     assert len({"campaign.json", "campaign.tgz", *written}) <= 8
 
 
+@pytest.mark.slow
 def test_the_script_keeps_results_and_goes_on_with_them(tmp_path: Path) -> None:
     command = ["bash", "benchmarks/gpu_hour.sh", "other", str(tmp_path / "out")]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 2

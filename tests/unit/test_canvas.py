@@ -41,7 +41,7 @@ def situations(draw: st.DrawFn) -> tuple[Canvas, torch.Tensor, Edit]:
     return canvas, positions, edit
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(situations())
 def test_apply(situation):
     canvas, positions, edit = situation

@@ -14,6 +14,7 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.inputs.prompts import chat_text, encode
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 
 MESSAGES = [{"role": "user", "content": "copy : Ada"}]
 
@@ -36,7 +37,7 @@ def test_the_same_ids_as_by_transformers(tokenizer: PreTrainedTokenizerBase) -> 
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "said"),
     [
         ("{{ 1/0 }}", "chat-template-failed: prompt 1"),
@@ -86,7 +87,7 @@ def test_an_unknown_token_that_is_the_end_token_too(spec: ModelSpec) -> None:
         encode([[{"role": "user", "content": "a b"}]], tokenizer, spec, 4)
 
 
-@pytest.mark.parametrize(
+@each(
     ("messages", "said"),
     [
         ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "messages-invalid: message 1"),

@@ -9,6 +9,7 @@ import pytest
 
 from dllm_sampler import config
 from dllm_sampler.check.__main__ import main
+from tests.sampling import each, few
 
 RULE = """
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def run(folder: Path, line: str, *words: str) -> int:
     return main(["--config-dir", "own", "scheduler=mine", *words])
 
 
-@pytest.mark.parametrize("line", BROKEN)
+@few("line", BROKEN)
 def test_what_is_broken_is_said(folder: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, line) == 1
     said = [one for one in capsys.readouterr().out.splitlines() if one.startswith("FAILED")]
@@ -109,7 +110,7 @@ def test_no_guide_is_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert out.startswith("scheduler=mine guide=none, on") and "    ok  `traits.ranks_by_confidence` is true" in out
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "said"),
     [
         ([], "There is nothing to check"),

@@ -12,6 +12,7 @@ from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.main import main
 from dllm_sampler.cli.options import Options
 from tests.refusals import refused
+from tests.sampling import each
 
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
 
@@ -189,7 +190,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[ascii(wrong) for wrong, _ in WRONG])
+@each(("wrong", "message"), WRONG)
 def test_wrong_input(words: list[str], wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "copy: Ada", *wrong]) == 2
     out, err = capsys.readouterr()
@@ -199,7 +200,7 @@ def test_wrong_input(words: list[str], wrong: list[str], message: str, capsys: p
     assert err.count("\n") == 1, "one sentence"
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "message"),
     [
         ("{", "b.jsonl line 2 is not JSON"),
@@ -269,7 +270,7 @@ def test_guides_keep_their_order() -> None:
     assert guides("guide=[temperature,top_p]", "guide.top_p.p=0.3") == [("temperature", 1.0), ("top_p", 0.3)]
 
 
-@pytest.mark.parametrize("word", ["--temperature=0.7", "-threshold=1", "--stream"])
+@each("word", ["--temperature=0.7", "-threshold=1", "--stream"])
 def test_options_with_dashes_are_no_prompts(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["copy: Ada", word]) == 2
     out, err = capsys.readouterr()
@@ -290,7 +291,7 @@ def test_yaml_files_of_the_user(tmp_path: Path) -> None:
         settings(["scheduler=bald"])
 
 
-@pytest.mark.parametrize("name", ["p.txt", "p.jsonl", "-"])
+@each("name", ["p.txt", "p.jsonl", "-"])
 def test_a_byte_order_mark_is_no_part_of_a_prompt(
     name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

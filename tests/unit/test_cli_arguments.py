@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dllm_sampler.cli.words import is_override, literal, parse, split
 from dllm_sampler.errors import UserError
 from tests.refusals import refused
+from tests.sampling import each
 
 PROMPTS = [
     "reverse: Ada, Ben, Cal, Dan",
@@ -45,12 +46,12 @@ OVERRIDES = [
 ]
 
 
-@pytest.mark.parametrize("word", PROMPTS)
+@each("word", PROMPTS)
 def test_a_prompt(word: str) -> None:
     assert not is_override(word)
 
 
-@pytest.mark.parametrize("word", OVERRIDES)
+@each("word", OVERRIDES)
 def test_an_override(word: str) -> None:
     assert is_override(word)
 
@@ -77,7 +78,7 @@ def test_nothing_is_lost(words: list[str]) -> None:
     assert sorted(found.prompts + found.overrides) == sorted(words)
 
 
-@pytest.mark.parametrize(("words", "action"), [(["-h"], "help"), (["x", "--help"], "help"), (["--info"], "info")])
+@each(("words", "action"), [(["-h"], "help"), (["x", "--help"], "help"), (["--info"], "info")])
 def test_flags(words: list[str], action: str) -> None:
     assert split(words).action == action
 
@@ -92,7 +93,7 @@ def test_an_unknown_flag() -> None:
 INTEGER = '{"type": "integer"}'
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "value"),
     [
         (f"guide.json_schema.schema={INTEGER}", INTEGER),
@@ -116,9 +117,7 @@ def test_patterns_and_schemas_need_the_quotes_of_the_shell_only(word: str, value
     assert parse(read).value() == value
 
 
-@pytest.mark.parametrize(
-    "word", ["separator.x=it's", 'scheduler.reward={"a": 1}', "stop_strings=(a,b", "seed=a\\'", 'suffix="}']
-)
+@each("word", ["separator.x=it's", 'scheduler.reward={"a": 1}', "stop_strings=(a,b", "seed=a\\'", 'suffix="}'])
 def test_the_way_to_quote_that_an_error_names_is_right(word: str) -> None:
     with refused("option-syntax") as error:
         parse(word)
@@ -127,9 +126,7 @@ def test_the_way_to_quote_that_an_error_names_is_right(word: str) -> None:
     assert parse(given).value() == word.partition("=")[2]
 
 
-@pytest.mark.parametrize(
-    ("word", "way"), [('suffix="}', """'suffix="\\"}"'"""), ("separator.x=it's", r'''"separator.x='it\'s'"''')]
-)
+@each(("word", "way"), [('suffix="}', """'suffix="\\"}"'"""), ("separator.x=it's", r'''"separator.x='it\'s'"''')])
 def test_the_way_to_quote_is_short(word: str, way: str) -> None:
     with pytest.raises(UserError) as error:
         parse(word)

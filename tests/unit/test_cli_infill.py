@@ -15,6 +15,7 @@ from dllm_sampler.cli.interactive import merged, typed
 from dllm_sampler.cli.main import main
 from dllm_sampler.kernels import backend
 from tests.refusals import refused
+from tests.sampling import each
 
 
 class Terminal(io.StringIO):
@@ -61,7 +62,7 @@ def test_a_beginning_an_end_and_gaps(words: list[str], capsys: pytest.CaptureFix
     assert main([*words, "copy: Ada", "prefix=Ben"]) == 0 and "cut at max_new_tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each(
     ("more", "biased"),
     [
         (["scheduler=threshold"], True),
@@ -100,7 +101,7 @@ def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path:
     assert capsys.readouterr().out.splitlines() == rows[4:5]
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "said"),
     [
         (["Ben{gap}"], "prompt 1 has {gap}."),
@@ -214,9 +215,7 @@ def test_a_mistake_on_the_command_line_ends_it(words: list[str]) -> None:
         interactive.session([*words, "scheduler=fix"], lines())
 
 
-@pytest.mark.parametrize(
-    ("terminal", "given", "begins"), [(True, [], True), (False, [], False), (True, ["copy: Ada"], False)]
-)
+@each(("terminal", "given", "begins"), [(True, [], True), (False, [], False), (True, ["copy: Ada"], False)])
 def test_when_a_session_begins(
     terminal: bool, given: list[str], begins: bool, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +233,7 @@ def test_a_line_from_a_terminal_or_not(monkeypatch: pytest.MonkeyPatch, capsys: 
         interactive.ask()
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "words"),
     [
         ("copy: Ada", []),

@@ -4,7 +4,6 @@ import io
 import re
 from typing import cast
 
-import pytest
 import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -13,9 +12,10 @@ from dllm_sampler import Sampler
 from dllm_sampler.cli.live import Screen, figures, render
 from dllm_sampler.cli.output import Totals
 from dllm_sampler.result import Commits
+from tests.sampling import each
 
 
-@pytest.mark.parametrize("stop", ["prefix", "none", "truncate", "block"])
+@each("stop", ["prefix", "none", "truncate", "block"])
 def test_the_streams_figures_are_those_of_the_last_line(stop: str) -> None:
     """What stands behind an end token is counted by neither."""
     mini = Sampler.from_pretrained("mini", device="cpu", stop=stop)
@@ -56,7 +56,7 @@ def test_a_stream_shows_what_is_open_and_nothing_behind_the_end() -> None:
     assert "░" not in last and "more" not in last and "Ada, Ben" in last
 
 
-@pytest.mark.parametrize(("behind", "rate"), [(0, "0.50"), (6, "2.00")])
+@each(("behind", "rate"), [(0, "0.50"), (6, "2.00")])
 def test_tokens_behind_an_end_token_count_while_they_are_committed(behind: int, rate: str) -> None:
     """As with `stop=none`, which commits one a step: the rate does not fall."""
     tokens = torch.full((1, 8), 1)

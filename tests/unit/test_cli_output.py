@@ -15,6 +15,7 @@ from dllm_sampler.cli import run
 from dllm_sampler.cli.main import main
 from dllm_sampler.host import files
 from tests.disks import full_after
+from tests.sampling import each, few
 
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
 PROMPTS = ["copy: Ada", "copy: Ben", "copy: Cal", "Dan"]
@@ -28,7 +29,7 @@ def records(file: Path | str) -> list[dict[str, Any]]:
     return [{name: value for name, value in one.items() if name != "time"} for one in found]
 
 
-@pytest.mark.parametrize("batching", ["in_flight", "static"])
+@each("batching", ["in_flight", "static"])
 def test_a_disk_that_is_full_at_the_last_record(
     words: list[str], capsys: pytest.CaptureFixture[str], batching: str
 ) -> None:
@@ -179,7 +180,7 @@ def test_ctrl_c_says_how_to_go_on(
     assert out == "" and err == "o.jsonl has all 8 samples\n"
 
 
-@pytest.mark.parametrize("more", [["samples=2"], ["samples=2", "stream=true"]])
+@few("more", [["samples=2"], ["samples=2", "stream=true"]])
 def test_a_killed_run_is_resumed_after_any_byte(
     words: list[str], capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:

@@ -19,6 +19,7 @@ from dllm_sampler.eval.tuning import main as tune
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.training.cli import main as train
 from tests.refusals import refused
+from tests.sampling import each
 
 OWN = {
     "scheduler": "# Threshold 0.5.\n_target_: dllm_sampler.schedulers.threshold.Threshold\nthreshold: 0.5\n",
@@ -51,7 +52,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("group", OWN)
+@each("group", OWN)
 def test_own_choices_are_listed_explained_and_chosen(
     group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,7 +131,7 @@ def test_a_broken_file_breaks_no_page(tmp_path: Path, capsys: pytest.CaptureFixt
         settings(["cache.every=3"])
 
 
-@pytest.mark.parametrize("group", ["guide", "experiment"])
+@each("group", ["guide", "experiment"])
 def test_an_own_file_that_is_no_utf8_is_named(group: str, tmp_path: Path) -> None:
     own(tmp_path, group, "", "latin")
     (tmp_path / "conf" / group / "latin.yaml").write_bytes(b"# \xe9\n")
@@ -176,7 +177,7 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     assert flat(page(capsys, "--help", "seed")).startswith("seed=0 prompt i of a run")
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "message"),
     [
         (["--info", "shceduler"], "unknown group, option or plug-in 'shceduler', did you mean 'scheduler'"),
@@ -193,7 +194,7 @@ def test_a_page_that_there_is_not(words: list[str], message: str, capsys: pytest
     assert out == "" and message in err
 
 
-@pytest.mark.parametrize("group", [*config.GROUPS[1:], "task"])
+@each("group", [*config.GROUPS[1:], "task"])
 def test_every_field_is_explained(group: str) -> None:
     for name in config.names(group):
         given = config.entry(group, name).settings
@@ -214,7 +215,7 @@ def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("did you mean 'mini'") == 2
 
 
-@pytest.mark.parametrize("name", config.names("train"))
+@each("name", config.names("train"))
 def test_a_trainer_s_page_says_what_each_field_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["--help", f"train={name}"]) == 0
     page, given = flat(capsys.readouterr().out), dict(config.entry("train", name).settings)

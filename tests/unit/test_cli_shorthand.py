@@ -1,13 +1,12 @@
 """Fields of guides without the guide's name."""
 
-import pytest
-
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.eval.jobs import jobs
 from tests.refusals import refused
+from tests.sampling import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "long"),
     [
         (["guide=regex", "guide.pattern=[a-c]{2}|x"], ["guide.regex.pattern=[a-c]{2}|x"]),
@@ -26,7 +25,7 @@ def test_a_field_of_the_one_guide_that_has_it(words: list[str], long: list[str])
     assert settings(words) == settings([guide, *long]) != settings([guide])
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "said"),
     [
         (

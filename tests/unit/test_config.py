@@ -18,6 +18,7 @@ from dllm_sampler.guides import EndTokens, Temperature, TopP
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
 from tests.refusals import refused
+from tests.sampling import each
 
 PLUGINS = [(group, name) for group in config.GROUPS if group != "model" for name in config.names(group)]
 
@@ -84,7 +85,7 @@ def test_build() -> None:
     assert both == (TopP(p=0.5), Temperature(value=1.0))
 
 
-@pytest.mark.parametrize(
+@each(
     ("group", "spec", "message"),
     [
         ("scheduler", "treshold", "choice-unknown: 'treshold', 'threshold'"),
@@ -120,9 +121,7 @@ def test_model(tmp_path: Any) -> None:
             config.model(spec)
 
 
-@pytest.mark.parametrize(
-    ("plugin", "field"), [(AdaBlock, "delimiters"), (EndTokens, "ids")], ids=lambda one: getattr(one, "__name__", one)
-)
+@each(("plugin", "field"), [(AdaBlock, "delimiters"), (EndTokens, "ids")])
 def test_token_ids_are_a_list(plugin: Any, field: str) -> None:
     assert plugin(**{field: [3, 4]}) == plugin(**{field: (3, 4)}) and hash(plugin(**{field: [3, 4]}))
     for wrong in (198, [-1], ["a"], "34"):

@@ -40,6 +40,7 @@ from dllm_sampler.training.examples import Example
 from dllm_sampler.training.trajectory import Trajectories
 from tests import scripted, tiny, toys
 from tests.refusals import refused
+from tests.sampling import each, few
 
 E, M, OTHER = toys.EOS, toys.MASK, 5
 NEW = 12
@@ -84,7 +85,7 @@ def test_is_end() -> None:
     assert end_ids(3) == (3,) and end_ids([3, 1, 3]) == (3, 1)
 
 
-@pytest.mark.parametrize(
+@each(
     ("generation", "config", "expected"),
     [([7, 8], 9, (7, 8, 9)), (None, [9, 8], (9, 8)), (8, 8, (8,)), ([7], None, (7,)), (None, 9, (9,))],
 )
@@ -145,7 +146,7 @@ def test_the_end_tokens_of_diffusion_gemma() -> None:
 # The user's end tokens ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", ["none", "prefix", "block", "truncate"])
+@few("stop", ["none", "prefix", "block", "truncate"])
 def test_an_answer_ends_at_the_users_token(stop: str) -> None:
     """As it does at the model's own: the answers are those of a model that has these end tokens itself."""
     sampler = toys.sampler(stop=stop)
@@ -175,7 +176,7 @@ def test_a_token_of_the_user_ends_the_forwards() -> None:
     assert int(sampler.generate(toys.PROMPTS[0], max_new_tokens=NEW).nfe) == len(answer)
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "said"),
     [
         ("x", "option-type: stop_token_ids='x'"),
@@ -229,14 +230,14 @@ def stopped(stop: Stop, ids: list[int]) -> tuple[Any, Edit]:
     return it.apply(at, found), found
 
 
-@pytest.mark.parametrize("token", [E, OTHER])
-@pytest.mark.parametrize("stop", [PrefixStop(), BlockStop(), FillStop()], ids=lambda stop: type(stop).__name__)
+@each("token", [E, OTHER])
+@each("stop", [PrefixStop(), BlockStop(), FillStop()])
 def test_stops_end_a_row_at_each_end_token(stop: Stop, token: int) -> None:
     assert stopped(stop, [1, token, 3, 4])[1].finish.tolist() == [True]  # type: ignore[union-attr]
     assert stopped(stop, [1, 2, 3, 4])[1].finish.tolist() == [False]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("stop", [TruncateStop(), EndOfText()], ids=lambda stop: type(stop).__name__)
+@each("stop", [TruncateStop(), EndOfText()])
 def test_stops_cut_behind_each_end_token(stop: Stop) -> None:
     assert stopped(stop, [M, OTHER, 3, E])[0].end.tolist() == [2]
 
@@ -402,7 +403,7 @@ def test_the_last_gap_ends_at_a_special_token() -> None:
 # What is left of an answer --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", ["none", "prefix"])
+@each("stop", ["none", "prefix"])
 def test_behind_the_end_there_is_padding(stop: str) -> None:
     """The trace keeps what was decoded there."""
     whole = plain()

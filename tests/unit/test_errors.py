@@ -5,9 +5,8 @@ import pickle
 import re
 from pathlib import Path
 
-import pytest
-
 from dllm_sampler.errors import NotFiniteError, NotWrittenError, RowError, UserError, unknown
+from tests.sampling import each
 
 ROOT = Path(__file__).parents[2]
 MADE = {"UserError", "RowError"}
@@ -46,7 +45,7 @@ def test_page() -> None:
     assert all(re.fullmatch(r"[a-z]+(-[a-z]+)+", code) for code in codes)
 
 
-@pytest.mark.parametrize(
+@each(
     "error",
     [
         UserError("made-up", "two\nlines"),
@@ -54,7 +53,6 @@ def test_page() -> None:
         RowError("made-up", "wrong: {prompts}", [0, 2]),
         NotFiniteError(3, [1]),
     ],
-    ids=lambda error: type(error).__name__,
 )
 def test_workers(error: UserError) -> None:
     """An error of a worker process arrives as it was raised."""

@@ -15,6 +15,7 @@ from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.stops.end_tokens import NoStop
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 
 
 def edit(canvas: Canvas, query: Query, readout: Readout) -> Edit:
@@ -35,7 +36,7 @@ def run(scheduler: Any, **plugins: Any) -> None:
     toys.sampler(scheduler=scheduler, **plugins).generate(toys.PROMPTS[:2], max_new_tokens=6)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         (lambda one, _: {"commit": one.commit[:, None]}, "commit is"),
@@ -110,8 +111,8 @@ USES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "field"), USES)
-@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: Eoser(one)])
+@each(("function", "field"), USES)
+@each("wrap", [lambda one: one, lambda one: Eoser(one)])
 def test_a_field_that_needs_does_not_list(function: Any, field: str, wrap: Any) -> None:
     said = f"scheduler=Mine reads readout.{field}, not measured. Add '{field}' to its needs."
     with pytest.raises(UserError) as error:

@@ -17,6 +17,7 @@ from dllm_sampler.errors import NotWrittenError
 from dllm_sampler.host import files
 from tests.disks import fail, full_after
 from tests.refusals import refused
+from tests.sampling import each
 
 ROOT = Path(__file__).parents[2]
 FULL = os.strerror(errno.EFBIG)
@@ -33,7 +34,7 @@ def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path) -> None:
     assert file.read_text() == "new" and stat.S_IMODE(file.stat().st_mode) == 0o640
 
 
-@pytest.mark.parametrize("name", ["write", "fsync", "replace", "open"])
+@each("name", ["write", "fsync", "replace", "open"])
 def test_whatever_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     file = tmp_path / "f"
     file.write_text("old")
@@ -172,7 +173,7 @@ def test_lines_are_whole_and_replace_what_was_there_with_the_first(tmp_path: Pat
     assert file.read_text().splitlines()[2:] == ["end"]
 
 
-@pytest.mark.parametrize("name", ["fsync", "close"])
+@each("name", ["fsync", "close"])
 def test_an_error_at_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     lines = files.Lines(tmp_path / "f", "output f")
     lines.add("one")

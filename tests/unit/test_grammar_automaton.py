@@ -13,6 +13,7 @@ from dllm_sampler.guides.grammar import Language, bounded
 from dllm_sampler.guides.grammar.bounded import Automaton
 from tests.grammars import TERMINALS, Rules, Small, sampled
 from tests.refusals import refused
+from tests.sampling import each, few
 
 
 def accepts(automaton: Automaton, text: bytes) -> bool:
@@ -92,7 +93,7 @@ def test_lists_of_any_style_are_regular() -> None:
         assert accepts(automaton, sample)
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     ["S -> ( S ) | $", 'S -> A "b" | $\nA -> "a" S', 'S -> "a" S | S "b" | "c"', 'S -> "-" S | S , S | "a"'],
 )
@@ -112,15 +113,16 @@ def small_enough(found: Language, depth: int) -> Automaton | None:
         raise
 
 
-def test_random_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+@few("count", [4, 12])
+def test_random_grammars(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regular ones exactly; of others only texts of the language, more of them the deeper, in the end all."""
     monkeypatch.setattr(bounded, "STATES", 300)
     rng = random.Random(7)
     regular = nested = complete = 0
-    while regular < 12 or nested < 12:
+    while regular < count or nested < count:
         small = Small(sampled(rng), TERMINALS, rng.choice([b"", b" "]))
         found = small.language()
-        if (regular if found.regular else nested) >= 12:
+        if (regular if found.regular else nested) >= count:
             continue
         every = [text for text in texts("ab ", 4) if small.has(text)]
         if found.regular:
@@ -139,7 +141,7 @@ def test_random_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
             if depth == 4:
                 assert now == {*every}, small
                 complete += 1
-    assert complete > 5
+    assert complete > count // 3
 
 
 def reaches(rules: Rules, banned: set[tuple[str, str]], one: str) -> set[str]:

@@ -14,6 +14,7 @@ from dllm_sampler.guides.grammar import END, Language, filling
 from dllm_sampler.guides.grammar.filling import Filling
 from tests import toys
 from tests.grammars import TERMINALS, Small, sampled
+from tests.sampling import each
 
 TEXTS = [*'[]{}:," 0123456789-ab', "ab", "true", "null", '": ', '{"', "[1", ", "]
 IDS = {text.encode(): token for token, text in enumerate(TEXTS)}
@@ -101,7 +102,7 @@ def compared(name: str, seed: int, count: int, most: int) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("lists", "split") else pytest.mark.slow) for name in SMALL]
+    "name", [pytest.param(name, marks=() if name == "lists" else pytest.mark.slow) for name in SMALL]
 )
 def test_tokens_are_found_if_there_are_any(name: str) -> None:
     found = compared(name, 1, 30, 2) + compared(name, 3, 4, 3)
@@ -136,7 +137,7 @@ def test_many_random_grammars(seed: int) -> None:
     random_grammars(seed, 20, 30)
 
 
-@pytest.mark.parametrize("short", [0, filling.SHORT])
+@each("short", [0, filling.SHORT])
 def test_documents_with_holes(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens that were taken out fit, so some are found; also where the shortest text takes too long to find."""
     monkeypatch.setattr(filling, "SHORT", short)
@@ -156,7 +157,7 @@ def test_documents_with_holes(short: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert EOS not in filled or not any(isinstance(one, bytes) for one in filled[filled.index(EOS) :]), words
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "wanted"),
     [
         ([None, None], b"1"),  # shorter than there is room: an end token
@@ -179,7 +180,7 @@ def test_how_many_masks_there_are_counts(words: list[Any], wanted: bytes | None)
     assert (None if tokens is None else text(words, tokens, [*IDS])) == wanted
 
 
-@pytest.mark.parametrize(
+@each(
     ("rules", "texts", "words", "wanted"),
     [
         ("S -> [ ]", [b"[", b" ]"], [None, None], [0, 1]),  # a token that begins with what is skipped

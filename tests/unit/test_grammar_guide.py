@@ -80,7 +80,7 @@ def test_every_state_can_be_completed(scheduler: str, grammar: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cache", "temperature"), crossed(["none", "dual", "prefix", "elastic", "sparse"], [None, 1.0])
+    ("cache", "temperature"), crossed(["none", "dual", "prefix", "elastic", "sparse"], [None, 1.0], together=0)
 )
 def test_rows_are_as_alone(cache: str, temperature: float | None, grammar: str) -> None:
     options: dict[str, Any] = {"guide": Grammar(grammar, tries=20), "cache": cache, "temperature": temperature}

@@ -11,6 +11,7 @@ from dllm_sampler.guides.grammar import END, Language, Word, emptiness, language
 from dllm_sampler.guides.grammar.partial import Partial
 from dllm_sampler.guides.grammar.rules import members
 from tests.grammars import TERMINALS, Small, fits, partial, sampled
+from tests.sampling import each, few
 
 TRACES = Path(__file__).parents[1] / "conformance" / "data" / "traces"
 NAMES = ["json", "schema", "arithmetic", "brackets", "cpp"]
@@ -49,7 +50,7 @@ def check(small: Small, rng: random.Random, signs: str, most: int, count: int) -
     return yes, no
 
 
-@pytest.mark.parametrize("skip", [b"", b" ", b"b"])
+@few("skip", [b"", b" ", b"b"])
 def test_random_grammars(skip: bytes) -> None:
     """Splits of every length count, empty lexemes too, and what is skipped may also begin a lexeme."""
     rng = random.Random(sum(skip))
@@ -106,7 +107,7 @@ def test_verdicts_of_real_languages(name: str) -> None:
     assert min(counts.values()) > 5
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_recorded_verdicts(name: str) -> None:
     """Every decision that the authors' decoder made."""
     found, seen = published(name), 0
@@ -175,7 +176,7 @@ def test_lexings_of_a_number() -> None:
     assert leaving == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "feasible"),
     [
         ([b"[-", None, b"123", b",0]", END], True),  # the end of a number that began in the gap
@@ -208,7 +209,7 @@ def test_pieces_and_gaps(words: list[Word], feasible: bool) -> None:
     assert (found.complete(words) is not None) == feasible
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "expected"),
     [
         ([b"a", b"b", None, None, b"c"], Partial((b"ab", b"c"), False, False)),
@@ -292,7 +293,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.feasible([None])
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "texts", "others"),
     [
         (

@@ -14,6 +14,7 @@ from dllm_sampler.guides.grammar.emptiness import Emptiness, Graph
 from dllm_sampler.guides.grammar.rules import Body, Grammar, components, members, normal
 from dllm_sampler.guides.grammar.terminals import marked
 from tests.refusals import refused
+from tests.sampling import each
 
 LETTERS = 3  # terminals of random grammars
 
@@ -164,7 +165,7 @@ def automaton(pattern: str) -> regular.Dfa:
 PATTERNS = ["a(ba)*", "[ab]*", "(a|b)*a(a|b)", "b?", "a{2,3}|b", "(ab|ba)+"]
 
 
-@pytest.mark.parametrize("one", PATTERNS)
+@each("one", PATTERNS)
 def test_operations_on_automata(one: str) -> None:
     texts = ["".join(text) for size in range(6) for text in itertools.product("ab", repeat=size)]
     for other in PATTERNS:
@@ -198,7 +199,7 @@ def test_marks() -> None:
     assert marked(b"\xa9 ", (60, 62), False, True) == b"\xa9> "
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("", "grammar-invalid"),

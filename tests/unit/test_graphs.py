@@ -29,10 +29,11 @@ from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each, few
 from tests.taped import Taped, on_tape, taped
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "why"),
     [({}, "graph-unsupported"), ({"cuda_graph": "yes"}, "choice-unknown: cuda_graph, 'yes'")],
 )
@@ -51,14 +52,13 @@ def why(it: Sampler, network: torch.nn.Module) -> str | None:
     return obstacle(it.plugins, it.noise, on_a_gpu(it.denoiser, network))
 
 
-@pytest.mark.parametrize(
+@each(
     ("plugins", "sentence"),
     [
         ({"cache": "elastic"}, "cache=elastic reads the device"),
         ({"scheduler": {"name": "apd", "verifier": toys.verifier()}}, "scheduler=apd asks a second model"),
         ({"noise": ReplayNoise(0, "llada")}, "ReplayNoise draws on the host"),
     ],
-    ids=["elastic", "apd", "noise"],
 )
 def test_what_is_refused_on_a_gpu(plugins: dict[str, Any], sentence: str) -> None:
     assert sentence in (why(toys.sampler(**plugins), torch.nn.Linear(1, 1)) or "")
@@ -104,7 +104,7 @@ def test_two_networks_on_two_devices_are_not_recorded() -> None:
     assert "lie on cpu and meta" in (obstacle(it.plugins, it.noise, there) or "")
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "width", "major", "waiting"),
     [
         (torch.bfloat16, 16, 9, False),
@@ -213,7 +213,7 @@ def on_a_tape(window: int, **plugins: Any) -> tuple[Sampler, Taped]:
     return it, on_tape(it)
 
 
-@pytest.mark.parametrize("scheduler", ["fixed", {"name": "threshold", "threshold": 0.7}])
+@few("scheduler", [{"name": "threshold", "threshold": 0.7}, "fixed"])
 def test_a_generation_makes_few_recordings(scheduler: Any) -> None:
     """Two of a window of 32, whose masks become fewer, and one that refreshes a canvas of less than `MOST` positions.
 
@@ -225,6 +225,7 @@ def test_a_generation_makes_few_recordings(scheduler: Any) -> None:
     assert engine.replays > 8 and 1 < recordings(engine) <= 3
 
 
+@pytest.mark.slow
 def test_prompts_of_many_lengths_share_recordings() -> None:
     it, engine = on_a_tape(4, scheduler="fixed")
     made = []
@@ -238,14 +239,14 @@ def test_prompts_of_many_lengths_share_recordings() -> None:
 
 def test_the_host_copies_no_state_around_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key of the next step is known before the host looks at the last one."""
-    it, engine = on_a_tape(16, scheduler="fixed")
+    it, engine = on_a_tape(8, scheduler="fixed")
     for _ in range(2):
-        it.generate([[5] * 16], max_new_tokens=32)
+        it.generate([[5] * 16], max_new_tokens=16)
     walks, walked = [], buffers.map_leaves
     monkeypatch.setattr(buffers, "map_leaves", lambda *args: walks.append(args[2]) or walked(*args))
     before = engine.replays
-    it.generate([[5] * 16], max_new_tokens=32)
-    assert engine.replays - before == 32 and len(walks) == len(buffers.PARTS), "what begins a generation is copied"
+    it.generate([[5] * 16], max_new_tokens=16)
+    assert engine.replays - before == 16 and len(walks) == len(buffers.PARTS), "what begins a generation is copied"
 
 
 def test_each_engine_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +261,7 @@ def test_each_engine_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert cuda.pools == [(1, 0), (1, 0), (2, 0), (2, 0), (1, 0)], "an empty graph opens each pool"
 
 
-@pytest.mark.parametrize("closes", [True, False], ids=["torch 2.11", "later"])
+@each("closes", [True, False])
 def test_a_recording_that_fails_closes_its_pool(closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or its memory is never released, and the next recording may fail."""
     cuda, record = Cuda(monkeypatch), GraphRecorder()

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from dllm_sampler.guides import EndTokens, Temperature, TopK, TopP
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 
 NOBODY: Any = None  # these guides look at the logits only
 
@@ -80,7 +80,7 @@ def test_guides_apply_in_the_order_given():
     assert torch.equal(greedy, toys.sampler().generate(toys.PROMPTS, max_new_tokens=17).tokens)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "value", "message"),
     [
         (Temperature, -1, "option-range: -1"),

@@ -25,7 +25,7 @@ from tests import toys
 from tests.contract.cases import kinds, settings
 from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, chosen, laid_out, ruled, strings
 from tests.refusals import refused
-from tests.sampling import crossed, sampled
+from tests.sampling import crossed, each, few, sampled
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("DLLM_SAMPLER_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@few("pattern", PATTERNS)
 def test_the_best_string(pattern: str) -> None:
     """Whatever stands already; some masks are not asked about, and count for nothing."""
     generator = torch.Generator().manual_seed(1)
@@ -102,7 +102,7 @@ def test_draws_have_the_law_of_the_model_given_the_form(asked: list[int]) -> Non
     assert torch.special.gammaincc(freedom, torch.tensor(distance / 2)) > 1e-3  # chi-square
 
 
-@pytest.mark.parametrize("draws", [False, True])
+@each("draws", [False, True])
 def test_a_step_reads_nothing_and_takes_any_room(draws: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions are worked on in stretches where their moves are many."""
     canvas = laid_out([[True] * LENGTH] * 50, [[0] * LENGTH] * 50)
@@ -116,7 +116,7 @@ def test_a_step_reads_nothing_and_takes_any_room(draws: bool, monkeypatch: pytes
     assert torch.equal(found.token, at_once)
 
 
-@pytest.mark.parametrize("pattern", ["(a|b)c*|c", "a|b|c(a|b)*"])
+@each("pattern", ["(a|b)c*|c", "a|b|c(a|b)*"])
 def test_equal_logits(pattern: str) -> None:
     """The lower id wins, as without a form, whatever it leads to."""
     canvas = laid_out([[True] * LENGTH], [[0] * LENGTH])
@@ -129,7 +129,7 @@ DRAWN = {"name": "temperature", "value": 1.0}
 
 @pytest.mark.parametrize(
     ("scheduler", "guide", "posterior"),
-    crossed(["threshold", "editing", "wino", "freedave"], {"greedy": None, "drawn": DRAWN}, [False, True]),
+    crossed(["threshold", "editing", "wino", "freedave"], {"greedy": None, "drawn": DRAWN}, [False, True], together=0),
 )
 def test_a_form_that_allows_everything_changes_no_bit(scheduler: str, guide: Any, posterior: bool) -> None:
     guides = [] if guide is None else [guide]

@@ -15,11 +15,12 @@ from dllm_sampler.guides.forms.regular import Form
 from tests import toys
 from tests.forms import built
 from tests.refusals import refused
+from tests.sampling import each
 
 pytest.importorskip("outlines_core")
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "said"),
     [
         (r"[$^\]](?<!a)", "'(?<!' at character 7 is look-around"),
@@ -35,7 +36,7 @@ def test_what_is_wrong_with_a_pattern_and_where(pattern: str, said: str) -> None
     assert fault(pattern).startswith(said)
 
 
-@pytest.mark.parametrize(
+@each(
     ("crash", "said"),
     [
         ("import os; os.kill(os.getpid(), 9)", "form-too-large"),

@@ -12,6 +12,7 @@ from dllm_sampler.guides.forms import library
 from tests import toys
 from tests.forms import built
 from tests.refusals import refused
+from tests.sampling import each
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_hostile_patterns_end_in_a_sentence(pattern: str, said: str, monkeypatch
     assert time.monotonic() - begun < 10
 
 
-@pytest.mark.parametrize(
+@each(
     ("schema", "said"),
     [
         ({"type": "integer", "enum": ["Ada"]}, '"Ada" among its values, which is not of its `type`'),
@@ -91,7 +92,7 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
         toys.sampler(guide="regex", stop="prophet")
 
 
-@pytest.mark.parametrize("name", ["true.json", "false-friends.json", "{x}.json", "null", "[v1].json", "1"])
+@each("name", ["true.json", "false-friends.json", "{x}.json", "null", "[v1].json", "1"])
 def test_files_of_schemas(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever they are called."""
     monkeypatch.chdir(tmp_path)
@@ -102,7 +103,7 @@ def test_files_of_schemas(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         JsonSchema(name)
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "said"),
     [
         (lambda: Choices([]).expressions(), "option-missing: guide=choices, guide.choices.choices=[Ada"),

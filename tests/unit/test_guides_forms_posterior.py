@@ -14,12 +14,12 @@ from dllm_sampler.engine.readout import read
 from dllm_sampler.guides import EndTokens, Temperature
 from tests import toys
 from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, built, laid_out, law, ruled, strings
-from tests.sampling import crossed
+from tests.sampling import crossed, each
 
 
 @pytest.mark.parametrize(
     ("pattern", "temperature"),
-    crossed([*PATTERNS, "(?s).*"], [None, Temperature(0.6), Temperature(0.6, measured=True)]),
+    crossed([*PATTERNS, "(?s).*"], [None, Temperature(0.6), Temperature(0.6, measured=True)], together=0),
 )
 def test_the_posterior_is_that_of_all_strings(pattern: str, temperature: Temperature | None) -> None:
     """All statistics: some masks are not asked about, some that stands is; rows end early; ids beyond the tokenizer."""
@@ -56,7 +56,7 @@ def test_the_posterior_is_that_of_all_strings(pattern: str, temperature: Tempera
                 torch.testing.assert_close(getattr(found, name)[row, candidate, there], getattr(wanted, name), msg=name)
 
 
-@pytest.mark.parametrize("ban", [END, 0])
+@each("ban", [END, 0])
 def test_a_posterior_where_all_that_fits_is_forbidden(ban: int) -> None:
     """Then nothing else is possible."""
     rule = ruled("a", posterior=True)

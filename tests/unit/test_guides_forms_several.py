@@ -19,7 +19,7 @@ from dllm_sampler.guides import Choices, JsonSchema, Regex
 from tests import toys
 from tests.forms import LENGTH, MASK, VOCAB, laid_out, ruled, strings
 from tests.refusals import refused
-from tests.sampling import crossed, sampled
+from tests.sampling import crossed, each, sampled
 from tests.taped import on_tape
 
 LISTED = ("(ab|c)*", "a?b{2}c?", "abab|cc")
@@ -27,7 +27,7 @@ PATTERNS = ["(abc|cd-){2}", "x(-x)*", "(?s).*"]
 FORMS = [1, 0, 2, 1, 0]  # of `toys.PROMPTS`
 
 
-@pytest.mark.parametrize("draws", [False, True])
+@each("draws", [False, True])
 def test_a_step_of_several_forms(draws: bool) -> None:
     """Automata of different sizes, two candidates of each row; a mask is asked about in the first two places only."""
     forms = [1, 0, 2, 1]
@@ -57,7 +57,9 @@ def test_the_mask_is_in_no_form() -> None:
     assert found.token[0].tolist() == [[3, 3, 3, 3]] and bool((found.confidence[0] == 1).all())
 
 
-@pytest.mark.parametrize(("scheduler", "temperature"), crossed(["threshold", "wino", "freedave"], [None, 1.0]))
+@pytest.mark.parametrize(
+    ("scheduler", "temperature"), crossed(["threshold", "wino", "freedave"], [None, 1.0], together=0)
+)
 def test_rows_are_as_with_their_form_alone(scheduler: str, temperature: float | None) -> None:
     options: dict[str, Any] = {"scheduler": scheduler, "temperature": temperature}
     it = toys.sampler(guide=Regex(tuple(PATTERNS), posterior=True), **options)
@@ -86,6 +88,7 @@ def test_rows_that_come_and_go(batching: Any) -> None:
         assert re.fullmatch(PATTERNS[FORMS[at]], answer.text)
 
 
+@pytest.mark.slow
 def test_a_stream_and_a_recording() -> None:
     it = toys.sampler(guide=Regex(tuple(PATTERNS), posterior=True))
     found = it.generate(toys.PROMPTS, max_new_tokens=14, forms=FORMS, samples=2)
@@ -108,7 +111,7 @@ def test_lists_of_each_kind() -> None:
     assert len(schemas.expressions()) == schemas.forms == 2 and JsonSchema({"type": "null"}).forms == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "forms", "said"),
     [
         (["a", "b"], None, "form-number: forms="),
@@ -136,7 +139,7 @@ def test_a_form_too_long_is_refused_alone() -> None:
     assert [answer.finish_reason == "refused" for answer in found] == [False, True, False]
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "said"),
     [
         (lambda: Regex(("a", "")), "option-type: guide.regex.pattern"),

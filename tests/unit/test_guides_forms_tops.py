@@ -14,6 +14,7 @@ from dllm_sampler.guides.forms import automaton, edges, tops
 from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.edges import joined
 from tests.forms import LENGTH, VOCAB, laid_out, ruled
+from tests.sampling import each
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -79,9 +80,7 @@ def test_draws_where_no_token_is_left_that_fits() -> None:
         assert abs(share - likely) < 4 * (likely * (1 - likely) / rows) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("pattern", "best"), [("(b{2}|c{2})(b|c){2}", [3, 3, 3, 1]), ("(b|c){4}", [1, 3, 3, 1])], ids=["classes", "tokens"]
-)
+@each(("pattern", "best"), [("(b{2}|c{2})(b|c){2}", [3, 3, 3, 1]), ("(b|c){4}", [1, 3, 3, 1])])
 def test_the_best_where_no_token_is_left_that_fits(pattern: str, best: list[int]) -> None:
     canvas, logits = laid_out([[True] * LENGTH], [[0] * LENGTH]), torch.zeros(LENGTH, VOCAB)
     logits[torch.arange(LENGTH), torch.tensor([1, 3, 3, 1])] = torch.tensor([1, 1.5, 1, 1])

@@ -73,7 +73,7 @@ def told(canvas: Canvas, query: Query) -> int:
     return max(1, int((over - begin).max()))
 
 
-@pytest.mark.parametrize(("draws", "given"), crossed([False, True], [False, True]))
+@pytest.mark.parametrize(("draws", "given"), crossed([False, True], [False, True], together=0))
 def test_a_window_changes_no_bit(draws: bool, given: bool, widths: list[int]) -> None:
     rule = ruled(LISTED, draws, posterior=True)._replace(needs=frozenset({"logits"}))
     for canvas, query, logits in situations(given):

@@ -2,14 +2,14 @@
 
 import math
 
-import pytest
 import torch
 
 from dllm_sampler.core import statistics
+from tests.sampling import each
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("words", [7, 96, 101, 254, 256, 33000])  # with and without a rest; wide tiles
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each("words", [7, 96, 101, 254, 256, 33000])  # with and without a rest; wide tiles
 def test_the_best_token_is_torchs_argmax(dtype, words, monkeypatch):
     monkeypatch.setattr(statistics, "MANY", 0)
     for seed in range(40):

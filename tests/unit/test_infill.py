@@ -21,7 +21,7 @@ from dllm_sampler.core.values import FREE
 from dllm_sampler.kernels.backend import FallbackWarning
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import crossed
+from tests.sampling import crossed, each
 
 PROMPT = [5, 11, 3]
 
@@ -162,7 +162,7 @@ def test_what_is_given_is_not_what_a_method_may_revise() -> None:
         assert result.nfe[0] == (2 if scheduler["name"] == "editing" else 1) and not result.trace.revised.any()
 
 
-@pytest.mark.parametrize("cache", ["none", "dual"])
+@each("cache", ["none", "dual"])
 def test_an_end_token_does_not_stand_before_a_given_one(cache: str) -> None:
     """A model that wants nothing else puts it behind them."""
     wants = Wants(toys.wrapped(toys.transformer()))
@@ -229,7 +229,7 @@ def test_what_a_tokenizer_puts_around_a_text_goes_around_the_whole() -> None:
     assert sampler.infill("a{gap:1}b").trace.origin == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "said"),
     [
         (lambda one: one.infill("a{gap}b"), "gap-invalid: prompt 1"),
@@ -316,7 +316,7 @@ def test_the_verifier_reads_what_an_answer_begins_with() -> None:
 CACHES = [name for name in config.names("cache") if name not in ("block_causal", "sub_block", "dkv_greedy")]
 
 
-@pytest.mark.parametrize(("cache", "kind"), crossed(CACHES, ["llada", "dream"]))
+@pytest.mark.parametrize(("cache", "kind"), crossed(CACHES, ["llada", "dream"], together=0))
 def test_an_answer_that_stands_alone_begins_at_the_first_column(cache: str, kind: str) -> None:
     """Also where a model predicts a token from the one before it. Rows join and leave: each is what it is alone."""
     sampler = made(

@@ -22,6 +22,7 @@ from dllm_sampler.guides.forms.given import completable
 from tests import toys
 from tests.forms import END, LENGTH, MASK, PATTERNS, VOCAB, built, laid_out, ruled, strings
 from tests.refusals import refused
+from tests.sampling import each, few
 
 # With `.*` what stands behind an end token is what stands before it: the end token is not the only one of its class.
 FORMS = [*PATTERNS, "(?s).*", "(a|c).*", "a*"]
@@ -58,7 +59,7 @@ def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bo
     return read(logits.clone(), logits[:, :1], canvas, HeadRows.every(query), rule).token
 
 
-@pytest.mark.parametrize("pattern", FORMS)
+@few("pattern", FORMS)
 def test_what_no_answer_can_meet(pattern: str) -> None:
     automaton = built(pattern)
     every = list(product([FREE, FREE, 0, 2, 3, 4, END], repeat=LENGTH))
@@ -66,7 +67,7 @@ def test_what_no_answer_can_meet(pattern: str) -> None:
         assert completable(automaton, given, (END,)) == bool(fitting(pattern, given)), given
 
 
-@pytest.mark.parametrize("pattern", FORMS)
+@few("pattern", FORMS)
 def test_the_best_string(pattern: str) -> None:
     """Also where a step does not ask about a gap: an answer does not end there."""
     random, generator, met = Random(pattern), torch.Generator().manual_seed(1), 0
@@ -87,7 +88,7 @@ def test_the_best_string(pattern: str) -> None:
     assert met > 5
 
 
-@pytest.mark.parametrize(
+@few(
     ("pattern", "given", "asked"),
     [
         ("a*", [FREE, FREE, 0, FREE], [1, 3]),
@@ -123,7 +124,7 @@ def test_where_another_guide_leaves_nothing_that_fits() -> None:
     assert read(logits, logits[:, :1], canvas, HeadRows.every(query), rule).token.tolist() == [[[0, 0, 0]]]
 
 
-@pytest.mark.parametrize("pattern", ["a*", "(ab|c)*", "(?s).*"])
+@each("pattern", ["a*", "(ab|c)*", "(?s).*"])
 def test_the_posterior(pattern: str) -> None:
     given, asked = [FREE, FREE, 3 if pattern != "a*" else 0, FREE], [0, 1]
     canvas = canvas_of(given)
@@ -140,7 +141,7 @@ def test_the_posterior(pattern: str) -> None:
     torch.testing.assert_close(law, wanted / wanted.sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize(
+@few(
     ("guide", "given", "fits"),
     [
         ({"name": "regex", "pattern": "(ab|cd)*x"}, [0, FREE, FREE, FREE, FREE], True),

@@ -14,6 +14,7 @@ from dllm_sampler.engine.plugins import assemble
 from dllm_sampler.integrations.__main__ import COMMAND, USAGE, main
 from dllm_sampler.integrations.block import model
 from dllm_sampler.integrations.settings import Settings
+from tests.sampling import each
 
 EXPERIMENT = """\
 # @package _global_
@@ -77,7 +78,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG)
+@each("words", WRONG)
 def test_mistakes_are_one_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     out, err = capsys.readouterr()
@@ -96,7 +97,7 @@ def test_help_is_a_page(capsys: pytest.CaptureFixture[str]) -> None:
             assert yaml.safe_load(capsys.readouterr().out)["scheduler"]["name"] == "klass"
 
 
-@pytest.mark.parametrize(
+@each(
     "words",
     [
         ["scheduler=klass", "scheduler.threshold=0.8", "temperature=0.7", "top_k=20", "block_length=16"],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler.kernels import backend
+from tests.sampling import each
 
 
 def pairs() -> dict[str, tuple[Any, Any]]:
@@ -33,7 +34,7 @@ def test_every_kernel_is_among_them() -> None:
     assert len(PAIRS) == len(named) + len(("readout", "head"))
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@each("name", PAIRS)
 def test_signatures_are_equal(name: str) -> None:
     fused, plain = PAIRS[name]
     taken, known = ([*signature(one).parameters.values()] for one in (fused, plain))

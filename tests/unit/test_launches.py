@@ -38,6 +38,7 @@ from dllm_sampler.kernels import (
     swiglu,
 )  # fmt: skip
 from dllm_sampler.kernels.sampling import Sampling
+from tests.sampling import each
 
 pytestmark = pytest.mark.slow
 TARGET = GPUTarget("cuda", 90, 32)
@@ -147,7 +148,7 @@ def layers(rows: int) -> None:
     rope.qkv_rope(fused, turn, turn, 1, 1, slots=slots, places=torch.arange(rows), fresh=False)
 
 
-@pytest.mark.parametrize(
+@each(
     ("launch", "kernels"),
     [
         (readouts, {"readout.readout_kernel", "head.head_kernel", "partial.combine_kernel"}),
@@ -189,7 +190,7 @@ def llada(rows: int, batch: int, fresh: bool = False) -> None:
             readout.readout(empty(rows, 126464), sampling)
 
 
-@pytest.mark.parametrize(("rows", "batch"), [(16, 1), (32, 1), (64, 1), (64, 2), (512, 16), (2048, 64)])
+@each(("rows", "batch"), [(16, 1), (32, 1), (64, 1), (64, 2), (512, 16), (2048, 64)])
 def test_what_is_launched_is_what_is_compiled_ahead_of_time(
     rows: int, batch: int, launched: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

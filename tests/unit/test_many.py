@@ -14,6 +14,7 @@ from dllm_sampler.result import FIELDS
 from dllm_sampler.training.trajectory import trajectories
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each, few
 
 WORDS = ["copy: Ada, Ben", "reverse: Cal", "Dan", "copy: Eve"]
 
@@ -52,7 +53,7 @@ def test_reasons(words: Sampler) -> None:
         assert {answer.finish_reason for answer in cut if answer.nfe < full.nfe[answer.index]} == {"max_steps"}
 
 
-@pytest.mark.parametrize("batching", ["in_flight", "static"])
+@few("batching", ["in_flight", "static"])
 def test_a_length_for_each_prompt(words: Sampler, batching: Any) -> None:
     lengths = [16, 3, 9, 5]
     found = list(words.generate_many(WORDS, max_new_tokens=lengths, batch_size=3, order="given", batching=batching))
@@ -78,7 +79,7 @@ def test_a_length_for_each_prompt(words: Sampler, batching: Any) -> None:
         words.generate_many(WORDS, max_new_tokens=[4, 0, 4, 4])
 
 
-@pytest.mark.parametrize("batching", ["in_flight", "static"])
+@each("batching", ["in_flight", "static"])
 def test_progress(words: Sampler, batching: Any) -> None:
     told: list[tuple[int, int, int]] = []
     list(
@@ -116,7 +117,7 @@ def test_a_prompt_that_is_refused_has_its_number(words: Sampler) -> None:
     assert got == [0, 0], "what was in flight is not lost"
 
 
-@pytest.mark.parametrize("batching", ["in_flight", "static"])
+@each("batching", ["in_flight", "static"])
 def test_refusals_without_end_are_handed_out_one_by_one(words: Sampler, batching: Any) -> None:
     read: list[int] = []
 
@@ -155,7 +156,7 @@ def test_a_place_is_no_larger_than_the_context() -> None:
     assert max(canvas.length for canvas, _, _ in spy.calls) == 64
 
 
-@pytest.mark.parametrize("context", [{}, {"max_length": 10}])
+@each("context", [{}, {"max_length": 10}])
 def test_answers_that_say_themselves_how_long_they_are(context: dict[str, Any]) -> None:
     """The default of `max_new_tokens` is longer than this model's context, and so is every answer that asks for it."""
     sampler, own = toys.sampler(), Infill([5, FREE, FREE, 3], [7])
@@ -165,7 +166,7 @@ def test_answers_that_say_themselves_how_long_they_are(context: dict[str, Any]) 
         sampler.generate_many([own, [5, 11]], **context)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "sentence"),
     [
         ({"batch_size": 0}, "option-range: batch_size"),
@@ -237,8 +238,8 @@ def test_refused_prompts_leave_no_lane_free() -> None:
     assert forwards(sampler, iter(mixed), on_error="yield", **options) == wanted == 8
 
 
-@pytest.mark.parametrize("given", [list, tuple])
-@pytest.mark.parametrize("max_length", [None, 20])
+@each("given", [list, tuple])
+@each("max_length", [None, 20])
 def test_an_infill_takes_the_first_lane_that_is_free(given: Any, max_length: int | None) -> None:
     sampler = toys.sampler(scheduler="fixed", stop="none")
     prompts = given([[5, 6], [7], Infill([FREE, 6, FREE, FREE, FREE], [8])])

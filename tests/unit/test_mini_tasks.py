@@ -2,17 +2,16 @@
 
 from random import Random
 
-import pytest
-
 from dllm_sampler.models.mini_tasks import NAMES, TASKS, UNSEEN, Task, draw_example, held_out
 from dllm_sampler.models.mini_tokenizer import build_tokenizer, vocabulary
+from tests.sampling import each
 
 tokenizer = build_tokenizer(256)
 ALL = TASKS | UNSEEN
-every_task = pytest.mark.parametrize("task", ALL.values(), ids=list(ALL))
+every_task = each("task", ALL.values())
 
 
-def examples(task: Task, count: int = 200) -> list[tuple[str, str]]:
+def examples(task: Task, count: int = 40) -> list[tuple[str, str]]:
     rng = Random(0)
     return [task.draw(rng) for _ in range(count)]
 
@@ -88,7 +87,7 @@ def test_text_survives_the_tokenizer(task: Task) -> None:
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("typed", "meant"),
     [
         ("  reverse:Ada ,Ben,\tCal ", "reverse: Ada, Ben, Cal"),

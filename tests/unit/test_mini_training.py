@@ -18,6 +18,7 @@ from dllm_sampler.training import cli
 from dllm_sampler.training.data import Batch, Pools, corrupt
 from dllm_sampler.training.mini import MiniTrainer, schedule
 from tests.refusals import refused
+from tests.sampling import each
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
 
@@ -97,7 +98,7 @@ def test_an_unfinished_run_is_not_mixed_with_another(
     assert "damaged" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "sentence"),
     [
         ([], "Set train to one of cjgrpo, deer, distill, filter, grpo, mini"),

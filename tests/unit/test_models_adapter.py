@@ -17,7 +17,7 @@ from dllm_sampler.models import adapter, loading, saving
 from dllm_sampler.training.trained import Trained
 from tests import tiny
 from tests.refusals import refused
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 from tests.unit.test_training_adapters import tree
 
 peft = pytest.importorskip("peft")
@@ -123,7 +123,7 @@ def test_a_tokenizer_beside_the_adapter_is_taken(tmp_path: Path) -> None:
     assert getattr(loading.load(tmp_path / "alone", device="cpu").tokenizer, "chat_template", "") == "other"
 
 
-@pytest.mark.parametrize("place", ["alone", "both"])
+@few("place", ["alone", "both"])
 def test_models_of_transformers(place: str, tmp_path: Path) -> None:
     """Merged once, whatever transformers does about a folder with an adapter; modes and gradients are as without."""
     from transformers import BertForMaskedLM

@@ -13,7 +13,7 @@ from dllm_sampler.kernels import compiling
 from dllm_sampler.models.transformer import Layer
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     compiling.fullgraph.cache_clear()
 
 
-@pytest.mark.parametrize(
+@few(
     ("kind", "cache", "names"),
     [
         ("gqa", "none", {"qkv", "output", "mlp"}),

@@ -5,7 +5,6 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +24,7 @@ from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.training.uniform import _Text
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 
 TINY = toys.transformer(kv_heads=2).config
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
@@ -106,7 +106,7 @@ def test_what_is_no_transformer_is_refused():
         TransformerDenoiser(Transformer(TINY), mask_id=39, eos_id=40)
 
 
-@pytest.mark.parametrize("cache", [NoCache(), DualCache()])
+@each("cache", [NoCache(), DualCache()])
 def test_guidance_mixes_two_branches(cache: Cache):
     model = denoiser()
     canvas = canvas_of(model)
@@ -145,7 +145,7 @@ def masked_lm(kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "distilbert"])
+@each("kind", ["bert", "roberta", "modernbert", "distilbert"])
 def test_masked_language_models(kind: str):
     from dllm_sampler.models.huggingface import MaskedLMDenoiser
 
@@ -189,7 +189,7 @@ def test_masked_language_models_load(tmp_path):
         load(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.5])
+@each("scale", [0.0, 1.5])
 def test_weights_lie_side_by_side_where_kernels_multiply_them_together(scale: float) -> None:
     """Under guidance too; without such kernels nothing is moved."""
     model = toys.transformer()

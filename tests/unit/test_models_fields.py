@@ -18,6 +18,7 @@ from dllm_sampler.models.nemotron import NEMOTRON
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.models.yarn import Yarn
 from tests.refusals import refused
+from tests.sampling import each
 
 SAVED: dict[str, Any] = {  # what transformers writes into every file, old and new versions
     "_name_or_path": "/data/run-7/checkpoint", "attention_dropout": 0.0, "auto_map": {"AutoConfig": "config.Config"},
@@ -128,7 +129,7 @@ def test_there_is_a_published_file_of_every_family():
     assert {family.name for family, _ in PUBLISHED.values()} == {family.name for family in FAMILIES}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_published_files_are_understood_without_a_word(name: str):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -279,7 +280,7 @@ def save(folder: Path, kind: str = "llada2", **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(raw | changes))
 
 
-@pytest.mark.parametrize(("said", "length"), [({}, 32), ({"block_size": 16}, 16)])
+@each(("said", "length"), [({}, 32), ({"block_size": 16}, 16)])
 def test_blocks_are_as_long_as_the_file_says(tmp_path: Path, said: dict[str, Any], length: int):
     save(tmp_path, **said)
     denoiser = loading.load(tmp_path, device="cpu").denoiser

@@ -19,6 +19,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import DREAM, LLADA, llada_config, to_checkpoint
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from tests.refusals import refused
+from tests.sampling import each
 
 TINY = TransformerConfig(
     vocab_size=24, hidden_size=16, intermediate_size=20, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -59,8 +60,8 @@ def load(folder: Path, dtype: torch.dtype | str | None = None) -> TransformerDen
     return denoiser
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("switches", [{}, {"qkv_bias": True}, {"tie_embeddings": True}])
+@each("sharded", [False, True])
+@each("switches", [{}, {"qkv_bias": True}, {"tie_embeddings": True}])
 def test_round_trip(tmp_path: Path, switches: dict, sharded: bool):
     config = replace(TINY, **switches)
     model = save(tmp_path, config)
@@ -164,7 +165,7 @@ def test_broken_tokenizer(tmp_path: Path):
         loading.load(tmp_path)
 
 
-@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}, {"embed": "cpu", "layers": "cpu", "norm": "cpu"}])
+@each("device_map", ["auto", "cpu", {"": "cpu"}, {"embed": "cpu", "layers": "cpu", "norm": "cpu"}])
 def test_device_map(tmp_path: Path, device_map: str | dict):
     model = save(tmp_path)
     if isinstance(device_map, dict) and "embed" in device_map:
@@ -227,7 +228,7 @@ def index(change: Callable[[Path, dict], object]) -> Damage:
     return apply
 
 
-@pytest.mark.parametrize(
+@each(
     ("damage", "sentence"),
     [
         (lambda f: (f / "config.json").unlink(), "checkpoint-incomplete: config.json"),

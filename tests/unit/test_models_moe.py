@@ -21,6 +21,7 @@ from dllm_sampler.models.family import Family
 from dllm_sampler.models.moe import Experts, MoE, MoeConfig, Router
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from tests.refusals import refused
+from tests.sampling import each
 
 PLAIN = MoeConfig(num_experts=8, top_k=3, expert_size=16, layers=frozenset({0, 1}))
 GROUPED = replace(PLAIN, score="sigmoid", groups=4, top_groups=2, normalise=True, scale=2.5, bias=True)
@@ -35,9 +36,9 @@ def one_by_one(experts: Experts, hidden: Tensor, weight: Tensor, chosen: Tensor)
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [16, 10])  # rows of 10 numbers are not aligned for a grouped kernel
-@pytest.mark.parametrize("grouped", [True, False])  # torch 2.8 has no grouped product
+@each("dtype", [torch.float32, torch.float64])
+@each("size", [16, 10])  # rows of 10 numbers are not aligned for a grouped kernel
+@each("grouped", [True, False])  # torch 2.8 has no grouped product
 def test_grouped_rows_equal_experts_one_by_one(
     grouped: bool, dtype: torch.dtype, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +141,7 @@ def save(folder: Path, kind: str, spoil: Callable[[dict[str, Tensor]], object] =
     return model
 
 
-@pytest.mark.parametrize("kind", RAW)
+@each("kind", RAW)
 def test_round_trip(tmp_path: Path, kind: str) -> None:
     model = save(tmp_path, kind)
     loaded = loading.load(tmp_path, device="cpu").denoiser
@@ -182,7 +183,7 @@ EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 FUSED = "model.layers.0.attention.query_key_value.weight"
 
 
-@pytest.mark.parametrize(
+@each(
     ("spoil", "sentence"),
     [
         (lambda t: t.pop(EXPERT), f"lacks tensors: {EXPERT}$"),
@@ -198,7 +199,7 @@ def test_damage_is_one_sentence(tmp_path: Path, spoil: Callable[[dict[str, Tenso
         loading.load(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "changes", "sentence"),
     [
         ("llada2", {"n_group": 3}, "checkpoint-config-invalid: config.json"),

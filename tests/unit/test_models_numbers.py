@@ -18,6 +18,7 @@ from dllm_sampler.errors import NoEffectWarning, UserError
 from dllm_sampler.models import diffusion_gemma, huggingface, loading
 from dllm_sampler.models.huggingface import unread
 from tests.refusals import refused
+from tests.sampling import each
 from tests.unit.test_models_fields import FOLDERS, save
 
 needs_gemma = pytest.mark.skipif(
@@ -33,7 +34,7 @@ SIZES = [
 FRACTIONS = ("rope_theta", "rms_norm_eps", "routed_scaling_factor", "partial_rotary_factor")  # 1.5 is one
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
+@each("kind", FOLDERS)
 def test_absurd_numbers_are_one_sentence_before_anything_is_built(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -129,7 +130,7 @@ def test_what_a_class_of_transformers_does_not_know_is_told(tmp_path: Path):
     assert unread(Qwen2Config(), {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e6}) == {}
 
 
-@pytest.mark.parametrize("layers", [0, 1])
+@each("layers", [0, 1])
 def test_fewer_layers_than_a_masked_lm_has(tmp_path: Path, layers: int):
     """transformers leaves out the others."""
     config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)

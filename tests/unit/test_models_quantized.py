@@ -16,6 +16,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Layer, Transformer
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 
 PROMPTS = ["reverse: Ada, Ben, Cal, Dan", "sort: Dan, Ada, Cal", "copy: Ada, Ben"]
 
@@ -101,7 +102,7 @@ def test_other_weights_are_no_integers() -> None:
     assert quantized.integers(torch.nn.Parameter(torch.ones(2, 3))) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "options", "sentence"),
     [
         ({"quantize": "int4"}, {}, "choice-unknown: model.quantize, int8, 'int4'"),

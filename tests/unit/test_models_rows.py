@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +9,7 @@ from dllm_sampler import Result, Sampler
 from dllm_sampler.core.spec import ModelSpec
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each, few
 
 NUMBERS: dict[str, Any] = {"vocab_size": toys.VOCAB, "mask_id": toys.MASK, "eos_id": toys.EOS}
 PLUGINS: list[dict[str, Any]] = [
@@ -34,7 +34,7 @@ class Plain(nn.Module):
         return self.network(ids, keys=mask)
 
 
-@pytest.mark.parametrize("plugins", PLUGINS)
+@few("plugins", PLUGINS)
 def test_a_function_answers_as_the_network_inside_it(plugins: dict[str, Any]) -> None:
     """Tokens, forwards and log-probabilities are those of the denoiser; each row is that row alone."""
     module = Plain()
@@ -65,7 +65,7 @@ def test_what_a_function_says_of_itself() -> None:
         made.generate([5, 6], max_new_tokens=8)
 
 
-@pytest.mark.parametrize(
+@each(
     ("function", "sentence"),
     [
         (lambda ids, mask: torch.zeros(*ids.shape, 7), "function-result: float32, [1, 7]"),

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -14,6 +13,7 @@ from dllm_sampler.models import loading, saving
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from tests import tiny
+from tests.sampling import few
 from tests.unit import test_models_loading as checkpoints
 
 
@@ -23,7 +23,7 @@ def loaded(folder: Path, **options: object) -> TransformerDenoiser:
     return denoiser
 
 
-@pytest.mark.parametrize("name", tiny.TRANSFORMERS)
+@few("name", tiny.TRANSFORMERS)
 def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     """Loaded in float64 and saved: every name, shape, dtype and number, and every other file to the letter."""
     source, target = tiny.write(name, tmp_path / "one"), tmp_path / "two"

@@ -12,6 +12,7 @@ from torch import Tensor
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import Layer, Rope, Transformer, TransformerConfig, answered
 from tests import toys
+from tests.sampling import each
 
 TINY = toys.transformer(kv_heads=2).config
 
@@ -53,7 +54,7 @@ def test_grouped_attention_equals_repeated_heads(kv_heads, groups, queries, keys
     torch.testing.assert_close(layer.weights(q, k, mask) @ v_all, heads)
 
 
-@pytest.mark.parametrize("switches", [{}, {"qkv_bias": True, "qk_norm": True}, {"tie_embeddings": True}])
+@each("switches", [{}, {"qkv_bias": True, "qk_norm": True}, {"tie_embeddings": True}])
 def test_driven_by_parts_equals_plain_forward(switches):
     model = network(replace(TINY, **switches))
     ids = torch.randint(0, 40, (3, 11))
@@ -63,7 +64,7 @@ def test_driven_by_parts_equals_plain_forward(switches):
     torch.testing.assert_close(model(ids, rows=rows), expected)
 
 
-@pytest.mark.parametrize("pool", [0, 3])
+@each("pool", [0, 3])
 def test_the_last_layer_takes_no_more_rows_on_than_are_answered(pool: int):
     """But all of them where the tokens of a block choose their experts together."""
     layers = frozenset({TINY.num_layers - 1})

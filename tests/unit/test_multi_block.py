@@ -14,6 +14,7 @@ from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each, few
 
 TOKENS, LENGTH = 17, 4
 ENTROPY = {"name": "entropy", "entropy": 1.0}
@@ -35,8 +36,8 @@ def finished(block: list[int], forward: int) -> bool:
     return max(block) < forward
 
 
-@pytest.mark.parametrize("scheduler", [ENTROPY, {"name": "threshold", "threshold": 0.6}, "factor", "hierarchical"])
-@pytest.mark.parametrize("add", [0.25, 0.75])
+@each("scheduler", [ENTROPY, {"name": "threshold", "threshold": 0.6}, "factor", "hierarchical"])
+@each("add", [0.25, 0.75])
 def test_blocks_open_one_by_one_and_the_first_gets_on(scheduler: Any, add: float) -> None:
     result, most = run(add, scheduler=scheduler), 0
     for row in range(len(toys.PROMPTS)):
@@ -52,7 +53,7 @@ def test_blocks_open_one_by_one_and_the_first_gets_on(scheduler: Any, add: float
     assert most > 1
 
 
-@pytest.mark.parametrize("scheduler", [ENTROPY, {"name": "threshold", "threshold": 0.6}])
+@each("scheduler", [ENTROPY, {"name": "threshold", "threshold": 0.6}])
 def test_one_block_at_a_time_is_fixed_blocks(scheduler: Any) -> None:
     one = run(1.0, scheduler=scheduler)
     two = run(scheduler=scheduler, blocks={"name": "fixed", "length": LENGTH})
@@ -99,8 +100,8 @@ def test_an_end_token_is_lowered_where_a_block_must_get_on_too() -> None:
     assert made.commit.tolist() == [[False, True, True, False]]
 
 
-@pytest.mark.parametrize("kind", ["llada", "dream"])
-@pytest.mark.parametrize(("delay", "every"), [(0, None), (1, 3), (2, None), (3, 2)])
+@few("kind", ["llada", "dream"])
+@few(("delay", "every"), [(0, None), (1, 3), (2, None), (3, 2)])
 def test_columns_that_the_cache_computes(kind: str, delay: int, every: int | None) -> None:
     cache = {"name": "delayed_prefix", "delay": delay, "refresh_every": every}
     result = run(kind=kind, cache=cache)
@@ -128,7 +129,7 @@ def test_what_is_never_stored_changes_nothing() -> None:
     assert (soon.trace.logprob - none.trace.logprob).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("cache", ["none", {"name": "delayed_prefix", "delay": 1}])
+@each("cache", ["none", {"name": "delayed_prefix", "delay": 1}])
 def test_an_end_token_fills_what_stands_behind_it(cache: Any) -> None:
     steps, fired = toys.sampler(scheduler=ENTROPY, blocks="full", stop="fill", cache=cache), 0
     for row in steps.stream(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS):
@@ -165,14 +166,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("sentence", REFUSED)
+@each("sentence", REFUSED)
 def test_refusals(sentence: str) -> None:
     with pytest.raises(UserError, match=sentence) as refusal:
         run(**REFUSED[sentence])
     assert "blocks=multi_block" in str(refusal.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("length", 0), ("add_threshold", 0.0), ("full_threshold", 2.0)])
+@each(("name", "value"), [("length", 0), ("add_threshold", 0.0), ("full_threshold", 2.0)])
 def test_fields(name: str, value: float) -> None:
     with refused(f"option-range: blocks.{name}"):
         toys.sampler(blocks={"name": "multi_block", name: value})

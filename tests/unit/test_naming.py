@@ -18,6 +18,7 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 
 
 def plug_ins(kind: str) -> list[str]:
@@ -82,7 +83,7 @@ def test_other_classes() -> None:
     assert named(config.build("scheduler", {"name": "my-rule", "_target_": f"{__name__}.Mine"})) == "my-rule"
 
 
-@pytest.mark.parametrize(
+@each(
     ("plugins", "said"),
     [
         ({"cache": "dllm", "scheduler": "wino"}, "cache-incompatible: scheduler=wino, cache=dllm"),

@@ -13,6 +13,7 @@ from dllm_sampler.core.noise import SCALE, _mix32, gumbel, token_noise
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.values import Noise
 from tests import toys
+from tests.sampling import each
 
 NOISE = CounterNoise()
 
@@ -37,7 +38,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
 
-@pytest.mark.parametrize("vary", ["seed", "step", "position"])
+@each("vary", ["seed", "step", "position"])
 def test_uniform(vary):
     many = 20_000
     if vary == "position":
@@ -55,7 +56,7 @@ def test_uniform(vary):
     assert abs(chi_square(pairs, torch.full_like(pairs, many / 2 / 49))) < 4
 
 
-@pytest.mark.parametrize("stream", ["tokens", "order"])
+@each("stream", ["tokens", "order"])
 def test_gumbel_moments(stream):
     canvas = rows(list(range(40)), 50)
     if stream == "tokens":
@@ -69,8 +70,8 @@ def test_gumbel_moments(stream):
     assert float(draws.var()) == pytest.approx(variance, abs=4 * math.sqrt(4.4 * variance**2 / many))
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@each("at_once", [1, 3, 8])
+@each("dtype", [torch.float32, torch.float16, torch.float64])
 def test_the_same_bits_however_it_is_made(monkeypatch, at_once, dtype):
     """In parts of any number of rows, and whatever torch's default dtype is."""
     keys = torch.randint(-(2**62), 2**62, (2, 4), generator=torch.Generator().manual_seed(3))
@@ -154,7 +155,7 @@ def test_known_draws():
     assert drawn.tolist() == pytest.approx([-0.15807918, 2.75881052, 1.37461495, -1.69220519], rel=1e-6)
 
 
-@pytest.mark.parametrize("bits", [0, 1, 2**31 - 65, 2**31 - 1])
+@each("bits", [0, 1, 2**31 - 65, 2**31 - 1])
 def test_gumbel_noise_is_finite_at_both_ends(bits):
     """Noise of -inf would make the only possible token as bad as the impossible ones."""
     uniform = (torch.tensor([bits], dtype=torch.int32).float() + 0.5) * SCALE
@@ -162,7 +163,7 @@ def test_gumbel_noise_is_finite_at_both_ends(bits):
     assert gumbel(uniform).isfinite()
 
 
-@pytest.mark.parametrize("layout", ["llada", "dream"])
+@each("layout", ["llada", "dream"])
 def test_replay_draws_from_torchs_generator(layout):
     canvas = rows([0, 0], 3)
     at = torch.tensor([[0, 2], [1, 3]])  # 3 is the empty slot

@@ -13,13 +13,14 @@ from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.guides import Regex, Temperature, TopP
 from dllm_sampler.guides.annealing import LinearTemperature
 from tests import toys
+from tests.sampling import crossed, each, few
 
 NOBODY: Any = None  # these guides look at the logits only
 HALF = [torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64])
-@pytest.mark.parametrize("value", [5e-324, 1e-40, 1e-5, 1.0, 1e5, 1.7e308])
+@each("dtype", [*HALF, torch.float32, torch.float64])
+@each("value", [5e-324, 1e-40, 1e-5, 1.0, 1e5, 1.7e308])
 def test_a_temperature_leaves_finite_logits_and_the_excluded_ones(dtype: torch.dtype, value: float):
     logits = torch.tensor([[30.0, 29.0, -math.inf, -30.0]], dtype=dtype)
     hot = Temperature(value)(logits, NOBODY, NOBODY)
@@ -32,8 +33,8 @@ def test_a_temperature_leaves_finite_logits_and_the_excluded_ones(dtype: torch.d
         assert hot[0, 0] - hot[0, 1] > 100, "a draw is the greedy choice"
 
 
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
-@pytest.mark.parametrize("value", [1e-5, 1e-40])
+@few("dtype", [*HALF, torch.float32])
+@few("value", [1e-5, 1e-40])
 def test_a_draw_at_a_small_temperature_is_the_greedy_choice(dtype: torch.dtype, value: float):
     """Quotients of infinity used to tie, and ties go to the lowest token."""
     model = toys.wrapped(toys.transformer().to(dtype))
@@ -62,7 +63,7 @@ def test_a_falling_temperature_is_applied_in_float32():
     assert LinearTemperature(low=0.0, high=1e-4, steps=4)(logits, over, head_rows).isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", HALF)
+@each("dtype", HALF)
 def test_a_nucleus_is_summed_in_float32(dtype: torch.dtype):
     logits = torch.randn(4, 3000, generator=torch.Generator().manual_seed(0)).to(dtype)
     kept = TopP(0.97)(logits, NOBODY, NOBODY).isfinite()
@@ -91,9 +92,14 @@ class Spoils(Guide):
         return logits.masked_fill(every, self.value)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("how", [{}, {"measured": True}, {"measured": True, "chosen": False}])
-@pytest.mark.parametrize("others", [[], [Temperature(1.0)], [Temperature(0.7, measured=True), TopP(0.9)]])
+@pytest.mark.parametrize(
+    ("value", "how", "others"),
+    crossed(
+        [math.nan, math.inf, -math.inf],
+        [{}, {"measured": True}, {"measured": True, "chosen": False}],
+        [[], [Temperature(1.0)], [Temperature(0.7, measured=True), TopP(0.9)]],
+    ),
+)
 def test_a_guide_that_is_not_finite_is_told(value: float, how: dict[str, bool], others: list[Guide]):
     guides = [*others[:1], Spoils(value, **how), *others[1:]]
     whole = Sampler(toys.denoiser(), scheduler="fixed", stop="none", guide=others)
@@ -120,7 +126,7 @@ class Cuts(Spoils):
     truncates: ClassVar[bool] = True
 
 
-@pytest.mark.parametrize("spoils", [*map(Spoils, (math.nan, math.inf, -math.inf)), *map(Cuts, (math.nan, math.inf))])
+@each("spoils", [*map(Spoils, (math.nan, math.inf, -math.inf)), *map(Cuts, (math.nan, math.inf))])
 def test_a_guide_before_a_form_that_is_not_finite_is_told(spoils: Guide):
     guides = [Temperature(1.0), spoils, Regex("(?s).*")]
     sampler = Sampler(toys.denoiser(), tokenizer=toys.tokenizer(), scheduler="fixed", stop="none", guide=guides)

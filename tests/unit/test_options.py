@@ -3,14 +3,13 @@
 from dataclasses import fields
 from inspect import signature
 
-import pytest
-
 from dllm_sampler import Sampler, config
 from dllm_sampler.cli.options import Options as Sampling
 from dllm_sampler.eval.jobs import Options as Evaluating
 from dllm_sampler.eval.lm_eval.settings import Settings
 from dllm_sampler.options import OF_SAMPLER, GenerateOptions, Options, SamplerOptions, check_options
 from tests.refusals import refused
+from tests.sampling import each
 
 NOT_TYPED = {"max_new_tokens": 128}  # commands without a length take the task's
 
@@ -35,7 +34,7 @@ def test_the_default_plugins_are_those_of_the_commands() -> None:
         assert {name: config.defaults(root)[name] for name in chosen} == {**chosen, "guide": "none"}
 
 
-@pytest.mark.parametrize("command", [Sampling, Evaluating, Settings])
+@each("command", [Sampling, Evaluating, Settings])
 def test_every_option_of_a_command_is_explained(command: type) -> None:
     shared = {one.name for one in fields(Options)}
     assert shared <= {one.name for one in fields(command)}
@@ -43,7 +42,7 @@ def test_every_option_of_a_command_is_explained(command: type) -> None:
         assert all(one.metadata["about"] for one in fields(command))
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "message"),
     [
         ({"max_steps": 0}, "option-range: max_steps"),

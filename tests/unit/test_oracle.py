@@ -18,7 +18,7 @@ from dllm_sampler.stops.end_of_text import EndOfText
 from dllm_sampler.stops.prophet import Prophet
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import crossed
+from tests.sampling import crossed, each
 from tests.scripted import Script
 
 TOKENS = 17
@@ -37,7 +37,7 @@ CACHES = ("none", "dual", "periodic_prefix")
 STOPS = ("none", "prefix", "block", "truncate", "end_of_text")
 
 
-@pytest.mark.parametrize(("toy", "cache", "blocks", "stop"), crossed(toys.TOYS, CACHES, BLOCKS, STOPS))
+@pytest.mark.parametrize(("toy", "cache", "blocks", "stop"), crossed(toys.TOYS, CACHES, BLOCKS, STOPS, together=0))
 def test_reproduces_one_per_step(toy: str, cache: str, blocks: Any, stop: str) -> None:
     plugins = {"blocks": blocks, "stop": stop, "cache": cache}
     reference, oracle = decode(toys.denoiser(toy), toys.PROMPTS, max_new_tokens=TOKENS, **plugins)
@@ -122,7 +122,7 @@ def test_greedy_is_not_always_the_fewest() -> None:
     assert found.trace.steps() == [[0], [1, 2, 3]]
 
 
-@pytest.mark.parametrize(
+@each(
     ("plugins", "said"),
     [
         ({"stop": Prophet()}, "stop-incompatible: stop=prophet, stop=prefix"),

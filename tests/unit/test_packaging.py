@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 import dllm_sampler
+from tests.sampling import each
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-@pytest.mark.parametrize("name", ["conf", "eval"])
+@each("name", ["conf", "eval"])
 def test_symlinks(name: str) -> None:
     link = ROOT / "dllm_sampler" / name
     assert link.is_symlink()

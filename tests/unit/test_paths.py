@@ -16,6 +16,7 @@ from dllm_sampler.models.loading import load
 from dllm_sampler.models.weights import read_json
 from dllm_sampler.training.cli import trainer
 from tests.refusals import refused
+from tests.sampling import each, few
 
 LONG, HOMELESS = "a" * 5000, "~nobody-at-all/x"
 SAID = {
@@ -24,8 +25,8 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("path", SAID, ids=["long", "homeless"])
-@pytest.mark.parametrize("option", ["model", "prompts_file", "output", "target"])
+@each("path", SAID)
+@each("option", ["model", "prompts_file", "output", "target"])
 def test_options_that_are_paths(option: str, path: str) -> None:
     with pytest.raises(UserError) as caught:
         request(split(["copy: Ada", f"{option}={path}"]))
@@ -33,7 +34,7 @@ def test_options_that_are_paths(option: str, path: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("path", SAID, ids=["long", "homeless"])
+@few("path", SAID)
 def test_elsewhere(path: str) -> None:
     for what in (
         lambda: Sampler.from_pretrained(path),
@@ -67,7 +68,7 @@ def test_paths_that_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         expanded("it", "a\0b")
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, '{"prompt":' * 100_000, "[" * 100_000 + "]" * 100_000])
+@each("line", ["[" * 100_000, '{"prompt":' * 100_000, "[" * 100_000 + "]" * 100_000])
 def test_json_in_too_many_brackets(line: str, tmp_path: Path) -> None:
     with refused("json-invalid: line 1"):
         records([line], "FILE")
@@ -78,14 +79,13 @@ def test_json_in_too_many_brackets(line: str, tmp_path: Path) -> None:
         Sampler.from_pretrained("mini", guide={"name": "json_schema", "schema": line})
 
 
-@pytest.mark.parametrize(
+@few(
     "word",
     [
         "seed=" + "[" * 999 + "]" * 999,
         "+x=" + "{a:" * 999 + "}" * 999,
         "scheduler.threshold=" + "${seed" * 999 + "}" * 999,
     ],
-    ids=["lists", "mappings", "interpolations"],
 )
 def test_overrides_in_too_many_brackets(word: str) -> None:
     with pytest.raises(UserError) as caught:

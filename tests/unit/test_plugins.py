@@ -21,6 +21,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_tokens import PrefixStop
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 
 
 def kinds(**options: Any) -> list[object]:
@@ -39,7 +40,7 @@ def test_lists_from_yaml_are_tuples() -> None:
     assert kinds(guide={"name": "end_tokens", "ids": [3, 4]}) == [EndTokens(ids=(3, 4))]
 
 
-@pytest.mark.parametrize("table", [(0, 4), (False, 4), (-3, 4), ("nan", 4), ("inf", 4), (10, -1), (10, "nan")])
+@each("table", [(0, 4), (False, 4), (-3, 4), ("nan", 4), ("inf", 4), (10, -1), (10, "nan")])
 def test_counts_of_tokens_are_numbers(tmp_path: Path, table: tuple[Any, Any]) -> None:
     file = tmp_path / "frequency.json"
     file.write_text(json.dumps({"num_token": table[0], "p_baseline_dict": {"3": table[1]}}))
@@ -128,7 +129,7 @@ def test_an_unfinished_row_ends_before_its_first_hole() -> None:
     assert int(committed.sum()) == 5 and int(result.lengths[0]) <= hole
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_sampling_does_not_favour_low_ids_in_half_precision(dtype: torch.dtype) -> None:
     rows, width = 512, 16
     canvas = toys.canvas(torch.ones(rows, width, dtype=torch.bool), seeds=torch.arange(rows))

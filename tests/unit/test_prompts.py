@@ -13,6 +13,7 @@ from dllm_sampler.inputs.texts import decode
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 
 WORDS = ["<pad>", "<eos>", "<mask>", "<unk>", "user", "copy", "reverse", ":", ",", "Ada", "Ben"]  # of the fixture
 
@@ -30,7 +31,7 @@ def spec() -> ModelSpec:
 ADA = [WORDS.index(word) for word in ("copy", ":", "Ada", ",", "Ben")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "rows"),
     [
         ("copy: Ada, Ben", [ADA]),
@@ -49,7 +50,7 @@ def test_every_shape(given: Any, rows: list[list[int]], tokenizer: PreTrainedTok
     assert prompts.encode(given, tokenizer, spec, 4) == rows
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "message"),
     [
         ([], "prompt-missing"),
@@ -88,7 +89,7 @@ def test_a_mask_token_written_out(tokenizer: PreTrainedTokenizerBase, checkpoint
         prompts.encode("Ada <mask>", tokenizer, spec, 4)
 
 
-@pytest.mark.parametrize(
+@each(
     ("value", "message"),
     [
         (0, "option-range: max_new_tokens"),
@@ -110,7 +111,7 @@ def test_a_full_context_is_no_mistake(spec: ModelSpec) -> None:
     assert prompts.encode([5], None, spec, 63) == [[5]]
 
 
-@pytest.mark.parametrize("given", ["Ada", [{"role": "user", "content": "Ada"}]])
+@each("given", ["Ada", [{"role": "user", "content": "Ada"}]])
 def test_text_without_a_tokenizer(given: Any, spec: ModelSpec) -> None:
     with refused("tokenizer-missing: prompt 1"):
         prompts.encode(given, None, spec, 4)

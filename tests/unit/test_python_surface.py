@@ -15,11 +15,12 @@ from dllm_sampler.kernels.backend import FallbackWarning
 from dllm_sampler.schedulers.fixed import FixedSteps
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import few
 
 PROMPTS = [[5, 11, 3], [7, 2]]
 
 
-@pytest.mark.parametrize(
+@few(
     "change",
     [
         {"temperature": 0.8}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "top_p": 0.9}, {"stop": "none"},

@@ -13,6 +13,7 @@ from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.engine import readout
 from dllm_sampler.guides import EndTokens, Temperature
 from tests import toys
+from tests.sampling import each
 
 NEEDS = frozenset({"margin", "entropy", "logsumexp", "current", "probabilities", "logits", "hidden"})
 logits_or_nothing = st.one_of(st.floats(-30, 30), st.just(-math.inf))
@@ -23,7 +24,7 @@ def measured(logits: torch.Tensor, needs: frozenset[str] = NEEDS, current: int =
     return statistics.measure(logits.clone(), token, torch.full_like(token, current), needs, logits)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(st.lists(logits_or_nothing, min_size=3, max_size=9), st.floats(-30, 30), st.integers(0, 3))
 def test_against_a_plain_softmax(values, finite, current):
     logits = torch.tensor([[[finite, *values]]], dtype=torch.float64)
@@ -45,7 +46,7 @@ def test_against_a_plain_softmax(values, finite, current):
     assert found.hidden is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_confidences_close_to_one_stay_apart(dtype):
     """1e-9, 1e-12 and 1e-15 below one: float32 would call them all 1."""
     for gap in (20.0, 28.0, 34.0):
@@ -79,7 +80,7 @@ def test_a_certain_token():
     assert (float(found.confidence), float(found.margin), float(found.entropy)) == (1.0, 1.0, 0.0)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@each("bad", [math.nan, math.inf])
 def test_what_is_not_finite_shows_in_the_confidence(bad):
     assert math.isnan(float(measured(torch.tensor([[[1.0, bad, 0.0]]]), frozenset()).confidence))
     assert math.isnan(float(measured(torch.full((1, 1, 3), -math.inf), frozenset()).confidence))
@@ -124,7 +125,7 @@ def test_deferred_end_tokens_are_chosen_at_confidence_zero():
     assert float(banned.confidence) == pytest.approx(1 / (toys.VOCAB - 2))
 
 
-@pytest.mark.parametrize("cache", [1, 12, 2**17])  # a row at a time, some with a remainder, all at once
+@each("cache", [1, 12, 2**17])  # a row at a time, some with a remainder, all at once
 def test_tables_worked_on_in_pieces_are_the_same_table(monkeypatch, cache):
     monkeypatch.setattr(statistics, "CACHE", cache)
     now, then = torch.randn(2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
@@ -139,8 +140,8 @@ def test_tables_worked_on_in_pieces_are_the_same_table(monkeypatch, cache):
     assert statistics.entropy(now).isnan().tolist() == [False, False, False, True, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [3, 7, 10, 64, 130])
+@each("dtype", [torch.float32, torch.float64])
+@each("size", [3, 7, 10, 64, 130])
 def test_one_law_ties_whatever_is_drawn(dtype, size):
     """Rounding must not rank positions by the token they drew: draws committed together would be correlated."""
     law = torch.full((size,), -4.0).to(dtype)

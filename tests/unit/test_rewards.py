@@ -15,6 +15,7 @@ from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import NotFiniteError
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each, few
 
 Settings = dict[str, Any]
 INNER: dict[str, Settings] = {
@@ -33,7 +34,7 @@ def guided(inner: Settings, **settings: Any) -> Settings:
     return {"name": "svdd", "inner": inner, **settings}
 
 
-@pytest.mark.parametrize("inner", ["fixed", "threshold"])
+@few("inner", ["fixed", "threshold"])
 def test_a_reward_sees_what_stands_and_what_the_block_may_become(inner: str) -> None:
     """Whole blocks and no later ones, tokens of earlier blocks unchanged, once per step."""
     calls: list[list[list[int]]] = []
@@ -148,14 +149,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@each("kind", WRONG)
 def test_what_a_reward_must_not_do_is_one_sentence_with_the_prompts_number(kind: str) -> None:
     rule = guided(INNER["random"], reward=failing(kind))
     with pytest.raises(UserError, match=f"^scheduler.reward=\\S+ {WRONG[kind]}[^\\n]*$"):
         run(rule)
 
 
-@pytest.mark.parametrize("batching", ["in_flight", "static"])
+@few("batching", ["in_flight", "static"])
 def test_the_number_is_that_of_the_prompt_wherever_its_row_is(batching: Any) -> None:
     sampler = toys.sampler(scheduler=guided(INNER["random"], reward=failing("raise")))
     prompts = [[5, 1], [6], [7, 7, 7], [8], [9, 3], [4, 2], [10]]

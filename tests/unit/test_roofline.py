@@ -9,6 +9,7 @@ import pytest
 from benchmarks import roofline
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import TransformerConfig
+from tests.sampling import each
 from tests.tables.roofline import main
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,7 @@ def test_free_positions_are_where_the_floor_bends():
     assert edge == pytest.approx(gpu.peak / gpu.bandwidth, rel=0.2)  # the ridge of a weight in bfloat16
 
 
+@pytest.mark.slow
 def test_it_writes_json_and_fills_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     page = tmp_path / "page.md"
     page.write_text((ROOT / "docs" / "roofline.md").read_text())
@@ -98,7 +100,7 @@ def test_it_writes_json_and_fills_a_page(tmp_path: Path, capsys: pytest.CaptureF
     assert "| kv read |" in page.read_text()
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "said"),
     [
         (["--gpus", "h300"], "unknown GPU 'h300', did you mean 'h200' or 'h100'"),

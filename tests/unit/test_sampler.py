@@ -25,6 +25,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_tokens import NoStop
 from tests import tiny, toys
 from tests.refusals import refused
+from tests.sampling import each, few
 
 TOKENS = 13
 PARALLEL = {"name": "threshold", "threshold": 0.7}
@@ -210,9 +211,9 @@ class Breaking(toys.Spy):
 
 
 class TestNotFinite:
-    @pytest.mark.parametrize("value", [math.nan, math.inf])
-    @pytest.mark.parametrize("poll_every", [1, 4, 100])
-    @pytest.mark.parametrize("cache", ["none", "dual"])
+    @few("value", [math.nan, math.inf])
+    @few("poll_every", [1, 4, 100])
+    @few("cache", ["none", "dual"])
     def test_it_says_when_and_keeps_what_was_done(self, value: float, poll_every: int, cache: str) -> None:
         plugins: dict[str, Any] = {"scheduler": "fixed", "stop": "none", "cache": cache}
         full = Sampler(toys.denoiser(), **plugins).generate(toys.PROMPTS, max_new_tokens=9)
@@ -239,7 +240,7 @@ def make(**plugins: Any) -> Sampler:
     return Sampler(toys.denoiser(), **plugins)
 
 
-@pytest.mark.parametrize(
+@each(
     ("plugins", "message"),
     [
         ({"scheduler": "treshold"}, "choice-unknown: 'treshold', 'threshold'"),
@@ -277,7 +278,7 @@ def test_bad_settings(plugins: dict[str, Any], message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "option-range: max_new_tokens"),
@@ -332,7 +333,7 @@ def test_a_cache_needs_a_model_that_can_be_cached() -> None:
     assert Sampler(denoiser).generate([5, 6], max_new_tokens=3).complete.all()
 
 
-@pytest.mark.parametrize("token", [-1, toys.VOCAB])
+@each("token", [-1, toys.VOCAB])
 def test_special_tokens_lie_inside_the_vocabulary(token: int) -> None:
     with refused(f"token-outside-vocabulary: mask_id, {token}, 40"):
         TransformerDenoiser(toys.transformer(), mask_id=token, eos_id=1)

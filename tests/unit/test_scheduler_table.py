@@ -11,6 +11,7 @@ from dllm_sampler import config
 from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.models.mini_tasks import TASKS
 from dllm_sampler.sampler import Sampler
+from tests.sampling import each
 from tests.tables import markdown, methods, schedulers
 from tests.tables.answers import HARD, Tally
 from tests.tables.schedulers import DOCS, NEEDS, ORACLE, SECTION, Row, front, main
@@ -133,7 +134,7 @@ def test_the_tables_of_methods_are_made_from_conf() -> None:
     assert text.count("\n| `") > len(config.names("scheduler"))
 
 
-@pytest.mark.parametrize(
+@each(
     ("about", "cells"),
     [
         ("Where (n + 1) fits (X's, arXiv 1234.56789).", ("Where (n + 1) fits", "X's 1234.56789")),
@@ -145,7 +146,7 @@ def test_a_description_ends_with_its_paper(about: str, cells: tuple[str, str]) -
     assert methods.described(about) == cells
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         (["--tasks", "copyy"], "unknown task 'copyy', did you mean 'copy'"),

@@ -14,6 +14,7 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.origin import Origin
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
+from tests.sampling import each
 
 
 def test_transfer_counts_of_llada():
@@ -25,7 +26,7 @@ def test_transfer_counts_of_llada():
             assert uniform_share(n, torch.full((steps,), steps), age).tolist() == expected
 
 
-@pytest.mark.parametrize("eps", [1e-3, 0.01, 0.5])
+@each("eps", [1e-3, 0.01, 0.5])
 def test_timestep_counts_of_dream(eps):
     """`int(masks * (1 - s / t))` on torch's own linspace in float32, bit for bit."""
     for steps in range(1, 65):
@@ -70,7 +71,7 @@ def test_budgeted_threshold():
     assert edit.commit.tolist() == [[True, False, False, False]], "neither, yet one in any case"
 
 
-@pytest.mark.parametrize("score", ["confidence", "margin", "entropy"])
+@each("score", ["confidence", "margin", "entropy"])
 def test_fixed_steps_rank_by_their_score(score):
     canvas = toys.canvas(torch.ones(1, 4, dtype=torch.bool))
     ranked = {"confidence": [0.1, 0.9, 0.5, 0.9], "margin": [0.3, 0.0, 0.2, 0.1], "entropy": [2.0, 1.0, 0.5, 3.0]}
@@ -83,7 +84,7 @@ def test_fixed_steps_rank_by_their_score(score):
     assert edit.commit[0].nonzero()[:, 0].tolist() == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("steps", "length", "tokens", "expected"),
     [
         (None, 4, 8, [1] * 8),
@@ -130,7 +131,7 @@ def test_origin_opens_at_the_rate_of_the_process():
         assert query.needs_every_position
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "fields"),
     [
         (Threshold, {"threshold": -0.1}),

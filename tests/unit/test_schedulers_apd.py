@@ -26,6 +26,7 @@ from dllm_sampler.schedulers.apd import ParallelDecoding
 from dllm_sampler.schedulers.leftright import LeftToRight
 from tests import scripted, toys
 from tests.refusals import refused
+from tests.sampling import each, few
 
 TOKENS = 17
 LOOK = {"max_lookahead": None, "verifier": toys.verifier()}
@@ -100,7 +101,7 @@ def test_the_verifier_reads_the_draft() -> None:
 # The six invariants
 
 
-@pytest.mark.parametrize("temperature", [None, 1.0])
+@few("temperature", [None, 1.0])
 def test_full_trust_takes_the_whole_draft(temperature: float | None) -> None:
     whole = run({"name": "apd", **LOOK, "mixture_weight": 1.0}, temperature=temperature)
     assert whole.nfe.tolist() == [1] * len(toys.PROMPTS)
@@ -110,8 +111,8 @@ def test_full_trust_takes_the_whole_draft(temperature: float | None) -> None:
         assert torch.equal(some.trace.generated, (torch.arange(TOKENS) // horizon).expand(len(toys.PROMPTS), -1))
 
 
-@pytest.mark.parametrize("temperature", [None, 1.0, 3.0])
-@pytest.mark.parametrize("weight", [0.0, 0.3, 0.9])
+@each("temperature", [None, 1.0, 3.0])
+@each("weight", [0.0, 0.3, 0.9])
 def test_a_verifier_of_the_same_mind_takes_everything(weight: float, temperature: float | None) -> None:
     logits = torch.randn(12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[:, -1] = -30  # the mask
@@ -120,8 +121,8 @@ def test_a_verifier_of_the_same_mind_takes_everything(weight: float, temperature
     assert scripted.play(denoiser, rule, 12, temperature=temperature) == [list(range(12))]
 
 
-@pytest.mark.parametrize("cache", ["none", "trailing"])
-@pytest.mark.parametrize("weight", [0.0, 0.7, 0.95])
+@few("cache", ["none", "trailing"])
+@few("weight", [0.0, 0.7, 0.95])
 def test_left_to_right_without_gaps(weight: float, cache: str) -> None:
     result = run({"name": "apd", **LOOK, "mixture_weight": weight, "max_lookahead": 7}, cache=cache, temperature=0.7)
     assert result.complete.all() and (result.nfe <= TOKENS).all()
@@ -160,7 +161,7 @@ def test_coupling() -> None:
     assert agree == sorted(agree) and agree[-1] == 1.0 and agree[0] < 0.9
 
 
-@pytest.mark.parametrize("blocks", [FullBlock(), FixedBlocks(6)])
+@few("blocks", [FullBlock(), FixedBlocks(6)])
 def test_what_is_kept_is_what_reading_again_gives(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a ragged batch whose rows advance at different speeds."""
     original, compared, firsts = Reading.logits, [], []
@@ -195,7 +196,7 @@ def computed(scheduler: Any, cache: Any, kind: str = "llada") -> list[list[int]]
     return [toys.columns(plan)[0] for _, _, plan in spy.calls]
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "window", "lefts"),
     [
         *[("llada", 2, [2, 4, 6]), ("llada", 1, [3, 5, 7]), ("llada", 0, [4, 6, 8]), ("llada", 99, [0, 0, 0])],
@@ -273,7 +274,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"verifier": toys.verifier(vocab=20)}, "vocabulary-differs: 20"
 
 
-@pytest.mark.parametrize(("given", "sentence"), list(refusals()), ids=lambda given: str(given)[:40])
+@each(("given", "sentence"), list(refusals()))
 def test_refusals(given: dict[str, Any], sentence: str) -> None:
     with refused(sentence):
         toys.sampler(scheduler={"name": "apd", **given})

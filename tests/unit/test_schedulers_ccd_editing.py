@@ -29,13 +29,14 @@ from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_of_text import EndOfText
 from tests import toys
+from tests.sampling import each
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
 from tests.toys import MASK
 
 # Certainty prior
 
 
-@pytest.mark.parametrize("sigma", [0.4, 3.0, 50.0])
+@each("sigma", [0.4, 3.0, 50.0])
 def test_density_is_the_published_sum(sigma: float) -> None:
     """Every term written out: a wide Gaussian misses what lies beyond, a narrow one is not cut where it counts."""
     spec, tokens, prompt = constant([0.5] * 9).spec, 9, 2
@@ -165,7 +166,7 @@ def test_editing_by_hand() -> None:
     assert [commits.tokens[0].tolist() for commits in quota.stream([[0]], max_new_tokens=2)] == [[1, 3], [2, 3], [2, 3]]
 
 
-@pytest.mark.parametrize(("extra", "forwards"), [(16, 17), (2, 3), (0, 1)])
+@each(("extra", "forwards"), [(16, 17), (2, 3), (0, 1)])
 def test_editing_ends(extra: int, forwards: int) -> None:
     """A model that changes its mind for ever."""
     tables = [constant([0.9] * 4, [token] * 4) for token in (1, 2)]
@@ -221,7 +222,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("cls", "fields", "name"), WRONG, ids=[f"{cls.__name__}-{[*f][-1]}" for cls, f, _ in WRONG])
+@each(("cls", "fields", "name"), WRONG)
 def test_bad_values(cls: Callable[..., object], fields: dict[str, Any], name: str) -> None:
     with pytest.raises(UserError, match=name.replace(".", r"\.")):
         cls(**fields)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from dllm_sampler.core.values import Canvas
 from dllm_sampler.schedulers.d2f import D2F
 from dllm_sampler.schedulers.lopa import LoPA
 from tests import toys
+from tests.sampling import few
 from tests.unit.test_schedulers_lopa import PIPELINE, TOKENS, run, same
 
 
@@ -30,7 +30,7 @@ class Everything(D2FCache):
         return hidden
 
 
-@pytest.mark.parametrize("toy", ["llada", "dream", "cfg"])
+@few("toy", ["llada", "dream", "cfg"])
 def test_block_causal_attention_makes_the_cache_exact(toy: str) -> None:
     """Invariant 5; with full attention what is stored is stale."""
     for attention in ("block_causal", "full"):
@@ -44,7 +44,7 @@ def test_block_causal_attention_makes_the_cache_exact(toy: str) -> None:
             assert bool((stored.trace.rows < computed.trace.rows).all())
 
 
-@pytest.mark.parametrize("steps", [None, 7])
+@few("steps", [None, 7])
 def test_a_forward_that_did_not_ask_about_the_edge_computes_its_row_again(steps: int | None) -> None:
     """Under a logit shift: `random_order` asks about what it commits alone, seldom the first position of a block."""
     rule = {"name": "random_order", "steps": steps}
@@ -54,7 +54,7 @@ def test_a_forward_that_did_not_ask_about_the_edge_computes_its_row_again(steps:
     assert torch.allclose(stored.trace.logprob, computed.trace.logprob, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("score", ["entropy", "margin", "confidence"])
+@few("score", ["entropy", "margin", "confidence"])
 def test_a_fixed_block_gets_its_best_mask_where_no_other_is_sure(score: str) -> None:
     """As where one of several blocks is open at a time."""
     rule, one = {"name": "d2f", "threshold": 0.6, "score": score}, PIPELINE | {"name": "multi_block"}

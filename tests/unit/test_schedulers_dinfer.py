@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from dllm_sampler.schedulers.hierarchical import Hierarchical
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import few
 from tests.scripted import TOKENS, Script, constant, play, run, same
 
 # dInfer
@@ -93,7 +93,7 @@ def test_credit_ends_with_the_block() -> None:
     assert steps[half:] == [[at + 3 for at in step] for step in steps[:half]]
 
 
-@pytest.mark.parametrize(("periodic", "plain"), [(PeriodicPrefix, "prefix"), (PeriodicDual, "dual")])
+@few(("periodic", "plain"), [(PeriodicPrefix, "prefix"), (PeriodicDual, "dual")])
 def test_periodic_cache_at_its_ends(periodic: type, plain: str) -> None:
     scheduler = Threshold(2.0)
     assert same(run(scheduler, cache=periodic(every=None)), run(scheduler, cache=plain))

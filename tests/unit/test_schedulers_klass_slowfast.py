@@ -24,6 +24,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
 from dllm_sampler.stops.prophet import Prophet
 from tests import toys
+from tests.sampling import each, few
 from tests.scripted import INF, PROMPTS, TOKENS, history, run, same_answers, sampler, written
 from tests.toys import MASK
 
@@ -70,8 +71,8 @@ def test_bad_values(cls: Callable[..., Scheduler], values: dict[str, Any]) -> No
         cls(**values)
 
 
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize("scheduler", [Wino(), Eoser(Wino())], ids=repr)
+@few("cache", ["prefix", "dual"])
+@few("scheduler", [Wino(), Eoser(Wino())])
 def test_whole_canvases_and_stored_parts_do_not_go_together(scheduler: Scheduler, cache: str) -> None:
     message = rf"scheduler={named(scheduler)} .* cache={cache} .* use cache=none"
     with pytest.raises(UserError, match=message):
@@ -81,7 +82,7 @@ def test_whole_canvases_and_stored_parts_do_not_go_together(scheduler: Scheduler
 
 
 class TestKlass:
-    @pytest.mark.parametrize("steps", [None, 9, 4])
+    @each("steps", [None, 9, 4])
     def test_without_divergence_it_is_the_fixed_schedule(self, steps: int | None) -> None:
         assert same_answers(run(Klass(steps, divergence=0.0, threshold=0.0)), run(FixedSteps(steps)))
 
@@ -147,7 +148,7 @@ class TestSlowFast:
         for prompt in PROMPTS:
             assert {len(step) for step in history(SlowFast(1.01), prompt)[0]} == {1}
 
-    @pytest.mark.parametrize("bar", [0.3, 0.9])
+    @each("bar", [0.3, 0.9])
     def test_without_a_slow_phase_it_is_the_threshold(self, bar: float) -> None:
         assert same_answers(run(SlowFast(bar, slow=0), blocks="full"), run(Threshold(bar), blocks="full"))
         assert same_answers(run(SlowFast(bar, slow=0, truncate=False)), run(Threshold(bar)))

@@ -20,6 +20,7 @@ from dllm_sampler.stops.end_of_text import EndOfText
 from dllm_sampler.stops.end_tokens import TruncateStop
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
 from tests.toys import EOS
 
@@ -144,7 +145,7 @@ def ending() -> Script:
     return constant([0.95, 0.9, 0.45, 0.5, 0.4, 0.8, 0.3, 0.2], [1, 2, 3, 6, 4, 6, 5, 1])
 
 
-@pytest.mark.parametrize(
+@each(
     ("stop", "left"),
     [
         (EndOfText(), [7, 6, 3, 1, 0]),  # commits 0, 1, 5 (cut at 6), 3 (cut at 4), 2

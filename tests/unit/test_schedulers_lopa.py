@@ -19,7 +19,7 @@ from dllm_sampler.schedulers.d2f import D2F
 from dllm_sampler.schedulers.lopa import LoPA
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import crossed
+from tests.sampling import crossed, each
 
 TOKENS = 17
 PIPELINE: dict[str, Any] = {"name": "pipeline", "length": 4, "add_threshold": 0.25, "full_threshold": 0.5}
@@ -131,7 +131,7 @@ def published(toy: str, prompt: list[int], tokens: int, causal: bool, rule: dict
         branches.append(anchor)
 
 
-@pytest.mark.parametrize(("toy", "causal", "seed"), crossed(["llada", "dream"], [False, True], range(6)))
+@pytest.mark.parametrize(("toy", "causal", "seed"), crossed(["llada", "dream"], [False, True], range(6), together=0))
 def test_the_published_loop(toy: str, causal: bool, seed: int) -> None:
     """Without a cache, and with the one that is exact where attention is block-causal; blocks of any length."""
     random = Random(seed)
@@ -237,7 +237,9 @@ def test_a_block_has_no_more_forks_than_positions() -> None:
     assert all(query.ids.shape[1] == 5 for _, query, *_ in every.made)
 
 
-@pytest.mark.parametrize(("blocks", "cache", "toy"), crossed(list(BLOCKS), list(CACHES), ["llada", "dream"]))
+@pytest.mark.parametrize(
+    ("blocks", "cache", "toy"), crossed(list(BLOCKS), list(CACHES), ["llada", "dream"], together=0)
+)
 def test_given_tokens_are_seen_and_the_masks_before_them_are_not(blocks: str, cache: str, toy: str) -> None:
     """A canvas that always wins is D2F's, so forks and the canvas alone see the same; and a mask behind the open blocks
     changes nothing, wherever a given token stands."""
@@ -262,7 +264,7 @@ def test_given_tokens_are_seen_and_the_masks_before_them_are_not(blocks: str, ca
     assert same(plain, answer(alone, Garbled(toys.denoiser(toy))))
 
 
-@pytest.mark.parametrize(
+@each(
     ("plugins", "sentence"),
     [
         ({"scheduler": {"name": "lopa", "inner": "wino"}}, "scheduler-incompatible: scheduler.inner"),

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.schedulers.wino import Wino
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 from tests.scripted import BLOCK, PROMPTS, TOKENS, Steps, history, run, same_answers, written
 from tests.toys import EOS, MASK
 
@@ -71,7 +71,7 @@ class TestWino:
         hidden, _ = denoiser(canvas, query, plan)
         return plan.head_rows.spread(denoiser.head(hidden))[0, 0]
 
-    @pytest.mark.parametrize("shift", [False, True])
+    @each("shift", [False, True])
     def test_a_shadow_does_not_see_its_token(self, shift: bool) -> None:
         masked = [False] * 6 + [True] * 2
         here = [1, 2, 3, 4, 5, 6, MASK, MASK]
@@ -82,7 +82,7 @@ class TestWino:
         plain, changed = (self.ask(ids, masked, False, 1, shift) for ids in (here, there))
         assert shift or not torch.allclose(plain[1], changed[1])
 
-    @pytest.mark.parametrize("shift", [False, True])
+    @each("shift", [False, True])
     def test_the_canvas_does_not_see_its_shadow(self, shift: bool) -> None:
         ids, masked = [1, 2, 3, 4, 5, 6, MASK, MASK], [False] * 6 + [True] * 2
         with_, without = (self.ask(ids, masked, blind, 2, shift) for blind in (True, False))
@@ -100,7 +100,7 @@ class TestRunningConfidence:
         # Position 0 goes back when two surer ones turn up, and returns when its new prediction is sure.
         assert script.history(RunningConfidence()) == ([[0], [1, 2], [0], [3]], [[], [0], [], []])
 
-    @pytest.mark.parametrize("steps", [2, 4, 8])
+    @each("steps", [2, 4, 8])
     def test_where_nothing_gets_surer_it_is_the_fixed_schedule(self, steps: int) -> None:
         script = written([[0.3, 0.9, 0.5, 0.7, 0.2, 0.6, 0.4, 0.8]])
         assert script.history(RunningConfidence(steps)) == script.history(FixedSteps(steps))
@@ -114,11 +114,11 @@ class TestRemdm:
         assert opened == [[0], [1], [2], [3], [4], [5], [], [5, 6], [7]]
         assert taken == [[], [], [], [], [], [], [5], [], []]
 
-    @pytest.mark.parametrize("steps", [None, 9, 6, 3])
+    @each("steps", [None, 9, 6, 3])
     def test_without_revisions_it_is_the_fixed_schedule(self, steps: int | None) -> None:
         assert same_answers(run(Remdm(steps, revisions=0)), run(FixedSteps(steps)))
 
-    @pytest.mark.parametrize(("steps", "revisions", "tokens"), [(18, 1, 1), (9, 2, 2), (3, 1, 3), (18, 3, 99)])
+    @each(("steps", "revisions", "tokens"), [(18, 1, 1), (9, 2, 2), (3, 1, 3), (18, 3, 99)])
     def test_every_block_adds_its_revisions(self, steps: int, revisions: int, tokens: int) -> None:
         result = run(Remdm(steps, revisions, tokens))
         assert result.complete.all()
@@ -149,7 +149,7 @@ class TestDilated:
         assert script.history(Dilated(skip=0.0))[0] == [[0, 4], [2, 6], [1, 3, 5, 7]]
         assert script.history(Dilated(skip=1.0))[0] == [[], [], list(range(8))]
 
-    @pytest.mark.parametrize("length", range(4, 34))
+    @each("length", range(4, 34))
     def test_neighbours_never_go_together_before_the_last_level(self, length: int) -> None:
         levels = self.levels(length)
         assert sorted(place for level in levels for place in level) == list(range(length))

@@ -24,7 +24,7 @@ from dllm_sampler.schedulers.svdd import SoftValueGuided
 from tests import sampling, toys
 from tests.enumerated import Enumerated, Joint, Probabilities, Value, divergence
 from tests.refusals import refused
-from tests.sampling import crossed
+from tests.sampling import crossed, each, few
 
 Settings = dict[str, Any]
 LAW = Joint()
@@ -63,8 +63,8 @@ def chi_square(found: Probabilities, law: Probabilities) -> float:
     return ROWS * sum((found[state] - law[state]) ** 2 / law[state] for state in law)
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.3])
-@pytest.mark.parametrize("steps", TOY)
+@each("alpha", [1.0, 0.3])
+@each("steps", TOY)
 def test_the_enumerated_law(steps: int, alpha: float) -> None:
     """Its limits are known, and more candidates come closer to the target."""
     toy, soft, fill = TOY[steps], valued("masked", steps, alpha), valued("fill", steps, alpha)
@@ -112,7 +112,7 @@ def test_more_candidates_come_closer_to_the_target() -> None:
 
 
 @slow
-@pytest.mark.parametrize("value", ["fill", "masked"])
+@each("value", ["fill", "masked"])
 def test_a_choice_at_infinite_temperature_is_none(value: str) -> None:
     assert chi_square(sampled(value, 3, 1e12), TOY[2].base()) < 29.9
 
@@ -148,7 +148,7 @@ def guided(inner: Settings, **settings: Any) -> Settings:
     return {"name": "svdd", "inner": inner, "reward": toys.reward, **settings}
 
 
-@pytest.mark.parametrize(("inner", "value"), crossed([*INNER, *FREE], ["fill", "masked"]))
+@pytest.mark.parametrize(("inner", "value"), crossed([*INNER, *FREE], ["fill", "masked"], together=0))
 def test_one_candidate_is_the_scheduler_inside(inner: str, value: str) -> None:
     rule = (INNER | FREE)[inner]
     one, alone = run(guided(rule, candidates=1, value=value)), run(rule)
@@ -156,7 +156,7 @@ def test_one_candidate_is_the_scheduler_inside(inner: str, value: str) -> None:
         assert torch.equal(getattr(one.trace, name), getattr(alone.trace, name)), name
 
 
-@pytest.mark.parametrize(("toy", "inner"), crossed([*toys.TOYS, "causal"], list(INNER)))
+@pytest.mark.parametrize(("toy", "inner"), crossed([*toys.TOYS, "causal"], list(INNER), together=0))
 def test_where_all_are_worth_the_same_the_first_candidate_is_the_scheduler_inside(toy: str, inner: str) -> None:
     turn = list(INNER).index(inner)
     plugins: Settings = {"cache": ("none", "prefix", "dual")[turn % 3]}
@@ -173,7 +173,7 @@ def test_where_all_are_worth_the_same_the_first_candidate_is_the_scheduler_insid
     assert (found.nfe >= alone.nfe).all()
 
 
-@pytest.mark.parametrize("inner", sampling.sampled([*INNER, *FREE], lambda inner: [inner in INNER]))
+@few("inner", sampling.sampled([*INNER, *FREE], lambda inner: [inner in INNER]))
 def test_a_choice_at_once_takes_any_step(inner: str) -> None:
     rule = (INNER | FREE)[inner]
     plugins: Settings = {"cache": "dkv" if inner in INNER else "none", "stop": "truncate"}
@@ -185,7 +185,7 @@ def test_a_choice_at_once_takes_any_step(inner: str) -> None:
     assert not torch.equal(chosen.tokens, alone.tokens)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@few("alpha", [0.0, 0.5])
 def test_minus_infinity_is_never_chosen(alpha: float) -> None:
     def without_seven(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [-inf if 7 in ids else 0.0 for ids in completion_ids]
@@ -197,7 +197,7 @@ def test_minus_infinity_is_never_chosen(alpha: float) -> None:
     assert torch.equal(hopeless.tokens, run(INNER["random"]).tokens), "the first one, as on any tie"
 
 
-@pytest.mark.parametrize("scheduler", ["random", "threshold"])
+@few("scheduler", ["random", "threshold"])
 def test_every_candidate_has_the_form(scheduler: str) -> None:
     """A guide on the answer's form vouches for all of them, filled too."""
     seen: list[str] = []
@@ -233,7 +233,7 @@ REFUSED: dict[str, tuple[Settings, Settings, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", REFUSED)
 def test_refused_with_a_reason(name: str) -> None:
     rule, plugins, reason = REFUSED[name]
     with pytest.raises(UserError, match=reason) as refusal:
@@ -271,7 +271,7 @@ class Counting(FixedSteps):
         return replace(edit, commit=edit.commit & ~late), (carry[0] + 1, inner)
 
 
-@pytest.mark.parametrize("blocks", [5, 17])
+@each("blocks", [5, 17])
 def test_the_scheduler_inside_counts_its_own_steps(blocks: int) -> None:
     """Steps of several lengths: some candidates fill a block when others do not, which takes a forward more."""
     spy, picks, pick = toys.Spy(toys.denoiser()), list[tuple[int, int]](), SoftValueGuided.pick
@@ -300,7 +300,7 @@ def test_the_scheduler_inside_counts_its_own_steps(blocks: int) -> None:
     assert blocks == 17 or any((~live).any() for live in waiting), "some were full"
 
 
-@pytest.mark.parametrize("value", ["fill", "masked"])
+@each("value", ["fill", "masked"])
 def test_the_trace_has_the_models_probability_of_what_was_taken(value: str) -> None:
     """One position a step: the chain rule gives that of the whole answer, in any order."""
     inner = {"name": "fixed", "score": "random"}

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from dllm_sampler.schedulers.block_refine import BlockRefine
 from dllm_sampler.schedulers.entropy_renoise import EntropyRenoise
 from tests import scripted, toys
 from tests.refusals import refused
+from tests.sampling import each, few
 
 TOKENS, BLOCK = 15, 6
 RENOISE: dict[str, Any] = {
@@ -56,8 +56,8 @@ def uniform(scheduler: Any, model: Denoiser | None = None, **plugins: Any) -> tu
     return Sampler(Uniform(model or toys.denoiser(), seen), scheduler=scheduler, **plugins), seen
 
 
-@pytest.mark.parametrize("cache", ["none", "dual"])
-@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda one: type(one).__name__)
+@few("cache", ["none", "dual"])
+@few("scheduler", SCHEDULERS)
 def test_a_row_in_a_batch_is_the_row_alone(scheduler: Any, cache: str) -> None:
     sampler, _ = uniform(scheduler, cache=cache)
     batch = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
@@ -70,7 +70,7 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: Any, cache: str) -> None:
 LONG = [replace(SCHEDULERS[0], stability_threshold=None), BlockRefine(5, 1.0)]
 
 
-@pytest.mark.parametrize("scheduler", LONG, ids=lambda one: type(one).__name__)
+@each("scheduler", LONG)
 def test_noise_is_drawn_again_and_nothing_else_is(scheduler: Any) -> None:
     sampler, seen = uniform(scheduler)
     sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
@@ -129,7 +129,7 @@ def test_acceptance_is_decided_each_step_and_the_answer_is_the_last_best_canvas(
     torch.testing.assert_close(last.result.trace.logprob[0, 1:].exp(), torch.tensor([0.9, 0.8], dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("stability", "forwards"), [(0, 2), (1, 4), (2, 5), (9, 12)])
+@each(("stability", "forwards"), [(0, 2), (1, 4), (2, 5), (9, 12)])
 def test_the_rule_of_stability(stability: int, forwards: int) -> None:
     """Unsure in the first forward; another best canvas in the second than from the third on."""
     tokens = [[1, 1], [1, 2], [1, 3]]
@@ -155,7 +155,7 @@ def test_a_users_temperature_comes_before() -> None:
     assert [type(guide).__name__ for guide in sampler.plugins.guides] == ["Temperature", "TopK", "LinearTemperature"]
 
 
-@pytest.mark.parametrize(("steps", "counts"), [(2, [4, 4]), (3, [3, 3, 2]), (8, [1] * 8), (16, [1, 0] * 7 + [1])])
+@each(("steps", "counts"), [(2, [4, 4]), (3, [3, 3, 2]), (8, [1] * 8), (16, [1, 0] * 7 + [1])])
 def test_the_rising_quota(steps: int, counts: list[int]) -> None:
     model = scripted.constant([0.5 + 0.01 * i for i in range(8)])
     found = [len(step) for step in scripted.play(model, BlockRefine(steps, 1.0), 8)]
@@ -185,7 +185,7 @@ def test_a_step_reads_nothing() -> None:
             plugins.scheduler.tell(seen.renoised(toys.VOCAB), query, read, carry)
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "said"),
     [
         ({"entropy_bound": -1}, "option-range: entropy_bound"),

@@ -2,12 +2,12 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler.core import select
+from tests.sampling import each
 
 quick = settings(max_examples=150, deadline=None, derandomize=True)
 scores = st.sampled_from([-math.inf, -1.0, 0.0, 0.25, 0.5, 1.0, math.inf])  # few values: ties everywhere
@@ -64,7 +64,7 @@ def test_columns(rows, width):
         assert columns == members + [6] * (width - len(members))
 
 
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+@each("bad", [math.nan, -math.inf])
 def test_a_row_without_a_score_spoils_no_other(bad):
     score = torch.tensor([[bad, bad, bad], [0.1, 0.9, 0.9]], dtype=torch.float64)
     eligible = torch.tensor([[False, True, True], [True, True, True]])

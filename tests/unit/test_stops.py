@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from dllm_sampler import Canvas, Edit, Query, Readout
@@ -11,6 +10,7 @@ from dllm_sampler.stops.end_tokens import BlockStop, NoStop, PrefixStop, Truncat
 from dllm_sampler.stops.fill import FillStop
 from dllm_sampler.stops.prophet import Prophet
 from tests import toys
+from tests.sampling import each
 
 E, M = toys.EOS, toys.MASK
 
@@ -45,7 +45,7 @@ def test_prefix():
     assert finishes(PrefixStop(), at([M, M, M, M]), {0: E})
 
 
-@pytest.mark.parametrize(("start", "there"), [(1, [1, 2]), (-1, [0]), (-2, []), (3, [3])])
+@each(("start", "there"), [(1, [1, 2]), (-1, [0]), (-2, []), (3, [3])])
 def test_prophet_looks_at_the_answer_alone(start: int, there: list[int]):
     """A region of two positions that begins before the generation, or ends behind it, has what lies inside."""
     canvas = at([M, M, M, M])
@@ -71,7 +71,7 @@ def test_truncate():
     assert judged(TruncateStop(), at([1, M, M, M, M]), {2: 5})[1].end.tolist() == [5]
 
 
-@pytest.mark.parametrize("stop", [PrefixStop(), BlockStop(), TruncateStop()], ids=lambda stop: type(stop).__name__)
+@each("stop", [PrefixStop(), BlockStop(), TruncateStop()])
 def test_an_end_token_in_the_prompt_does_not_count(stop):
     frozen = torch.tensor([[True, True, False, False, True]])
     canvas = at(

@@ -9,6 +9,7 @@ from rich.console import Console
 from dllm_sampler.cli import live, terminal
 from dllm_sampler.cli.terminal import ending, show, visible
 from dllm_sampler.errors import LONGEST, NoEffectWarning, RowError, UserError
+from tests.sampling import each
 
 EVIL = "a\x1b]0;title\x07\x9b2J\r\u202eb\tc\nd"
 SPELLED = r"a\x1b]0;title\x07\x9b2J\r\u202eb" + "\tc\nd"
@@ -33,7 +34,7 @@ def test_every_control_character_is_spelled_out_but_tab_and_newline() -> None:
     assert visible("é 漢 👍 {}[]") == "é 漢 👍 {}[]"
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Terminal, SPELLED), (io.StringIO, EVIL)])
+@each(("kind", "said"), [(Terminal, SPELLED), (io.StringIO, EVIL)])
 def test_answers_errors_and_pages(kind: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> int:
         raise UserError("file-invalid", "a \x1b[2J b")

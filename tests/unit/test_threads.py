@@ -19,6 +19,7 @@ from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.options import check_threads
 from dllm_sampler.training import cli as training
 from tests.refusals import refused
+from tests.sampling import each
 
 pytestmark = pytest.mark.usefixtures("at_a_terminal")
 
@@ -50,7 +51,7 @@ def test_auto_is_one_thread_for_small_models_on_a_cpu(monkeypatch: pytest.Monkey
     assert torch.get_num_threads() == 2
 
 
-@pytest.mark.parametrize("wrong", ["many", 0, -1, 4097, True, 1.5, None])
+@each("wrong", ["many", 0, -1, 4097, True, 1.5, None])
 def test_wrong_numbers(wrong: Any) -> None:
     with refused("option-range: 4096"):
         check_threads("threads", wrong)
@@ -61,7 +62,7 @@ def test_the_library_sets_none(checkpoint: Path) -> None:
     assert torch.get_num_threads() == 7
 
 
-@pytest.mark.parametrize(("said", "expected"), [([], 1), (["threads=3"], 3)])
+@each(("said", "expected"), [([], 1), (["threads=3"], 3)])
 def test_every_command(said: list[str], expected: int, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([*words, *said, "copy: Ada"]) == 0
     assert torch.get_num_threads() == expected

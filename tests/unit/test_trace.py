@@ -14,6 +14,7 @@ from dllm_sampler import Result, Sampler, Trace
 from dllm_sampler.result import FIELDS
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 
 TOKENS = 13
 
@@ -108,7 +109,7 @@ def _number_missing(file: Path, trace: Trace) -> None:
     save_file({name: getattr(trace, name) for name in FIELDS}, file, {"trace": json.dumps({"schema": 2})})
 
 
-@pytest.mark.parametrize(
+@each(
     ("damage", "message"),
     [
         (_number_missing, "trace-invalid"),

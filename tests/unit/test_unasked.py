@@ -16,6 +16,7 @@ from dllm_sampler.eval.jobs import jobs, lines
 from dllm_sampler.eval.tuning import main as tune
 from dllm_sampler.training.cli import main as train
 from tests.refusals import refused
+from tests.sampling import each
 
 POPEN = "_target_: subprocess.Popen\nargs: [touch, RAN]\n"
 OURS = "dllm_sampler.schedulers.threshold.Threshold"
@@ -90,7 +91,7 @@ def test_what_is_no_file_does_not_count(
     assert sample(["copy: Ada"]) == 2 and "has the name of a packaged file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("root", ["sample", "hydra/config", "hydra/job_logging/default", "hydra/env/default"])
+@each("root", ["sample", "hydra/config", "hydra/job_logging/default", "hydra/env/default"])
 def test_files_outside_of_groups_are_not_read(root: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(folder, f"conf/{root}.yaml", f"# @package _global_\nscheduler: {{{EVIL.strip()}}}\noutput: RAN\nplanted: 1\n")
     assert sample(["copy: Ada"]) == 0 and capsys.readouterr().out == "Ada\n"
@@ -141,7 +142,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("words", CALLS, ids=" ".join)
+@each("words", CALLS)
 def test_a_class_of_another_kind_is_not_called(
     words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,7 +151,7 @@ def test_a_class_of_another_kind_is_not_called(
     assert not (folder / "RAN").exists()
 
 
-@pytest.mark.parametrize(
+@each(
     ("command", "words"),
     [
         (evaluate, ["task._target_=subprocess.Popen"]),

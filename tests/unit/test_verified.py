@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import each
 from tests.tables import verified
 
 
-@pytest.mark.parametrize("wrong", [False, True])
+@each("wrong", [False, True])
 def test_its_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
     """1 where a row differs that must not, and the figures are written in any case."""
 

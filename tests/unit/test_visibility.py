@@ -5,18 +5,18 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from dllm_sampler.core.visibility import block_causal, clean_and_noisy
 from dllm_sampler.models.diffusion_gemma import DiffusionGemmaDenoiser
 from dllm_sampler.models.packed import PackedAttention
+from tests.sampling import each, few
 from tests.visibility import KINDS, LENGTH, situation
 
 SEEDS = range(40)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@few("kind", KINDS)
 def test_attention_of_a_pack(kind: str) -> None:
     forms = set[bool]()
     for seed in SEEDS:
@@ -32,7 +32,7 @@ def test_attention_of_a_pack(kind: str) -> None:
     assert (False in forms) or kind == "bidirectional"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@few("kind", KINDS)
 def test_the_padded_form(kind: str) -> None:
     for seed in SEEDS:
         case = situation(seed, kind)
@@ -54,7 +54,7 @@ def test_whole_rows_on_the_grid() -> None:
             assert seen[column, key] == (key // case.block <= column // case.block)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@each("causal", [False, True])
 def test_a_clean_and_a_noisy_copy(causal: bool) -> None:
     block = torch.tensor([[0, 0, 0, 1, 1, 2]])
     clean, noisy = torch.tensor([[True] * 6]), torch.tensor([[True, True, True, False, True, True]])

@@ -27,6 +27,7 @@ from dllm_sampler.schedulers.freedave import FreeDave
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import each
 
 PROMPT = [1, 2, 3]
 WRONG: list[Any] = [
@@ -47,7 +48,7 @@ def only_accepts(what: Callable[[Any], Any], *right: Any) -> None:
         assert "\n" not in str(caught.value), value
 
 
-@pytest.mark.parametrize(
+@each(
     ("option", "right"),
     [
         ("noise", (None,)),
@@ -95,7 +96,7 @@ ARGUMENTS: list[tuple[str, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("argument", "right"), ARGUMENTS)
+@each(("argument", "right"), ARGUMENTS)
 def test_arguments_of_generate_and_generate_many(argument: str, right: tuple[Any, ...]) -> None:
     sampler = toys.sampler(temperature=1.0)
     short: Any = {"max_new_tokens": 4}
@@ -103,7 +104,7 @@ def test_arguments_of_generate_and_generate_many(argument: str, right: tuple[Any
     only_accepts(lambda value: list(sampler.generate_many([PROMPT], **{**short, argument: value})), *right)
 
 
-@pytest.mark.parametrize(
+@each(
     ("argument", "right"),
     [("batch_size", (3,)), ("max_length", (3, 10**30, None)), ("order", ()), ("on_error", ()), ("batching", ())],
 )
@@ -119,7 +120,7 @@ def test_progress_is_called() -> None:
         toys.sampler().generate(PROMPT, max_new_tokens=2, progress=cast(Any, 3))
 
 
-@pytest.mark.parametrize("prompt", [b"x", bytearray(b"x"), memoryview(b"x"), [True], [1, False], 1.5, {}])
+@each("prompt", [b"x", bytearray(b"x"), memoryview(b"x"), [True], [1, False], 1.5, {}])
 def test_prompts(prompt: Any) -> None:
     sampler = toys.sampler()
     for given in (prompt, [PROMPT, prompt]):
@@ -137,7 +138,7 @@ def test_texts_that_are_no_unicode() -> None:
             sampler.generate(prompt, prefix=prefix, max_new_tokens=4)
 
 
-@pytest.mark.parametrize("seed", [True, [True], b"x", "3"])
+@each("seed", [True, [True], b"x", "3"])
 def test_seeds(seed: Any) -> None:
     with refused("option-type: seed"):
         toys.sampler().generate([PROMPT], seed=seed, max_new_tokens=4)
@@ -181,7 +182,7 @@ def wrongly(plugin: Any, **values: Any) -> Any:
     return plugin
 
 
-@pytest.mark.parametrize(
+@each(
     ("word", "said"),
     [
         ("entropy=x", "option-unknown: 'entropy'"),
@@ -211,13 +212,13 @@ def test_a_revision_of_a_folder(checkpoint: Path) -> None:
     assert config.model({"path": "org/name", "revision": "main"})["revision"] == "main"
 
 
-@pytest.mark.parametrize("device", [1.5, [], {}, object(), True, 10**30])
+@each("device", [1.5, [], {}, object(), True, 10**30])
 def test_devices(device: Any) -> None:
     with refused("choice-unknown"):
         Sampler.from_pretrained("mini", device=device)
 
 
-@pytest.mark.parametrize("model", [3, None, [], b"mini", object()])
+@each("model", [3, None, [], b"mini", object()])
 def test_models(model: Any) -> None:
     with refused("model-invalid"):
         Sampler.from_pretrained(model)
@@ -228,8 +229,8 @@ def test_settings_of_no_model() -> None:
         Sampler.from_pretrained({})
 
 
-@pytest.mark.parametrize("name", ["eos_token_id", "mask_token_id", "pad_token_id"])
-@pytest.mark.parametrize("value", [True, "2", 1.5, [True], {}])
+@each("name", ["eos_token_id", "mask_token_id", "pad_token_id"])
+@each("value", [True, "2", 1.5, [True], {}])
 def test_token_ids_of_a_checkpoint(name: str, value: Any, checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -238,7 +239,7 @@ def test_token_ids_of_a_checkpoint(name: str, value: Any, checkpoint: Path, tmp_
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["mask_token_id", "pad_token_id"])
+@each("name", ["mask_token_id", "pad_token_id"])
 def test_tokens_that_are_a_list(name: str, checkpoint: Path, tmp_path: Path) -> None:
     """Texts may end in several tokens, and no other token may be several."""
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
@@ -248,7 +249,7 @@ def test_tokens_that_are_a_list(name: str, checkpoint: Path, tmp_path: Path) -> 
         load(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@each("file", ["config.json", "generation_config.json"])
 def test_a_mask_that_ends_texts(file: str, checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -266,7 +267,7 @@ def test_a_mask_that_ends_texts_in_python() -> None:
         Sampler(TransformerDenoiser(toys.transformer(), mask_id=2, eos_id=2))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn])
+@each("dtype", [torch.int32, torch.int8, torch.bool, torch.float8_e4m3fn])
 def test_weights_that_are_no_floating_point_numbers(dtype: torch.dtype, checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -276,7 +277,7 @@ def test_weights_that_are_no_floating_point_numbers(dtype: torch.dtype, checkpoi
         load(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["bert", "deer"])
+@each("kind", ["bert", "deer"])
 def test_neither_does_a_model_of_transformers_have_others(kind: str, tmp_path: Path) -> None:
     """Its positions are integers, and no weights."""
     if kind == "bert":
@@ -305,7 +306,7 @@ def test_neither_does_a_model_of_transformers_have_others(kind: str, tmp_path: P
             read()
 
 
-@pytest.mark.parametrize(
+@each(
     ("prompt", "given"),
     [
         ("\ud800", {}),

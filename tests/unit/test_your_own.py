@@ -41,6 +41,7 @@ def test_the_page_has_its_files() -> None:
     }
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(COMMANDS) >= 10
     for line in COMMANDS:
