@@ -17,6 +17,7 @@ from dllm_sampler.cli.user_files import about, choices, choices_of, with_config_
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval.jobs import EVAL, Job, Options, jobs
 from dllm_sampler.eval.lm_eval import names as harness_names
+from dllm_sampler.eval.protocols.words import PREFIX
 from dllm_sampler.eval.report.headline import METHOD, interval
 from dllm_sampler.host.files import write as write_file
 from dllm_sampler.host.version import __version__
@@ -40,6 +41,7 @@ Usage: dllm-eval [-m] [NAME=VALUE,VALUE ...]
   dllm-eval scheduler=threshold,localleap cache=none,dual task=mini task.operation=sort
   dllm-eval scheduler='glob(*)' task.operation=copy,shuffle task.count=40 workers=2
   dllm-eval suite=compare report=report.html
+  dllm-eval suite=protocol/fast-dllm model=llada-8b task=gsm8k method=prefix
   dllm-eval task=jsonl task.file=mine.jsonl task.metric=contains
   dllm-eval model=llada-8b suite=compare hydra/launcher=slurm workers=16
   accelerate launch -m dllm_sampler.eval scheduler=threshold model=llada-8b
@@ -73,9 +75,10 @@ def _run(words: list[str]) -> int:
             return 0
         check_topics("dllm-eval", words)
         print(USAGE)
-        for group in ("task", "suite"):
+        for group in ("task", "suite", "suite/protocol"):
             for name in choices(group):
-                terminal.show(f"  {group}={name}: {about(group, name)}")
+                kind, _, inner = group.partition("/")
+                terminal.show(f"  {kind}={f'{inner}/' * bool(inner)}{name}: {about(group, name)}")
         print()
         for name, default, what in pages(Options):
             if name not in Shared.__dataclass_fields__:
@@ -89,7 +92,8 @@ def _run(words: list[str]) -> int:
     for word in words:
         if "=" not in word and not word.startswith("~"):
             raise UserError("option-syntax", f"'{word}' is not NAME=VALUE. See dllm-eval --help.")
-    check_tasks(words)
+    if not any(word.startswith(f"suite={PREFIX}") for word in words):
+        check_tasks(words)
     found = jobs(words)
     # These import torch and transformers: seconds that the page above and a mistake do not wait for.
     from dllm_sampler.eval.folders import RunFolder

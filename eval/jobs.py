@@ -23,6 +23,8 @@ from dllm_sampler.cli.words import TEXTS, parse, readable, spelled_out
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import sources
+from dllm_sampler.eval.protocols.words import is_protocol
+from dllm_sampler.eval.protocols.words import lines as protocol_lines
 from dllm_sampler.eval.tasks.asked import Asked
 from dllm_sampler.eval.tasks.base import Task
 from dllm_sampler.host.paths import expanded
@@ -213,6 +215,8 @@ def lines(words: Sequence[str]) -> list[list[str]]:
         named = [task for task in tasks if task in (mine if task in own("task") else config.names("suite"))]
     if not named:
         return [words]
+    if is_protocol(named[-1]):
+        return protocol_lines(named[-1], words)
     suite = _suite(named[-1])
     given = {_key(word) for word in words}
     found: list[list[str]] = []
@@ -268,7 +272,8 @@ def _check_count(count: int, said: str) -> None:
 
 def _suite(name: str) -> dict[str, list[Any]]:
     """A file of `conf/suite`: `sweeps`, a list of lists of words, and `common` words for all of them."""
-    suite = entry("suite", name).settings
+    folder, _, file = f"suite/{name}".rpartition("/")
+    suite = entry(folder, file).settings
     if not set(suite) <= {"common", "sweeps"} or not isinstance(suite.get("sweeps"), list) or not suite["sweeps"]:
         raise UserError("config-invalid", f"suite={name} needs `sweeps`, a list of lists of words")
     for place, line in [("common", suite.get("common", [])), *(("a sweep", one) for one in suite["sweeps"])]:

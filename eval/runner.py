@@ -213,7 +213,8 @@ class Runner:
         return [Answered(*one, times=times) for one in found]
 
     def _prompts(self, batch: Sequence[Sample]) -> list[Any]:
-        prompts: list[Any] = [sample.prompt for sample in batch]
+        task = self.job.built_task
+        prompts: list[Any] = [task.prompt(sample, self.tokenizer) for sample in batch]
         if self.job.options.chat:
             return [[{"role": "user", "content": text}] if isinstance(text, str) else text for text in prompts]
         return [list(prompt) if not isinstance(prompt, str) else prompt for prompt in prompts]
@@ -273,7 +274,8 @@ class Runner:
         tokens = trace.decoded[0].tolist()  # also the tokens after the end: a record shows all that was done
         ended = answer > 0 and tokens[answer - 1] in self.sampler.spec.eos_ids
         steps, sure = trace.generated[0].tolist(), trace.logprob[0, trace.origin :].exp().tolist()
-        grades = self.job.built_task.grade(sample, Graded(text or "", tokens[: answer - ended]))
+        graded = Graded(text or "", tokens[: answer - ended], tokens, self.tokenizer)
+        grades = self.job.built_task.grade(sample, graded)
         seconds, batch, peak = answered.times
         return Record(
             index=sample.index,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from jinja2 import StrictUndefined
@@ -14,6 +14,9 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from dllm_sampler.eval.protocols import packages
 from dllm_sampler.eval.protocols.spec import Cell
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SEED = 1234  # of lm-evaluation-harness, for examples
 Message = dict[str, str]
@@ -174,24 +177,22 @@ def _of_rounds(cell: Cell, rounds: Sequence[Mapping[str, str]], document: Docume
     return Prompt("", messages)
 
 
-def cut_answer(cell: Cell, text: str, end: str, drop: Callable[[str], str]) -> str:
-    """Return the text that a protocol grades.
+def cut_answer(cell: Cell, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Return the text that a protocol grades, and the text in which it counts tokens.
 
     Args:
         cell: the protocol.
-        text: all generated tokens as text, special tokens included.
-        end: the end-of-text token.
-        drop: returns a text without its special tokens.
+        tokens: all that were generated.
+        tokenizer: the model's.
     """
-    stops = [] if cell.escape else stop_strings(cell)
-    if cell.answer == "cut-without-special-tokens":
-        return _before(drop(text), stops)
-    if cell.answer == "cut-at-end-token":
-        return _before(text.split(end)[0], stops)
-    return drop(_before(text, stops))
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    for stop in stops:
+    escaped = cell.escape and cell.answer != "cut-at-end-token"
+    plain = cell.answer == "cut-without-special-tokens" or escaped
+    text = str(tokenizer.decode(list(tokens), skip_special_tokens=plain))
+    if cell.answer == "cut-at-end-token" and tokenizer.eos_token:
+        text = text.split(str(tokenizer.eos_token))[0]
+    for stop in () if cell.escape else stop_strings(cell):
         text = text.split(stop)[0] if stop else text
-    return text
+    if cell.answer != "cut-with-special-tokens" or plain:
+        return text, text
+    ids: Any = tokenizer(text)["input_ids"]
+    return str(tokenizer.decode(ids, skip_special_tokens=True)), text

@@ -18,10 +18,22 @@ from dllm_sampler.eval.protocols.spec import Cell
 
 TRAIN = "gsm8k_train.json"
 END = "<|endoftext|>"
-_SPECIAL = re.compile(r"<\|[a-z_]+\|>")
+_PIECE = re.compile(r"<\|[a-z_]+\|>|.", re.DOTALL)
 _BEGIN = {"dream": "<|beginoftext|>", "llada": "<|startoftext|>"}
 _LLADA = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
 Line = Mapping[str, Any]
+
+
+class _Letters:
+    """The tokenizer of the recordings: a token is a character, or a special token. Ids are the texts themselves."""
+
+    eos_token = END
+
+    def __call__(self, text: str) -> dict[str, list[str]]:
+        return {"input_ids": _PIECE.findall(text)}
+
+    def decode(self, ids: Sequence[str], skip_special_tokens: bool) -> str:
+        return "".join(piece for piece in ids if len(piece) == 1 or not skip_special_tokens)
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,8 @@ def _chat(family: str, messages: Sequence[Message], continues: bool) -> str:
 
 
 def _compare_grade(cell: Cell, document: Document, line: Line) -> list[str]:
-    text = prompts.cut_answer(cell, line["raw_output"], END, lambda given: _SPECIAL.sub("", given))
+    letters: Any = _Letters()
+    text, _ = prompts.cut_answer(cell, letters(line["raw_output"])["input_ids"], letters)
     wrong = [] if text == line.get("after_wrapper", text) else ["after_wrapper"]
     ours = grading.grade(cell, document, line.get("after_wrapper", text))
     expected = {**line["metrics"]}

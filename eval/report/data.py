@@ -319,9 +319,11 @@ def named(runs: Sequence[Run]) -> list[Label]:
 def _tasks(runs: Sequence[Run]) -> list[str]:
     """A label of each run's task; with the hash of its files where these changed between runs."""
     settings = [run.about["config"]["task"] for run in runs]
-    labels = _labels(
-        [{"name": run.about["choices"]["task"], **leaves(given)} for run, given in zip(runs, settings, strict=True)]
-    )
+    names = [
+        f"{given['protocol']}/{given['task']}" if "protocol" in given else run.about["choices"]["task"]
+        for run, given in zip(runs, settings, strict=True)
+    ]
+    labels = _labels([{"name": name, **leaves(given)} for name, given in zip(names, settings, strict=True)])
     known: dict[str, set[str | None]] = {}
     for label, given in zip(labels, settings, strict=True):
         known.setdefault(label, set()).add(given.get("content"))

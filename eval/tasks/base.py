@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from dllm_sampler.core.protocols import Denoiser
 
 
@@ -26,10 +28,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a sampler said: text without special tokens, and the token ids behind the prompt up to the first end."""
+    """The answer of a sampler: text without special tokens, and the token ids after the prompt up to the first end.
+
+    canvas: all token ids after the prompt; tokenizer: the model's, None if it has none. Only `Task.grade` gets them.
+    """
 
     text: str
     ids: Sequence[int]
+    canvas: Sequence[int] = ()
+    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 @dataclass
@@ -53,6 +60,10 @@ class Task:
     def samples(self) -> Sequence[Sample]:
         """All samples, in order. Sample i does not depend on `count`."""
         raise NotImplementedError
+
+    def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str | Sequence[Any]:
+        """Return what the sampler gets for a sample. A task that fixes every token of a prompt returns token ids."""
+        return sample.prompt
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """Measures of one answer by name; `score` among them."""

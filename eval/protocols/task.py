@@ -1,0 +1,149 @@
+"""A task of a published protocol, for `dllm-eval`."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dllm_sampler.errors import FallbackWarning, UserError, unknown
+from dllm_sampler.eval.protocols import data, grading, programs, prompts, spec
+from dllm_sampler.eval.protocols.spec import Cell
+from dllm_sampler.eval.tasks.base import Answer, Sample, Task
+from dllm_sampler.inputs.prompts import chat_text, text_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CODE = ("humaneval", "mbpp")
+TOKENS = "protocol_tokens"  # the grade that counts the tokens of an answer as the protocol does
+
+
+@dataclass
+class ProtocolTask(Task):
+    """A task of a published protocol. `suite=protocol/NAME task=TASK` sets its fields.
+
+    Args:
+        protocol: a file of `conf/suite/protocol`.
+        task: one of its tasks.
+        variant: the part of the protocol for some models. None stands for the first one.
+        data: a file or folder in the data set's schema, in place of the hub's.
+        run_code: allow programs that the model wrote to run, in a child process with limits.
+        count: the number of questions, from the first. None stands for all.
+        seed: the questions do not depend on it.
+
+    Raises:
+        UserError: a name is unknown, a package or the data is missing, or programs may not run.
+    """
+
+    name: ClassVar[str] = "protocol"
+
+    protocol: str | None = None
+    task: str | None = None
+    variant: str | None = None
+    data: str | None = None
+    run_code: bool = False
+    count: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __post_init__(self) -> None:
+        if self.protocol is None or self.task is None:
+            raise UserError("option-missing", "task=protocol needs more settings. Write suite=protocol/NAME task=TASK.")
+        cell = self.cell
+        grading.needed(cell)
+        if cell.kind in CODE and not self.run_code:
+            raise UserError(
+                "option-missing",
+                f"{self.task} is graded by running programs that the model wrote. Set task.run_code=true to run each in"
+                " a child process, with limits of time and memory.",
+            )
+        if cell.kind in CODE and not programs.is_isolated():
+            message = "Programs of the model run with a network: `unshare -rn` does not work on this machine."
+            warnings.warn(message, FallbackWarning, stacklevel=2)
+
+    @cached_property
+    def cell(self) -> Cell:
+        """The task as the protocol states it."""
+        protocol = spec.load(str(self.protocol))
+        variant = protocol.variant(None, self.variant)
+        if (variant, self.task) not in protocol.cells:
+            raise unknown(f"task of suite=protocol/{self.protocol}", str(self.task), protocol.tasks(variant))
+        return protocol.cells[variant, str(self.task)]
+
+    @property
+    def score(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The metric of the published figure."""
+        return self.cell.published
+
+    @property
+    def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Length of the canvas."""
+        return self.cell.length
+
+    @cached_property
+    def documents(self) -> Sequence[prompts.Document]:
+        """The questions."""
+        cell = self.cell
+        return data.load(cell.kind, cell.data, cell.data.split, self.data)[: self.count]
+
+    @cached_property
+    def _samples(self) -> Sequence[Sample]:
+        cell, drawn, documents = self.cell, prompts.draws_examples(self.cell), self.documents
+        train = data.load(cell.kind, cell.data, "train", self.data) if drawn else []
+        if len(train) < cell.shots * drawn:
+            raise UserError(
+                "samples-missing", f"{cell.shots} examples are drawn, and the data has {len(train)}. Add some."
+            )
+        built = prompts.build(cell, documents, train)
+        return [
+            Sample(index, prompt.text if prompt.messages is None else prompt.messages, {"document": document})
+            for index, (prompt, document) in enumerate(zip(built, documents, strict=True))
+        ]
+
+    def samples(self) -> Sequence[Sample]:
+        """See `Task.samples`."""
+        return self._samples
+
+    def source(self, sample: Sample) -> str:
+        """See `Task.source`."""
+        return f"{self.data or self.cell.data.path}, document {sample.index + 1}"
+
+    @property
+    def content(self) -> str:
+        """A hash of the protocol, the documents and the prompts."""
+        return self._content
+
+    @cached_property
+    def _content(self) -> str:
+        whole = [repr(self.cell), *([sample.prompt, sample.facts] for sample in self._samples)]
+        return sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
+        """See `Task.prompt`. Templates, first-token marks and truncation are the protocol's."""
+        assert tokenizer is not None
+        given: Any = sample.prompt
+        name = self.source(sample)
+        plain = isinstance(given, str)
+        text = given if plain else chat_text(given, tokenizer, name, given[-1]["role"] != "assistant")
+        if self.cell.bos:
+            text = f"{tokenizer.bos_token or ''}{text}"
+        ids = text_ids(text, tokenizer, name, special=plain)
+        return ids[-self.cell.keep :] if self.cell.keep else ids
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """See `Task.grade`. Metrics have the harness's names; `protocol_tokens` counts as the protocol does."""
+        tokenizer, cell = answer.tokenizer, self.cell
+        assert tokenizer is not None
+        text, counted = prompts.cut_answer(cell, list(answer.canvas), tokenizer)
+        grades = dict(grading.grade(cell, sample.facts["document"], text).metrics)
+        if sample.index >= cell.skip:
+            row = list(answer.canvas)
+            if cell.tokens == "whole-row":
+                row = [*self.prompt(sample, tokenizer), *row]
+            elif cell.tokens == "cut-text-again":
+                row = list(tokenizer(counted)["input_ids"])  # type: ignore[arg-type]
+            grades[TOKENS] = float(sum(cell.tokens == "canvas" or token != tokenizer.eos_token_id for token in row))
+        return grades
