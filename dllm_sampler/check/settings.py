@@ -27,6 +27,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"steps": 9, "score": "random"},
         {"steps": 10, "schedule": "timestep", "score": "entropy"},
         {"steps": 8, "schedule": "timestep", "alg_temp": 0.5},
+        {"steps": 9, "schedule": "rounded"},
     ],
     "scheduler.origin": [{}, {"steps": 4}],
     "scheduler.apd": [

@@ -37,7 +37,7 @@ class Rule(NamedTuple):
     spec: ModelSpec
     guides: tuple[Guide, ...]  # in the order of application
     needs: frozenset[str]  # fields of `Readout` beyond token and confidence
-    allow_mask: bool = False  # whether the mask id may be chosen (published code allows it)
+    compat: bool = False  # as in published code no token is barred: neither the mask nor an end token in a gap
 
 
 def predict(
@@ -98,10 +98,10 @@ def _sampling(
     rule: Rule,
 ) -> Sampling | None:
     """What makes a kernel choose and measure as `read` does; None: no kernel can."""
-    spec, guides, needs, allow_mask = rule
+    spec, guides, needs, compat = rule
     if not needs <= MEASURED | STORED or len(guides) > 1 or canvas.layout.given is not None:
         return None
-    mask_id = None if allow_mask else spec.mask_id
+    mask_id = None if compat else spec.mask_id
     current = head_rows.pick(head_rows.query.ids) if "current" in needs else None
     if not guides or guides[0].temperature == 0:
         return Sampling(mask_id, current=current)
@@ -130,8 +130,8 @@ def read(
         `[B, K, Q]` statistics; 0 where nothing is answered. Confidence is NaN where the model or a guide left NaN, +inf
         or no finite logit.
     """
-    spec, guides, needs, allow_mask = rule
-    barred = Barred(None if allow_mask else spec.mask_id, spec.eos_ids)
+    spec, guides, needs, compat = rule
+    barred = Barred(None) if compat else Barred(spec.mask_id, spec.eos_ids)
     measured = logits = barred.exclude(logits, canvas, head_rows)
     for guide in guides:
         if guide.measures:

@@ -1,4 +1,4 @@
-"""Families that were autoregressive models before, and see in blocks since: each is a row of `families.FAMILIES`."""
+"""Families that were autoregressive models before: each is a row of `families.FAMILIES`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _read_sdar(fields: Fields, moe: MoeConfig | None = None) -> TransformerConfi
     return read_qwen(fields, head_dim=own_head_dim(fields), qkv_bias=bias, o_bias=bias, qk_norm=True, moe=moe)
 
 
-def _read_sdar_moe(fields: Fields) -> TransformerConfig:
+def _read_sdar_moe(fields: Fields, normalise: bool = False) -> TransformerConfig:
     layers, stride = fields.depth("num_hidden_layers"), fields.length("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(one) is int and 0 <= one < layers for one in dense):
@@ -27,7 +27,7 @@ def _read_sdar_moe(fields: Fields) -> TransformerConfig:
         fields,
         expert_size=fields.size("moe_intermediate_size"),
         layers=frozenset(one for one in range(layers) if one not in dense and (one + 1) % stride == 0),
-        normalise=fields.flag("norm_topk_prob", False),
+        normalise=fields.flag("norm_topk_prob", normalise),
     )
     return _read_sdar(fields, moe)
 
@@ -37,8 +37,12 @@ def _read_llama(fields: Fields) -> TransformerConfig:
     return read_qwen(fields, head_dim=own_head_dim(fields), qkv_bias=bias, o_bias=bias)
 
 
-def _read_fast_dllm(fields: Fields) -> TransformerConfig:
+def _read_qwen2(fields: Fields) -> TransformerConfig:
     return read_qwen(fields, head_dim=own_head_dim(fields), qkv_bias=True)
+
+
+def _read_rnd1(fields: Fields) -> TransformerConfig:
+    return _read_sdar_moe(fields, normalise=True)  # its config class sets that whatever the file says
 
 
 SDAR = Family(  # also TraDo, arXiv 2509.06949
@@ -90,7 +94,7 @@ STABLE_DIFFCODER = Family(  # arXiv 2601.15892
 FAST_DLLM = Family(  # Fast-dLLM v2, arXiv 2509.26328, from Qwen2.5
     name="Fast-dLLM v2",
     model_type="fast_dllm_qwen",
-    read=_read_fast_dllm,
+    read=_read_qwen2,
     supported={"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False},
     ignored=QWEN_IGNORED,
     names=names.QWEN,
@@ -99,4 +103,54 @@ FAST_DLLM = Family(  # Fast-dLLM v2, arXiv 2509.26328, from Qwen2.5
     block_length=lambda fields: fields.length("bd_size", default=32),
     end_of_turn="<|im_end|>",
     mask_token="|<MASK>|",
+)
+
+# Tiny-A2D: what the `dllm` library makes of Qwen3, Qwen2 and Llama. Layers with a window see as much as the others, and
+# no field says if a checkpoint was trained whole (mdlm) or in blocks (bd3lm).
+_A2D_IGNORED = (*QWEN_IGNORED, "use_sliding_window", "layer_types")
+
+A2D_QWEN3 = Family(
+    name="A2D-Qwen3",
+    model_type="a2d-qwen3",
+    read=_read_sdar,
+    supported={"hidden_act": "silu"},
+    ignored=_A2D_IGNORED,
+    names=names.SDAR,
+    may_see_blocks=True,
+    end_of_turn="<|im_end|>",
+    mask_token="<|mask|>",
+)
+
+A2D_QWEN2 = Family(
+    name="A2D-Qwen2",
+    model_type="a2d-qwen2",
+    read=_read_qwen2,
+    supported={"hidden_act": "silu"},
+    ignored=_A2D_IGNORED,
+    names=names.QWEN,
+    may_see_blocks=True,
+    end_of_turn="<|im_end|>",
+    mask_token="<|mask|>",
+)
+
+A2D_LLAMA = Family(
+    name="A2D-Llama",
+    model_type="a2d-llama",
+    read=_read_llama,
+    supported={"hidden_act": "silu", "mlp_bias": False},
+    names=names.QWEN,
+    may_see_blocks=True,
+    end_of_turn="<|eot_id|>",
+    mask_token="<|mask|>",
+)
+
+RND1 = Family(  # Qwen3-MoE that sees the whole row
+    name="RND1",
+    model_type="rnd1",
+    read=_read_rnd1,
+    supported={"hidden_act": "silu", "use_sliding_window": False},
+    ignored=(*QWEN_IGNORED, "is_causal", "moe_backend", "num_diffusion_steps"),
+    names=names.SDAR_MOE,
+    shift=True,
+    end_of_turn="<|im_end|>",
 )

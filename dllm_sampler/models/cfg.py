@@ -53,12 +53,16 @@ class GuidedDenoiser:
         """The branch that does not see the prompt."""
         mask_id = self.denoiser.spec.mask_id
         assert mask_id is not None
-        frozen = canvas.layout.frozen.gather(1, query.positions)[:, None]  # [B, 1, Q]
+        hidden = self.hidden(canvas)
         return self.denoiser(
-            replace(canvas, ids=canvas.ids.masked_fill(canvas.layout.frozen, mask_id)),
-            replace(query, ids=query.ids.masked_fill(frozen, mask_id)),
+            replace(canvas, ids=canvas.ids.masked_fill(hidden, mask_id)),
+            replace(query, ids=query.ids.masked_fill(hidden.gather(1, query.positions)[:, None], mask_id)),
             replace(plan, cache=plan.cache.twin),
         )
+
+    def hidden(self, canvas: Canvas) -> Tensor:
+        """Return `[B, L+1] bool` the columns that the unconditional branch sees as masks. Called once in a step."""
+        return canvas.layout.frozen
 
     def _sparse(
         self, canvas: Canvas, query: Query, plan: Plan, cache: ReusesGuidance, reuse: bool

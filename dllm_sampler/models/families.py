@@ -13,7 +13,16 @@ from torch import Tensor
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import names
-from dllm_sampler.models.adapted import FAST_DLLM, SDAR, SDAR_MOE, STABLE_DIFFCODER
+from dllm_sampler.models.adapted import (
+    A2D_LLAMA,
+    A2D_QWEN2,
+    A2D_QWEN3,
+    FAST_DLLM,
+    RND1,
+    SDAR,
+    SDAR_MOE,
+    STABLE_DIFFCODER,
+)
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import Fields
 from dllm_sampler.models.nemotron import NEMOTRON
@@ -207,7 +216,10 @@ LLADA2 = Family(
 )
 
 # One with a marker before the one without.
-FAMILIES = (LLADA_MOE, LLADA, ILLADA, DREAM, SDAR, LLADA2, SDAR_MOE, STABLE_DIFFCODER, FAST_DLLM, NEMOTRON)
+FAMILIES = (
+    *(LLADA_MOE, LLADA, ILLADA, DREAM, SDAR, LLADA2, SDAR_MOE, STABLE_DIFFCODER, FAST_DLLM, NEMOTRON),
+    *(A2D_QWEN3, A2D_QWEN2, A2D_LLAMA, RND1),
+)
 ALIASES = {"lladamoe": "llada"}  # `model_type` under other names
 
 

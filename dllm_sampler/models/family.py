@@ -35,6 +35,7 @@ class Family:
     seeds: the row before a block predicts the block's first token
     attention: what a token sees
     block_length: blocks it was trained on, by its config; None: no one length
+    may_see_blocks: its checkpoints may be block-causal, and none says so: the user does when one is loaded
     end_of_turn: text of the token that ends a chat turn, where that is not the EOS token
     mask_token: text of the mask token, where neither config nor tokenizer names it as such
     """
@@ -51,6 +52,7 @@ class Family:
     seeds: bool = False
     attention: Attention = "bidirectional"
     block_length: Callable[[Fields], int] | None = None
+    may_see_blocks: bool = False
     end_of_turn: str | None = None
     mask_token: str | None = None
 

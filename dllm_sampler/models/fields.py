@@ -159,7 +159,7 @@ class Fields:
             if self.get(name) is not None:
                 said[name][name] = self.number(name, 1.0)
         for where in BOTH:
-            inside = self.get(where, {})
+            inside = self.get(where) or {}  # RND1 writes false for null
             if not isinstance(inside, dict) or any(
                 inside.get(kind) not in (None, "default") for kind in ("rope_type", "type")
             ):

@@ -13,6 +13,7 @@ from dllm_sampler.published.apd import EndsAnywhere, PublishedParallelDecoding
 from dllm_sampler.published.caches import PublishedDelayedCache, PublishedElasticCache
 from dllm_sampler.published.context import BlockDraws, LeavesAtEnd, PrefillsApart, StopStored
 from dllm_sampler.published.dinfer import PublishedCredit, PublishedDInferThreshold
+from dllm_sampler.published.dllm import BinomialSteps, KeepsTokens, RightPaddedDraws
 from dllm_sampler.published.editing import PublishedEditing
 from dllm_sampler.published.fixed import (
     AnyBlock,
@@ -43,6 +44,7 @@ from dllm_sampler.published.multi_block import (
 )
 from dllm_sampler.published.origin import PublishedOrigin
 from dllm_sampler.published.rcr import PublishedRunningConfidence
+from dllm_sampler.published.rnd1 import CappedEntropyBound, EvenRest, JudgedTemperature, ShiftedDraws
 from dllm_sampler.published.s2d2 import Level, PublishedSelfVerified
 from dllm_sampler.published.seeded import (
     ContextDraws,
@@ -72,12 +74,17 @@ __all__ = [
     "AmongTop",
     "AnyBlock",
     "Behind",
+    "BinomialSteps",
     "BlockDraws",
+    "CappedEntropyBound",
     "ContextDraws",
     "EarlyStop",
     "EndsAnywhere",
+    "EvenRest",
     "ForcedFirst",
     "HeldProgress",
+    "JudgedTemperature",
+    "KeepsTokens",
     "LeavesAtEnd",
     "Level",
     "MostUncertain",
@@ -115,8 +122,10 @@ __all__ = [
     "PublishedWino",
     "RenewedGuidance",
     "RestlessEngine",
+    "RightPaddedDraws",
     "SeededBlocks",
     "SeededContext",
+    "ShiftedDraws",
     "StaleMasks",
     "StopAt",
     "StopStored",

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.protocols import Carry, Context, Plan, Scheduler
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.statistics import argmax
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.models.cfg import GuidedDenoiser
@@ -67,21 +67,14 @@ class RenewedGuidance(GuidedDenoiser):
     the length of one changes. For one generation.
     """
 
-    hidden: list[Tensor] = field(default_factory=list, repr=False, compare=False)  # `[B, L+1]`, and `[B]` ends then
+    before: list[Tensor] = field(default_factory=list, repr=False, compare=False)  # `[B, L+1]`, and `[B]` ends then
 
-    def _unconditional(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        mask_id = self.denoiser.spec.mask_id
-        assert mask_id is not None
-        if not self.hidden:
-            self.hidden[:] = [canvas.layout.frozen, canvas.end]
-        columns, end = self.hidden
+    def hidden(self, canvas: Canvas) -> Tensor:
+        """See `GuidedDenoiser.hidden`."""
+        columns, end = self.before or (canvas.layout.frozen, canvas.end)
         now = torch.where((canvas.end != end).any(), ~canvas.masked, columns)
-        self.hidden[:] = [now, canvas.end]
-        return self.denoiser(
-            replace(canvas, ids=canvas.ids.masked_fill(now, mask_id)),
-            replace(query, ids=query.ids.masked_fill(now.gather(1, query.positions)[:, None], mask_id)),
-            replace(plan, cache=plan.cache.twin),
-        )
+        self.before[:] = [now, canvas.end]
+        return now
 
 
 @dataclass(frozen=True)
@@ -113,4 +106,4 @@ class RestlessEngine(Engine):
                 return
             if any(state.done):
                 state.canvas = replace(canvas, done=torch.zeros_like(canvas.done))
-                self.ask(state)
+                self.ask_and_poll(state)

@@ -1,8 +1,11 @@
 """How many positions a step of a fixed schedule commits."""
 
+import math
+
 import torch
 from torch import Tensor
 
+from dllm_sampler.core import select
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 
@@ -85,3 +88,65 @@ def timestep_odds(steps: Tensor, age: Tensor, eps: float) -> Tensor:
     """`[B]` Dream's probability for a mask to be opened in this step: 1 - s/t, 1 in the last."""
     odds = 1 - timestep(steps, age + 1, eps) / timestep(steps, age, eps)
     return torch.where(age + 1 >= steps, 1.0, odds)
+
+
+def even_rest(masks: Tensor, steps: Tensor, done: Tensor) -> Tensor:
+    """`[B]` RND1's counts: the masks that stay after `done [B]` of `steps [B]` steps, masks (1 - done / steps) cut off.
+
+    The product is one of float32 numbers, as published: its last bit decides a count.
+    """
+    return (masks.float() * ((steps - done).double() / steps).float()).long()
+
+
+def equal_steps(canvas: Canvas, steps: int | None) -> Tensor:
+    """`[B]` the active block's part of a generation's `steps` if all blocks get the same number, rounded up.
+
+    Args:
+        steps: forwards for the whole generation. With None each block gets one per position.
+    """
+    if steps is None:
+        return canvas.free_in_block().clamp(min=1)
+    layout, grid = canvas.layout, canvas.layout.grid
+    begin, width = layout.first, layout.lookahead
+    if grid is not None:
+        length = grid.part or grid.length
+        begin, width = canvas.grid_line(begin, length), torch.full_like(width, length)
+    blocks = (layout.answer_end - begin + width - 1) // width
+    return (steps + blocks - 1) // blocks
+
+
+def opened_share(steps: Tensor, done: Tensor, *, cosine: bool = False) -> Tensor:
+    """Part of the masks left that the step after `done` of `steps` opens: 1 - s/t, or that of a cosine; 1 in the last.
+
+    In float32, as published by `dllm`: where a product lies midway between two numbers, the last bit decides.
+    """
+
+    def hidden(left: Tensor) -> Tensor:
+        time = (left.clamp(min=0).double() / steps).float()
+        return 1 - (1 - ((math.pi / 2 * (1 - time)).cos() if cosine else time))
+
+    return 1 - (hidden(steps - done - 1) / hidden(steps - done)).double()
+
+
+def rounded_share(
+    left: Tensor, steps: Tensor, done: Tensor, most: int, *, cosine: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`[B]` counts of the `dllm` library: the part `opened_share` of the masks `left`, rounded to the nearest even.
+
+    A step that would open nothing is passed over. After the last one all that is left is opened.
+
+    Args:
+        left: `[B]` masks of the block now.
+        steps, done: `[B]` steps of the block, and those made or passed over so far.
+        most: no block has more steps.
+
+    Returns:
+        The counts, and `done` after this step.
+    """
+    number = select.arange(most, left.device)  # [S]
+    share = opened_share(steps[:, None], number, cosine=cosine)  # [B, S]
+    counts = (left[:, None] * share).round().long().minimum(left[:, None])
+    usable = (number >= done[:, None]) & (number < steps[:, None]) & (counts > 0)
+    chosen = torch.where(usable, number, most).amin(1)  # [B]
+    count = counts.gather(1, chosen.clamp(max=most - 1)[:, None])[:, 0]
+    return torch.where(chosen < most, count, left), torch.minimum(chosen + 1, steps)

@@ -1,53 +1,68 @@
 """The EB-sampler: commit the longest prefix whose joint uncertainty is bounded."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.checks import check_number
+from dllm_sampler.core.checks import check_choice, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import rank
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.score import rate, score_needs
+
+Proxy = Literal["entropy", "confidence", "margin"]
 
 
 @dataclass(frozen=True)
 class EntropyBound(Scheduler):
-    """Commit the longest run of masks, lowest entropy first, whose entropies without the last sum to at most gamma.
+    """Commit the longest run of masks, surest first, whose entropies without the largest sum to at most gamma.
 
     Source: EB-Sampler, arXiv 2505.24857. The sum without the largest entropy bounds how much the joint of the
     committed tokens can differ from the product of their marginals. Published without blocks: `blocks=full`.
 
     Args:
         gamma: bound in nats; 0 commits one per step, infinity all.
+        score: what ranks the masks (the paper's error proxy); entropy: the lowest first. RND1 ranks by confidence.
     """
 
     gamma: float = 0.1
+    score: Proxy = "entropy"
 
     def __post_init__(self) -> None:
         check_number("scheduler.gamma", self.gamma, "a number of nats")
+        check_choice("scheduler.score", self.score, Proxy)
 
     @property
     def traits(self) -> Traits:
-        """It ranks by entropy."""
-        return Traits(ranks_by_confidence=False)
+        """It ranks by its score."""
+        return Traits(ranks_by_confidence=self.score == "confidence")
 
     @property
     def needs(self) -> frozenset[str]:
-        """Entropy."""
-        return frozenset({"entropy"})
+        """Entropy, and the score."""
+        return frozenset({"entropy"}) | score_needs(self.score)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         assert readout.entropy is not None
-        entropy, eligible = readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        return Edit(readout.token[:, 0], bounded(entropy, eligible, self.gamma), score=-entropy), carry
+        score, eligible = rate(self.score, canvas, query, readout), canvas.eligible(query.positions)  # [B, Q]
+        commit = bounded(readout.entropy[:, 0], eligible, self.gamma, score)
+        return Edit(readout.token[:, 0], commit, score=score), carry
 
 
-def bounded(entropy: Tensor, eligible: Tensor, bound: float) -> Tensor:
-    """`[B, Q] bool` most `eligible` positions, lowest entropy first, that sum to `bound` without their last."""
-    place = rank(-entropy, eligible)
-    ascending = torch.zeros_like(entropy).scatter_(1, place, entropy.masked_fill(~eligible, torch.inf))
-    before = torch.cat([torch.zeros_like(ascending[:, :1]), ascending.cumsum(1)[:, :-1]], 1)  # sum without itself
-    return eligible & (before.gather(1, place) <= bound)
+def bounded(entropy: Tensor, eligible: Tensor, bound: float, score: Tensor | None = None) -> Tensor:
+    """`[B, Q] bool` most `eligible` positions, highest score first, whose entropies sum to `bound` without the largest.
+
+    Args:
+        score: `[B, Q]` higher first. With None the lowest entropy is first.
+    """
+    place = rank(-entropy if score is None else score, eligible)
+    ordered = torch.zeros_like(entropy).scatter_(1, place, entropy.masked_fill(~eligible, torch.inf))
+    nothing = torch.zeros_like(ordered[:, :1])
+    sums = torch.cat([nothing, ordered.cumsum(1)[:, :-1]], 1)  # before each one
+    largest = torch.cat([nothing, ordered.cummax(1).values[:, :-1]], 1)
+    without = sums + (ordered - largest).clamp(max=0)  # of those up to each one, without the largest of them
+    return eligible & (without.gather(1, place) <= bound)

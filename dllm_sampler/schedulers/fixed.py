@@ -11,10 +11,20 @@ from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.budget import SharedSteps, check_eps, plan_block, timestep_share, uniform_share
+from dllm_sampler.schedulers.budget import (
+    SharedSteps,
+    check_eps,
+    equal_steps,
+    even_rest,
+    plan_block,
+    rounded_share,
+    timestep_share,
+    uniform_share,
+)
 from dllm_sampler.schedulers.score import Score, rate, score_needs
 
-Schedule = Literal["uniform", "timestep"]
+Schedule = Literal["uniform", "timestep", "even", "rounded", "cosine"]
+ROUNDED = ("rounded", "cosine")
 
 
 @dataclass(frozen=True)
@@ -22,16 +32,21 @@ class FixedSteps(SharedSteps, Scheduler):
     """Decode in a given number of steps, the surest masks of the block first.
 
     Source: LLaDA, arXiv 2502.09992 (`uniform`, confidence or random), Dream, arXiv 2508.15487 (`timestep`; its
-    `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy). Blocks share the steps in
-    proportion to their length. Each step commits at least one position, a block's last step all that is left, and a
-    finished block takes no more steps. A cache that predicts only some of the masks (Elastic-Cache, d2Cache) does not
-    change the shares; from the last step on each forward commits all that is predicted.
+    `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy), RND1 (`even`, entropy), the
+    `dllm` library (`rounded`, `cosine`). Blocks share the steps in proportion to their length. Under `rounded` and
+    `cosine` each block gets the same number, rounded up. Each step commits at least one position, a block's last step
+    all that is left, and a finished block takes no more steps. A cache that predicts only some of the masks
+    (Elastic-Cache, d2Cache) does not change the shares; from the last step on each forward commits all that is
+    predicted.
 
     Args:
         steps: forwards for the whole generation; None: one per token.
         score: what ranks the masks; entropy: the lowest first.
-        schedule: `uniform` divides the block's masks evenly, the first steps taking one more; `timestep` commits
-            the share 1 - s/t of what is left, t falling from 1 to `eps`.
+        schedule: `uniform` divides the block's masks evenly, the first steps taking one more. `even` spreads these
+            steps: step k of n leaves masks (1 - k/n), cut off. `timestep` commits the share 1 - s/t of what is left,
+            cut off, t falling from 1 to `eps`. `rounded` commits that share with t falling to 0, rounded to the
+            nearest even number, and passes over steps without a commit. `cosine` is `rounded` for times on a cosine:
+            few tokens first.
         eps: where the timestep schedule ends.
         alg_temp: above 0, positions are drawn by softmax(score / alg_temp) instead of taken from the top.
     """
@@ -56,12 +71,20 @@ class FixedSteps(SharedSteps, Scheduler):
         return Traits(ranks_by_confidence=self.score == "confidence", draws_order=draws, scheduled=True)
 
     @property
+    def total_steps(self) -> int | None:
+        """See `Scheduler.total_steps`. A schedule that rounds up in each block keeps to no number."""
+        return None if self.schedule in ROUNDED else self.steps
+
+    @property
     def needs(self) -> frozenset[str]:
         """The score's statistic."""
         return score_needs(self.score)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
+        """`[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later.
+
+        In place of the masks a rounded schedule has the steps made or passed over so far.
+        """
         return torch.zeros_like(canvas.start), torch.zeros_like(canvas.start)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
@@ -73,6 +96,13 @@ class FixedSteps(SharedSteps, Scheduler):
     def count(self, canvas: Canvas, carry: Carry) -> tuple[Tensor, Carry]:
         """`[B]` positions that this step commits, and the next step's carry."""
         left = canvas.noise_left()  # on the canvas: a cache may choose which masks are asked
+        if self.schedule in ROUNDED:
+            opens = canvas.age == 0
+            done = carry[0].masked_fill(opens, 0)
+            steps = torch.where(opens, equal_steps(canvas, self.steps), carry[1])
+            most = self.steps or canvas.layout.width
+            count, done = rounded_share(left, steps, done, most, cosine=self.schedule == "cosine")
+            return count, (done, steps)
         masks, steps = plan_block(canvas, self.steps, carry, left)
         return self.share(canvas, masks, steps, left), (masks, steps)
 
@@ -80,6 +110,8 @@ class FixedSteps(SharedSteps, Scheduler):
         """`[B]` positions that this step commits in a block of `masks [B]`, of which `left [B]` are left."""
         if self.schedule == "uniform":
             count = uniform_share(masks, steps, canvas.age)
+        elif self.schedule == "even":
+            count = left - even_rest(masks, steps, canvas.age + 1)
         else:
             count = timestep_share(left, steps, canvas.age, self.eps)
         return torch.where(canvas.age + 1 >= steps, left, count.clamp(min=1))

@@ -87,6 +87,7 @@ class Setup:
         rows_first: how `steps` of a batch are indexed, see `Line.committed`.
         wasted_block: see `compare.mismatch`.
         lockstep: block length of a loop whose rows wait for each other at the end of a block; ours do not.
+        suffix: tokens that the published loop puts at the end of the row, and does not decode.
         steps: what the run committed, where the record's steps are not forwards; None: see `Line.committed`.
         fill: token that the published loop writes over whatever was never decoded.
         measured: the sampler's denoiser, where the record says how many positions each forward computed.
@@ -117,6 +118,7 @@ class Setup:
     ends: tuple[int, ...] | None = None
     pad: int | None = None
     before: bool = False
+    suffix: list[int] | None = None
     steps: Callable[[], Steps] | None = None
 
 

@@ -103,7 +103,7 @@ def _make(line: Line, setup: Setup) -> tuple[list[Tokens], list[Steps], list[Ste
     committed: list[Steps] = [[] for _ in range(size)]
     remasked: list[Steps] = [[] for _ in range(size)]
     last = None
-    for last in setup.sampler.stream(line.prompts, max_new_tokens=setup.new_tokens):
+    for last in setup.sampler.stream(line.prompts, max_new_tokens=setup.new_tokens, suffix=setup.suffix):
         # Records go by the tokens: a mask token is noise, whether or not the loop takes it for decided.
         noise = last.masked if mask_id is None else last.masked | (last.tokens == mask_id)
         # What a cut takes away is noise no more, though no forward committed it.

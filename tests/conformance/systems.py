@@ -7,6 +7,7 @@ enter it here: under the `system` of its lines, or under the part before the sla
 from __future__ import annotations
 
 from tests.conformance import (
+    a2d,
     apd,
     block_causal,
     caches,
@@ -24,6 +25,7 @@ from tests.conformance import (
     llada,
     lopa,
     nemotron,
+    rnd1,
     s2d2,
     stable_diffcoder,
     suffix,
@@ -64,6 +66,10 @@ SYSTEMS: dict[str, Builder] = {
     "fast-dllm-v2/batch_sample/block-cache": fast_dllm_v2.batch_sample,
     "nemotron-labs-diffusion/generate": nemotron.generate,
     "nemotron-labs-diffusion/linear_spec": nemotron.speculate,
+    "a2d/mdlm": a2d.mdlm,
+    "a2d/bd3lm": a2d.bd3lm,
+    "bert-chat/mdlm": a2d.mdlm,
+    "rnd1/diffusion_sample": rnd1.sample,
     "s2d2": s2d2.generate,
     "llada2": block_causal.llada2,
     "llada2.1": block_causal.llada2_1,

@@ -27,6 +27,8 @@ FAMILIES = [
         "tiny-llada-moe",
         "tiny-llada2-moe",
         "tiny-llada2.2-moe",
+        "tiny-a2d-qwen3",
+        "tiny-rnd1",
         *SCHEDULERS,
     ),
 ]

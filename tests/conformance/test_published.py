@@ -11,6 +11,8 @@ from dllm_sampler import UserError, config
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.published import (
     AnyBlock,
+    CappedEntropyBound,
+    EvenRest,
     ForcedFirst,
     PublishedCredit,
     PublishedDInferThreshold,
@@ -54,6 +56,8 @@ ALL: list[Scheduler] = [
     PublishedFactor(0.7),
     PublishedKlass(9, threshold=0.2, divergence=0.5),
     PublishedPositionCalibrated(9),
+    EvenRest(30, "entropy", "even"),
+    CappedEntropyBound(0.5, "confidence", 4),
 ]
 
 

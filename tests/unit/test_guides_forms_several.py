@@ -49,7 +49,7 @@ def test_a_step_of_several_forms(draws: bool) -> None:
 def test_the_mask_is_in_no_form() -> None:
     """Also where moves of no token fill up the lists of a smaller form, and the model wants a mask."""
     canvas = toys.changed(laid_out([[True] * LENGTH] * 2, [[0] * LENGTH] * 2), form=torch.tensor([0, 1]))
-    rule = ruled(("c{4}", "(?s).*"), posterior=True)._replace(allow_mask=True, needs=frozenset({"logits"}))
+    rule = ruled(("c{4}", "(?s).*"), posterior=True)._replace(compat=True, needs=frozenset({"logits"}))
     logits = torch.zeros(2 * LENGTH, VOCAB).double()
     logits[:, MASK] = 9
     found = read(logits, logits, canvas, HeadRows.every(Query.window(canvas)), rule)

@@ -86,13 +86,13 @@ def test_what_is_not_finite_shows_in_the_confidence(bad):
     assert math.isnan(float(measured(torch.full((1, 1, 3), -math.inf), frozenset()).confidence))
 
 
-def read(logits: torch.Tensor, *guides, allow_mask: bool = False, needs: frozenset[str] = frozenset()) -> Readout:
+def read(logits: torch.Tensor, *guides, compat: bool = False, needs: frozenset[str] = frozenset()) -> Readout:
     canvas = toys.canvas(torch.ones(logits.shape[0], logits.shape[2], dtype=torch.bool))
     head_rows = HeadRows.every(Query.masks(canvas))
     spec = toys.denoiser().spec
     bound = tuple(guide.bind(toys.context(spec)) for guide in guides)
     rows = logits.flatten(0, 2)
-    return readout.read(rows.clone(), rows, canvas, head_rows, readout.Rule(spec, bound, needs, allow_mask))
+    return readout.read(rows.clone(), rows, canvas, head_rows, readout.Rule(spec, bound, needs, compat))
 
 
 def test_the_mask_token_is_left_out_of_choice_and_confidence():
@@ -100,7 +100,7 @@ def test_the_mask_token_is_left_out_of_choice_and_confidence():
     logits[..., toys.MASK], logits[..., 5] = 9.0, 1.0
     assert read(logits).token.flatten().tolist() == [5, 5]
     assert float(read(logits).confidence[0, 0, 0]) == pytest.approx(math.e / (math.e + toys.VOCAB - 2))
-    assert read(logits, allow_mask=True).token.flatten().tolist() == [toys.MASK] * 2
+    assert read(logits, compat=True).token.flatten().tolist() == [toys.MASK] * 2
 
 
 def test_a_tempered_choice_is_measured_on_the_models_own_distribution_unless_told():

@@ -1,13 +1,22 @@
 """What each scheduler's counts are, against the published formulas."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dllm_sampler import Edit, Query, Readout, Scheduler, UserError
-from dllm_sampler.schedulers.budget import timestep, timestep_odds, timestep_share, uniform_share
+from dllm_sampler.schedulers.budget import (
+    even_rest,
+    rounded_share,
+    timestep,
+    timestep_odds,
+    timestep_share,
+    uniform_share,
+)
 from dllm_sampler.schedulers.budgeted import BudgetedThreshold
 from dllm_sampler.schedulers.factor import Factor
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -41,6 +50,63 @@ def test_timestep_counts_of_dream(eps):
         assert torch.equal(found.view_as(masks), expected), steps
         odds = timestep_odds(torch.full((steps,), steps), torch.arange(steps), eps)
         assert odds.tolist() == [*(1 - s / t)[:-1].tolist(), 1.0]
+
+
+def test_what_stays_under_rnd1():
+    """`(masks * (step / steps)).long()` of a tensor of whole numbers and a number, for `step` from `steps - 1` on."""
+    for steps in range(1, 45):
+        masks, done = torch.arange(1, 40)[:, None], torch.arange(1, steps + 1)[None]
+        expected = torch.cat([(masks * ((steps - at) / steps)).long() for at in done[0].tolist()], 1)
+        assert torch.equal(even_rest(masks, torch.full_like(done, steps), done), expected), steps
+
+
+def _dllm_counts(masks: int, steps: int, cosine: bool) -> list[int]:
+    """The published loop over times, in float32, which drops what it rounds to 0."""
+    found = []
+    for at in range(steps, 0, -1):
+        t, s = (np.float32(time / steps) for time in (at, at - 1))
+        alpha = [1 - np.cos(np.float32(math.pi / 2) * (1 - time)) if cosine else 1 - time for time in (t, s)]
+        share = 1 - float((1 - alpha[1]) / (1 - alpha[0]))
+        found.append(min(round(masks * share), masks))  # Python rounds half to even
+        masks -= found[-1]
+    return [count for count in found if count]
+
+
+def _counts(cosine: bool, *pairs: tuple[int, int]) -> list[list[int]]:
+    """The counts of blocks with these masks and steps, all at once."""
+    left, steps = torch.tensor(pairs).T
+    done, found = torch.zeros_like(left), list[list[int]]()
+    while left.any():
+        count, done = rounded_share(left, steps, done, int(steps.max()), cosine=cosine)
+        left = left - count
+        found.append(count.tolist())
+    return [[count for count in row if count] for row in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+def test_rounded_counts_of_dllm(cosine: bool):
+    pairs = [(masks, steps) for masks in range(1, 33, 3) for steps in range(1, 41, 3)]
+    assert _counts(cosine, *pairs) == [_dllm_counts(masks, steps, cosine) for masks, steps in pairs]
+
+
+def test_rounded_counts_are_those_of_recorded_runs():
+    assert _counts(False, (32, 20), (16, 5), (8, 7)) == [
+        [2, 2, 2, 2, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 2, 1, 2, 1],
+        [3, 3, 3, 4, 3],
+        [1, 1, 1, 1, 1, 2, 1],
+    ]
+    assert _counts(True, (32, 24)) == [[1] * 8 + [2] * 12]
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_each_block_gets_as_many_rounded_steps(grid: bool):
+    """ceil(20 / 3), also for the last block of 4; with a grid the first block begins inside the prompt."""
+    model = toys.sampler("causal" if grid else "llada", scheduler={"name": "fixed", "schedule": "rounded", "steps": 20},
+        blocks={"name": "fixed", "length": 8}, stop="none")  # fmt: skip
+    trace = model.generate([[5, 6, 7, 8, 9]], max_new_tokens=19 if grid else 20).trace
+    counts = [len(step) for step in trace.steps() if step]
+    parts = (3, 8, 8) if grid else (8, 8, 4)
+    assert counts == [count for block in _counts(False, *((masks, 7) for masks in parts)) for count in block]
 
 
 def told(scheduler: Scheduler, sure: list[list[float]], carry: Any = None, age: int = 0) -> tuple[Edit, Any]:
@@ -148,7 +214,7 @@ def test_origin_opens_at_the_rate_of_the_process():
         (FixedSteps, {"steps": -3}),
         (FixedSteps, {"steps": 2.5}),
         (FixedSteps, {"score": "best"}),
-        (FixedSteps, {"schedule": "cosine"}),
+        (FixedSteps, {"schedule": "sine"}),
         (FixedSteps, {"eps": 0}),
         (FixedSteps, {"eps": 1}),
         (FixedSteps, {"eps": float("nan")}),
