@@ -348,13 +348,11 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
     except ValidationError as error:
         number = any(one["type"] == "string_type" and isinstance(one["input"], int | float) for one in error.errors())
         quote = "; a number in quotes is a string" if number else ""
-        raise UserError(
-            "option-type", f"{what} should be {_expected(error)}, not {short(repr(value))}{quote}"
-        ) from None
+        raise UserError("option-type", f"{what} should be {expected(error)}, not {short(repr(value))}{quote}") from None
 
 
-def _expected(error: ValidationError) -> str:
-    """What would be right, in words; of a union, each of its types once."""
+def expected(error: ValidationError) -> str:
+    """Return what would be right, in words; of a union, each of its types once."""
     found = []
     for one in error.errors():
         message = one["msg"].removeprefix("Input should be ").replace("a valid boolean", "true or false")

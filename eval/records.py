@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Answer
@@ -17,37 +18,49 @@ SCHEMA = 2  # of a line of samples.jsonl; docs/formats.md
 TIMES = ("seconds", "batch", "peak_memory")  # what differs from run to run
 
 
+# Types of fields, checked as a line is read.
+Count = Annotated[int, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True)]
+Size = Annotated[int, Field(strict=True, ge=1)]
+Chance = Annotated[Number, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
 @dataclass(frozen=True)
 class Record:
     """One sample. Positions count from the first token behind the prompt; N is the canvas length."""
 
-    index: int
-    seed: int
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # of a line that is read: see `checked`
+
+    index: Count
+    seed: StrictInt
     prompt: Any  # as the task has it
-    text: str | None
-    scores: dict[str, float]
-    complete: bool  # False where max_steps ended it before its time
-    prompt_tokens: int
-    canvas: int  # N
-    answer: int  # tokens up to and with the first end token
-    ended: bool  # whether there is an end token
-    text_tokens: int | None  # of `text`, encoded again; None without a tokenizer
-    nfe: int  # forwards it took part in
-    rows: int  # positions computed, over all forwards
-    commits: int  # tokens written, those that did not stay included
-    oracle_nfe: int | None  # forwards of a scheduler that knows the answer; None where that is not defined
-    tokens: list[int]  # N ids
-    pieces: list[str]  # N texts of these
-    step_map: list[int]  # N: the forward, from 0, that committed what stands; -1: never committed
-    confidence: list[float]  # N: at the commit
-    revisions: list[list[Any]]  # [forward, position, piece] that did not stay; piece None: taken back
-    seconds: float  # of its whole batch, or in flight since the answer before
-    batch: int  # samples in the batch; 1 in flight
-    peak_memory: int  # bytes: of the GPU during the batch or flight, else of the process so far
+    text: StrictStr | None
+    scores: dict[str, Annotated[Number, Field(allow_inf_nan=False)]]
+    complete: StrictBool  # False where max_steps ended it before its time
+    prompt_tokens: Count
+    canvas: Size  # N
+    answer: Count  # tokens up to and with the first end token
+    ended: StrictBool  # whether there is an end token
+    text_tokens: Count | None  # of `text`, encoded again; None without a tokenizer
+    nfe: Count  # forwards it took part in
+    rows: Count  # positions computed, over all forwards
+    commits: Count  # tokens written, those that did not stay included
+    oracle_nfe: Count | None  # forwards of a scheduler that knows the answer; None where that is not defined
+    tokens: list[Count]  # N ids
+    pieces: list[StrictStr]  # N texts of these
+    # N: the forward, from 0, that committed what stands; -1: never committed
+    step_map: list[Annotated[int, Field(strict=True, ge=-1)]]
+    confidence: list[Chance]  # N: at the commit
+    # (forward, position, piece) that did not stay; piece None: taken back
+    revisions: list[tuple[Count, Count, StrictStr | None]]
+    # of its whole batch, or in flight since the answer before
+    seconds: Annotated[Number, Field(ge=0, allow_inf_nan=False)]
+    batch: Size  # samples in the batch; 1 in flight
+    peak_memory: Count  # bytes: of the GPU during the batch or flight, else of the process so far
     # Files of earlier versions lack these.
-    finish_reason: str | None = None  # see `dllm_sampler.result.FinishReason`
-    valid: bool | None = None  # whether it is what the run's guide wants; None: no guide says
-    rejections: int = 0  # commits that the guide refused
+    finish_reason: StrictStr | None = None  # see `dllm_sampler.result.FinishReason`
+    valid: StrictBool | None = None  # whether it is what the run's guide wants; None: no guide says
+    rejections: Count = 0  # commits that the guide refused
 
     @property
     def full_equivalents(self) -> float:
@@ -86,19 +99,6 @@ class Record:
         times = {name: fields.pop(name) for name in TIMES}
         fields["confidence"] = [finite(value) for value in self.confidence]
         return {"schema": SCHEMA, **fields, "times": times}
-
-    @staticmethod
-    def of(line: Mapping[str, Any]) -> Record:
-        """From JSON.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is no record of this schema.
-        """
-        fields = dict(line)
-        if fields.pop("schema") != SCHEMA:
-            raise ValueError("another schema")
-        fields["confidence"] = [math.nan if value is None else value for value in fields["confidence"]]
-        return Record(**fields.pop("times"), **fields)
 
 
 def finite(value: float) -> float | None:

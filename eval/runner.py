@@ -299,7 +299,7 @@ class Runner:
             # two digits: the others depend on how many rows were multiplied together
             confidence=[round(one, 2) if step >= 0 else 0.0 for one, step in zip(sure, steps, strict=True)],
             revisions=[
-                [step, place, None if token is None else self._piece(token)]
+                (step, place, None if token is None else self._piece(token))
                 for step, place, token in answered.revisions
             ],
             seconds=round(seconds, 6),

@@ -1,5 +1,6 @@
 """Measures against figures worked out by hand or published."""
 
+import json
 import math
 
 import pytest
@@ -11,8 +12,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from dllm_sampler.eval import curves, statistics
+from dllm_sampler.eval.checked import parse
 from dllm_sampler.eval.measures import summary
-from dllm_sampler.eval.records import Record, encoded_again
+from dllm_sampler.eval.records import encoded_again
 from dllm_sampler.eval.runner import History
 from dllm_sampler.inputs.texts import decode
 from tests import toys
@@ -183,8 +185,8 @@ def test_front() -> None:
 
 
 def test_a_record_survives_json() -> None:
-    one = record(revisions=[[0, 1, None]])
-    assert Record.of(one.line()) == one
+    one = record(revisions=[(0, 1, None)])
+    assert parse(json.dumps(one.line()).encode(), None) == one
     assert set(one.line()["times"]) == {"seconds", "batch", "peak_memory"}
     with pytest.raises(ValueError, match="schema"):
-        Record.of({**one.line(), "schema": 1})
+        parse(json.dumps({**one.line(), "schema": 1}).encode(), None)

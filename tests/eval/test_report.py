@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dllm_sampler.eval.checked import parse
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import command, figure, headline
 from dllm_sampler.eval.report.data import Comparison, compare
@@ -211,7 +212,7 @@ def test_what_is_no_number_is_null_in_the_page() -> None:
 
 def test_a_record_of_no_numbers_is_json_and_comes_back() -> None:
     bad = record(confidence=[math.nan, 0.8, 0.7, 1.0, 1.0, 0.0])
-    again = Record.of(json.loads(json.dumps(bad.line(), allow_nan=False)))
+    again = parse(json.dumps(bad.line(), allow_nan=False).encode(), None)
     assert math.isnan(again.confidence[0]) and again.confidence[1:] == bad.confidence[1:]
     with refused("task-result: exact_match, sample 3"):
         record(3, scores={"exact_match": math.nan}).line()
