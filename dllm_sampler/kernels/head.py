@@ -127,7 +127,7 @@ def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY) -> Readout
         return empty(rows, hidden.device, sampling)
     if rows > (MOST if hidden.dtype.itemsize == 2 else MOST // 4):
         return _stored(hidden, weight, sampling)
-    shape, warps = _shape(rows, hidden.dtype.itemsize)
+    shape, warps = _shape(rows, hidden.dtype.itemsize, sampling.draws)
     parts = cdiv(vocab, shape["BLOCK_V"])
     buffers = room(rows, parts, hidden.device)
     head_kernel[(parts,)](
@@ -164,19 +164,20 @@ def _stored(hidden: Tensor, weight: Tensor, sampling: Sampling) -> Readout:
     return Readout(**{name: None if parts[0] is None else torch.cat(parts) for name, parts in values.items()})
 
 
-def _shape(rows: int, size: int) -> tuple[dict[str, int], int]:
-    """Return tile and warps for numbers of `size` bytes.
+def _shape(rows: int, size: int, draws: bool) -> tuple[dict[str, int], int]:
+    """Return tile and warps for numbers of `size` bytes, and for a choice that draws or not.
 
     The weight's way through memory is the limit: registers decide how many programs a multiprocessor holds, and so how
     much of the weight is on its way. With up to 32 rows four and more on an H100 (three or four that draw), each with
-    two tiles of 16 KB.
+    two tiles of 16 KB. With more rows three programs, which eight warps of a greedy choice would make spill on a B200,
+    and four warps of a draw everywhere.
     """
     lines = 16 if rows <= 16 else 32 if rows <= 32 else MOST
-    return {"BLOCK_R": lines, "BLOCK_V": 128, "BLOCK_D": 128 // size}, 8 if lines == MOST or size == 4 else 4
+    return {"BLOCK_R": lines, "BLOCK_V": 128, "BLOCK_D": 128 // size}, 8 if (lines == MOST and draws) or size == 4 else 4
 
 
 def _configuration(dtype: str, rows: int, vocab: int, width: int, what: str) -> Any:
-    shape, warps = _shape(rows, 4 if dtype == "fp32" else 2)
+    shape, warps = _shape(rows, 4 if dtype == "fp32" else 2, what.startswith("draw"))
     shape |= {"D": width, "PARTS": cdiv(vocab, shape["BLOCK_V"])} | constants(vocab, described(vocab, what))
     shape |= absent(what) | (ONE_ROW if rows == 1 else {})
     many = "one row" if rows == 1 else f"{rows} rows" if rows % 16 == 0 else "any rows"
