@@ -173,7 +173,8 @@ def _shape(rows: int, size: int, draws: bool) -> tuple[dict[str, int], int]:
     and four warps of a draw everywhere.
     """
     lines = 16 if rows <= 16 else 32 if rows <= 32 else MOST
-    return {"BLOCK_R": lines, "BLOCK_V": 128, "BLOCK_D": 128 // size}, 8 if (lines == MOST and draws) or size == 4 else 4
+    warps = 8 if size == 4 or (draws and lines == MOST) else 4
+    return {"BLOCK_R": lines, "BLOCK_V": 128, "BLOCK_D": 128 // size}, warps
 
 
 def _configuration(dtype: str, rows: int, vocab: int, width: int, what: str) -> Any:
