@@ -156,7 +156,7 @@ class Options:
         " the model; step, the latter alone",
         check_among(True, False, "step"),
     )
-    compat: bool = option(False, "as published: no mask or end token is barred from an answer", check_switch)
+    compat: bool = option(False, "no token is barred, nor is the mask, as published", check_switch)
 
     def __post_init__(self) -> None:
         for one in fields(self):
