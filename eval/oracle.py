@@ -27,7 +27,7 @@ LEGAL_STOPS = (NoStop, BlockStop, PrefixStop, TruncateStop)  # they look at noth
 class Oracle(Scheduler):
     """Commit the masks of the block whose candidate is the token of a known answer.
 
-    Where no candidate is, the position that the reference committed first is written from the answer (`Edit.forced`).
+    Where no candidate is, the position that the reference committed first is written from the answer.
     Every step commits one position at least that the reference spent a forward on, so against one commit per step it
     is never slower. Positions that the reference left undecided, behind its end token, stay so.
 
@@ -76,7 +76,7 @@ class Oracle(Scheduler):
         known = canvas.eligible(query.positions) & (order >= 0)
         right = known & (readout.token[:, 0] == answer)
         forced = top(-order.double(), known, torch.ones_like(canvas.start)) & ~right.any(1, keepdim=True)
-        return Edit(answer, right | forced, forced=forced), carry
+        return Edit(answer, right | forced), carry
 
 
 def decode(

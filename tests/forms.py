@@ -41,7 +41,7 @@ def strings(pattern: str, ids: Sequence[int] = range(MASK)) -> list[tuple[int, .
 
 def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bool = False) -> Tensor:
     """`[B, K, Q]` tokens that the guide makes a step choose from logits `[R, V]`."""
-    return read(logits.clone(), logits[:, :1], canvas, HeadRows.every(query), ruled(pattern, draws)).token
+    return read(logits.clone(), canvas, HeadRows.every(query), ruled(pattern, draws)).token
 
 
 def ruled(pattern: str | tuple[str, ...], draws: bool = False, posterior: bool = False, vocab: int = VOCAB) -> Rule:

@@ -108,8 +108,7 @@ class MultiBlock(Blocks):
         place = rank(readout.confidence[:, 0] if edit.score is None else edit.score, late)  # the others come last
         best = torch.full_like(chosen, place.shape[1]).scatter_reduce(1, number, place, "amin")
         added = late & (place == best.gather(1, number))
-        forced = added if edit.forced is None else edit.forced | added
-        return replace(edit, commit=edit.commit | added, forced=forced)
+        return replace(edit, commit=edit.commit | added)
 
 
 def _share(left: Tensor, size: Tensor) -> Tensor:

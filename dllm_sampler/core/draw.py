@@ -12,7 +12,7 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide, is_random
 from dllm_sampler.core.statistics import argmax
-from dllm_sampler.core.values import Canvas
+from dllm_sampler.core.values import Canvas, at_candidate
 from dllm_sampler.errors import UserError, short
 
 
@@ -67,6 +67,7 @@ class Draw:
     head_rows: HeadRows
     vocab: int
     barred: Barred
+    raw: Tensor | None = None  # [B, K, Q, V] the step's logits before any guide
     noise: Tensor | None = None  # [R, V] of the step; None: drawn with the canvas's row seeds when it is wanted
     draws: bool = True  # False: the best token is taken
 
@@ -75,7 +76,13 @@ class Draw:
         """The step's own: its noise is drawn once, so that further choices are coupled to the first."""
         draws = is_random(guides)
         noise = canvas.layout.noise.tokens(canvas, head_rows, vocab) if draws else None
-        return Draw(guides, canvas, head_rows, vocab, barred, noise, draws)
+        return Draw(guides, canvas, head_rows, vocab, barred, None, noise, draws)
+
+    @property
+    def logits(self) -> Tensor:
+        """`[B, K, Q, V]` the step's logits before any guide."""
+        assert self.raw is not None
+        return self.raw
 
     def __call__(self, logits: Tensor) -> Tensor:
         """`[B, K, Q]` tokens chosen from `[B, K, Q, V]`."""
@@ -152,7 +159,8 @@ class Draw:
 
     def under(self, candidate: Tensor) -> Draw:
         """The same under one hypothesis per row, `candidate [B]`, for logits and tokens with K = 1."""
-        return replace(self, head_rows=self.head_rows.under(candidate), noise=None)
+        raw = None if self.raw is None else at_candidate(self.raw, candidate)
+        return replace(self, head_rows=self.head_rows.under(candidate), raw=raw, noise=None)
 
 
 def _noised(choice: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dllm_sampler.core.packing import ForwardRequest, HeadRows, Pack
 from dllm_sampler.core.spec import ModelSpec, Traits
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals, Spent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -292,8 +292,8 @@ class Guide:
         """`[R]` tokens of a `joint` guide; `noisy [R, V]`: the logits, in a draw with noise (the best wins)."""
         raise NotImplementedError
 
-    def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """Return the part of `edit` that the guide allows, if it `vetoes`.
+    def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Edit, Refusals]:
+        """Return the part of `edit` that the guide allows, if it `vetoes`, and what it refused.
 
         If nothing is allowed, substitute another token or mark the row `stuck`.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.values import Canvas, Edit, Moved, Query, Readout, Spent
+from dllm_sampler.core.values import Canvas, Edit, Moved, Query, Readout, Refusals, Spent
 
 
 class Recorder:
@@ -67,12 +67,14 @@ class Recorder:
         self.logprob.scatter_(1, at, sure.log().to(self.logprob.dtype))
         if self.entropy is not None and readout.entropy is not None:
             self.entropy.scatter_(1, at, readout.entropy[:, 0].to(self.entropy.dtype))
-        if edit.rejected is not None and edit.stuck is not None:
-            self.rejected += edit.rejected
-            self.stuck |= edit.stuck
         if edit.end is not None:
             cut = (before.columns() >= after.end[:, None]) & (before.columns() < before.end[:, None])
             self.gone = torch.where(cut, before.step[:, None], self.gone)
+
+    def refuse(self, refusals: Refusals) -> None:
+        """Record what a guide refused in one step."""
+        self.rejected += refusals.count
+        self.stuck |= refusals.stuck
 
     def move(self, before: Canvas, moved: Moved) -> None:
         """Follow a change of length, after `note`: the records of a column move with it."""

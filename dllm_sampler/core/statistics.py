@@ -41,13 +41,13 @@ class Predictions(NamedTuple):
         return drift(now, old, then.norm.flatten(), at).view_as(index)
 
 
-def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str], hidden: Tensor | None) -> Readout:
+def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str]) -> Readout:
     """Statistics of `logits [..., V]` (overwritten unless needed) at `token [...]`; `current [...]` as in Readout.
 
     A confidence close to 1 is kept apart from 1 by summing the *other* tokens' mass: p = own / (own + rest).
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
-    kept = logits if needs & {"logits", "raw"} else None
+    kept = logits if needs & {"logits", "draw"} else None
     held = bool(needs & {"probabilities", "predictions"})
     present = logits.gather(-1, current[..., None]) if "current" in needs else None
     best = logits.topk(2, -1).values.double() if "gap" in needs else None
@@ -70,7 +70,6 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
         current=standing,
         probabilities=weight if held else None,
         logits=kept if "logits" in needs else None,
-        hidden=hidden if "hidden" in needs else None,
     )
 
 

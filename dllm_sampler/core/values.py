@@ -411,14 +411,9 @@ class Query:
 
     def of(self, candidate: Tensor) -> Query:
         """This query about one hypothesis per row, `candidate [B]`: the same with K = 1."""
-
-        def pick(values: Tensor) -> Tensor:  # [B, K, ...] to [B, 1, ...]
-            index = candidate.view(-1, *[1] * (values.dim() - 1))
-            return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
-
         step = self.candidates.step
-        step = None if step is None else pick(step.expand(self.ids.shape[:2]))
-        return replace(self, ids=pick(self.ids), candidates=Candidates(step=step))
+        step = None if step is None else at_candidate(step.expand(self.ids.shape[:2]), candidate)
+        return replace(self, ids=at_candidate(self.ids, candidate), candidates=Candidates(step=step))
 
     def trim(self, width: int) -> Query:
         """This query without its last columns, which no row has a position in."""
@@ -433,6 +428,11 @@ class TokenChoice(Protocol):
     @property
     def canvas(self) -> Canvas:
         """The canvas before the step."""
+        ...
+
+    @property
+    def logits(self) -> Tensor:
+        """`[B, K, Q, V]` the step's logits before any guide."""
         ...
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -477,21 +477,20 @@ class Readout:
     current: Tensor | None = None  # [B, K, Q] log-probability of the token in query.ids
     probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; a scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
-    hidden: Tensor | None = None  # [B, K, Q, D]
-    raw: Tensor | None = None  # [B, K, Q, V] logits before any guide
     draw: TokenChoice | None = None  # what the step's guides and noise choose from other logits
 
     def of(self, candidate: Tensor) -> Readout:
         """What it says under one hypothesis per row, `candidate [B]`: the same with K = 1."""
-
-        def pick(values: Any) -> Any:
-            if not isinstance(values, Tensor):
-                return values
-            index = candidate.view(-1, *[1] * (values.dim() - 1))
-            return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
-
         draw = None if self.draw is None else self.draw.under(candidate)
-        return replace(self, **{one.name: pick(getattr(self, one.name)) for one in fields(self)} | {"draw": draw})
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        tensors = {name: at_candidate(one, candidate) for name, one in values.items() if isinstance(one, Tensor)}
+        return replace(self, **tensors, draw=draw)
+
+
+def at_candidate(values: Tensor, candidate: Tensor) -> Tensor:
+    """Return `[B, 1, ...]` the values `[B, K, ...]` of one hypothesis per row, `candidate [B]`."""
+    index = candidate.view(-1, *[1] * (values.dim() - 1))
+    return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
 
 
 @dataclass(frozen=True)
@@ -596,6 +595,11 @@ class Edit:
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
     candidate: Tensor | None = None  # [B] of a query with `forks`, the one that the step goes on from
     score: Tensor | None = None  # [B, Q] how the scheduler ranks positions, higher first; None: by confidence
-    forced: Tensor | None = None  # [B, Q] bool: commits that the rule did not choose, made to get on
-    rejected: Tensor | None = None  # [B] commits that a guide refused
-    stuck: Tensor | None = None  # [B] bool: a guide lets the row commit nothing; the row ends
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """The tokens of a step that a guide refused."""
+
+    count: Tensor  # [B] refused tokens
+    stuck: Tensor  # [B] bool: the guide allows no token. The row ends

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dllm_sampler.core import packing
 from dllm_sampler.core.packing import ForwardRequest
-from dllm_sampler.core.protocols import Cache, Carry, Foresees, Guide, Paced, Planner
+from dllm_sampler.core.protocols import Cache, Carry, Foresees, Paced, Planner
 from dllm_sampler.core.recorder import Recorder
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Spent
-from dllm_sampler.engine.faults import check_edit, check_stopped, checked_answer
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals, Spent
+from dllm_sampler.engine.faults import check_edit, check_stopped, checked_answer, checked_settlement
 from dllm_sampler.engine.plugins import Plugins
 
 
@@ -89,6 +89,7 @@ class Judgement(NamedTuple):
     edit: Edit
     carry: Carry
     failed_at: Tensor  # [B] see `Canvas.reject_nonfinite`
+    refusals: Refusals | None  # of the guide that vetoes. None without one
 
 
 def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: Carry, failed_at: Tensor) -> Judgement:
@@ -109,16 +110,18 @@ def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: 
     failed_at, edit = canvas.reject_nonfinite(
         query.positions, edit, failed_at, seen.confidence, plugins.forbidden_token
     )
+    refusals = None
     for guide in plugins.guides:
         if guide.vetoes:
-            edit = _settled(guide, canvas, query, seen, edit)
-    return Judgement(canvas, query, seen, edit, carry, failed_at)
+            edit, refusals = checked_settlement(guide, guide.settle(canvas, query, seen, edit), canvas, query)
+            edit = replace(edit, finish=refusals.stuck if edit.finish is None else edit.finish | refusals.stuck)
+    return Judgement(canvas, query, seen, edit, carry, failed_at, refusals)
 
 
 def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent: Spent) -> None:
     """Decide what the forward's answer changes, and move every row on."""
     judged = judge(plugins, state.canvas, query, seen, state.carry, state.failed_at)
-    canvas, query, seen, edit, state.carry, state.failed_at = judged
+    canvas, query, seen, edit, state.carry, state.failed_at, refusals = judged
     if edit.candidate is not None:
         state.cache.adopt(edit.candidate)
     after = canvas.apply(query.positions, edit)
@@ -130,6 +133,8 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
         edit = stopped
     state.cache.observe(canvas, query, edit, seen)
     state.recorder.note(canvas, after, query, edit, seen, spent)
+    if refusals is not None:
+        state.recorder.refuse(refusals)
     moved = plugins.blocks.move(after)
     if moved is None:
         state.canvas = after.advance(after.block_over(edit), canvas.layout.lookahead, edit.finish)
@@ -141,13 +146,3 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
         state.canvas = resized.applied(state.canvas)
     if seen.logits is not None and state.cache.spec.self_conditioning:
         state.previous = seen.logits[:, 0].to(state.cache.spec.dtype)
-
-
-def _settled(guide: Guide, canvas: Canvas, query: Query, seen: Readout, edit: Edit) -> Edit:
-    """What a guide lets stand of an edit; rows that it lets do nothing end."""
-    settled = guide.settle(canvas, query, seen, edit)
-    check_edit("guide", guide, settled, canvas, query)
-    if settled.stuck is None:
-        return settled
-    finish = settled.stuck if settled.finish is None else settled.finish | settled.stuck
-    return replace(settled, finish=finish)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Cache, Carry, Guide, Scheduler, Stop
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals
 from dllm_sampler.errors import UserError
 
 # Fields of `Edit`, whether they are boolean, and whether they say something of each position or of each row.
@@ -22,15 +22,12 @@ EDIT = (
     ("remask", True, True),
     ("confidence", False, True),
     ("score", False, True),
-    ("forced", True, True),
     ("keep_block", True, False),
     ("close_block", True, False),
     ("finish", True, False),
     ("stop", False, False),
     ("end", False, False),
     ("candidate", False, False),
-    ("rejected", False, False),
-    ("stuck", True, False),
 )
 KINDS = {"scheduler": Scheduler, "blocks": Blocks, "stop": Stop, "guide": Guide, "cache": Cache}
 
@@ -72,6 +69,21 @@ def check_edit(group: str, plugin: object, edit: Any, canvas: Canvas, query: Que
             f"{group}={named(plugin)} returned an Edit whose {name} is {shape}, and {right} is needed. Return one value"
             f" for each {'of query.positions' if each else 'row'}.",
         )
+
+
+def checked_settlement(guide: Guide, settled: Any, canvas: Canvas, query: Query) -> tuple[Edit, Refusals]:
+    """Return the edit and the refusals that a guide's `settle` returned.
+
+    Raises:
+        UserError: it is something else, or it does not fit the query.
+    """
+    if not isinstance(settled, tuple) or len(settled) != 2 or not isinstance(settled[1], Refusals):
+        raise UserError(
+            "plugin-result",
+            f"guide={named(guide)}: settle returned {type(settled).__name__}. Return an edit and Refusals.",
+        )
+    check_edit("guide", guide, settled[0], canvas, query)
+    return settled[0], settled[1]
 
 
 def check_stopped(stop: Stop, stopped: Any, edit: Edit, canvas: Canvas, query: Query) -> None:

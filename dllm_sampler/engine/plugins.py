@@ -70,7 +70,7 @@ class Plugins:
     def needs(self) -> frozenset[str]:
         """Readout fields that any of them wants."""
         # Such a guide looks for another token where it refuses one.
-        vetoed = {"draw", "logits", "raw"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
+        vetoed = {"draw", "logits"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
         return self.scheduler.needs | self.blocks.needs | self.stop.needs | vetoed
 
     @property

@@ -63,7 +63,7 @@ def predict(
     plain = kernels is not None and kernels.name == "triton"
     sampling = _sampling(canvas, head_rows, rule) if plain else None
     if kernels is None or sampling is None:
-        return read(denoiser.head(hidden), hidden, canvas, head_rows, rule)
+        return read(denoiser.head(hidden), canvas, head_rows, rule)
     needs = rule.needs
     stored = bool(needs & STORED)
     weight = None if stored else fusable_head_weight(denoiser, hidden)
@@ -115,7 +115,6 @@ def _sampling(
 
 def read(
     logits: Tensor,
-    hidden: Tensor,
     canvas: Canvas,
     head_rows: HeadRows,
     rule: Rule,
@@ -124,7 +123,6 @@ def read(
 
     Args:
         logits: `[R, V]`, overwritten.
-        hidden: `[R, D]`, passed on where it is needed.
 
     Returns:
         `[B, K, Q]` statistics; 0 where nothing is answered. Confidence is NaN where the model or a guide left NaN, +inf
@@ -140,12 +138,12 @@ def read(
     law = any(guide.joint and guide.measures for guide in guides)
     bound = (measured != logits).any(-1) if law else None  # [R] answers of which a form says something
     token, sound = draw.chosen(logits)
-    seen = measure(measured, token, head_rows.pick(head_rows.query.ids), needs, hidden)
+    seen = measure(measured, token, head_rows.pick(head_rows.query.ids), needs)
     if sound is not None:  # without guides, what is measured is what is chosen from, and tells it already
         seen = replace(seen, confidence=seen.confidence.masked_fill(~sound, torch.nan))
     seen = seen if bound is None else round_for_ties(seen, bound, logits.dtype)
-    seen = spread(replace(seen, raw=logits if "raw" in needs else None), head_rows)
-    return replace(seen, draw=draw) if "draw" in needs else seen
+    seen = spread(seen, head_rows)
+    return replace(seen, draw=replace(draw, raw=head_rows.spread(logits))) if "draw" in needs else seen
 
 
 def round_for_ties(seen: Readout, bound: Tensor, dtype: torch.dtype) -> Readout:

@@ -174,7 +174,7 @@ class BlockRule:
         query = plugins.scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
         seen, good = self._read(canvas, query, logits, state), torch.zeros_like(canvas.step)
         try:
-            _, query, seen, edit, carry, failed_at = decide.judge(plugins, canvas, query, seen, state.carry, good)
+            _, query, seen, edit, carry, failed_at, _ = decide.judge(plugins, canvas, query, seen, state.carry, good)
         except Exception as error:
             faults.check_needs(error, lambda other: plugins.scheduler.tell(canvas, query, other, state.carry), seen)
             raise
@@ -294,12 +294,6 @@ def obstacle(plugins: Plugins) -> str | None:
             return f"guide={named(guide)} judges whole answers, and an engine shows one block: use json_schema or regex"
         if guide.forms:
             return f"guide={named(guide)} has a list of forms, and an engine's requests name none of them: give it one"
-    if "hidden" in plugins.needs:
-        name = named(plugins.scheduler)
-        return (
-            f"scheduler={name} needs hidden states, and engines hand over logits only: use another, for example"
-            " threshold"
-        )
     return beyond(plugins.scheduler)
 
 

@@ -34,7 +34,7 @@ def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
     else:
         token = statistics.argmax(scaled)
     needs, current = (NEEDS, token) if sampling.current is None else (NEEDS | {"current"}, sampling.current)
-    found = statistics.measure(scaled if sampling.measured else logits, token, current, needs, None)
+    found = statistics.measure(scaled if sampling.measured else logits, token, current, needs)
     void = torch.where(found.confidence.isnan(), torch.nan, 0.0).to(found.confidence.dtype)
     return replace(found, **{name: getattr(found, name) + void for name in ("confidence", *needs)})
 

@@ -25,7 +25,7 @@ from dllm_sampler.published.forced import ForcedFirst
 from dllm_sampler.published.freedave import PublishedFreeDave
 from dllm_sampler.published.grammar import Behind, PublishedGrammar
 from dllm_sampler.published.klass import MostUncertain, PublishedKlass
-from dllm_sampler.published.learn2pd import PublishedCachedEndOfText, PublishedEndOfText
+from dllm_sampler.published.learn2pd import PublishedCachedEndOfText, PublishedEndOfText, PublishedLearnedFilter
 from dllm_sampler.published.lengths import (
     AboveThreshold,
     PublishedRhoEos,
@@ -106,6 +106,7 @@ __all__ = [
     "PublishedFreeDave",
     "PublishedGrammar",
     "PublishedKlass",
+    "PublishedLearnedFilter",
     "PublishedLinearSpec",
     "PublishedLocalLeap",
     "PublishedOrigin",

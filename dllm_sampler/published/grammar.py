@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core.protocols import Context, Stop
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals
 from dllm_sampler.guides.grammar.guide import Grammar, Text
 from dllm_sampler.guides.grammar.language import Language
 
@@ -52,19 +52,19 @@ class PublishedGrammar(Grammar):
         assert self.language is not None
         return self.language.feasible(text.written(column, self.word(token)))
 
-    def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Edit, Refusals]:
         """See `Guide.settle`."""
-        assert readout.draw is not None and readout.raw is not None and readout.logits is not None
+        assert readout.draw is not None and readout.logits is not None
+        refused, stuck = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done)
         text = next(self.texts(canvas), None)
         if text is None:
-            return edit
+            return edit, Refusals(refused, stuck)
         columns, first = query.positions[0].tolist(), int(canvas.layout.first[0])
         places = torch.where(canvas.eligible(query.positions)[0])[0]
-        best = readout.draw.scores(readout.raw)[0, 0, places].double()  # [P, V]
+        best = readout.draw.scores(readout.draw.logits)[0, 0, places].double()  # [P, V]
         plain = best if self.greedy else readout.logits[0, 0, places].double()
         ids, commit = edit.ids.clone(), torch.zeros_like(edit.commit)
-        rejected, stuck, left = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done), int(edit.commit.sum())
-        open_ = torch.ones(len(places), dtype=torch.bool)
+        left, open_ = int(edit.commit.sum()), torch.ones(len(places), dtype=torch.bool)
         complete = False
         while left and not complete:
             place, token = _surest(best, plain, open_)
@@ -76,7 +76,7 @@ class PublishedGrammar(Grammar):
             self.decisions.append([int(canvas.step[0]), columns[at] - first, token, fits])
             if not fits:
                 best[place, token] = -torch.inf
-                rejected[0] += 1
+                refused[0] += 1
                 if self.refused >= self.tries:
                     stuck[0] = True
                     break
@@ -89,7 +89,7 @@ class PublishedGrammar(Grammar):
                     open_ &= places != later
             complete = _ends(text)
         finish = torch.full_like(canvas.done, complete)
-        return replace(edit, ids=ids, commit=commit, rejected=rejected, stuck=stuck, finish=finish)
+        return replace(edit, ids=ids, commit=commit, finish=finish), Refusals(refused, stuck)
 
     @property
     def refused(self) -> int:

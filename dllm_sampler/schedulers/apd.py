@@ -67,8 +67,8 @@ class ParallelDecoding(Leftmost):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Logits before the guides, and the draw that chose the draft."""
-        return frozenset({"raw", "draw"})
+        """The draw that chose the draft, and its logits."""
+        return frozenset({"draw"})
 
     @property
     def traits(self) -> Traits:
@@ -83,17 +83,17 @@ class ParallelDecoding(Leftmost):
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
-        assert readout.raw is not None
+        assert readout.draw is not None
         at, ids = query.positions, readout.token[:, 0]  # [B, Q]
         first, width = canvas.frontier(), min(at.shape[1], self.max_lookahead or canvas.length)
         draft = self.draft(canvas, query) & (at < first[:, None] + width)
         text = canvas.ids.scatter(1, at, torch.where(draft, ids, canvas.ids.gather(1, at)))
         expected = carry.logits_at(at, canvas, text, first, width)  # [B, Q, V]
-        mixed = mixture(readout.raw[:, 0], expected, self.mixture_weight)[:, None]  # [B, 1, Q, V]
+        mixed = mixture(readout.draw.logits[:, 0], expected, self.mixture_weight)[:, None]  # [B, 1, Q, V]
         agrees = ids == self.target(readout, mixed)[:, 0]
         leads = draft & (draft.cumsum(1) == 1)
         commit = draft & ((draft & ~(agrees | leads)).cumsum(1) == 0)
-        return Edit(ids, commit, forced=leads & ~agrees), carry
+        return Edit(ids, commit), carry
 
     def target(self, readout: Readout, mixed: Tensor) -> Tensor:
         """`[B, 1, Q]` tokens drawn from the logits `mixed [B, 1, Q, V]` as the draft was from its own."""

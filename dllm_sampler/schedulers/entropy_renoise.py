@@ -94,9 +94,9 @@ class EntropyRenoise(Renoising):
         keep = inside & (accepted | last)
         # A token that is drawn again has stood since it was written first.
         commit = keep & (canvas.masked.gather(1, at) | (ids != canvas.ids.gather(1, at)))
-        back, forced = inside & ~keep, commit & ~accepted
+        back = inside & ~keep
         ids = ids.masked_fill(back, self.noise_id)
-        edit = Edit(ids, commit, remask=back, keep_block=~over, close_block=over, confidence=sure, forced=forced)
+        edit = Edit(ids, commit, remask=back, keep_block=~over, close_block=over, confidence=sure)
         return edit, (carry[0].scatter(1, at, best), still)
 
     def bound(self, tokens: int) -> int:

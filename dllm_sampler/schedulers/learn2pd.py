@@ -74,10 +74,13 @@ class LearnedFilter(SharedSteps, Scheduler):
         known = carry[1].masked_fill((canvas.age == 0)[:, None], 1)
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         known, offset = lay_out(canvas, query.positions, sure, known)
-        logit = torch.cat([judge(self.layers, known), known[:, :1]], 1).gather(1, offset)  # [B, Q]
-        accepted = eligible & (logit.sigmoid() > self.threshold)
-        surest = top(sure, eligible, share)
-        return Edit(readout.token[:, 0], accepted | surest, forced=surest & ~accepted), (plan, known)
+        accepted, surest = self.accepts(known, offset) & eligible, top(sure, eligible, share)
+        return Edit(readout.token[:, 0], accepted | surest), (plan, known)
+
+    def accepts(self, known: Tensor, offset: Tensor) -> Tensor:
+        """Return `[B, Q] bool` the positions that the filter accepts; see `lay_out` for the arguments."""
+        logit = torch.cat([judge(self.layers, known), known[:, :1]], 1).gather(1, offset)
+        return logit.sigmoid() > self.threshold
 
 
 def lay_out(canvas: Canvas, positions: Tensor, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.protocols import Stop
 from dllm_sampler.models.cfg import guided
-from dllm_sampler.published import PublishedCachedEndOfText, PublishedEndOfText
+from dllm_sampler.published import PublishedCachedEndOfText, PublishedEndOfText, PublishedLearnedFilter
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.schedulers.learn2pd import LearnedFilter
 from dllm_sampler.stops.end_tokens import NoStop
 from tests.conformance.builder import Checkpoints, Setup, Unsupported
 from tests.conformance.lines import Line, Size
@@ -58,7 +57,7 @@ def _setup(line: Line, checkpoints: Checkpoints, args: Arguments, stop: Stop) ->
     path: Path = checkpoints.folder / "traces" / args.filter_weights
     sampler = Sampler(
         guided(denoiser, args.cfg_scale),
-        scheduler=LearnedFilter(str(path), args.accept_thres, args.steps),
+        scheduler=PublishedLearnedFilter(str(path), args.accept_thres, args.steps),
         blocks=FixedBlocks(args.block_length),
         stop=stop,
         cache=CACHES[args.cache](),

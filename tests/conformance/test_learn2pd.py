@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from dllm_sampler import Canvas, Guide, Sampler
 from dllm_sampler.core.packing import HeadRows
-from dllm_sampler.published import PublishedCachedEndOfText, PublishedEndOfText
-from dllm_sampler.schedulers.learn2pd import LearnedFilter
+from dllm_sampler.published import PublishedCachedEndOfText, PublishedEndOfText, PublishedLearnedFilter
 from tests import toys
 from tests.toys import EOS, MASK
 
@@ -103,7 +102,7 @@ def test_where_the_end_of_text_is_looked_for(cache: Kind, seed: int) -> None:
         model: Any = toys.denoiser(random.choice(["llada", "gqa"]))
         raised, above = Raised(random.uniform(-4, 3), random.choice([0.0, 0.2, 0.4])), random.choice([0.3, 0.6])
         stop = PublishedEndOfText() if cache == "none" else PublishedCachedEndOfText()
-        rule = LearnedFilter(toys.FILTER, above)
+        rule = PublishedLearnedFilter(toys.FILTER, above)
         blocks = {"name": "fixed", "length": WIDTH}
         sampler = Sampler(model, scheduler=rule, blocks=blocks, stop=stop, cache=cache, guide=[raised], compat=True)
         prompts = random.sample(toys.PROMPTS, 2)

@@ -78,7 +78,7 @@ class Scene:
 
     def read(self, logits: Tensor, canvas: Canvas, query: Query, needs: frozenset[str]) -> Readout:
         """The readout without guides."""
-        return readout.read(logits, logits[:, :1], canvas, HeadRows.every(query), readout.Rule(self.spec, (), needs))
+        return readout.read(logits, canvas, HeadRows.every(query), readout.Rule(self.spec, (), needs))
 
     def canvas(self) -> Canvas:
         """Noise behind prompts of different lengths, before the first step."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from dllm_sampler import Canvas, Edit, Query, Readout, Scheduler, UserError
-from dllm_sampler.core.protocols import Blocks, Stop
+from dllm_sampler.core.packing import HeadRows
+from dllm_sampler.core.protocols import Blocks, Guide, Stop
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.stops.end_tokens import NoStop
 from tests import toys
@@ -87,6 +89,21 @@ def test_other_plug_ins_return_edits_too() -> None:
         run("threshold", stop=Loses())
     with refused("plugin-result: blocks=Narrow, [2, 1]"):
         run("threshold", blocks=Narrow())
+
+
+class Settles(Guide):
+    vetoes: ClassVar[bool] = True
+
+    def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
+        return logits
+
+    def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Any:
+        return edit
+
+
+def test_a_guide_that_settles_says_what_it_refused() -> None:
+    with refused("plugin-result: guide=Settles, Refusals"):
+        run("threshold", guide=Settles())
 
 
 def stored(canvas: Canvas, query: Query, readout: Readout) -> Any:

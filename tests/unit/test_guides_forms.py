@@ -112,7 +112,7 @@ def test_a_step_reads_nothing_and_takes_any_room(draws: bool, monkeypatch: pytes
     monkeypatch.setattr(choice, "ROOM", 1)
     rule, head_rows = ruled("a?b{2}c?", draws, posterior=True), HeadRows.every(query)
     with no_host_reads():
-        found = read(logits.clone(), logits[:, :1], canvas, head_rows, rule)
+        found = read(logits.clone(), canvas, head_rows, rule)
     assert torch.equal(found.token, at_once)
 
 

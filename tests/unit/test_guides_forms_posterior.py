@@ -39,7 +39,7 @@ def test_the_posterior_is_that_of_all_strings(pattern: str, temperature: Tempera
         ids[1, 1, 1] = witness[1]  # another hypothesis
         query = replace(Query.at(canvas, columns), ids=ids)
         logits = 2 * torch.randn(12, vocab, generator=generator).double()
-        found = read(logits.clone(), logits[:, :1], canvas, HeadRows.every(query), rule)
+        found = read(logits.clone(), canvas, HeadRows.every(query), rule)
         assert found.logits is not None
         cold = logits / 0.6 if temperature is not None and temperature.measured else logits
         cold[:, MASK] = -torch.inf
@@ -51,7 +51,7 @@ def test_the_posterior_is_that_of_all_strings(pattern: str, temperature: Tempera
             own = law(pattern, stands, cold.view(2, 2, 3, vocab)[row, candidate, there], places, size)
             torch.testing.assert_close(found.logits[row, candidate, there].softmax(-1), own)
             token, current = found.token[row, candidate, there], ids[row, candidate, there]
-            wanted = measure(own.log(), token, current, frozenset(needs), None)
+            wanted = measure(own.log(), token, current, frozenset(needs))
             for name in ("confidence", "margin", "gap", "entropy", "current"):
                 torch.testing.assert_close(getattr(found, name)[row, candidate, there], getattr(wanted, name), msg=name)
 
@@ -62,7 +62,7 @@ def test_a_posterior_where_all_that_fits_is_forbidden(ban: int) -> None:
     rule = ruled("a", posterior=True)
     rule = rule._replace(guides=(EndTokens("ban", (ban, 3, 4)), *rule.guides))
     canvas = laid_out([[True] * LENGTH], [[0] * LENGTH])
-    found = read(torch.randn(4, VOCAB).double(), torch.zeros(4, 1), canvas, HeadRows.every(Query.window(canvas)), rule)
+    found = read(torch.randn(4, VOCAB).double(), canvas, HeadRows.every(Query.window(canvas)), rule)
     assert built("a").accepted(found.token[0, 0].tolist()) and bool(found.confidence.isfinite().all())
 
 

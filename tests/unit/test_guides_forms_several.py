@@ -37,9 +37,9 @@ def test_a_step_of_several_forms(draws: bool) -> None:
     logits = 2 * torch.randn(16, VOCAB, generator=torch.Generator().manual_seed(7)).double()
     several, rule = toys.changed(canvas, form=torch.tensor(forms)), ruled(LISTED, draws, posterior=True)
     with no_host_reads():
-        found = read(logits.clone(), logits, several, head_rows, rule)
+        found = read(logits.clone(), several, head_rows, rule)
     for row, form in enumerate(forms):
-        own = read(logits.clone(), logits, canvas, head_rows, ruled(LISTED[form], draws, posterior=True))
+        own = read(logits.clone(), canvas, head_rows, ruled(LISTED[form], draws, posterior=True))
         assert torch.equal(found.token[row], own.token[row])
         torch.testing.assert_close(found.confidence[row], own.confidence[row])
         begins = {one[:2] for one in strings(LISTED[form])}
@@ -52,7 +52,7 @@ def test_the_mask_is_in_no_form() -> None:
     rule = ruled(("c{4}", "(?s).*"), posterior=True)._replace(compat=True, needs=frozenset({"logits"}))
     logits = torch.zeros(2 * LENGTH, VOCAB).double()
     logits[:, MASK] = 9
-    found = read(logits, logits, canvas, HeadRows.every(Query.window(canvas)), rule)
+    found = read(logits, canvas, HeadRows.every(Query.window(canvas)), rule)
     assert found.logits is not None and bool((found.logits[..., MASK] == -torch.inf).all())
     assert found.token[0].tolist() == [[3, 3, 3, 3]] and bool((found.confidence[0] == 1).all())
 

@@ -72,7 +72,7 @@ def test_draws_where_no_token_is_left_that_fits() -> None:
     rule = ruled("(b{2}|c{2})(b|c){2}", draws=True)
     rule = rule._replace(guides=(TopK(1), *rule.guides))
     query = Query.window(canvas)
-    found = read(chances.repeat(rows, 1), chances, canvas, HeadRows.every(query), rule).token[:, 0]
+    found = read(chances.repeat(rows, 1), canvas, HeadRows.every(query), rule).token[:, 0]
     assert bool((found[:, 2] == 1).all()) and set(found.unique().tolist()) == {1, 3}
     assert torch.equal(found[:, 0], found[:, 1])
     for at, likely in ((0, 1 / (1 + math.e)), (3, 0.5)):
@@ -86,5 +86,5 @@ def test_the_best_where_no_token_is_left_that_fits(pattern: str, best: list[int]
     logits[torch.arange(LENGTH), torch.tensor([1, 3, 3, 1])] = torch.tensor([1, 1.5, 1, 1])
     rule = ruled(pattern)
     rule = rule._replace(guides=(EndTokens("ban", (1, 3)), *rule.guides))
-    found = read(logits, logits, canvas, HeadRows.every(Query.window(canvas)), rule).token
+    found = read(logits, canvas, HeadRows.every(Query.window(canvas)), rule).token
     assert found[0, 0].tolist() == best

@@ -46,7 +46,7 @@ def answered(
     rule: object, logits: Tensor, canvas: Canvas, query: Query, stretch: int | None = None
 ) -> tuple[Tensor, Tensor]:
     head_rows = replace(HeadRows.every(query), stretch=stretch)
-    found = read(logits.clone(), logits, canvas, head_rows, rule)  # pyright: ignore[reportArgumentType]
+    found = read(logits.clone(), canvas, head_rows, rule)  # pyright: ignore[reportArgumentType]
     there = (query.positions < LENGTH)[:, None].expand_as(query.ids)
     assert found.logits is not None
     return found.token[there], found.logits[there]

@@ -25,7 +25,7 @@ def test_the_best_token_is_torchs_argmax(dtype, words, monkeypatch):
 def test_bfloat16_logits_are_measured_in_float32():
     logits = torch.randn(1, 1, 4, 1280, generator=torch.Generator().manual_seed(0)).bfloat16()
     token, needs = logits.argmax(-1), frozenset({"entropy", "logsumexp", "margin"})
-    found = statistics.measure(logits.clone(), token, token, needs, None)
-    exact = statistics.measure(logits.double(), token, token, needs, None)
+    found = statistics.measure(logits.clone(), token, token, needs)
+    exact = statistics.measure(logits.double(), token, token, needs)
     for name in ("confidence", *needs):
         torch.testing.assert_close(getattr(found, name), getattr(exact, name), rtol=1e-6, atol=1e-9)

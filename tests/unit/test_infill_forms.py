@@ -56,7 +56,7 @@ def canvas_of(given: Sequence[int], rows: int = 1) -> Canvas:
 def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bool = False) -> Tensor:
     rule = ruled(pattern, draws)
     vars(rule.guides[-1]).update(end_ids=(END,))
-    return read(logits.clone(), logits[:, :1], canvas, HeadRows.every(query), rule).token
+    return read(logits.clone(), canvas, HeadRows.every(query), rule).token
 
 
 @few("pattern", FORMS)
@@ -121,7 +121,7 @@ def test_where_another_guide_leaves_nothing_that_fits() -> None:
     logits = torch.zeros(3, VOCAB, dtype=torch.float64)
     logits[:, 1], logits[:, END] = 2, 5  # the best is no `a`
     query, rule = Query.at(canvas, torch.tensor([[0, 1, 2]])), rule._replace(guides=(TopK(k=1), *rule.guides))
-    assert read(logits, logits[:, :1], canvas, HeadRows.every(query), rule).token.tolist() == [[[0, 0, 0]]]
+    assert read(logits, canvas, HeadRows.every(query), rule).token.tolist() == [[[0, 0, 0]]]
 
 
 @each("pattern", ["a*", "(ab|c)*", "(?s).*"])

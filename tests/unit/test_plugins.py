@@ -137,6 +137,6 @@ def test_sampling_does_not_favour_low_ids_in_half_precision(dtype: torch.dtype) 
     spec = toys.denoiser().spec
     logits = torch.full((rows * width, spec.vocab_size), -torch.inf, dtype=dtype)
     logits[:, 5:7] = 40.0
-    token = read(logits, logits, canvas, head_rows, Rule(spec, (Temperature(1.0),), frozenset())).token
+    token = read(logits, canvas, head_rows, Rule(spec, (Temperature(1.0),), frozenset())).token
     share = float((token == 5).double().mean())
     assert share == pytest.approx(0.5, abs=4 * 0.5 / (rows * width) ** 0.5)

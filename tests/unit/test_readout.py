@@ -15,13 +15,13 @@ from dllm_sampler.guides import EndTokens, Temperature
 from tests import toys
 from tests.sampling import each
 
-NEEDS = frozenset({"margin", "entropy", "logsumexp", "current", "probabilities", "logits", "hidden"})
+NEEDS = frozenset({"margin", "entropy", "logsumexp", "current", "probabilities", "logits"})
 logits_or_nothing = st.one_of(st.floats(-30, 30), st.just(-math.inf))
 
 
 def measured(logits: torch.Tensor, needs: frozenset[str] = NEEDS, current: int = 0) -> Readout:
     token = logits.argmax(-1)
-    return statistics.measure(logits.clone(), token, torch.full_like(token, current), needs, logits)
+    return statistics.measure(logits.clone(), token, torch.full_like(token, current), needs)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -43,7 +43,6 @@ def test_against_a_plain_softmax(values, finite, current):
     assert float(found.current) == pytest.approx(float(logits[0, 0, current]) - logsumexp, rel=1e-12, abs=1e-12)
     assert torch.equal(found.logits, logits)
     torch.testing.assert_close(found.probabilities, logits.softmax(-1))
-    assert found.hidden is not None
 
 
 @each("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -92,7 +91,7 @@ def read(logits: torch.Tensor, *guides, compat: bool = False, needs: frozenset[s
     spec = toys.denoiser().spec
     bound = tuple(guide.bind(toys.context(spec)) for guide in guides)
     rows = logits.flatten(0, 2)
-    return readout.read(rows.clone(), rows, canvas, head_rows, readout.Rule(spec, bound, needs, compat))
+    return readout.read(rows.clone(), canvas, head_rows, readout.Rule(spec, bound, needs, compat))
 
 
 def test_the_mask_token_is_left_out_of_choice_and_confidence():
@@ -148,7 +147,7 @@ def test_one_law_ties_whatever_is_drawn(dtype, size):
     law[:-1] = -math.log(size)  # one token is rarer
     logits = law.expand(1, 1, size, size).contiguous()
     token = torch.arange(size).expand(1, 1, size)  # each position draws another
-    found = statistics.measure(logits, token, token, frozenset({"entropy"}), None)
+    found = statistics.measure(logits, token, token, frozenset({"entropy"}))
     assert found.entropy is not None
     assert len(set(found.entropy.flatten().tolist())) == 1
     assert len(set(found.confidence.flatten()[:-1].tolist())) == 1

@@ -143,12 +143,12 @@ def test_coupling() -> None:
     guides = Sampler(toys.denoiser(), temperature=1.0).plugins.guides
     head_rows, spec = HeadRows.every(Query.window(canvas)), toys.denoiser().spec
     rows = own[0, 0]
-    seen = readout.read(rows.clone(), rows, canvas, head_rows, readout.Rule(spec, guides, frozenset({"raw", "draw"})))
-    assert seen.raw is not None and seen.draw is not None
-    assert torch.equal(seen.raw, own)
+    seen = readout.read(rows.clone(), canvas, head_rows, readout.Rule(spec, guides, frozenset({"draw"})))
+    assert seen.draw is not None
+    assert torch.equal(seen.draw.logits, own)
     agree, before = [], torch.zeros(1, 1, size, dtype=torch.bool)
     for weight in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0):
-        mixed = mixture(seen.raw, other, weight)
+        mixed = mixture(seen.draw.logits, other, weight)
         same = seen.draw(mixed) == seen.token
         assert (same | ~before).all()  # whoever agreed goes on agreeing
         p, q = own.softmax(-1), mixed.softmax(-1)

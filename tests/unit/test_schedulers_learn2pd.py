@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dllm_sampler import Canvas, Edit, Query, Readout, Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
+from dllm_sampler.published.learn2pd import FilteredEdit, PublishedLearnedFilter
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import LearnedFilter
@@ -99,18 +100,21 @@ def test_filter_inside_another_scheduler(random_filter: str) -> None:
 
 
 def test_filter_says_what_was_not_its_choice(random_filter: str) -> None:
-    """Edit.forced marks the surest position where the filter alone would have left it."""
-    seen: list[Edit] = []
+    """The published scheduler's edit names the commits that the filter accepted, and commits the same."""
+    seen: list[FilteredEdit] = []
 
-    class Spy(LearnedFilter):
+    class Spy(PublishedLearnedFilter):
         def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Any) -> tuple[Edit, Any]:
             edit, carry = super().tell(canvas, query, readout, carry)
+            assert isinstance(edit, FilteredEdit)
             seen.append(edit)
             return edit, carry
 
-    run(Spy(random_filter, 0.99))
-    assert any(edit.forced.any() for edit in seen if edit.forced is not None)
-    assert all((edit.forced & ~edit.commit).sum() == 0 for edit in seen if edit.forced is not None)
+    assert same(run(Spy(random_filter, 0.6)), run(LearnedFilter(random_filter, 0.6)))
+    told = [(edit.commit, edit.accepted) for edit in seen if edit.accepted is not None]
+    assert any((accepted & commit).any() for commit, accepted in told)
+    assert any((commit & ~accepted).any() for commit, accepted in told)
+    assert all(not (accepted & ~commit).any() for commit, accepted in told)
 
 
 def test_filter_refusals(tmp_path: Path, random_filter: str) -> None:

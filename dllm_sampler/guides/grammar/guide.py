@@ -13,7 +13,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.spec import ModelSpec, with_bound_fields
-from dllm_sampler.core.values import FREE, Canvas, Edit, Query, Readout
+from dllm_sampler.core.values import FREE, Canvas, Edit, Query, Readout, Refusals
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import Automaton, Recipe, lifted
 from dllm_sampler.guides.forms.regular import Form
@@ -93,14 +93,13 @@ class Grammar(Guide):
         filling = Filling(language, dict(reversed(known)), spec.eos_id) if self.complete else None
         return with_bound_fields(self, language=language, tokens=tokens, ends=ends, filling=filling)
 
-    def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+    def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Edit, Refusals]:
         """See `Guide.settle`."""
         sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
         ids, commit, settled = edit.ids.clone(), edit.commit.clone(), sure.clone()
-        forced = torch.zeros_like(commit) if edit.forced is None else edit.forced.clone()
-        rejected, stuck = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done)
+        refused, stuck = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done)
         remask = None if edit.remask is None else edit.remask.clone()
-        assert readout.draw is not None and readout.raw is not None and readout.logits is not None
+        assert readout.draw is not None and readout.logits is not None
         scores: Tensor | None = None  # made when a row wants them
         every = Wanted.of(canvas, query, edit, sure)
         for text in self.texts(canvas):
@@ -114,29 +113,29 @@ class Grammar(Guide):
                     kept += at in wanted.masks
                 else:
                     commit[row, at] = False
-                    rejected[row] += 1
+                    refused[row] += 1
             # A scheduler takes back less than it commits, as far as it knows; and behind an end token stands anything.
-            if remask is not None and (rejected[row] or not self._opens(text, wanted, remask[row])):
+            if remask is not None and (refused[row] or not self._opens(text, wanted, remask[row])):
                 remask[row] = False
             if kept or not any(at in wanted.masks for at in wanted.commits):
                 continue
             found = None
-            scores = readout.draw.scores(readout.raw) if scores is None else scores
+            scores = readout.draw.scores(readout.draw.logits) if scores is None else scores
             for tried, (at, token, confidence) in enumerate(surest(row, wanted, scores, readout.logits)):
                 if tried == self.tries:
                     break
                 if self.fits(text, wanted.columns[at], token):
                     found = at, token, confidence
                     break
-                rejected[row] += 1
+                refused[row] += 1
             chosen = [] if found is None else [found]
             if found is None:
                 chosen = self._filled(text, wanted, readout.logits)
             stuck[row] = not chosen
             for at, token, confidence in chosen:
-                ids[row, at], commit[row, at], settled[row, at], forced[row, at] = token, True, confidence, True
-        edit = replace(edit, ids=ids, commit=commit, remask=remask, confidence=settled, forced=forced)
-        return replace(edit, rejected=rejected, stuck=stuck)
+                ids[row, at], commit[row, at], settled[row, at] = token, True, confidence
+        edit = replace(edit, ids=ids, commit=commit, remask=remask, confidence=settled)
+        return edit, Refusals(refused, stuck)
 
     def _opens(self, text: Text, wanted: Wanted, remask: Tensor) -> bool:
         """Whether a text can be completed once the places `remask [Q] bool` of the query are taken back."""

@@ -79,7 +79,7 @@ class Choosing(Around):
     @property
     def needs(self) -> frozenset[str]:
         """What it takes to draw again, and to say how likely what was drawn is."""
-        more = {"raw", "draw", "probabilities"} if self.candidates > 1 and self.draws else set[str]()
+        more = {"draw", "probabilities"} if self.candidates > 1 and self.draws else set[str]()
         return super().needs | more
 
     def inside(self, carry: Carry) -> Carry:
@@ -171,8 +171,8 @@ class Choosing(Around):
                 if not self.inner.traits.has(PlannedCommits):  # its order is fixed before
                     place = canvas.with_layout(seeds=seeds)
                 if self.draws:
-                    assert readout.draw is not None and readout.raw is not None and readout.probabilities is not None
-                    token = readout.draw.seeded(seeds)(readout.raw)
+                    assert readout.draw is not None and readout.probabilities is not None
+                    token = readout.draw.seeded(seeds)(readout.draw.logits)
                     seen = replace(readout, token=token, confidence=probability(readout.probabilities, token))
             edit, after_inner = self.inner.tell(place, query, seen, inner)
             sure = seen.confidence[:, 0] if edit.confidence is None else edit.confidence
@@ -186,8 +186,8 @@ class Choosing(Around):
         """`[B, M, L+1]` the drafts with the model's best tokens where it was asked about a mask."""
         best = readout.token
         if self.draws:
-            assert readout.draw is not None and readout.raw is not None
-            best = readout.draw.greedy()(readout.raw)
+            assert readout.draw is not None
+            best = readout.draw.greedy()(readout.draw.logits)
         filled = []
         for number, draft in enumerate(drafts):
             known = torch.where(draft.masked, NOTHING, draft.ids)

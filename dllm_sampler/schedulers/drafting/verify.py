@@ -78,7 +78,7 @@ class Verifying(DynamicThreshold):
     @property
     def needs(self) -> frozenset[str]:
         """What tokens are drawn from."""
-        return super().needs | ({"raw", "draw"} if self.draws else set())
+        return super().needs | ({"draw"} if self.draws else set())
 
     def undrafted(self, canvas: Canvas) -> Draft:
         """The draft before the first forward."""
@@ -92,8 +92,8 @@ class Verifying(DynamicThreshold):
         """What a forward predicted."""
         law = None
         if self.draws:
-            assert readout.draw is not None and readout.raw is not None
-            law = readout.draw.law(readout.raw)[:, 0]
+            assert readout.draw is not None
+            law = readout.draw.law(readout.draw.logits)[:, 0]
         score = rate(self.score, canvas, query, readout)
         return Draft(query.positions.contiguous(), readout.token[:, 0], readout.confidence[:, 0], score, law)
 
