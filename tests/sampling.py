@@ -1,4 +1,4 @@
-"""Which of many combinations run by default: a sample drawn by one seed; the rest is slow (`pytest -m slow`)."""
+"""Choice of the combinations that run by default: few that cover everything. The rest is slow (`pytest -m slow`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, chdir
+from heapq import heapify, heappop, heappush
 from itertools import combinations, product
 from pathlib import Path
 from random import Random
@@ -18,22 +19,41 @@ leaves_out_slow = False  # set by conftest.py, before the tests are collected
 T = TypeVar("T")
 
 
-def sample(items: Collection[T], meets: Callable[[T], Iterable[Hashable]], seed: object = SEED) -> Iterator[T]:
-    """The items, in an order by chance, that meet something which none before them met."""
-    met = set[Hashable]()
-    for item in Random(f"{seed}").sample(list(items), len(items)):
-        own = set(meets(item))
-        if own - met:
-            yield item
-        met |= own
+def sample(
+    items: Iterable[T],
+    meets: Callable[[T], Iterable[Hashable]],
+    seed: object = SEED,
+    first: Callable[[T], bool] = lambda item: False,
+) -> Iterator[T]:
+    """Yield few items that together meet everything that any item meets.
+
+    The next item is always the one that meets most of what is missing. Ties are broken by chance. Items that are
+    `first` come before all others.
+    """
+    met, by_chance = set[Hashable](), list(items)
+    Random(f"{seed}").shuffle(by_chance)
+    own = [frozenset(meets(item)) for item in by_chance]
+    waiting = [(not first(item), -len(own[rank]), rank) for rank, item in enumerate(by_chance)]
+    heapify(waiting)
+    while waiting:
+        later, most, rank = heappop(waiting)
+        missing = len(own[rank] - met)
+        if missing == -most and missing:
+            yield by_chance[rank]
+            met |= own[rank]
+        elif missing:  # fewer than when it was counted last
+            heappush(waiting, (later, -missing, rank))
 
 
 def sampled(
-    items: Collection[T], meets: Callable[[T], Iterable[Hashable]] = lambda item: [None], name: Callable[[T], str] = str
+    items: Collection[T],
+    meets: Callable[[T], Iterable[Hashable]] = lambda item: [None],
+    name: Callable[[T], str] = str,
+    first: Callable[[T], bool] = lambda item: False,
 ) -> list[Any]:
     """The items for `parametrize`; all but a sample of them are slow. What they meet is by default one thing."""
     places = list(enumerate(items))
-    chosen = {at for at, _ in sample(places, lambda pair: meets(pair[1]))}
+    chosen = {at for at, _ in sample(places, lambda pair: meets(pair[1]), first=lambda pair: first(pair[1]))}
     taken = [place for place in places if place[0] in chosen or not leaves_out_slow]
     return [pytest.param(it, id=name(it), marks=() if at in chosen else pytest.mark.slow) for at, it in taken]
 

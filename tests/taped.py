@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from dllm_sampler import Sampler
 from dllm_sampler.cache.slots import Slots
@@ -31,10 +30,21 @@ class Tape(TorchDispatchMode):
 
     def play(self) -> None:
         now: dict[int, Tensor] = {}
-        for func, args, kwargs, out in self.operations:
-            given = tree_map(lambda one: now.get(id(one), one), (args, kwargs))
-            for old, new in zip(tree_leaves(out), tree_leaves(func(*given[0], **given[1])), strict=True):
+
+        def current(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(current, value))
+            return now.get(id(value), value)
+
+        def replace(old: Any, new: Any) -> None:
+            if isinstance(old, Tensor):
                 now[id(old)] = new
+            elif isinstance(old, (list, tuple)):
+                for one, other in zip(old, new, strict=True):
+                    replace(one, other)
+
+        for func, args, kwargs, out in self.operations:
+            replace(out, func(*map(current, args), **{name: current(one) for name, one in kwargs.items()}))
 
 
 def taped(run: Callable[[], None]) -> Callable[[], None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,13 +36,18 @@ class HostRead(AssertionError):
     """An operation whose result, or the size of it, the host would have to wait for."""
 
 
+@functools.cache
+def _described(operation: Any) -> tuple[bool, str]:
+    """Return True if an operation consists of others, and its name without the overload's."""
+    return operation.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd), str(operation.overloadpacket)
+
+
 class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self:  # in inference mode operations that consist of others come whole
-            parts = func.decompose(*args, **(kwargs or {}))
-        if parts is not NotImplemented:
-            return parts
-        name = str(func.overloadpacket)
+        composed, name = _described(func)
+        if composed:  # in inference mode such an operation comes whole
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         if name in FORBIDDEN:
             raise HostRead(FORBIDDEN[name])
         if name in INDEXING and any(index is not None and index.dtype == torch.bool for index in args[1]):

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dllm_sampler import Scheduler, config
+from dllm_sampler import Result, Scheduler, config
 from dllm_sampler.check import promises
 from dllm_sampler.check.promises import GROUPS
 from dllm_sampler.check.settings import Settings, settings
 from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.engine.in_flight import obstacle
 from tests import toys
-from tests.sampling import Draw, sampled
+from tests.sampling import Draw, sample, sampled
 
 TOKENS = promises.TOKENS
 GOLDEN = Path(__file__).parent / "golden.json"
@@ -70,6 +70,15 @@ class Case(promises.Case):
         """What tests choose cases by: as recorded, or of the assembled sampler."""
         return RECORDED[self.id]["facts"] if self.id in RECORDED else self.compute_facts()
 
+    @functools.cached_property
+    def record(self) -> dict[str, Any]:
+        """What the case gives for all toy prompts: as recorded, or computed now."""
+        return RECORDED[self.id] if self.id in RECORDED else self.compute_record()
+
+    def compute_record(self) -> dict[str, Any]:
+        """Return what the case gives, in the form of `golden.json`."""
+        return {"parts": self.parts, "facts": self.compute_facts(), **by_row(self.result)}
+
     def compute_facts(self) -> dict[str, bool]:
         """Return the facts of the assembled sampler.
 
@@ -86,6 +95,19 @@ class Case(promises.Case):
             "moves": traits.has(ChangingLength),
             "revises": traits.revises or self.stop["name"] == "fill",
         }
+
+
+def by_row(result: Result) -> dict[str, list[Any]]:
+    """Return what a record has of each row."""
+    found = {
+        "tokens": result.trace.ids[:, result.trace.origin :],
+        "steps": result.step_map,
+        "forwards": result.nfe,
+        "computed": result.trace.rows,
+        "lengths": result.lengths,
+        "complete": result.complete,
+    }
+    return {name: one.tolist() for name, one in found.items()}
 
 
 def label(chosen: Settings) -> str:
@@ -184,14 +206,16 @@ CASES = cases()
 SILENT = [case for case in CASES if not case.facts["reads"]]
 
 
-def thinned(chosen: Iterable[Case], *groups: str) -> list[Any]:
-    """The cases; slow are all but a sample that meets each toy and plug-in (of these groups, or of all).
+def met(case: Case, groups: Iterable[str] = ()) -> list[tuple[str, object]]:
+    """Return the toy and the plug-ins of a case, of these groups or of all. The group `traits` stands for `kinds`."""
+    named = [(group, one["name"]) for group, one in case.plugins.items() if group in groups or not groups]
+    return [("toy", case.toy), *named, *(kinds(case.scheduler) if "traits" in groups else ())]
 
-    The group `traits` stands for what schedulers declare (`kinds`).
-    """
 
-    def meets(case: Case) -> list[tuple[str, object]]:
-        named = [(group, one["name"]) for group, one in case.plugins.items() if group in groups or not groups]
-        return [("toy", case.toy), *named, *(kinds(case.scheduler) if "traits" in groups else ())]
+# Guarantees choose from few cases if they can: what one of them has computed serves the others.
+SHARED = set(sample(CASES, lambda case: [*met(case), *kinds(case.scheduler), *case.facts.items()]))
 
-    return sampled(list(chosen), meets, lambda case: case.id)
+
+def thinned(chosen: Iterable[Case], *groups: str, first: Callable[[Case], bool] = SHARED.__contains__) -> list[Any]:
+    """The cases; slow are all but a sample that meets what any of them does (`met`)."""
+    return sampled(list(chosen), lambda case: met(case, groups), lambda case: case.id, first)

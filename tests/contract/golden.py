@@ -17,15 +17,7 @@ from typing import Any
 from rich.progress import track
 
 from dllm_sampler import UserError
-from tests.contract.cases import CASES, GOLDEN, RECORDED, Case
-
-
-def run(case: Case) -> dict[str, Any]:
-    """Return what a case gives now, as `golden.json` has it."""
-    result = case.stream()[-1].result
-    assert result is not None
-    rows = {"tokens": result.trace.ids[:, result.trace.origin :], "steps": result.step_map, "forwards": result.nfe}
-    return {"parts": case.parts, "facts": case.compute_facts(), **{name: one.tolist() for name, one in rows.items()}}
+from tests.contract.cases import CASES, GOLDEN, RECORDED
 
 
 def main() -> int:
@@ -36,7 +28,7 @@ def main() -> int:
     write, found, refused = parser.parse_args().write, dict[str, Any](), list[str]()
     for case in track(CASES, "cases", transient=True):
         try:
-            found[case.id] = run(case)
+            found[case.id] = case.compute_record()
         except UserError as error:
             refused.append(f"{case.id}: {error}")
     changed = [name for name in found.keys() & RECORDED.keys() if found[name] != RECORDED[name]]

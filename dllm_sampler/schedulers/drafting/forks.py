@@ -27,7 +27,7 @@ class Forks(NamedTuple):
         """No forks, in room for `count`, or for as many as a block has positions."""
         at = torch.full((len(canvas.ids), min(count, canvas.layout.width)), canvas.length, device=canvas.ids.device)
         zero = torch.zeros_like(at, dtype=torch.float64)
-        return cls(at, at, zero, zero, canvas.stop)
+        return cls(at, torch.zeros_like(at), zero, zero, canvas.stop)
 
     @classmethod
     def best(cls, canvas: Canvas, query: Query, readout: Readout, score: Tensor, count: int) -> Self:
