@@ -16,8 +16,6 @@ from dllm_sampler.cli.terminal import Column, ending, written
 from dllm_sampler.cli.user_files import about, choices, choices_of, with_config_dir
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval.jobs import EVAL, Job, Options, jobs
-from dllm_sampler.eval.lm_eval import names as harness_names
-from dllm_sampler.eval.protocols.words import PREFIX
 from dllm_sampler.eval.report.headline import METHOD, interval
 from dllm_sampler.host.files import write as write_file
 from dllm_sampler.host.version import __version__
@@ -51,7 +49,8 @@ a run that was cut off goes on where it was. dllm-report makes a page of it.
 """
 ENDING = """\
 Other groups and options are those of dllm-sample --help. dllm-eval --help task=NAME,
-or scheduler=NAME ..., explains one.
+or scheduler=NAME ..., explains one. Tasks of lm-evaluation-harness have a command of
+their own: python -m dllm_sampler.eval.lm_eval (docs/tasks.md).
 Flags: -h, --help   --version   --config-dir DIR   -m, --multirun (is always on)
 What cannot run is named at the end. Exit status: 0, or 2 after a mistake in the
 input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
@@ -92,8 +91,6 @@ def _run(words: list[str]) -> int:
     for word in words:
         if "=" not in word and not word.startswith("~"):
             raise UserError("option-syntax", f"'{word}' is not NAME=VALUE. See dllm-eval --help.")
-    if not any(word.startswith(f"suite={PREFIX}") for word in words):
-        check_tasks(words)
     found = jobs(words)
     # These import torch and transformers: seconds that the page above and a mistake do not wait for.
     from dllm_sampler.eval.folders import RunFolder
@@ -122,26 +119,6 @@ def _run(words: list[str]) -> int:
                 write_file(file, content)
                 print(file, file=sys.stderr)
     return 0
-
-
-def check_tasks(words: Sequence[str]) -> None:
-    """Refuse tasks of lm-evaluation-harness.
-
-    Raises:
-        UserError: a task is not ours but the harness's; it names the command that runs it.
-    """
-    for word in words:
-        key, _, value = word.partition("=")
-        if key != "task":
-            continue
-        for name in value.split(","):
-            if name not in choices("task") and harness_names.is_task(name):
-                line = harness_names.command(name, words)
-                raise UserError(
-                    "option-not-applicable",
-                    f"task={name} is a task of lm-evaluation-harness. Run `{line} --output_path {name}`, and give that"
-                    " folder to dllm-report.",
-                )
 
 
 def number(value: float | None, form: str, factor: float = 1, unit: str = "") -> str:

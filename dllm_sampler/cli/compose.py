@@ -117,7 +117,8 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
         else:
             typed[group] = value
     overridden: dict[str, Any] = {}
-    recipes = [_file(app, "experiment", name, overridden) for name in _names({**chosen, **typed}.get("experiment"))]
+    names = _names({**chosen, **typed}.get("experiment"))
+    recipes = {name: _file(app, "experiment", name, overridden) for name in names}
     chosen |= overridden | typed
     tree: dict[str, Any] = {} if app.options is None else {one.name: one.default for one in fields(app.options)}
     for group in (group for group in app.groups if group in chosen and group != "experiment"):
@@ -128,11 +129,25 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
             tree[group] = {name: _file(app, group, name) for name in names if name != "none"}
         elif chosen[group] != "???":
             tree[group] = _file(app, group, str(chosen[group]))
-    for recipe in recipes:
+    for name, recipe in recipes.items():
+        _check_recipe(name, recipe, tree, chosen)
         _merge(tree, recipe)
     for one in rest:
         _apply(app, tree, chosen, one)
     return Composed(tree, chosen)
+
+
+def _check_recipe(name: str, recipe: Mapping[str, Any], tree: Mapping[str, Any], chosen: Mapping[str, object]) -> None:
+    """Refuse an experiment that sets a field which another choice of a plug-in does not have."""
+    for group in config.GROUPS[1:-1]:
+        known, fields = tree.get(group), recipe.get(group)
+        if not isinstance(known, dict) or not isinstance(fields, dict) or chosen[group] in own(group):
+            continue
+        if strange := next((field for field in fields if field not in known), None):
+            raise UserError(
+                "options-conflict",
+                f"experiment={name} sets {group}.{strange}, unknown to {group}={chosen[group]}. Remove one.",
+            )
 
 
 def _names(value: object) -> list[str]:

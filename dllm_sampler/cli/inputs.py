@@ -14,7 +14,6 @@ from typing import IO, Any, NamedTuple
 
 from dllm_sampler.cli.compose import Settings, settings
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.user_files import choices_of, entry, own
 from dllm_sampler.cli.words import Arguments
 from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import UserError
@@ -43,7 +42,6 @@ def request(arguments: Arguments) -> Request:
     options = chosen.options
     check_target(options, arguments.overrides)
     check_length(arguments.overrides)
-    check_experiments(chosen, arguments.overrides)
     terminal = sys.stdin is None or sys.stdin.isatty()
     alone = not arguments.prompts and options.prompts_file is None
     if alone and terminal and options.infill is None and options.target is None and sys.stderr.isatty():
@@ -65,30 +63,6 @@ def check_length(overrides: Sequence[str]) -> None:
     given = {name for name, _, value in (word.lstrip("+~").partition("=") for word in overrides) if value != "null"}
     if {"infill", "max_new_tokens"} <= given:
         raise UserError("options-conflict", "max_new_tokens= and infill= exclude each other. Write lengths as {gap:8}.")
-
-
-def check_experiments(chosen: Settings, overrides: Sequence[str]) -> None:
-    """Refuse an experiment that sets a field which another choice of a plug-in does not have.
-
-    Raises:
-        UserError: it names the experiment, which set the field where the overrides do not.
-    """
-    named = [word for word in overrides if re.match(r"experiment=(?!null\Z)", word)]
-    typed = {word.lstrip("+~").partition("=")[0] for word in overrides}
-    for _, experiment in choices_of(named[-1]) if named else ():
-        for group, fields in entry("experiment", experiment).settings.items():
-            plugin = chosen.plugins.get(group)
-            # A user's own YAML may leave fields out.
-            if not isinstance(plugin, dict) or not isinstance(fields, dict) or plugin["name"] in own(group):
-                continue
-            known = entry(group, plugin["name"]).settings
-            for field in fields:
-                if field not in known and f"{group}.{field}" not in typed:
-                    raise UserError(
-                        "options-conflict",
-                        f"experiment={experiment} sets {group}.{field}, unknown to {group}={plugin['name']}. Remove"
-                        f" one.",
-                    )
 
 
 def check_target(options: Options, overrides: Sequence[str]) -> None:

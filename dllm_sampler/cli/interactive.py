@@ -14,7 +14,7 @@ from rich.console import Console
 from dllm_sampler.cli import help as pages
 from dllm_sampler.cli import run
 from dllm_sampler.cli.compose import GROUPS, SEVERAL, Settings, settings
-from dllm_sampler.cli.inputs import check_experiments, check_length, check_target
+from dllm_sampler.cli.inputs import check_length, check_target
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.cli.words import guides, is_flag, is_override, spelled_out, split
@@ -125,7 +125,6 @@ class Session:
             if getattr(chosen.options, name) is not None:
                 raise UserError("option-not-applicable", f"{name}= does not work in a session. Restart with it.")
         check_target(chosen.options, overrides)
-        check_experiments(chosen, overrides)
         # The same model stays where it is: loading one may take minutes.
         same = self.chosen is not None and _weights(chosen) == _weights(self.chosen)
         sampler = run.load(chosen, self.sampler if same else None)

@@ -13,9 +13,8 @@ from typing import Any
 import yaml
 
 from dllm_sampler import config
-from dllm_sampler.cli.compose import SAMPLE, App, Settings, composition, own, parts
+from dllm_sampler.cli.compose import SAMPLE, App, composition, own, parts
 from dllm_sampler.cli.help import defaults
-from dllm_sampler.cli.inputs import check_experiments
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.terminal import ending
 from dllm_sampler.cli.user_files import with_config_dir
@@ -97,9 +96,8 @@ def written(words: Sequence[str]) -> str:
         _check(word)
     composed = composition(APP, words)
     chosen = dict(composed.choices)
-    model, plugins = parts(composed)
+    _, plugins = parts(composed)
     options = Options(**config.check("", Options, composed.tree))
-    check_experiments(Settings(options, model, plugins), words)
     from dllm_sampler.integrations.settings import LENGTH  # imports torch: a mistake does not wait for it
     from dllm_sampler.integrations.settings import Settings as Served
 

@@ -25,7 +25,6 @@ pytest.importorskip("lm_eval")
 import lm_eval
 from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import simple_parse_args_string
 
 from dllm_sampler import config
 from dllm_sampler.eval.command import main as evaluate
@@ -154,18 +153,6 @@ def test_settings_find_their_plugin() -> None:
     assert found.shortcuts == {"temperature": 1.0}
     with refused("option-ambiguous"):
         parse({"pretrained": "mini", "scheduler": "threshold", "blocks": "adablock", "threshold": 0.9})
-
-
-def test_a_task_of_the_harness_is_named_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=llada-8b", "scheduler=threshold,fixed", "scheduler.threshold=0.9", "block_length=32"]
-    assert evaluate(["task=mini,gsm8k", *words, "batch_size=4"]) == 2
-    arguments = "pretrained=llada-8b,scheduler=threshold,scheduler.threshold=0.9,block_length=32"
-    line = f"python -m dllm_sampler.eval.lm_eval --model dllm_sampler --model_args {arguments} --tasks gsm8k"
-    said = capsys.readouterr().err
-    assert f"task=gsm8k is a task of lm-evaluation-harness. Run `{line} --output_path gsm8k`" in said
-    assert parse(simple_parse_args_string(arguments)).pretrained == "llada-8b", "the model takes them"
-    assert evaluate(["task=minni"]) == 2
-    assert "unknown task 'minni', did you mean 'mini'?" in capsys.readouterr().err
 
 
 def request(*args: Any) -> Any:

@@ -227,7 +227,7 @@ def test_places_of_the_page_are_filled_once() -> None:
 
 def test_pictures() -> None:
     drawn = pictures(comparison())
-    assert set(drawn) == {"front", "tasks", "dependency"}
+    assert set(drawn) == {"front", "dependency"}
     assert all(content.startswith(b"\x89PNG") and len(content) > 5000 for content in drawn.values())
 
 

@@ -311,5 +311,3 @@ def test_an_experiment_that_sets_what_another_choice_does_not_have(
     assert capsys.readouterr().err == (
         "dllm-sample: experiment=fast-dllm sets blocks.length, unknown to blocks=full. Remove one.\n"
     )
-    assert main([*both, "blocks.length=2"]) == 2, "typed, it is a mistake of the user's own"
-    assert "unknown field of blocks=full 'length'" in capsys.readouterr().err
