@@ -350,7 +350,7 @@ class Cache:
         hides: A block does not see all masks after it: no stop=prophet.
         supports_resize: It serves answers whose length changes.
         causal: It is for block-causal models only.
-        shared: It keeps numbers for the whole batch: prompts are answered batch by batch.
+        shared: It keeps numbers for the whole batch: prompts are answered batch by batch, without CUDA graphs.
     """
 
     stores: ClassVar[bool] = True

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from threading import Lock
 from typing import Any
 
 import torch
 
+_ALONE = Lock()  # a recording begins by waiting for the whole GPU, which fails during one of another thread
 Record = Callable[[Callable[[], None]], Callable[[], None]]  # makes a function repeatable, without its effects
 
 
@@ -16,7 +18,7 @@ class GraphRecorder:
     """Records functions as CUDA graphs that share a pool of memory.
 
     Graphs of one recorder must be replayed one after the other: each may overwrite what another has computed. So every
-    engine has a recorder of its own.
+    engine has a recorder of its own. Recorders of several threads take turns.
     """
 
     def __init__(self) -> None:
@@ -30,7 +32,7 @@ class GraphRecorder:
         device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
         try:
             # A capture that failed cannot be ended either, and then leaves its stream the current one.
-            with torch.cuda.stream(torch.cuda.current_stream()):
+            with _ALONE, torch.cuda.stream(torch.cuda.current_stream()):
                 pool, stream, _ = self._pool(device)
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     run()

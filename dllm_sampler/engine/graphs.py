@@ -13,13 +13,13 @@ the buffers at once. It holds as long as nobody gives the state other objects (`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from operator import is_not
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
@@ -57,6 +57,8 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
         return f"graphs are CUDA's, and the model is on {spec.device.type}"
     if plugins.cache.syncs:
         return f"cache={named(plugins.cache)} reads the device inside a step"
+    if plugins.cache.shared:
+        return f"cache={named(plugins.cache)} counts forwards, and each would need a recording of its own"
     if type(noise) is not CounterNoise:
         return f"{type(noise).__name__} draws on the host"
     if spec.encoder:
@@ -75,11 +77,15 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
 def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
     """What a forward does other than launch kernels on one GPU; None: nothing."""
     weights = list(networks.parameters())
+    if not weights:
+        return "the model is a function, and a recording cannot know when its weights move. Pass a module"
     places = sorted({str(weight.device) for weight in weights})
     if len(places) > 1 or places == ["meta"]:
         return f"the model's weights lie on {' and '.join(places)}"
     if any(hasattr(weight, "device_mesh") for weight in weights):
         return "the model's weights are sharded, and gathered in each forward"
+    if _cast_once(weights):
+        return "autocast frees its copies of the weights. Set cache_enabled=False, or load the model in bfloat16"
     for name, module in networks.named_modules():
         if has_hooks(module):
             name = name.partition(".")[2] or type(module).__name__
@@ -89,22 +95,52 @@ def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
     return None
 
 
+def _cast_once(weights: Iterable[Tensor]) -> bool:
+    """Return True if autocast copies some of the weights once and frees the copies at its end."""
+    if not torch.is_autocast_cache_enabled():
+        return False
+    kept = (one.device.type for one in weights if one.requires_grad and one.dtype == torch.float32)
+    return any(map(torch.is_autocast_enabled, kept))
+
+
 def networks(denoiser: object) -> Iterator[nn.Module]:
     """The networks of a denoiser and of those inside it, without the wrapper of `torch.compile`."""
     for value in getattr(denoiser, "__dict__", {}).values():
-        if isinstance(value, nn.Module):
-            yield getattr(value, "_orig_mod", value)
-        elif hasattr(value, "spec"):
-            yield from networks(value)
+        for one in _items(value):
+            if isinstance(one, nn.Module):
+                yield getattr(one, "_orig_mod", one)
+            elif hasattr(one, "spec"):
+                yield from networks(one)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """Return what a list, a tuple or a dict contains, and anything else as it is."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
 
 
 def model(denoiser: object) -> tuple[Hashable, ...]:
-    """What a recording takes for granted of the model: where its weights lie, its mode, autocast."""
+    """What a recording takes for granted of the model: where its weights lie, the state of its modules, autocast."""
     found: list[Hashable] = []
     for network in networks(denoiser):
         kind = next((weight.device.type for weight in network.parameters()), "cpu")
-        found += [network.training, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
-        found += [address(weight) for weight in (*network.parameters(), *network.buffers())]
+        found += [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
+        found += map(_settings, network.modules())
+        found += [(address(weight), weight.dtype) for weight in (*network.parameters(), *network.buffers())]
+    return tuple(found)
+
+
+_OWN = vars(nn.Module()).keys()  # torch's own records of a module
+_PLAIN = (bool, int, float, str)
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """Return the class of a module, and its flags and numbers. Adapters, for example, are turned off by a flag."""
+    found: list[Hashable] = [type(module)]
+    for name, value in vars(module).items():
+        if isinstance(value, _PLAIN):
+            found += [name, value]
+        elif name not in _OWN and isinstance(value, list | tuple | dict):
+            found += [name, *(one for one in _items(value) if isinstance(one, _PLAIN))]
     return tuple(found)
 
 

@@ -90,7 +90,7 @@ class Case(promises.Case):
         traits, vetoes = plugins.scheduler.traits, any(guide.vetoes for guide in plugins.guides)
         return {
             "reads": promises.reads(self),
-            "static": traits.graph_safe and not plugins.cache.syncs and not vetoes,
+            "static": traits.graph_safe and not plugins.cache.syncs and not plugins.cache.shared and not vetoes,
             "joins": obstacle(plugins, sampler.noise, sampler.denoiser) is None,
             "moves": traits.has(ChangingLength),
             "revises": traits.revises or self.stop["name"] == "fill",

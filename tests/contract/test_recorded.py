@@ -76,6 +76,34 @@ def test_recordings_hold_for_weights_where_they_are() -> None:
     assert buffers[0] is buffers[1] is not buffers[2]
 
 
+class Switched(torch.nn.Module):
+    """A part of a network with a switch, as adapters have one."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner, self.off, self.scales = inner, False, {"first": 1.0}
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) * (0.0 if self.off else self.scales["first"])
+
+
+def test_recordings_hold_for_the_settings_of_modules() -> None:
+    network = toys.transformer(kv_heads=2)
+    part = network.layers[0].ffn = Switched(cast(Any, network.layers[0].ffn))
+    plain, it = (Sampler(toys.wrapped(network), cache="dual") for _ in range(2))
+    engine = on_tape(it)
+    for change in (
+        lambda: None,
+        lambda: setattr(part, "off", True),
+        lambda: vars(part).update(off=False, scales={"first": 0.5}),
+    ):
+        change()
+        replays = engine.replays
+        found = [it.generate(toys.PROMPTS[:2], max_new_tokens=9) for _ in range(2)][-1]
+        assert engine.replays > replays
+        same(found, plain.generate(toys.PROMPTS[:2], max_new_tokens=9))
+
+
 def test_generations_that_overlap() -> None:
     plain, it, engine = pair(cache="dual", scheduler={"name": "threshold", "threshold": 0.3})
     one = other = None

@@ -13,6 +13,7 @@ from dllm_sampler import Sampler, UserError
 from dllm_sampler.config import names
 from dllm_sampler.engine.buffers import Step
 from dllm_sampler.engine.capture import GraphRecorder
+from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.models import fused, quantized
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.transformer import Transformer
@@ -86,8 +87,12 @@ def met(pair: tuple[str, str]) -> list[str]:
         plugins = toys.sampler("causal" if cache == "block_causal" else "llada", **named(pair)).plugins
     except UserError:
         return ["refused"]
-    recorded = plugins.scheduler.traits.graph_safe and not plugins.cache.syncs
-    return [f"scheduler {scheduler}", f"cache {cache}"] if recorded else ["not recorded"]
+    return [f"scheduler {scheduler}", f"cache {cache}"] if is_recorded(plugins) else ["not recorded"]
+
+
+def is_recorded(plugins: Plugins) -> bool:
+    cache = plugins.cache
+    return plugins.scheduler.traits.graph_safe and not cache.syncs and not cache.shared
 
 
 def named(pair: tuple[str, str]) -> dict[str, str]:
@@ -105,7 +110,7 @@ def test_a_graph_repeats_the_step(pair: tuple[str, str]) -> None:
         plugins = Sampler(model, scheduler=scheduler, cache=cache).plugins
     except UserError as error:
         pytest.skip(f"they do not go together: {error}")
-    if plugins.cache.syncs or not plugins.scheduler.traits.graph_safe:
+    if not is_recorded(plugins):
         with pytest.raises(UserError, match="cuda_graph"):
             Sampler(model, scheduler=scheduler, cache=cache, cuda_graph=True)
         return

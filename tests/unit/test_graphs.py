@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from time import sleep
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,12 +21,13 @@ from dllm_sampler.core.values import Sizes
 from dllm_sampler.engine import buffers, layout
 from dllm_sampler.engine.buffers import Step
 from dllm_sampler.engine.capture import GraphRecorder
-from dllm_sampler.engine.graphs import StaticEngine, obstacle, rounded
+from dllm_sampler.engine.graphs import StaticEngine, model, obstacle, rounded
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.tree import UnsupportedLeaf, map_leaves
 from dllm_sampler.kernels import backend
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.models.moe import MoE, MoeConfig
+from dllm_sampler.models.rows import FunctionDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
@@ -56,6 +59,7 @@ def why(it: Sampler, network: torch.nn.Module) -> str | None:
     ("plugins", "sentence"),
     [
         ({"cache": "elastic"}, "cache=elastic reads the device"),
+        ({"cache": "dllm"}, "cache=dllm counts forwards"),
         ({"scheduler": {"name": "apd", "verifier": toys.verifier()}}, "scheduler=apd asks a second model"),
         ({"noise": ReplayNoise(0, "llada")}, "ReplayNoise draws on the host"),
     ],
@@ -97,11 +101,43 @@ def test_models_that_no_recording_repeats(change: Callable[[Any], object], sente
         assert found is None if sentence is None else re.search(sentence, found or "")
 
 
-def test_two_networks_on_two_devices_are_not_recorded() -> None:
+@each("wrap", [lambda one: one, lambda one: [one], lambda one: {"second": one}])
+def test_two_networks_on_two_devices_are_not_recorded(wrap: Callable[[Any], Any]) -> None:
     it = toys.sampler()
     there = on_a_gpu(it.denoiser, toys.transformer())
-    there.weak = SimpleNamespace(spec=it.denoiser.spec, model=torch.nn.Linear(1, 1, device="meta"))
+    there.weak = wrap(SimpleNamespace(spec=it.denoiser.spec, model=torch.nn.Linear(1, 1, device="meta")))
     assert "lie on cpu and meta" in (obstacle(it.plugins, it.noise, there) or "")
+
+
+def test_a_function_that_hides_its_weights_is_not_recorded() -> None:
+    """A closure gives no address to compare, so a recording would read memory that is freed."""
+    it, network = toys.sampler(), toys.transformer()
+    there = replace(it.denoiser.spec, device=torch.device("cuda"))
+    hidden, shown = FunctionDenoiser(lambda ids, mask: network(ids), there), FunctionDenoiser(network, there)
+    assert "the model is a function" in (obstacle(it.plugins, it.noise, hidden) or "")
+    assert obstacle(it.plugins, it.noise, shown) is None
+
+
+def test_copies_of_weights_that_autocast_frees_are_not_recorded() -> None:
+    it, network = toys.sampler(), toys.transformer().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast frees its copies" in (why(it, network) or "")
+        assert why(it, network.bfloat16()) is None, "nothing is cast"
+        assert why(it, network.float().requires_grad_(False)) is None, "cast in each step"
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert why(it, network.requires_grad_(True)) is None
+    assert why(it, network) is None
+
+
+def test_recordings_hold_for_one_dtype() -> None:
+    """Memory that was freed and given out again has the same address and, in half precision, the same size."""
+    network = toys.transformer().bfloat16()
+    it = toys.wrapped(network)
+    before = model(it)
+    assert model(it) == before
+    for weight in network.parameters():
+        weight.data = weight.data.view(torch.float16)
+    assert model(it) != before
 
 
 @each(
@@ -276,6 +312,24 @@ def test_a_recording_that_fails_closes_its_pool(closes: bool, monkeypatch: pytes
     assert cuda.closed == ([("end", 0, (1, 0)), ("release", 0, (1, 0))] if closes else [])
     record(lambda: None)
     assert cuda.pools[-2:] == [(2, 0), (2, 0)], "the next one has another pool"
+
+
+def test_threads_record_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording begins by waiting for the GPU, which the driver refuses during another one."""
+    Cuda(monkeypatch)
+    running, most = 0, 0
+
+    def run() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        sleep(0.02)
+        running -= 1
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(GraphRecorder(), run) for _ in range(3)]:
+            done.result()
+    assert most == 1
 
 
 class Cuda:
