@@ -161,6 +161,7 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         console.print(Text(f"{FRONT} {SURE}" if several else SURE), soft_wrap=True)
     if narrow:
         console.print(Text(f"Left out, since the terminal is narrow: {', '.join(narrow)}."), soft_wrap=True)
+    show_published(comparison, console)
     if comparison.unsaid:
         console.print(terminal.text(comparison.unsaid, console), soft_wrap=True)
     for label, reason in comparison.refused:
@@ -170,6 +171,19 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         console.print(Text(f"{few} missing: the same command goes on"), soft_wrap=True)
     done = counted(len(found) - len(refused), "run")
     console.print(terminal.text(f"{done} in {found[0].options.output}", console), soft_wrap=True)
+
+
+def show_published(comparison: Comparison, console: Console) -> None:
+    """Print published figures beside those of runs under a protocol, and a warning where they differ much."""
+    from dllm_sampler.eval.report import published  # imports the runs' reader, which the page above does not wait for
+
+    if rows := published.beside(comparison):
+        cells = list(zip(*(row.cells for row in rows), strict=True))
+        ranks = (4, 2, 0, 0, 0, 3, 1, 5, 6, 7, 8)
+        words = zip(published.HEAD, cells, ranks, strict=True)
+        terminal.show_table([Column(head, column, rank, words=rank > 0) for head, column, rank in words], console)
+        for sentence in published.warnings(rows):
+            console.print(Text(sentence), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,29 @@ def d3llm_tokens_per_forward(records: Sequence[Record]) -> float | None:
     return _ratio(known, (record.nfe for record in records)) if len(known) == len(records) else None
 
 
+def _counted(records: Sequence[Record]) -> list[Record]:
+    """Return the samples of a published protocol in which it counts tokens and forwards."""
+    return [record for record in records if "protocol_tokens" in record.scores]
+
+
+def protocol_tokens_per_forward(records: Sequence[Record]) -> float | None:
+    """d3LLM's TPF under its protocol: tokens over forwards, both as the run's protocol counts them. None without."""
+    counted = _counted(records)
+    tokens, forwards = ([one.scores[f"protocol_{name}"] for one in counted] for name in ("tokens", "forwards"))
+    return _ratio(tokens, forwards) if counted else None
+
+
+def protocol_tokens_per_second(records: Sequence[Record]) -> float | None:
+    """Fast-dLLM's tokens/s under its protocol: tokens as the run's protocol counts them, over seconds."""
+    counted = _counted(records)
+    return _ratio((one.scores["protocol_tokens"] for one in counted), [_seconds(counted)]) if counted else None
+
+
+def protocol_steps(records: Sequence[Record]) -> float | None:
+    """Mean forwards per sample as the run's protocol counts them: dParallel's #Steps. None without a protocol."""
+    return _mean(record.scores.get("protocol_forwards") for record in records)
+
+
 def answer_tokens_per_full_forward(records: Sequence[Record]) -> float:
     """Answer tokens over forwards of the whole prompt and canvas that would compute as many positions."""
     return _ratio((record.answer for record in records), (record.full_equivalents for record in records))
@@ -187,6 +210,24 @@ MEASURES = (
         "tokens / forward (d3LLM)",
         "tokens of the answers' texts, encoded again, over forwards",
         d3llm_tokens_per_forward,
+    ),
+    Measure(
+        "protocol_tokens_per_forward",
+        "TPF (protocol)",
+        "tokens and forwards as the run's published protocol counts them: d3LLM's TPF",
+        protocol_tokens_per_forward,
+    ),
+    Measure(
+        "protocol_tokens_per_second",
+        "tokens / s (protocol)",
+        "tokens as the run's published protocol counts them, over seconds: Fast-dLLM's",
+        protocol_tokens_per_second,
+    ),
+    Measure(
+        "protocol_steps",
+        "#Steps (protocol)",
+        "mean forwards per sample, as the run's published protocol counts them: dParallel's",
+        protocol_steps,
     ),
     Measure(
         "answer_tokens_per_full_forward",

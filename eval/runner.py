@@ -274,7 +274,7 @@ class Runner:
         tokens = trace.decoded[0].tolist()  # also the tokens after the end: a record shows all that was done
         ended = answer > 0 and tokens[answer - 1] in self.sampler.spec.eos_ids
         steps, sure = trace.generated[0].tolist(), trace.logprob[0, trace.origin :].exp().tolist()
-        graded = Graded(text or "", tokens[: answer - ended], tokens, self.tokenizer)
+        graded = Graded(text or "", tokens[: answer - ended], tokens, steps, given.nfe, self.tokenizer)
         grades = self.job.built_task.grade(sample, graded)
         seconds, batch, peak = answered.times
         return Record(

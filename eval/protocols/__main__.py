@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dllm_sampler.cli.terminal import Parser, ending
-from dllm_sampler.errors import UserError
-from dllm_sampler.eval.protocols import packages, programs
+from dllm_sampler.errors import UserError, counted
+from dllm_sampler.eval.protocols import packages, programs, published, spec
 from dllm_sampler.eval.protocols.replay import replay
 
 NAME = "python -m dllm_sampler.eval.protocols"
@@ -21,15 +21,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--install", action="store_true", help="install the packages that grading needs, in a folder of their own")
     add("--replay", metavar="DIR", help="compare DIR/prompts/*.jsonl and DIR/grading/*.jsonl; runs recorded programs")
 
+    add(
+        "--check", nargs="?", const="", metavar="FILE", help="check the schema of published.csv (or FILE) and protocols"
+    )
+
     def run() -> int:
         given = parser.parse_args(arguments)
-        if not (given.install or given.replay):
-            raise UserError("option-missing", f"{NAME} needs --install or --replay DIR. See --help.")
+        if not (given.install or given.replay or given.check is not None):
+            raise UserError("option-missing", f"{NAME} needs --install, --check or --replay DIR. See --help.")
+        if given.check is not None:
+            check(given.check)
         if given.install or given.replay:
             print(f"packages: {packages.install()}", file=sys.stderr)
         return show(Path(given.replay)) if given.replay else 0
 
     return ending(NAME, run)
+
+
+def check(file: str) -> None:
+    """Read every published figure, or those of another file, and every protocol. Print how many there are."""
+    rows = published.parse(Path(file).read_text(encoding="utf-8")) if file else published.figures()
+    works = {row.source.split(" arXiv")[0].split(" @")[0].split(" Table")[0].split()[0] for row in rows}
+    cells = [cell for name in spec.names() for cell in spec.load(name).cells.values()]
+    print(f"ok: {len(rows)} figures of {len(works)} works, and {counted(len(cells), 'task')} of protocols")
 
 
 def show(folder: Path) -> int:

@@ -23,7 +23,6 @@ VALUES: Mapping[str, tuple[str | None, ...]] = {
     ),
     "script": (None, "after-prompt-sanitized", "sanitized"),
     "tokens": ("cut-text-again", "whole-row", "generated", "canvas"),
-    "forwards": ("all", "two-per-block"),
 }  # fmt: skip
 
 
@@ -68,7 +67,6 @@ class Cell:
         shows: `stated` or `inferred`: if a source says which metric was published.
         tokens: what counts as a token.
         skip: the questions at the beginning that tokens, forwards and seconds leave out.
-        forwards: what counts as a forward.
         length: new tokens.
         settings: words for the sampler that hold for every method.
     """
@@ -95,7 +93,6 @@ class Cell:
     script: str | None = None
     tokens: str
     skip: int = 0
-    forwards: str = "all"
     length: int
     settings: Sequence[str] = field(default_factory=tuple)
 
@@ -109,7 +106,7 @@ class Protocol:
     evidence: str
     cells: Mapping[tuple[str, str], Cell]  # by variant and task
     models: Mapping[str, Sequence[str]]
-    methods: Mapping[str, Mapping[str, Sequence[str]]]  # by variant and name
+    methods: Mapping[str, Mapping[str, Any]]  # by variant and name; see `words`
 
     def variant(self, model: str | None, given: str | None = None) -> str:
         """Return the variant for a model of `conf/model`, or the first one if no variant names the model.
@@ -122,6 +119,13 @@ class Protocol:
                 raise unknown("task.variant", given, self.models)
             return given
         return next((name for name, models in self.models.items() if model in models), next(iter(self.models)))
+
+    def words(self, variant: str, method: str, task: str) -> list[list[str]]:
+        """Return the words of a method: those of all tasks, then those of a task, which replace them."""
+        given = self.methods[variant][method]
+        if isinstance(given, Mapping):
+            return [list(given["all"]), list(given.get(task, ()))]
+        return [list(given)]
 
     def tasks(self, variant: str) -> list[str]:
         """Return the names of a variant's tasks."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from dllm_sampler.errors import FallbackWarning, UserError, unknown
 from dllm_sampler.eval.protocols import data, grading, programs, prompts, spec
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CODE = ("humaneval", "mbpp")
-TOKENS = "protocol_tokens"  # the grade that counts the tokens of an answer as the protocol does
+TOKENS, FORWARDS = "protocol_tokens", "protocol_forwards"  # grades that count as the protocol does
 
 
 @dataclass
@@ -32,6 +32,7 @@ class ProtocolTask(Task):
         task: one of its tasks.
         variant: the part of the protocol for some models. None stands for the first one.
         data: a file or folder in the data set's schema, in place of the hub's.
+        forwards: `all`, or `two-per-block`: each block counts two forwards at least.
         run_code: allow programs that the model wrote to run, in a child process with limits.
         count: the number of questions, from the first. None stands for all.
         seed: the questions do not depend on it.
@@ -47,6 +48,7 @@ class ProtocolTask(Task):
     variant: str | None = None
     data: str | None = None
     run_code: bool = False
+    forwards: Literal["all", "two-per-block"] = "all"
     count: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class ProtocolTask(Task):
         return ids[-self.cell.keep :] if self.cell.keep else ids
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """See `Task.grade`. Metrics have the harness's names; `protocol_tokens` counts as the protocol does."""
+        """See `Task.grade`. Metrics have the harness's names. Tokens and forwards are counted as the protocol does."""
         tokenizer, cell = answer.tokenizer, self.cell
         assert tokenizer is not None
         text, counted = prompts.cut_answer(cell, list(answer.canvas), tokenizer)
@@ -145,5 +147,14 @@ class ProtocolTask(Task):
                 row = [*self.prompt(sample, tokenizer), *row]
             elif cell.tokens == "cut-text-again":
                 row = list(tokenizer(counted)["input_ids"])  # type: ignore[arg-type]
+            grades[FORWARDS] = float(self._count_forwards(answer))
             grades[TOKENS] = float(sum(cell.tokens == "canvas" or token != tokenizer.eos_token_id for token in row))
         return grades
+
+    def _count_forwards(self, answer: Answer) -> int:
+        said = dict(word.split("=", 1) for word in self.cell.settings)
+        if self.forwards == "all" or "blocks.length" not in said:
+            return answer.nfe
+        length = int(said["blocks.length"])
+        blocks = [answer.step_map[first : first + length] for first in range(0, len(answer.step_map), length)]
+        return sum(max(2, len({step for step in block if step >= 0})) for block in blocks)

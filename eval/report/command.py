@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--csv", metavar="FILE", help="a row for each configuration and task; - is standard output")
     add("--figure", metavar="FILE", help="score against tokens per forward, for a paper: .pdf, .svg or .png")
     add("--title", default="Samplers compared", help="at the top of the page")
+    add("--published", action="store_true", help="show published figures of the same model and task in the pictures")
     add("--replays", type=int, default=2, metavar="N", help="samples of each run that can be watched (2)")
 
     def run() -> int:
@@ -44,9 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.csv is not None:
             write_csv(runs, options.csv)
         if options.figure is not None:
-            print(write_figure(runs, options.figure), file=sys.stderr if options.csv == "-" else sys.stdout)
+            print(
+                write_figure(runs, options.figure, options.published),
+                file=sys.stderr if options.csv == "-" else sys.stdout,
+            )
         if page:
-            written = write(runs, options.output or "report.html", options.title, options.replays)
+            written = write(runs, options.output or "report.html", options.title, options.replays, options.published)
             print(written, file=sys.stderr if options.csv == "-" else sys.stdout)
         return 0
 
@@ -99,7 +103,9 @@ def _check_folder(what: str, target: Path, output: str) -> None:
         raise UserError("folder-invalid", f"{what} cannot be written to {output}: {above} is a file")
 
 
-def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", replays: int = 2) -> str:
+def write(
+    runs: Sequence[Path], output: str, title: str = "Samplers compared", replays: int = 2, published: bool = False
+) -> str:
     """Write the page and the pictures; returns a line that names them.
 
     Raises:
@@ -113,7 +119,7 @@ def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", r
 
     files.make_folder(target.parent)
     names = []
-    for name, content in pictures(found).items():
+    for name, content in pictures(found, published).items():
         file = target.with_name(f"{target.stem}-{name}.png")
         files.write(file, content)
         names.append(file.name)
@@ -121,7 +127,7 @@ def write(runs: Sequence[Path], output: str, title: str = "Samplers compared", r
     return " ".join([str(target), *names])
 
 
-def write_figure(runs: Sequence[Path], output: str) -> Path:
+def write_figure(runs: Sequence[Path], output: str, published: bool = False) -> Path:
     """Write the figure of a paper, and return its path.
 
     Raises:
@@ -132,7 +138,7 @@ def write_figure(runs: Sequence[Path], output: str) -> Path:
     from dllm_sampler.eval.report.figure import draw  # imports matplotlib: a mistake does not wait for it
 
     files.make_folder(target.parent)
-    files.write(target, draw(found, form))
+    files.write(target, draw(found, form, published=published))
     return target
 
 

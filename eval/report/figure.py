@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dllm_sampler.errors import UserError, installing
 from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.report.data import Comparison, Figures, Method
+from dllm_sampler.eval.report.published import points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,6 +57,7 @@ class Panel:
     """A part of the figure.
 
     title: the task; empty if there is one part
+    published: rate, score in % and name of published figures
     figures: measures of each method, by its label
     rate: the measure along the horizontal axis
     oracle: rate and score with perfect knowledge of the answers of one token per step
@@ -65,6 +67,7 @@ class Panel:
     figures: Mapping[str, Figures]
     rate: str
     oracle: tuple[float, float] | None
+    published: Sequence[tuple[float, float, str]] = ()
 
     @property
     def points(self) -> dict[str, tuple[float, float]]:
@@ -87,32 +90,37 @@ def require_matplotlib() -> None:
         raise UserError("package-missing", f"the picture needs matplotlib: {installing('eval')}")
 
 
-def draw(found: Comparison, form: str, rates: Sequence[str] = ("answer_tokens_per_forward",)) -> bytes:
+def draw(
+    found: Comparison, form: str, rates: Sequence[str] = ("answer_tokens_per_forward",), published: bool = False
+) -> bytes:
     """Draw all methods: of all tasks together if each method has all, else in a panel for each task.
 
     Args:
         found: the runs.
         form: one of `FORMATS`.
         rates: measures for the horizontal axis, a panel for each.
+        published: add published figures with the model, task and lengths of runs under a protocol.
     """
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        figure = _figure(found, panels(found, rates))
+        figure = _figure(found, panels(found, rates, published))
         out = io.BytesIO()
         dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {"Software": None}}
         figure.savefig(out, format=form, metadata=dates[form])
     return out.getvalue()
 
 
-def panels(found: Comparison, rates: Sequence[str]) -> list[Panel]:
-    """Return the parts of the figure; a rate that no method has is left out."""
-    whole = len(found.figures["all tasks"]) == len(found.methods)
+def panels(found: Comparison, rates: Sequence[str], published: bool = False) -> list[Panel]:
+    """Return the parts of the figure; a rate that no method has is left out. Published figures are of one task."""
+    whole = len(found.figures["all tasks"]) == len(found.methods) and not (published and len(found.tasks) > 1)
     views = {"": "all tasks"} if whole else {task: task for task in found.tasks}
     made = []
     for (title, view), rate in product(views.items(), rates):
         oracle = found.oracle(view) if rate == "answer_tokens_per_forward" else None
-        panel = Panel(title, found.figures[view], rate, oracle)
+        tasks = found.views[view]
+        others = points(found, tasks, rate) if published and len(tasks) == 1 else []
+        panel = Panel(title, found.figures[view], rate, oracle, others)
         if panel.points:
             made.append(panel)
     return made
@@ -163,6 +171,8 @@ def _panel(axes: Axes, found: Comparison, panel: Panel, looks: Mapping[str, dict
             axes.plot(rate, score, **_ring(), zorder=5)
     if panel.oracle:
         axes.plot(panel.oracle[0], 100 * panel.oracle[1], **_star(), zorder=4)
+    for rate, score, _ in panel.published:
+        axes.plot(rate, score, **_published(), zorder=2)
     _scales(axes, panel)
     missing = len(panel.figures) - len(points)
     axes.set_xlabel(TITLES[panel.rate] + (f" (not measured: {missing})" if missing else ""))
@@ -232,6 +242,16 @@ def _ring() -> dict[str, Any]:
     }
 
 
+def _published() -> dict[str, Any]:
+    return {
+        "marker": "D",
+        "markersize": 3.5,
+        "markerfacecolor": "white",
+        "markeredgecolor": "0.45",
+        "linestyle": "none",
+    }
+
+
 def _star() -> dict[str, Any]:
     return {"marker": "*", "markersize": 8, "color": "black", "linestyle": "none"}
 
@@ -248,6 +268,8 @@ def _scales(axes: Axes, panel: Panel) -> None:
             rates.append(value)
         if (value := one.get(f"score_{arm}")) is not None:
             scores.append(100 * value)
+    rates += [rate for rate, *_ in panel.published]
+    scores += [score for _, score, _ in panel.published]
     low, high = min(rates), max(rates)
     room = max(1.08, (high / low) ** 0.06, math.sqrt(1.6 * low / high))
     scale_rates(axes, low / room, high * room)
@@ -345,6 +367,8 @@ def _others(found: Comparison, looks: Mapping[str, Mapping[str, Any]], parts: Se
             made.append((f"cache: {name}", _handle(**_marker(plain))))
     band = {"color": "0.8", "linewidth": 3}
     made.append(("Pareto front", _handle(**band, **_ring())))
+    if any(part.published for part in parts):
+        made.append(("published", _handle(**_published())))
     if any(part.oracle for part in parts):
         made.append(("oracle of one per step", _handle(**_star())))
     return made
@@ -425,6 +449,17 @@ def _label(axes: Axes, found: Comparison, panel: Panel, looks: Mapping[str, Mapp
                 textcoords="offset points", arrowprops=arrow, zorder=3,
             )  # fmt: skip
             line.set_in_layout(False)
+    for rate, score, name in panel.published:
+        x, y = axes.transData.transform((rate, score))
+        note = axes.annotate(name, (rate, score), xytext=(0, 0), textcoords="offset points", fontsize=4.5, color="0.45")
+        note.set_in_layout(False)
+        own = note.get_window_extent()
+        box = _place(x, y, own.width + 2, own.height + 1, frame, taken, 9 / 72 * dpi, 5 / 72 * dpi)
+        if box is None:
+            note.remove()
+            continue
+        taken.append(box)
+        note.set_position(((box.x0 + 1 - x) * 72 / dpi, (box.y0 + 1 - y) * 72 / dpi))
 
 
 def _text(method: Method, swept: Mapping[str, Sequence[str]], named: bool) -> str:

@@ -121,6 +121,9 @@ def family_rows(found: Comparison) -> list[dict[str, object]]:
         points = [(_of(one, "answer_tokens_per_forward"), _of(one, "score")) for one in figures]
         canvas = [(_of(one, "canvas_tokens_per_forward"), _of(one, "score")) for one in figures]
         row: dict[str, object] = {"family": name, "settings": len(methods), "AUP": aup(points, top)}
+        if all(one.get("protocol_tokens_per_forward") for one in figures):
+            counted = [(_of(one, "protocol_tokens_per_forward"), _of(one, "score")) for one in figures]
+            row["AUP by the protocol's TPF"] = aup(counted, top)
         for level in LEVELS:
             row[f"PB{100 * level:.0f}"] = pbx(canvas, level, interpolate=False)
             row[f"PB{100 * level:.0f}, interpolated"] = pbx(canvas, level, interpolate=True)

@@ -15,6 +15,7 @@ from dllm_sampler.eval.records import Record, finite
 from dllm_sampler.eval.report.data import RATES, Comparison, Run
 from dllm_sampler.eval.report.figure import TITLES
 from dllm_sampler.eval.report.headline import family_rows, sentences
+from dllm_sampler.eval.report.published import section
 from dllm_sampler.host.version import __version__
 
 SHOWN = ("samples", "score", "score_low", "score_high", *(measure.name for measure in MEASURES))
@@ -34,6 +35,7 @@ def page(found: Comparison, title: str, replays: int) -> str:
         "STYLE": parts["page.css"],
         "SCRIPT": parts["page.js"],
         "HEADLINE": "".join(f"<li>{html.escape(line)}</li>" for line in sentences(found)),
+        "PUBLISHED": section(found),
         "NOTES": "".join(f"<p>{html.escape(line)}</p>" for line in notes(found)),
         # no "<" at all: nothing in a sample can end the script element
         "DATA": _json(data(found, replays)).replace("<", "\\u003c"),

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 LOW, HIGH = "#2563eb", "#c2410c"
 
 
-def pictures(found: Comparison) -> dict[str, bytes]:
+def pictures(found: Comparison, published: bool = False) -> dict[str, bytes]:
     """Every picture that the runs allow, by the word that its file name ends in."""
     require_matplotlib()
     drawn = {}
     if found.methods:
-        drawn["front"] = draw(found, "png", ("answer_tokens_per_forward", "tokens_per_second"))
+        drawn["front"] = draw(found, "png", ("answer_tokens_per_forward", "tokens_per_second"), published)
     if all(found.figures.get(f"{level} dependency") for level in ("low", "high")):
         drawn["dependency"] = dependency(found)
     return drawn | markov.drawn(found)

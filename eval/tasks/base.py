@@ -30,12 +30,15 @@ class Sample:
 class Answer:
     """The answer of a sampler: text without special tokens, and the token ids after the prompt up to the first end.
 
-    canvas: all token ids after the prompt; tokenizer: the model's, None if it has none. Only `Task.grade` gets them.
+    canvas: all token ids after the prompt; step_map: the forward that committed each; nfe: forwards
+    tokenizer: the model's. None if it has none. Only `Task.grade` gets these four.
     """
 
     text: str
     ids: Sequence[int]
     canvas: Sequence[int] = ()
+    step_map: Sequence[int] = ()
+    nfe: int = 0
     tokenizer: PreTrainedTokenizerBase | None = None
 
 

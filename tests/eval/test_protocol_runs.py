@@ -143,6 +143,14 @@ def test_words_of_the_command_line_come_first() -> None:
     assert not any(word.startswith("guide.") for word in blocks)
 
 
+def test_a_method_may_have_words_for_single_tasks() -> None:
+    entropy = []
+    for task in ("gsm8k", "long-gsm8k", "mbpp"):
+        (line,) = lines(["suite=protocol/d3llm", "model=d3llm-llada", f"task={task}", "method=d3llm"])
+        entropy.append([word for word in line if word.startswith("scheduler.entropy")])
+    assert entropy == [["scheduler.entropy=0.5"], ["scheduler.entropy=0.4"], ["scheduler.entropy=0.4"]]
+
+
 def test_several_models_tasks_and_methods() -> None:
     found = lines(["suite=protocol/fast-dllm", "model=llada-8b,llada-1.5", "task=gsm8k,mbpp", "method=prefix,dual"])
     variants = [next(word for word in line if word.startswith("task.variant")) for line in found]
