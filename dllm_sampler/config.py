@@ -62,6 +62,10 @@ class ModelSettings:
         quantize: int8: the weights of the layers as 8-bit integers (docs/kernels.md); null: as stored.
         causal_context: Nemotron-Labs-Diffusion; false: the prompt and each finished block see themselves whole.
         adapter: folder or hub id of an adapter of peft (LoRA), merged into the weights; null: the model's own, if any.
+        eos_id: the end-of-text token, in place of those that the checkpoint names.
+        stop_strings: texts that end an answer, besides those of a call.
+        chat_template: a template of Jinja for chat messages, in place of the checkpoint's.
+        chat_options: names that the chat template sees, for example {enable_thinking: false}.
     """
 
     path: str
@@ -73,6 +77,10 @@ class ModelSettings:
     quantize: str | None = None
     causal_context: bool | None = None
     adapter: str | None = None
+    eos_id: int | None = None
+    stop_strings: tuple[str, ...] | None = None
+    chat_template: str | None = None
+    chat_options: dict[str, Any] | None = None
 
 
 def names(group: str) -> list[str]:
@@ -169,8 +177,7 @@ def build(group: str, spec: object) -> Any:
 
 
 def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
-    """The settings of a model: `path`, `revision`, `trust_remote_code`, `mask_id`, `cfg_scale`, `device_map`,
-    `quantize`, `causal_context`, `adapter`.
+    """The settings of a model: a value for each field of `ModelSettings`.
 
     Args:
         spec: a name of the group `model`, a checkpoint folder, a hub id (`org/name`), or a dict with `name` or

@@ -157,7 +157,7 @@ def chat_text(
 
     Args:
         messages: each with a `role` and a `content`.
-        tokenizer: has the template.
+        tokenizer: has the template, and the names that it sees besides (`chat_options`).
         name: what errors call the messages, for example `prompt 1`.
         begin: True adds the beginning of the model's answer. False continues the last message, which is that beginning.
             None adds nothing after the last message.
@@ -168,7 +168,8 @@ def chat_text(
     if tokenizer.chat_template is None:
         raise UserError("chat-template-missing", f"{name} has chat messages without a chat template. Give plain text.")
     chat = [dict(message) for message in messages]
-    options: dict[str, Any] = {"add_generation_prompt": bool(begin), "continue_final_message": begin is False}
+    options: dict[str, Any] = dict(tokenizer.init_kwargs.get("chat_options") or {})
+    options |= {"add_generation_prompt": bool(begin), "continue_final_message": begin is False}
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False, **options))
     except Exception as error:  # a template can raise whatever Python can

@@ -12,7 +12,7 @@ from dllm_sampler.errors import UserError
 
 
 def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
-    """Return the texts that end an answer, checked.
+    """Return the texts that end an answer, checked: those of a call, and those that come with the tokenizer.
 
     Raises:
         UserError: one is empty or not a text, or there is no tokenizer to find them with.
@@ -22,7 +22,8 @@ def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase 
         raise UserError("option-type", f"stop_strings must be texts that are not empty, not {given!r}")
     if stops and tokenizer is None:
         raise UserError("tokenizer-missing", "stop_strings need a tokenizer, and this checkpoint has none")
-    return tuple(stops)
+    own = () if tokenizer is None else tokenizer.init_kwargs.get("stop_strings") or ()
+    return tuple(dict.fromkeys((*stops, *own)))
 
 
 def decode(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase | None, stop_strings: Sequence[str]) -> list[str]:

@@ -179,12 +179,15 @@ def unread(config: Any, raw: dict[str, Any]) -> dict[str, Any]:
 
 def _converts(plain: Any, key: str, value: Any) -> bool:
     """Whether a config's class makes something of a field that it does not keep: an older name, say."""
-    other = value + 1 if isinstance(value, int | float) and not isinstance(value, bool) else value  # not the default
-    try:
-        made = type(plain)(**{key: other}).to_dict()
-    except Exception:  # it was looked at
-        return True
-    return {name: one for name, one in made.items() if name != key} != plain.to_dict()
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    for one in (value, value + 1) if number else (value,):  # one of two numbers is not the default
+        try:
+            made = type(plain)(**{key: one}).to_dict()
+        except Exception:  # it was looked at
+            return True
+        if {name: found for name, found in made.items() if name != key} != plain.to_dict():
+            return True
+    return False
 
 
 @cache

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +68,10 @@ def load(
     quantize: str | None = None,
     causal_context: bool | None = None,
     adapter: str | Path | None = None,
+    eos_id: int | None = None,
+    stop_strings: Sequence[str] | None = None,
+    chat_template: str | None = None,
+    chat_options: Mapping[str, Any] | None = None,
 ) -> Loaded:
     """Load a checkpoint.
 
@@ -85,6 +90,10 @@ def load(
         finished block see themselves whole, and no block is seeded; None: as the model has it
     adapter: folder or hub id of an adapter of peft, which is merged into the weights. Where its folder has a tokenizer,
         this replaces the model's
+    eos_id: the end-of-text token, in place of those that the checkpoint names
+    stop_strings: texts that end an answer, besides those of a call
+    chat_template: a template of Jinja, in place of the checkpoint's
+    chat_options: names that the chat template sees, with their values
 
     Raises:
         UserError: with one sentence, whatever is wrong with the checkpoint or the arguments.
@@ -104,6 +113,7 @@ def load(
     known = None if family is None else PreTrainedConfig()
     tokenizer = None if added is None else load_tokenizer(added, trust_remote_code, known or PreTrainedConfig())
     tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code, known)
+    _add_texts(tokenizer, folder, stop_strings=stop_strings, chat_template=chat_template, chat_options=chat_options)
     if family is None and quantize is not None:
         raise UserError("option-not-applicable", f"{folder}: model.quantize is for the families {_known()}")
     if family is None and mask_id is not None:
@@ -114,10 +124,13 @@ def load(
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
             if added is not None:  # encoder and decoder share weights, which would get it twice
                 raise UserError("adapter-unsupported", f"{added} cannot be merged into DiffusionGemma")
+            if eos_id is not None:
+                raise UserError("option-not-applicable", f"{folder}: model.eos_id is not for this model. Remove it.")
             return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, device_map), tokenizer)
         if device_map is not None:
             raise UserError("option-not-applicable", f"{folder}: device_map is for the families {_known()}")
-        return Loaded(huggingface.load(folder, tokenizer, wanted, target, added), tokenizer)
+        loaded = huggingface.load(folder, tokenizer, wanted, target, added)
+        return Loaded(loaded if eos_id is None else replace(loaded, eos_id=eos_id), tokenizer)
 
     source = str(folder / "config.json")
     config = family.config(raw, source, weights.shapes(folder))
@@ -152,7 +165,7 @@ def load(
     made = _denoiser(model, raw, folder, family, tokenizer, target, mask_id)
     if causal_context is False:
         made = made.in_blocks()
-    return Loaded(made, tokenizer)
+    return Loaded(made if eos_id is None else replace(made, eos_id=eos_id), tokenizer)
 
 
 def with_adapter(
@@ -301,6 +314,24 @@ def load_tokenizer(
             "checkpoint-config-invalid", f"{folder / files[1]}: model_max_length must be a number, not {shown(longest)}"
         )
     return found
+
+
+def _add_texts(
+    tokenizer: PreTrainedTokenizerBase | None, folder: Path, *, chat_template: str | None, **given: Any
+) -> None:
+    """Add what is asked for beyond a checkpoint's files to its tokenizer, with which all of it travels.
+
+    Args:
+        given: `stop_strings` and `chat_options`, as `load` has them.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if tokenizer is None:
+        for name in [*given, *(["chat_template"] if chat_template is not None else [])]:
+            raise UserError("tokenizer-missing", f"{folder}: model.{name} needs a tokenizer, and there is none")
+        return
+    tokenizer.init_kwargs.update(given)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

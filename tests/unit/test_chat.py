@@ -10,8 +10,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import dllm_sampler
+from dllm_sampler import Sampler, config
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.inputs.prompts import chat_text, encode
+from dllm_sampler.inputs.texts import stop_strings
+from dllm_sampler.models import loading
 from tests import toys
 from tests.refusals import refused
 from tests.sampling import each
@@ -99,3 +102,46 @@ def test_an_unknown_token_that_is_the_end_token_too(spec: ModelSpec) -> None:
 def test_no_messages(messages: Any, said: str, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
     with refused(said):
         encode([messages], tokenizer, spec, 4)
+
+
+DATA = Path(__file__).parent.parent / "conformance" / "data"
+BERT_CHAT = {**config.entry("model", "modernbert-base-chat").settings, "path": str(DATA / "tiny-modernbert-chat")}
+
+
+def test_what_a_preset_adds_to_the_files_of_a_checkpoint() -> None:
+    """ModernBERT names [SEP] as its end, and has no template; BERT-Chat ends with padding, after a text."""
+    model = Sampler.from_pretrained({**BERT_CHAT, "eos_id": 195}, device="cpu", stop="block")
+    assert model.spec.eos_ids == (195,) and model.spec.pad_id == 195
+    assert Sampler.from_pretrained(BERT_CHAT["path"], device="cpu").spec.eos_ids == (199,)
+    chat = [
+        {"role": "user", "content": " Hi\n"},
+        {"role": "assistant", "content": "Ho"},
+        {"role": "user", "content": "?"},
+    ]
+    assert model.tokenizer is not None
+    assert chat_text(chat, model.tokenizer, "it") == (
+        "[Question]\nHi\n[/Question]\n\n[Answer]\nHo\n[/Answer]\n\n[Question]\n?\n[/Question]\n\n[Answer]\n"
+    )
+    assert stop_strings(("x", "[/Answer]"), model.tokenizer) == ("x", "[/Answer]")
+    plain = model.generate([[5, 9, 30]], max_new_tokens=8)
+    piece = model.tokenizer.decode(plain.tokens[0, 2:3])
+    model.tokenizer.init_kwargs["stop_strings"] = [piece]
+    cut = model.generate([[5, 9, 30]], max_new_tokens=8)
+    assert cut.lengths[0] <= 2 < plain.lengths[0], "a call without stop strings ends at the model's"
+
+
+def test_names_that_a_template_sees() -> None:
+    settings = {**BERT_CHAT, "eos_id": None, "chat_template": "{{ messages[0].content }}{{ ' aloud' if thinks }}"}
+    for thinks, text in ((True, "copy : Ada aloud"), (False, "copy : Ada")):
+        given = {**settings, "chat_options": {"thinks": thinks}}
+        loaded = loading.load(**{name: value for name, value in given.items() if name != "cfg_scale"}, device="cpu")
+        assert loaded.tokenizer is not None
+        assert chat_text(MESSAGES, loaded.tokenizer, "it") == text
+
+
+def test_texts_need_a_tokenizer() -> None:
+    for name, value in (("stop_strings", ["a"]), ("chat_template", "a"), ("chat_options", {"a": 1})):
+        with refused(f"tokenizer-missing: model.{name}"):
+            loading.load(DATA / "tiny-llada", device="cpu", **{name: value})  # pyright: ignore[reportArgumentType]
+    with refused("option-not-applicable: model.eos_id"):
+        loading.load(DATA / "tiny-diffusion-gemma", device="cpu", eos_id=1)

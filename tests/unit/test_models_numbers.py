@@ -125,7 +125,9 @@ def test_what_a_class_of_transformers_does_not_know_is_told(tmp_path: Path):
         "position_embedding_type": "relative_key"
     }
     older = {"global_rope_theta": 160000.0, "global_attn_every_n_layers": 3, "norm_eps": 1e-5, "layer_norm_eps": 1e-5}
-    assert unread(ModernBertConfig(), older) == {}, "what it converts"
+    for layers in (2, 3, 4):  # 3 is the default
+        given: dict[str, Any] = older | {"global_attn_every_n_layers": layers}
+        assert unread(ModernBertConfig(**given), given) == {}, "what it converts"
     assert unread(ModernBertConfig(), older | {"layer_norm_eps": 1e-6}) == {"layer_norm_eps": 1e-6}
     assert unread(Qwen2Config(), {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 1e6}) == {}
 
