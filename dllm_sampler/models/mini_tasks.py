@@ -185,7 +185,13 @@ def _check_arithmetic(prompt: str, answer: str) -> bool:
 def _squares() -> tuple[str, ...]:
     """All 576 latin squares of side 4, their rows joined by ", "."""
     rows = ["".join(row) for row in permutations("1234")]
-    return tuple(", ".join(square) for square in product(rows, repeat=4) if _is_latin(square))
+    squares: list[tuple[str, ...]] = [()]
+    for _ in range(4):
+        grown = [(*square, row) for square, row in product(squares, rows)]
+        squares = [
+            square for square in grown if all(len(set(column)) == len(square) for column in zip(*square, strict=True))
+        ]
+    return tuple(", ".join(square) for square in squares)
 
 
 def _is_latin(rows: tuple[str, ...]) -> bool:

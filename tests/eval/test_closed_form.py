@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler.eval.testbeds.laws import LAWS, Listed
-from tests.sampling import each, sampled
+from tests.sampling import each, few, sampled
 from tests.tables import closed_form, exact, formulas
 
 REFERENCE: dict[str, Any] = json.loads((Path(__file__).parent / "data/closed_form.json").read_text())
@@ -27,7 +27,7 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-@pytest.mark.parametrize("law", sampled(LISTS, lambda law: [law] if law[1] <= 4 else []))
+@few("law", sorted(LISTS, key=lambda law: law[1]))
 def test_enumeration(law: tuple[str, int]) -> None:
     name, n = law
     cells, valid = TABLES[name][str(n)], closed_form.outcomes(LAWS[name](n))
@@ -171,6 +171,7 @@ def test_a_shuffle_depends_on_sizes_only(score: str) -> None:
     assert abs(closed_form.run(cell, 4000).z) < closed_form.FAR
 
 
+@pytest.mark.slow
 def test_even_and_odd_make_two_steps_of_an_insertion_better() -> None:
     valid = Fraction(TABLES["insert_random"]["3"]["best_T"]["2"]["acc_star"]["exact"])
     cell = closed_form.Cell("insert_random", 3, "dilated", closed_form.GivenParts(((0, 2), (1, 3))), valid, Fraction(2))
@@ -184,6 +185,7 @@ def test_a_wrong_sampler_is_found() -> None:
     assert closed_form.run(cell, 500).z == -float("inf")
 
 
+@pytest.mark.slow
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert closed_form.main(["--rows", "300", "--items", "2", "--only", "even_parity"]) == 0
     assert "0 further" in capsys.readouterr().out

@@ -62,6 +62,7 @@ def test_a_narrow_terminal_gets_fewer_columns(capsys: pytest.CaptureFixture[str]
         assert said is (width < 200)
 
 
+@pytest.mark.slow
 def test_the_report_covers_the_output_folder(tmp_path: Path) -> None:
     """Also what an earlier call ran; what cannot be read there is said before anything runs."""
     pytest.importorskip("matplotlib")

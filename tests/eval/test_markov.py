@@ -23,6 +23,7 @@ from dllm_sampler.eval.testbeds.chain import MarkovChain
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import UNKNOWN
 from tests.refusals import refused
+from tests.sampling import few
 
 ROWS = ((0.7, 0.2, 0.1), (0.0, 0.4, 0.6), (0.5, 0.25, 0.25))
 
@@ -66,7 +67,7 @@ def chain() -> MarkovChain:
     return MarkovChain.drawn(6, 16)
 
 
-@pytest.mark.parametrize("score", [pytest.param("random", marks=pytest.mark.slow), "position", "confidence"])
+@few("score", ["position", "random", "confidence"])
 def test_one_per_step_is_exact(chain: MarkovChain, score: str) -> None:
     """In an order that does not look at what is drawn; by the sampled token's confidence it is not."""
     found = chain.distance(*decoded(chain, {"name": "fixed", "score": score}))
@@ -86,6 +87,7 @@ def test_more_per_step_is_further_off(chain: MarkovChain) -> None:
     assert errors[0] > 0.2
 
 
+@pytest.mark.slow
 def test_all_at_once_is_what_a_product_of_marginals_is(chain: MarkovChain) -> None:
     """Neighbours are then independent given the start, which can be counted without a sampler."""
     ids, start = decoded(chain, {"name": "fixed", "steps": 1}, 4000)

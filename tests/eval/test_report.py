@@ -225,6 +225,7 @@ def test_places_of_the_page_are_filled_once() -> None:
     assert text.count('"replays":') == page(comparison("a"), "T", 2).count('"replays":')
 
 
+@pytest.mark.slow
 def test_pictures() -> None:
     drawn = pictures(comparison())
     assert set(drawn) == {"front", "dependency"}

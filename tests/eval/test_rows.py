@@ -80,6 +80,7 @@ def test_a_task_whose_file_changed_is_two_tasks() -> None:
     assert [row["configuration"] for row in rows(runs)] == ["fixed", "wino", "fixed"]
 
 
+@pytest.mark.slow
 def test_a_data_frame_or_rows(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frame: Any = dllm_sampler.eval.load(runs)
     assert sorted(frame["scheduler"]) == ["fixed", "threshold"] and frame["score"].max() <= 1

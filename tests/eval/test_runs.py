@@ -29,6 +29,7 @@ from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.sampler import Sampler
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import few
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["scheduler=threshold,wino", "task.operation=copy,shuffle", "task.count=7", "batch_size=3", "device=cpu"]
@@ -134,9 +135,9 @@ def test_workers_change_nothing(tmp_path: Path, how: list[str]) -> None:
     assert content(tmp_path / "one") == content(tmp_path / "three")
 
 
-@pytest.mark.parametrize(
+@few(
     ("scheduler", "batching"),
-    [("threshold", "in_flight"), pytest.param("threshold", "static", marks=pytest.mark.slow), ("wino", "static")],
+    [("threshold", "in_flight"), ("threshold", "static"), ("wino", "static")],
 )
 def test_a_sample_that_is_not_finite_is_told_and_the_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str, batching: str
@@ -169,6 +170,7 @@ def test_the_batch_changes_no_answer(whole: Path, tmp_path: Path) -> None:
     assert one == two
 
 
+@pytest.mark.slow
 def test_a_torn_run_goes_on(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker of three is lost, and another's file is cut in the middle of a line: what is whole stays."""
     evaluate(tmp_path, shares=(Share(0, 3), Share(1, 3)))

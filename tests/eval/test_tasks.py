@@ -61,7 +61,7 @@ def test_fields_are_the_yaml(name: str) -> None:
 @each("name", LINES)
 @each("items", [(3, 4, 5, 6), (15,)])
 def test_waiting_line_accepts_right_answers(name: str, items: tuple[int, ...]) -> None:
-    line = task(name, count=20, items=list(items))
+    line = task(name, count=5, items=list(items))
     assert line.max_new_tokens == (32 if max(items) == 6 else 128)
     for sample in line.samples():
         queue, word, index = (sample.facts[key] for key in ("queue", "word", "index"))

@@ -36,6 +36,7 @@ def test_a_curve_is_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_range_takes_eight_runs(tmp_path: Path) -> None:
     runs = [run(tmp_path / str(number), {0: 0.25, 1: 0.5 + 0.01 * number, 2: 0.5}) for number in range(8)]
     table = learning_curves.content([learning_curves.curve("x", runs)])

@@ -98,6 +98,7 @@ def test_one_search_at_a_time(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"another dllm-tune makes this search in {tuner.output}: wait until it is done" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_database_that_was_half_made_is_none(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Optuna goes on with one that lacks an index, and then finds a study twice."""
     tuner = tuning.Tuner(*tuning.tuning(WORDS), tuning.Console(quiet=True))

@@ -14,6 +14,8 @@ from dllm_sampler.kernels import backend
 from dllm_sampler.kernels.backend import TORCH
 from tests.sampling import each
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -22,7 +24,6 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
 
 
-@pytest.mark.slow
 def test_smoke_measures_every_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plain loop gives the same tokens, or there would be no figure."""
     assert import_module("step_overhead").main(["--smoke", "--json", str(tmp_path / "measured.json")]) == 0
@@ -56,7 +57,6 @@ def test_kernels_without_a_gpu_are_not_reported(
     assert "only their torch references" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_decoding_step_without_a_gpu_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_module("decode_step").main(["--smoke", "--json", str(tmp_path / "steps.json")]) == 0
     rows = json.loads((tmp_path / "steps.json").read_text())["rows"]
@@ -207,7 +207,6 @@ def generate(model, prompt, attention_mask=None, steps=128, gen_length=128, bloc
 """  # one token per step, as the published code writes it; ours, not theirs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -245,7 +244,6 @@ TINY = (
 )
 
 
-@pytest.mark.slow
 def test_what_a_ragged_batch_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench, file = import_module("batching"), tmp_path / "batching.json"
     words = [*TINY.split(), "--prompts", "4", "--batches", "1,4", "--json", str(file)]

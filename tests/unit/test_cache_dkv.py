@@ -116,6 +116,7 @@ def test_3_what_is_computed_between_refreshes(kind: str) -> None:
     assert narrow > 10
 
 
+@pytest.mark.slow
 def test_5_greedy_with_a_window_over_the_canvas_computes_every_mask() -> None:
     plugins = {"scheduler": {"name": "random_order", "steps": 10}, "blocks": "full"}
     for every in (2, 3, 5):
@@ -154,6 +155,7 @@ def test_what_is_taken_back_or_replaced_leaves_the_cache_at_once(name: str, kind
     assert evicted > 0 or name in ("editing", "hierarchical")
 
 
+@pytest.mark.slow
 @few("scheduler", ["random_order", {"name": "origin", "steps": 6}, PARALLEL])
 def test_a_stop_hears_only_of_what_was_computed(scheduler: Any) -> None:
     watched = 0

@@ -95,6 +95,7 @@ def test_without_a_share_nothing_is_computed_in_between() -> None:
     assert differ(result, run(IntervalCache(5, 3, 0.25), prompts=[prompt], **steps(10)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "every"), crossed(["gqa", "llada"], [3, 8], together=0))
 def test_rows_that_did_not_change_are_alike(kind: str, every: int) -> None:
     """A schedule with more steps than tokens repeats forwards: rounding, which a batch changes, decides nothing."""
@@ -153,6 +154,7 @@ def test_mistakes_are_one_sentence(settings: dict[str, Any], says: str) -> None:
         toys.sampler(cache={"name": "dllm", **settings})
 
 
+@pytest.mark.slow
 def test_masks_that_change_equally_are_chosen_by_position(tmp_path: Path) -> None:
     """On this model the attention of masks hardly depends on their positions: rounding would order them."""
     loaded = load(tiny.write("llada-moe", tmp_path / "model"), dtype="float64")

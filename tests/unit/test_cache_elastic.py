@@ -236,6 +236,7 @@ def test_a_whole_forward_in_each_step_is_no_cache(shift: bool) -> None:
         assert full.trace.rows[row] == none.trace.rows[row]
 
 
+@pytest.mark.slow
 @few("shift", [False, True])
 @few("gamma", [-1.0, 0.9, 2.0])
 def test_one_layer_is_exact_whatever_gamma_is(gamma: float, shift: bool) -> None:
@@ -305,6 +306,7 @@ def test_who_must_hear_of_every_mask_is_refused(scheduler: str, cache: str) -> N
         run(cache, scheduler=scheduler)
 
 
+@pytest.mark.slow
 @few(("shift", "window", "seed"), [(False, 2, 9), (True, 4, 6), (True, 2, 1)])
 def test_unmoved_attention_is_no_reason_whatever_else_is_in_the_batch(shift: bool, window: int, seed: int) -> None:
     """The cosine of a map with itself is 1 or the number before it: at gamma 1 that decided which layers to refresh."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ class LateDual(DualCache):
         return canvas.age <= 1
 
 
+@pytest.mark.slow
 @few("kind", toys.TOYS)
 def test_keeping_everything_is_the_dual_cache_with_one_more_whole_forward(kind: str) -> None:
     late = run(LateDual(), kind)

@@ -181,6 +181,7 @@ def test_open_blocks_are_seen_whole(inner: str) -> None:
     assert grew > 0
 
 
+@pytest.mark.slow
 @few("inner", ["threshold", "streaming"])
 def test_drafts_see_what_the_inner_scheduler_sees(inner: str) -> None:
     """FreeDave is lossless under them too."""
@@ -263,6 +264,7 @@ def test_the_threshold_falls_with_the_masks_that_are_seen() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_threshold_stays_between_its_ends_and_is_plain_at_first() -> None:
     seen: list[float] = []
 

@@ -17,6 +17,8 @@ import torch
 
 from tests.sampling import each
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 GOOD = "import json, sys; json.dump({'n': 3}, open(sys.argv[-1], 'w')); print('fine')"
 BAD = "import sys; print('Traceback'); sys.exit('RuntimeError: no luck')"
@@ -67,7 +69,6 @@ def runs(pid: int) -> bool:
     return False
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 def test_what_fails_or_hangs_costs_the_others_nothing(
     staged: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -185,7 +186,6 @@ def test_the_page_names_every_stage(campaign: Any) -> None:
     assert not [stage.name for stage in campaign.STAGES if f"`{stage.name}`" not in page]
 
 
-@pytest.mark.slow
 def test_every_stage_runs(campaign: Any, tmp_path: Path) -> None:
     assert campaign.main(["--smoke", "--out", str(tmp_path), "--official", str(_published(tmp_path))]) == 0
     found = json.loads((tmp_path / "campaign.json").read_text())["stages"]
@@ -271,7 +271,6 @@ def test_no_call_of_a_graph_finds_its_data_in_the_cache(campaign: Any) -> None:
         assert moved * clock.copies(moved) > 70e6
 
 
-@pytest.mark.slow
 def test_reading_compiles_to_loads_of_sixteen_bytes(
     campaign: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -307,7 +306,6 @@ def test_the_script_for_a_gpu_names_stages_and_tests_that_there_are(campaign: An
     assert len({"campaign.json", "campaign.tgz", *written}) <= 8
 
 
-@pytest.mark.slow
 def test_the_script_keeps_results_and_goes_on_with_them(tmp_path: Path) -> None:
     command = ["bash", "benchmarks/gpu_hour.sh", "other", str(tmp_path / "out")]
     assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 2

@@ -19,7 +19,7 @@ from dllm_sampler.eval.tuning import main as tune
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.training.cli import main as train
 from tests.refusals import refused
-from tests.sampling import each
+from tests.sampling import each, few
 
 OWN = {
     "scheduler": "# Threshold 0.5.\n_target_: dllm_sampler.schedulers.threshold.Threshold\nthreshold: 0.5\n",
@@ -52,7 +52,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-@each("group", OWN)
+@few("group", OWN, 2)
 def test_own_choices_are_listed_explained_and_chosen(
     group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

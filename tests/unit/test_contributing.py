@@ -17,7 +17,7 @@ from tests.contract.cases import Case
 from tests.contract.test_batching import test_a_row_in_a_batch_is_the_row_alone as alone_as_in_a_batch
 from tests.contract.test_by_confidence import test_a_factor_on_confidences_is_felt_where_it_is_said_to_be as felt
 from tests.contract.test_guarantees import test_progress_and_termination as ends
-from tests.sampling import each
+from tests.sampling import few
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 MODULE = "dllm_sampler.schedulers.margin"
@@ -45,7 +45,7 @@ def test_the_yaml_is_the_class(margin: dict[str, Any]) -> None:
     assert {"name": "margin", "_target_": f"{MODULE}.Margin", **asdict(built)} == margin
 
 
-@each(("toy", "cache"), [("llada", "dual"), ("dream", "none"), ("causal", "block_causal")])
+@few(("toy", "cache"), [("llada", "dual"), ("dream", "none"), ("causal", "block_causal")])
 def test_the_contract_holds(toy: str, cache: str, margin: dict[str, Any]) -> None:
     rest = {"cache": {"name": cache}, "blocks": {"name": "fixed", "length": 5}, "stop": {"name": "prefix"}}
     case = Case(toy, margin, **rest, guide={"name": "none"})

@@ -59,6 +59,7 @@ def test_tokens_and_states_are_those_of_the_scheduler_inside(toy: str, base: str
     assert torch.equal(speculative.trace.rows, freedave.trace.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("store", "base"), crossed(["ride", "separate"], list(BASES), together=0))
 def test_block_causal_models_too(store: str, base: str) -> None:
     """The rows of a batch stand at different phases of their blocks: some store while others draft."""
@@ -77,6 +78,7 @@ def test_block_causal_models_too(store: str, base: str) -> None:
         assert drafted.nfe.sum() < alone.nfe.sum() or base != "fixed"
 
 
+@pytest.mark.slow
 def test_one_branch_is_the_scheduler_inside() -> None:
     """FreeDave's invariant 2, SSD's 2."""
     for one in ({"name": "freedave", "draft": 1}, {"name": "ssd", "length": 0}):
@@ -86,6 +88,7 @@ def test_one_branch_is_the_scheduler_inside() -> None:
             assert torch.equal(drafted.trace.rows, alone.trace.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "guide", sampled([{"name": "temperature", "value": 0.5}, {"name": "top_k", "k": 3, "measured": True}])
 )
@@ -109,6 +112,7 @@ def test_more_branches_save_more_forwards() -> None:
     assert int(run(swaps, prompts=prompts).nfe.sum()) < forwards[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", sampled([2, 4, 18]))
 def test_eager_drafts_cross_the_edge(length: int) -> None:
     for base, toy in (("fixed", "llada"), ("threshold", "dream")):

@@ -18,6 +18,8 @@ from tests.tables import markdown
 from tests.unit.test_campaign import runs
 from tests.versions import ENVIRONMENTS, PINNED, ROOT, interpreter, requirements
 
+pytestmark = pytest.mark.slow
+
 REPORT = """<testsuites><testsuite>
 <testcase classname="a" name="one"/>
 <testcase classname="a" name="two"><skipped message="no luck"/></testcase>

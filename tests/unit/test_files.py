@@ -1,6 +1,5 @@
 """What the project writes is whole or an error: full disks, streams, links, two processes at once, Ctrl-C."""
 
-import ast
 import errno
 import os
 import stat
@@ -237,42 +236,3 @@ for _ in range(30):
     assert [process.wait(60) for process in processes] == [0] * 4
     assert (tmp_path / "n").read_text() == "120"
     assert (tmp_path / "lines").read_text() == "a line\n" * 120
-
-
-# What opens files by itself, and why it may.
-ALLOWED = {
-    "host/files.py": "the one place",
-    "cli/terminal.py": "the null device",
-    "benchmarks/ahead_of_time.py": "a temporary file, for a tool to read",
-    "benchmarks/campaign.py": "what a stage prints, while it runs",
-}
-WRITES = {"write_text", "write_bytes", "savez", "savetxt", "save_file", "save_pretrained", "dump", "rename", "tofile"}
-
-
-@pytest.mark.parametrize("folder", ["dllm_sampler", "eval", "benchmarks", "examples"])
-def test_nothing_else_writes_files(folder: str) -> None:
-    """By the names of the calls: a file opened for writing, and the methods that write one."""
-    found = []
-    for path in sorted((ROOT / folder).rglob("*.py")):
-        name = str(path.relative_to(ROOT)).removeprefix("dllm_sampler/")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if name not in ALLOWED and isinstance(node, ast.Call) and _writes(node):
-                found.append(f"{name}:{node.lineno}: {ast.unparse(node)[:80]}")
-    assert found == []
-
-
-def _writes(call: ast.Call) -> bool:
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    if name not in WRITES | {"open", "save", "savefig", "replace"}:
-        return False
-    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-    texts = [one.value for one in (*call.args, *(key.value for key in call.keywords)) if isinstance(one, ast.Constant)]
-    if name == "open":
-        return owner == "os" or any(isinstance(one, str) and one.strip("bt+") in ("w", "a", "x") for one in texts)
-    if name == "save":
-        return owner in ("torch", "np", "numpy")
-    if name == "savefig":  # into memory first
-        return ast.unparse(call.args[0]) not in ("out", "drawn")
-    if name == "replace":  # of paths; texts and dataclasses have one, too
-        return owner == "os" or (bool(owner) and len(call.args) == 1 and isinstance(call.args[0], ast.Name))
-    return name in WRITES

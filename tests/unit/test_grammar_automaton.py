@@ -113,6 +113,7 @@ def small_enough(found: Language, depth: int) -> Automaton | None:
         raise
 
 
+@pytest.mark.slow
 @few("count", [4, 12])
 def test_random_grammars(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regular ones exactly; of others only texts of the language, more of them the deeper, in the end all."""

@@ -81,7 +81,7 @@ def test_many_random_grammars(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("schema", "brackets") else ()) for name in NAMES]
+    "name", [pytest.param(name, marks=() if name == "arithmetic" else pytest.mark.slow) for name in NAMES]
 )
 def test_verdicts_of_real_languages(name: str) -> None:
     """Texts of the language with holes, some of them spoilt, against the search byte by byte."""

@@ -73,6 +73,7 @@ def test_rows_are_as_with_their_form_alone(scheduler: str, temperature: float | 
         assert torch.equal(found.trace.step_map[row, -14:], alone.trace.step_map[0, -14:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", sampled(["in_flight", "static"]))
 def test_rows_that_come_and_go(batching: Any) -> None:
     """Answers have forms, lengths and seeds of their own; two of each, and fewer places than answers."""

@@ -12,7 +12,7 @@ from tests.sampling import each
 @each("words", [7, 96, 101, 254, 256, 33000])  # with and without a rest; wide tiles
 def test_the_best_token_is_torchs_argmax(dtype, words, monkeypatch):
     monkeypatch.setattr(statistics, "MANY", 0)
-    for seed in range(40):
+    for seed in range(16):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randint(0, 4, (2, 3, words), generator=generator).to(dtype)  # ties everywhere
         if seed % 3 == 0:

@@ -70,6 +70,7 @@ def test_a_text_with_gaps(sampler: Sampler) -> None:
     assert torch.equal(same.tokens, result.tokens) and same.nfe == result.nfe
 
 
+@pytest.mark.slow
 def test_texts_of_their_own_lengths() -> None:
     """In a batch, in flight from a list and from a generator, drawn several times, streamed: all the same."""
     texts = ["a{gap:3}", "ab{gap:1}cd{gap:6}x", "{gap:2}y", "0{gap:11}1"]

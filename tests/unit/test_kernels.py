@@ -252,6 +252,7 @@ def test_mistakes_are_one_sentence(
     assert sentence in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 def test_what_fails_fails_the_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -64,6 +64,7 @@ def test_a_step_alone_is_compiled_whatever_the_model(parts: list[str]) -> None:
     assert set(parts) == {"ask", "tell"}
 
 
+@pytest.mark.slow
 def test_dynamo_takes_a_part_whole() -> None:
     """With torch's own tracer, without a code generator: no break in the graph, no new graph per layer."""
     torch._dynamo.reset()

@@ -18,7 +18,7 @@ from dllm_sampler.errors import NoEffectWarning, UserError
 from dllm_sampler.models import diffusion_gemma, huggingface, loading
 from dllm_sampler.models.huggingface import unread
 from tests.refusals import refused
-from tests.sampling import each
+from tests.sampling import each, few
 from tests.unit.test_models_fields import FOLDERS, save
 
 needs_gemma = pytest.mark.skipif(
@@ -34,7 +34,7 @@ SIZES = [
 FRACTIONS = ("rope_theta", "rms_norm_eps", "routed_scaling_factor", "partial_rotary_factor")  # 1.5 is one
 
 
-@each("kind", FOLDERS)
+@few("kind", FOLDERS)
 def test_absurd_numbers_are_one_sentence_before_anything_is_built(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ):

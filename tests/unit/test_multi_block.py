@@ -80,6 +80,7 @@ def test_full_blocks_get_on_too() -> None:
     assert (result.nfe < TOKENS).all()
 
 
+@pytest.mark.slow
 def test_progress_is_ranked_as_the_scheduler_ranks() -> None:
     """Entropy and confidence disagree on some toy: else the ranking would not show."""
     by_entropy = run(scheduler=StrictEntropy(-1.0), add=1.0)
@@ -141,6 +142,7 @@ def test_an_end_token_fills_what_stands_behind_it(cache: Any) -> None:
     assert fired
 
 
+@pytest.mark.slow
 def test_rows_in_flight_come_out_as_alone() -> None:
     """Two places for five prompts: a place that is taken again keeps nothing of the row before."""
     blocks = {"name": "multi_block", "length": LENGTH, "add_threshold": 0.25}

@@ -49,6 +49,7 @@ def test_reproduces_one_per_step(toy: str, cache: str, blocks: Any, stop: str) -
         assert torch.equal(oracle.tokens, reference.tokens)
 
 
+@pytest.mark.slow
 def test_a_row_comes_out_as_alone() -> None:
     plugins = {"blocks": FixedBlocks(6), "stop": "prefix"}
     together = decode(toys.denoiser(), toys.PROMPTS, max_new_tokens=TOKENS, **plugins)[1]

@@ -48,6 +48,7 @@ def test_counts_of_tokens_are_numbers(tmp_path: Path, table: tuple[Any, Any]) ->
         toys.sampler(scheduler={"name": "pc", "frequency": str(file)})
 
 
+@pytest.mark.slow
 def test_other_blocks_read_no_file_again_and_lose_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

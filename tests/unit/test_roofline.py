@@ -12,6 +12,8 @@ from dllm_sampler.models.transformer import TransformerConfig
 from tests.sampling import each
 from tests.tables.roofline import main
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -85,7 +87,6 @@ def test_free_positions_are_where_the_floor_bends():
     assert edge == pytest.approx(gpu.peak / gpu.bandwidth, rel=0.2)  # the ridge of a weight in bfloat16
 
 
-@pytest.mark.slow
 def test_it_writes_json_and_fills_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     page = tmp_path / "page.md"
     page.write_text((ROOT / "docs" / "roofline.md").read_text())

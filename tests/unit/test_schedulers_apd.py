@@ -208,6 +208,7 @@ def test_the_window_lies_behind_the_mask_that_was_first(kind: str, window: int, 
     assert columns == [list(range(left, 11)) for left in (0, *lefts)]
 
 
+@pytest.mark.slow
 def test_a_wide_window_is_no_cache() -> None:
     for rule in ({"name": "apd", **LOOK, "max_lookahead": 6}, {"name": "threshold", "threshold": 0.6}, "rcr"):
         one, two = run(rule, cache=TrailingCache(99)), run(rule)

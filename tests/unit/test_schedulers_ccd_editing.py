@@ -110,6 +110,7 @@ def test_ccd_on_a_model_that_always_changes_its_mind() -> None:
     assert play(model, Coherent(), 24) == play(model, FixedSteps(score="entropy"), 24)
 
 
+@pytest.mark.slow
 def test_marginal_of_one_step_is_the_entropy() -> None:
     assert same(full(CoherentMarginal(dynamic=False, depth=1)), full(FixedSteps(score="entropy")))
     assert same(full(CoherentMarginal(depth=1, buffer=TOKENS, epsilon=0.9)), full(EntropyThreshold(0.9)))
@@ -136,6 +137,7 @@ def test_marginal_by_hand() -> None:
     assert sampler.generate([[0]], max_new_tokens=3).trace.steps(0)[0] == [0]
 
 
+@pytest.mark.slow
 def test_marginal_fires() -> None:
     dynamic = full(CoherentMarginal(epsilon=2.0))
     assert (dynamic.nfe < TOKENS).any()
@@ -174,6 +176,7 @@ def test_editing_ends(extra: int, forwards: int) -> None:
     assert len(play(model, TokenEditing(extra=extra), 4)) == forwards
 
 
+@pytest.mark.slow
 def test_editing_fires_and_leaves_the_prompt() -> None:
     edits = 0
     sampler = Sampler(toys.denoiser(), scheduler=TokenEditing(0.6, 0.3), blocks=FixedBlocks(BLOCK), stop="none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -93,6 +94,7 @@ def test_credit_ends_with_the_block() -> None:
     assert steps[half:] == [[at + 3 for at in step] for step in steps[:half]]
 
 
+@pytest.mark.slow
 @few(("periodic", "plain"), [(PeriodicPrefix, "prefix"), (PeriodicDual, "dual")])
 def test_periodic_cache_at_its_ends(periodic: type, plain: str) -> None:
     scheduler = Threshold(2.0)

@@ -71,6 +71,7 @@ def test_bad_values(cls: Callable[..., Scheduler], values: dict[str, Any]) -> No
         cls(**values)
 
 
+@pytest.mark.slow
 @few("cache", ["prefix", "dual"])
 @few("scheduler", [Wino(), Eoser(Wino())])
 def test_whole_canvases_and_stored_parts_do_not_go_together(scheduler: Scheduler, cache: str) -> None:

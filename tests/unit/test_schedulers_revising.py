@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -118,6 +119,7 @@ class TestRemdm:
     def test_without_revisions_it_is_the_fixed_schedule(self, steps: int | None) -> None:
         assert same_answers(run(Remdm(steps, revisions=0)), run(FixedSteps(steps)))
 
+    @pytest.mark.slow
     @each(("steps", "revisions", "tokens"), [(18, 1, 1), (9, 2, 2), (3, 1, 3), (18, 3, 99)])
     def test_every_block_adds_its_revisions(self, steps: int, revisions: int, tokens: int) -> None:
         result = run(Remdm(steps, revisions, tokens))

@@ -173,6 +173,7 @@ def test_where_all_are_worth_the_same_the_first_candidate_is_the_scheduler_insid
     assert (found.nfe >= alone.nfe).all()
 
 
+@pytest.mark.slow
 @few("inner", sampling.sampled([*INNER, *FREE], lambda inner: [inner in INNER]))
 def test_a_choice_at_once_takes_any_step(inner: str) -> None:
     rule = (INNER | FREE)[inner]
@@ -185,6 +186,7 @@ def test_a_choice_at_once_takes_any_step(inner: str) -> None:
     assert not torch.equal(chosen.tokens, alone.tokens)
 
 
+@pytest.mark.slow
 @few("alpha", [0.0, 0.5])
 def test_minus_infinity_is_never_chosen(alpha: float) -> None:
     def without_seven(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -197,6 +199,7 @@ def test_minus_infinity_is_never_chosen(alpha: float) -> None:
     assert torch.equal(hopeless.tokens, run(INNER["random"]).tokens), "the first one, as on any tie"
 
 
+@pytest.mark.slow
 @few("scheduler", ["random", "threshold"])
 def test_every_candidate_has_the_form(scheduler: str) -> None:
     """A guide on the answer's form vouches for all of them, filled too."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -56,6 +57,7 @@ def uniform(scheduler: Any, model: Denoiser | None = None, **plugins: Any) -> tu
     return Sampler(Uniform(model or toys.denoiser(), seen), scheduler=scheduler, **plugins), seen
 
 
+@pytest.mark.slow
 @few("cache", ["none", "dual"])
 @few("scheduler", SCHEDULERS)
 def test_a_row_in_a_batch_is_the_row_alone(scheduler: Any, cache: str) -> None:

@@ -99,7 +99,7 @@ ARGUMENTS: list[tuple[str, tuple[Any, ...]]] = [
 @each(("argument", "right"), ARGUMENTS)
 def test_arguments_of_generate_and_generate_many(argument: str, right: tuple[Any, ...]) -> None:
     sampler = toys.sampler(temperature=1.0)
-    short: Any = {"max_new_tokens": 4}
+    short: Any = {"max_new_tokens": 2}
     only_accepts(lambda value: sampler.generate([PROMPT], **{**short, argument: value}), *right)
     only_accepts(lambda value: list(sampler.generate_many([PROMPT], **{**short, argument: value})), *right)
 
