@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from dllm_sampler import config
 from dllm_sampler.core.checks import check_count, check_switch, is_whole
-from dllm_sampler.core.naming import named
 from dllm_sampler.errors import UserError, nearest, short, unknown
 
 if TYPE_CHECKING:
@@ -184,12 +183,11 @@ def pages(command: type) -> list[tuple[str, Any, str]]:
     return [(one.name, one.default, one.metadata["about"]) for one in fields(command)]
 
 
-def check_known(options: Mapping[str, Any], *calls: Callable[..., Any], current: Mapping[str, Any]) -> None:
+def check_known(options: Mapping[str, Any], *calls: Callable[..., Any]) -> None:
     """Refuse options that a sampler does not have.
 
     Args:
         calls: methods whose parameters may have been meant, too.
-        current: options that hold where these say nothing.
 
     Raises:
         TypeError: as Python's own for an argument that a function does not have.
@@ -201,36 +199,12 @@ def check_known(options: Mapping[str, Any], *calls: Callable[..., Any], current:
     others = {other: call for call in calls for other in signature(call).parameters if other not in ("self", "options")}
     if name in others:
         raise TypeError(f"'{name}' is an option of {others[name].__name__}, and not of this call")
-    fields = _plugin_fields()
-    near = [name] if name in fields else nearest(name, [*known, *others], 1) or nearest(name, fields, 1, 0.8)
-    meant = [_as_setting(fields[one], one, options[name], {**current, **options}) for one in near if one in fields]
-    hint = meant[0] if meant else f"'{near[0]}'" if near else ""
-    raise TypeError(f"unknown option '{name}'" + (f", did you mean {hint}?" if hint else ""))
-
-
-def _plugin_fields() -> dict[str, dict[str, list[str]]]:
-    """Return the fields of all plug-ins, each with the groups and their choices that have it."""
-    found: dict[str, dict[str, list[str]]] = {}
     for group in config.GROUPS[1:]:
-        for choice in config.names(group):
-            for one in config.entry(group, choice).settings:
-                if one != "_target_":
-                    found.setdefault(one, {}).setdefault(group, []).append(choice)
-    return found
-
-
-def _as_setting(owners: Mapping[str, Sequence[str]], name: str, value: object, options: Mapping[str, Any]) -> str:
-    """Return a field as it is written, in the settings of the plug-in that was chosen if that has it."""
-    for group, choices in owners.items():
-        spec = options.get(group)
-        chosen = spec.get("name") if isinstance(spec, Mapping) else spec if isinstance(spec, str) else named(spec)
-        if chosen in choices:
-            break
-    else:
-        group, choices = next(iter(owners.items()))
-        chosen = choices[0] if len(choices) == 1 else "NAME"
-    text = f'{group}={{"name": "{chosen}", "{name}": {short(repr(value))}}}'
-    return text if chosen != "NAME" else f"{text}, where NAME is one of {', '.join(choices)}"
+        if having := [one for one in config.names(group) if name in config.entry(group, one).settings]:
+            text = f'{group}={{"name": NAME, "{name}": {short(repr(options[name]))}}}'
+            raise TypeError(f"'{name}' is a setting of a plug-in: write {text}, where NAME is {' or '.join(having)}")
+    near = nearest(name, [*known, *others], 1)
+    raise TypeError(f"unknown option '{name}'" + (f", did you mean '{near[0]}'?" if near else ""))
 
 
 def end_token_ids(given: Any, spec: ModelSpec) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from inspect import signature
 from os import PathLike
 from typing import Literal, Unpack, cast
 
@@ -117,7 +116,7 @@ class Sampler:
         Args:
             options: as the constructor's; the others stay. CUDA graphs are recorded once for each sampler: keep it.
         """
-        check_known(options, self.generate_many, self.generate, current=self._options)
+        check_known(options, self.generate_many, self.generate)
         return Sampler(self.denoiser, tokenizer=self.tokenizer, **cast(SamplerOptions, {**self._options, **options}))
 
     def __repr__(self) -> str:
@@ -149,7 +148,7 @@ class Sampler:
         settings = config.model(model)
         scale = settings.pop("cfg_scale")
         # Refuse mistakes before a checkpoint is read, which may take minutes.
-        check_known(options, cls.from_pretrained, current=_defaults(cls))
+        check_known(options, cls.from_pretrained)
         check_options(options)
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
         loading.warn_of_sampling(denoiser.spec, options)
@@ -192,7 +191,7 @@ class Sampler:
             UserError: a token outside the vocabulary, or as the constructor does. A generation raises it if the
                 function returns no logits of this shape.
         """
-        check_known(options, cls.from_callable, current=_defaults(cls))
+        check_known(options, cls.from_callable)
         place = None if device is None else loading.as_device(device)
         denoiser = FunctionDenoiser.of(
             logits_fn, vocab_size=vocab_size, mask_id=mask_id, eos_id=eos_id, pad_id=pad_id,
@@ -433,7 +432,3 @@ class Sampler:
             return json.dumps([options, block_length, str(spec.device), str(spec.dtype)], sort_keys=True)
         except (TypeError, ValueError):
             return None
-
-
-def _defaults(cls: type[Sampler]) -> dict[str, object]:
-    return {name: one.default for name, one in signature(cls).parameters.items()}

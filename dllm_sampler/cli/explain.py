@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rich.console import Console
@@ -16,13 +15,7 @@ from dllm_sampler.cli import user_files
 from dllm_sampler.cli.terminal import row, say, written
 from dllm_sampler.errors import UserError
 
-PLAIN = {"scheduler": "threshold", "cache": "none", "stop": "prefix", "blocks": "fixed"}  # they go with everything
-MODELS: dict[str, dict[str, Any]] = {
-    "masked diffusion": {},
-    "block-causal": {"attention": "block_causal", "block_length": 4},
-    "causal context": {"attention": "causal_context", "seeds": True, "block_length": 8},
-    "uniform diffusion": {"mask_id": None},
-}
+CHECK = "What it runs with: python -m dllm_sampler.check {}={} tries models and all other plug-ins."
 
 
 def explain(console: Console, group: str, name: str) -> None:
@@ -50,7 +43,7 @@ def explain(console: Console, group: str, name: str) -> None:
             _paragraph(console, paragraph)
         _section(console, "Fields", _fields(f"guide.{name}" if group == "guide" else group, cls, given))
         if group in config.GROUPS:
-            _section(console, "Goes with", [("", line) for line in _company(group, name)])
+            _section(console, "Goes with", [("", line) for line in (*_words(group, name), CHECK.format(group, name))])
     if entry.paper:
         _paragraph(console, f"Paper: https://arxiv.org/abs/{entry.paper}")
     say(console, "")
@@ -175,75 +168,25 @@ def _chosen(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + key, value
 
 
-def _company(group: str, name: str) -> Iterator[str]:
-    """What must be known to combine it: traits in words, models, and what refuses it."""
+def facts(kind: type) -> dict[str, str]:
+    """Return what a docstring says of each fact in `Attributes`: a sentence for a value other than the default."""
+    return _named(_documentation(kind).partition("\nAttributes, ")[2].partition("\n")[2])
+
+
+def _words(group: str, name: str) -> Iterator[str]:
+    """Yield the sentences for what differs from the default of its kind, or why its defaults are refused."""
+    from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
+    from dllm_sampler.core.spec import Traits
+
     try:
         built = config.build(group, {"name": name, **user_files.entry(group, name).settings})
     except UserError as error:
         yield f"By itself it is refused: {error}."
         return
     built = built[0] if group == "guide" else built
-    yield from _words(group, built)
-    if group == "guide":  # what it can do depends on the tokenizer
-        return
-    why = {model: _refusal(model, {group: built}) for model in MODELS}
-    good = [model for model in MODELS if why[model] is None]
-    if not good:
-        yield f"With the defaults it is refused: {why['masked diffusion']}."
-        return
-    yield f"Models: {', '.join(good)}."
-    for other in PLAIN:
-        bad = [
-            one
-            for one in config.names(other)
-            if other != group and _alone(good[0], other, one) and _refusal(good[0], {group: built, other: one})
-        ]
-        if bad:
-            yield f"Not with {other}={', '.join(bad)}."
-
-
-def facts(kind: type) -> dict[str, str]:
-    """Return what a docstring says of each fact in `Attributes`: a sentence for a value other than the default."""
-    return _named(_documentation(kind).partition("\nAttributes, ")[2].partition("\n")[2])
-
-
-def _words(group: str, built: Any) -> Iterator[str]:
-    """The sentences for what differs from the default of its kind."""
-    from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
-    from dllm_sampler.core.spec import Traits
-
     if group == "scheduler":
         told, kind, rare = built.traits, Traits, built.traits.rare
     else:
         told, kind, rare = built, {"cache": Cache, "stop": Stop, "guide": Guide, "blocks": Blocks}[group], ()
     yield from (said for name, said in facts(kind).items() if getattr(told, name) != getattr(kind, name))
     yield from (next(_prose(type(one))) for one in rare)
-
-
-@cache
-def _alone(model: str, group: str, name: str) -> bool:
-    """Whether a choice can be had by itself, with what goes with everything."""
-    return _refusal(model, {group: name}) is None
-
-
-def _refusal(model: str, plugins: Mapping[str, Any]) -> str | None:
-    """Why a model of that kind cannot be sampled from with these plug-ins and defaults for the rest; None: it can."""
-    import torch
-
-    from dllm_sampler.core.spec import ModelSpec
-    from dllm_sampler.engine.plugins import assemble
-
-    spec = ModelSpec(
-        **{"vocab_size": 100, "mask_id": 99, "eos_id": 1, "pad_id": 0, "max_positions": 256, **MODELS[model]},
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=8,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    chosen: dict[str, Any] = {"guide": None, **PLAIN, **plugins}
-    try:
-        assemble(spec, **chosen, temperature=None, top_k=None, top_p=None, compat=False)
-    except UserError as error:
-        return str(error)
-    return None

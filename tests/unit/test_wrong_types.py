@@ -328,16 +328,14 @@ def test_half_a_character(prompt: Any, given: dict[str, Any]) -> None:
         ("max_new_token", "unknown option 'max_new_token', did you mean 'max_new_tokens'?"),
         ("temp", "unknown option 'temp', did you mean 'temperature'?"),
         (
-            "threshold",
-            'unknown option \'threshold\', did you mean scheduler={"name": "threshold", "threshold": 1}?',
+            "p",
+            '\'p\' is a setting of a plug-in: write guide={"name": NAME, "p": 1}, where NAME is top_p',
         ),
-        ("length", 'unknown option \'length\', did you mean blocks={"name": "fixed", "length": 1}?'),
-        ("p", 'unknown option \'p\', did you mean guide={"name": "top_p", "p": 1}?'),
         (
-            "window",
-            'unknown option \'window\', did you mean scheduler={"name": "slowfast", "window": 1}?',
+            "relaxed",
+            "'relaxed' is a setting of a plug-in: write "
+            'scheduler={"name": NAME, "relaxed": 1}, where NAME is localleap',
         ),
-        ("treshold", 'unknown option \'treshold\', did you mean scheduler={"name": "threshold", "threshold": 1}?'),
         ("option", "unknown option 'option'"),
         ("order", "'order' is an option of generate_many, and not of this call"),
     ],
