@@ -62,6 +62,11 @@ class Buffers:
         tensors = (one for buffer in self.held.values() for one in _tensors(buffer))
         return sum(one.numel() * one.element_size() for one in tensors)
 
+    @property
+    def recorded(self) -> int:
+        """Number of recordings."""
+        return sum(step is not None for step in self.steps.values())
+
     def copy_in(self, state: Generation) -> int:
         """Copy every tensor of `state` into its buffer, which takes its place in the state.
 

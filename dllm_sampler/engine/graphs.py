@@ -39,6 +39,8 @@ KEPT = 8  # shapes of canvas whose recordings are kept
 ROOM = 2**31  # bytes of buffers, beyond which the oldest go before new ones are made
 LEAST = 16  # rows: a matrix unit multiplies as many at once
 MOST = 512  # entries of a pack up to which steps are recorded
+RECORDED = 64  # steps for one shape of canvas. A batch of 16 whose rows come and go needs some 25
+COUNTED = "A plug-in that counts steps in a plain number needs a recording for each: let it count in a tensor."
 
 
 @runtime_checkable
@@ -241,10 +243,12 @@ class StaticEngine(Engine):
         if step is None:
             state.own()
             state.wanted = replace(state.wanted, sizes=sizes)
-            if key in steps:
+            if key not in steps:
+                steps[key] = None
+            elif state.buffers.recorded < RECORDED:
                 step = steps[key] = self._recorded(state, self.record)
             else:
-                steps[key] = None
+                warn(f"{RECORDED} steps are recorded as CUDA graphs, and others run without. {COUNTED}")
             if step is None:
                 self._eager(state)
                 return

@@ -263,6 +263,23 @@ def test_a_generation_makes_few_recordings(scheduler: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_plugin_that_counts_in_a_plain_number_is_not_recorded_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    tell = Threshold.tell
+
+    def told(self: Any, canvas: Any, query: Any, seen: Any, carry: Any) -> Any:
+        return tell(self, canvas, query, seen, None)[0], carry + 1
+
+    monkeypatch.setattr(Threshold, "init", lambda self, canvas: 0)
+    monkeypatch.setattr(Threshold, "tell", told)
+    monkeypatch.setattr("dllm_sampler.engine.graphs.RECORDED", 5)
+    it, engine = on_a_tape(16, scheduler={"name": "threshold", "threshold": 2.0})
+    found = [it.generate([[5] * 16], max_new_tokens=32)]
+    with pytest.warns(RuntimeWarning, match="5 steps are recorded as CUDA graphs, and others run without"):
+        found += [it.generate([[5] * 16], max_new_tokens=32) for _ in range(2)]
+    assert recordings(engine) == 5 and engine.replays == 2 * 5
+    assert all(torch.equal(one.tokens, found[0].tokens) for one in found)
+
+
 def test_prompts_of_many_lengths_share_recordings() -> None:
     it, engine = on_a_tape(4, scheduler="fixed")
     made = []
