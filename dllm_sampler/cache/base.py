@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -36,7 +36,23 @@ class PaddedPlan(Plan):
 
 @dataclass
 class BaseCache(Cache):
-    """A cache that lacks only the choice of columns (`computes`): the default layer on a pack, and the padded form."""
+    """A cache that lacks only the choice of columns (`computes`): the default layer on a pack, and the padded form.
+
+    Attributes:
+        uses_padded_plan: It runs the layers itself, on padded rows.
+        chooses: It chooses the masks that are predicted: no scheduler that needs a prediction of all of them.
+        keeps_noise: It serves masks as an earlier forward saw them. If false: It computes every mask that is seen.
+        refreshes: The first forward of a block computes every column.
+        supports_resize: It serves answers whose length changes.
+        causal: It serves block-causal models only.
+    """
+
+    uses_padded_plan: ClassVar[bool] = False
+    chooses: ClassVar[bool] = False
+    keeps_noise: ClassVar[bool] = True
+    refreshes: ClassVar[bool] = False
+    supports_resize: ClassVar[bool] = False
+    causal: ClassVar[bool] = False
 
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
     spec: ModelSpec = field(init=False, repr=False, compare=False)
@@ -44,6 +60,11 @@ class BaseCache(Cache):
     twin: Cache | None = field(init=False, default=None, repr=False, compare=False)
     live: bool = field(init=False, default=False, repr=False, compare=False)
     forked: Plan | None = field(init=False, default=None, repr=False, compare=False)  # of a forward of `forks`
+
+    @property
+    def steady(self) -> bool:
+        """True if predictions depend on the canvas and the block's opening alone, not on forwards in between."""
+        return False
 
     def bind(self, context: Context) -> Cache:
         """The cache to use with this model and scheduler; default: this one.

@@ -84,7 +84,7 @@ class BlockCausalCache(BaseCache):
 
     @property
     def steady(self) -> bool:
-        """See `Cache.steady`."""
+        """See `BaseCache.steady`."""
         return True
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:

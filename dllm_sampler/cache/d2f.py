@@ -64,7 +64,7 @@ class D2FCache(BaseCache):
 
     @property
     def steady(self) -> bool:
-        """See `Cache.steady`."""
+        """See `BaseCache.steady`."""
         return True
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:

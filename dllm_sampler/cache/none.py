@@ -25,5 +25,5 @@ class NoCache(BaseCache):
 
     @property
     def steady(self) -> bool:
-        """See `Cache.steady`."""
+        """See `BaseCache.steady`."""
         return True

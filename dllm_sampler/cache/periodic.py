@@ -27,7 +27,7 @@ class _Periodic(BaseCache):
 
     @property
     def steady(self) -> bool:
-        """See `Cache.steady`."""
+        """See `BaseCache.steady`."""
         return self.every is None
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:

@@ -76,7 +76,7 @@ class SparseCache(DualCache):
 
     @property
     def steady(self) -> bool:
-        """See `Cache.steady`: what is kept is chosen `delay` forwards into the block."""
+        """See `BaseCache.steady`: what is kept is chosen `delay` forwards into the block."""
         return False
 
     def due(self, canvas: Canvas) -> Tensor:

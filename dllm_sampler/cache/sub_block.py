@@ -35,7 +35,7 @@ class SubBlockCache(BlockCausalCache):
 
     @property
     def steady(self) -> bool:
-        """See `Cache.steady`. What is stored depends on when a part's first position became known."""
+        """See `BaseCache.steady`. What is stored depends on when a part's first position became known."""
         return False
 
     def computes(self, canvas: Canvas) -> Tensor:

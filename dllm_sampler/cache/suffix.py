@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import ForwardRequest
@@ -18,9 +19,6 @@ from dllm_sampler.core.protocols import Cache, Context, Plan
 from dllm_sampler.core.spec import AllColumns, BlocksOpenedAhead, ChangingLength, ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-
-# What the engine and others ask of a cache is what the inner one says.
-FACTS = ("stores", "uses_padded_plan", "syncs", "chooses", "keeps_noise", "shared")
 
 
 @dataclass
@@ -36,8 +34,6 @@ class SuffixCache(Cache, ABC):
         inner: the cache of what is left.
     """
 
-    hides: ClassVar[bool] = True
-
     inner: Cache = field(default_factory=PrefixCache)
     hidden: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: columns that the block does not see
 
@@ -46,16 +42,12 @@ class SuffixCache(Cache, ABC):
             raise UserError(
                 "option-type", f"cache.inner must be a Cache, for example PrefixCache(), not {self.inner!r}"
             )
-        vars(self).update({name: getattr(self.inner, name) for name in FACTS})
+        # The engine asks the wrapper, and the inner cache decides.
+        vars(self).update({name: getattr(self.inner, name) for name in ("stores", "syncs", "shared")})
 
     @abstractmethod
     def keeps(self, canvas: Canvas) -> Tensor:
         """`[B, L+1] bool` which columns stay, of those behind the block (`stop`); what it says of others is ignored."""
-
-    @property
-    def steady(self) -> bool:
-        """See `Cache.steady`. What is hidden is chosen when the block opens."""
-        return self.inner.steady
 
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`."""
@@ -68,12 +60,12 @@ class SuffixCache(Cache, ABC):
             raise UserError(
                 error.code, f"cache={named(self)}: {str(error).replace('cache=', 'cache.inner=')}"
             ) from None
-        if inner.hides:
+        if isinstance(inner, SuffixCache):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} and cache.inner={named(self.inner)} both choose masks. Use cache.inner=dual.",
             )
-        if inner.keeps_noise and not inner.refreshes:
+        if not isinstance(inner, BaseCache) or (inner.keeps_noise and not inner.refreshes):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} shows each block other masks, and cache.inner={named(self.inner)} does not"

@@ -21,7 +21,7 @@ class WindowCache(BaseCache, ABC):
 
     @property
     def steady(self) -> bool:
-        """See `Cache.steady`."""
+        """See `BaseCache.steady`."""
         return True
 
     @abstractmethod

@@ -107,7 +107,7 @@ def _documentation(cls: Any) -> str:
 
 def _prose(cls: Any) -> Iterator[str]:
     """The paragraphs of a docstring before its arguments."""
-    text = _documentation(cls).partition("\nArgs:")[0]
+    text = re.split(r"\n(?:Args|Attributes):", _documentation(cls))[0]
     for paragraph in re.split(r"\n\s*\n", text):
         yield " ".join(paragraph.split())
 
@@ -168,25 +168,30 @@ def _chosen(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + key, value
 
 
-def facts(kind: type) -> dict[str, str]:
-    """Return what a docstring says of each fact in `Attributes`: a sentence for a value other than the default."""
-    return _named(_documentation(kind).partition("\nAttributes, ")[2].partition("\n")[2])
+def facts(kind: type) -> dict[str, dict[str, str]]:
+    """Return the sentences of a docstring about each of its `Attributes`, by value as YAML writes it.
+
+    The first sentence belongs to `true`. The others follow "If VALUE:".
+    """
+    found = {}
+    for name, text in _named(_documentation(kind).partition("\nAttributes:\n")[2]).items():
+        first, *others = re.split(r"\s*\bIf (\w+): ", text)
+        found[name] = {"true": first} | dict(zip(others[::2], others[1::2], strict=True))
+    return found
 
 
 def _words(group: str, name: str) -> Iterator[str]:
-    """Yield the sentences for what differs from the default of its kind, or why its defaults are refused."""
-    from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
-    from dllm_sampler.core.spec import Traits
-
+    """Yield the sentences about facts that are not the default, or why its defaults are refused."""
     try:
         built = config.build(group, {"name": name, **user_files.entry(group, name).settings})
     except UserError as error:
         yield f"By itself it is refused: {error}."
         return
     built = built[0] if group == "guide" else built
-    if group == "scheduler":
-        told, kind, rare = built.traits, Traits, built.traits.rare
-    else:
-        told, kind, rare = built, {"cache": Cache, "stop": Stop, "guide": Guide, "blocks": Blocks}[group], ()
-    yield from (said for name, said in facts(kind).items() if getattr(told, name) != getattr(kind, name))
+    described, rare = (built.traits, built.traits.rare) if group == "scheduler" else (built, ())
+    for kind in reversed(type(described).__mro__):
+        for name, sentences in facts(kind).items():
+            value = getattr(described, name, None)
+            if value != getattr(kind, name, value) and written(value) in sentences:
+                yield sentences[written(value)]
     yield from (next(_prose(type(one))) for one in rare)

@@ -1,9 +1,15 @@
-"""Every plug-in contract on one page: what the loop asks, in the order in which it asks.
+"""Every plug-in contract on one page, in the order in which a step asks them.
 
-    ask, narrow, plan, denoiser, guides, readout, open, tell, progress, settle, stop, apply, observe, move
+    ask, narrow, plan, denoiser, guides, readout, open, tell, progress, settle, apply, stop, observe, move
 
-Plug-ins answer questions; none writes tokens or owns a loop. Only these may read the device in a step: a cache that
+Plug-ins answer questions. None writes tokens or owns a loop. Only these may read the device in a step: a cache that
 `syncs`, a guide that `vetoes`, a scheduler whose traits are not `graph_safe`.
+
+Letters: B rows, K candidates of a row, Q queried positions, L columns, V tokens of the vocabulary, D width, T entries
+of a pack, R head rows, H heads of width Dh, Hkv heads of keys and values. Slot L of a `[B, L+1]` tensor is empty.
+
+`Attributes` of a class are facts that other plug-ins and the engine rely on. Each sentence is true if the attribute is.
+"If VALUE:" begins the sentence for another value. The help prints the sentence of a value other than the default.
 """
 
 from __future__ import annotations
@@ -21,82 +27,105 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals, Spe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Carry = Any  # a scheduler's own state: a (possibly empty) tree of tensors with leading dimension B
-Whole = tuple[Tensor, Tensor]  # logits and noisy ones, as they are before a guide takes tokens away; None: none does
+Carry = Any  # a scheduler's own state: a tree of tensors with leading dimension B, possibly empty
+Whole = tuple[Tensor, Tensor]  # logits and noisy logits, both `[R, V]`, before a guide has excluded tokens
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The way in which one forward computes a request. Made by a cache."""
+    """The way in which one forward computes a request. A cache makes it."""
 
     cache: Cache
     wanted: ForwardRequest
-    head_rows: HeadRows  # which queried places the forward answers
-    computed: Tensor  # [B] positions computed, candidates and shadows included; 0 for finished rows
-    pack: Pack | None = None  # None: the padded form (`PaddedPlan`)
+    head_rows: HeadRows  # the queried positions that the forward answers
+    computed: Tensor  # [B] positions computed, candidates and shadows included. 0 for finished rows
+    pack: Pack | None = None  # None in the padded form (`cache.base.PaddedPlan`)
     attention: Any = None  # of the pack. None means the denoiser's (`models.packed.PackedAttention`)
-    pairs: list[tuple[Tensor, Tensor]] | None = None  # [T, Hkv, Dh] of each layer. None if not stored
+    pairs: list[tuple[Tensor, Tensor]] | None = None  # keys and values [T, Hkv, Dh] of each layer. None if not kept
     last: bool = False  # in the last layer of a pack, only `pack.head_entries` continue after attention
 
 
 class LayerParts(Protocol):
-    """One transformer layer, taken apart so that a cache can drive it. A pack has N = 1 and M = T."""
+    """One transformer layer, taken apart so that a cache can drive it.
+
+    N counts the rows of a forward and M their positions. A pack has N = 1 and M = T.
+    """
 
     def qkv(self, hidden: Tensor, rope: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Normed and rotated heads of `[N, M, D]`: q `[N, H, M, Dh]`, k and v `[N, Hkv, M, Dh]`."""
+        """Return normed and rotated heads: q `[N, H, M, Dh]`, k and v `[N, Hkv, M, Dh]`.
+
+        Args:
+            hidden: `[N, M, D]` the layer's input.
+            rope: rotary angles of the M positions, as the denoiser handed them to `Cache.layer`.
+        """
         ...
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Values alone `[N, Hkv, M, Dh]` of `[N, M, D]`, as in `qkv`."""
+        """Return the values `[N, Hkv, M, Dh]` of `hidden [N, M, D]` alone, as `qkv` has them."""
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention and output projection `[N, M, D]`, residual not added; mask bool, broadcast to `[N, 1, M, S]`."""
+        """Return attention after its output projection, `[N, M, D]`. The residual is not added.
+
+        Args:
+            q: `[N, H, M, Dh]`.
+            k: `[N, Hkv, S, Dh]`, and `v` of the same shape.
+            mask: bool, broadcast to `[N, 1, M, S]`: keys that a position sees. None means all.
+        """
         ...
 
     def output(self, heads: Tensor) -> Tensor:
-        """The output projection `[N, M, D]` of attention `[N, H, M, Dh]`."""
+        """Return the output projection `[N, M, D]` of attention `[N, H, M, Dh]`."""
         ...
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention probabilities `[N, H, M, S]`, for caches that look at them; arguments as `attend`."""
+        """Return attention probabilities `[N, H, M, S]`, for caches that look at them. Arguments as in `attend`."""
         ...
 
     def mlp(self, hidden: Tensor) -> Tensor:
-        """Norm and feed-forward `[N, M, D]`, residual not added."""
+        """Return norm and feed-forward `[N, M, D]`. The residual is not added."""
         ...
 
 
 class Denoiser(Protocol):
-    """A model family. Some members are optional, see `TransformerDenoiser`: `using(backend)`, `head_weight()` and the
-    property `inference_mode`."""
+    """A model family, from tokens to hidden states and logits.
+
+    Some members are optional, see `TransformerDenoiser`: `using(backend)`, `head_weight()` and the property
+    `inference_mode`.
+    """
 
     @property
     def spec(self) -> ModelSpec:
-        """What the loop must know of the model."""
+        """Facts about the model that the loop and the plug-ins rely on."""
         ...
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Return hidden states `[R, D]` after the final norm, one for each of `plan.head_rows`, and the cost.
+        """Run one forward. Each layer calls `plan.cache.layer`, which stores keys and values and attends.
 
-        Each layer calls `plan.cache.layer`, which stores keys and values and attends.
+        Args:
+            canvas: the state before the step.
+            query: the tokens `[B, K, Q]` that candidates have at the queried positions.
+            plan: the entries to compute and the head rows to answer.
+
+        Returns:
+            hidden states `[R, D]` after the final norm, one for each of `plan.head_rows`, and the cost of each row.
         """
         ...
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., V]` of hidden states `[..., D]`."""
+        """Return logits `[..., V]` of hidden states `[..., D]`."""
         ...
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a plug-in may learn, before the first generation, of the model and of the other plug-ins."""
+    """The model and the other plug-ins, as a plug-in sees them in `bind`, before the first generation."""
 
     spec: ModelSpec
-    blocks: Blocks  # bound; for blocks themselves, which are bound first: not yet
+    blocks: Blocks  # bound, but not yet in the `bind` of blocks themselves
     guides: tuple[Guide, ...] = ()  # the user's, not bound
     tokenizer: PreTrainedTokenizerBase | None = None
-    scheduler: Scheduler | None = None  # bound; for what is bound after it: stop, guides, cache
+    scheduler: Scheduler | None = None  # bound, in the `bind` of stop, guides and cache. None in the others
 
     @property
     def draws(self) -> bool:
@@ -105,52 +134,83 @@ class Context:
 
 
 class PlugIn:
-    """What schedulers, blocks and stops have in common."""
+    """The common part of schedulers, blocks and stops."""
 
     def bind(self, context: Context) -> Self:
-        """Return a copy configured for this model, or raise `UserError`.
+        """Return a copy that is configured for this model and these plug-ins. The default is the plug-in itself.
 
         Called again on that copy if the blocks change.
+
+        Args:
+            context: the model and the other plug-ins.
+
+        Raises:
+            UserError: it cannot serve them. The message names both sides and the way out.
         """
         return self
 
     @property
     def needs(self) -> frozenset[str]:
-        """Fields of `Readout` it wants beyond token and confidence; `predictions`: see `statistics.Predictions.of`."""
+        """Fields of `Readout` that it reads beyond `token` and `confidence`.
+
+        `predictions` asks for whole distributions in the cheapest form (`statistics.Predictions.of`).
+        """
         return frozenset()
 
 
 class Scheduler(PlugIn):
-    """Decides what to ask and what to commit. A frozen dataclass: its fields are its YAML.
+    """Decides which positions a step asks about and which predictions it commits.
 
-    What only a few schedulers can do is a protocol of its own: `Planner`, `Paced`, `Tempered`.
-    Facts that are true of few are a `RareTrait`.
+    A frozen dataclass: its fields are its YAML. Abilities of a few schedulers are protocols: `Planner`, `Paced`,
+    `Tempered`. Facts that are true of a few are a `RareTrait`.
     """
 
     @property
     def traits(self) -> Traits:
-        """What others must know of it. One that overrides `ask` says whether it still `asks_block`."""
+        """Facts that others rely on. A scheduler that overrides `ask` says if it still `asks_block`."""
         return Traits()
 
     def init(self, canvas: Canvas) -> Carry:
-        """State before the first step; default: none."""
+        """Return the carry before the first step. The default is None.
+
+        Args:
+            canvas: B rows before their first step.
+
+        Returns:
+            a tree of tensors with leading dimension B, one entry for each row.
+        """
         return None
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The query of the next step; default: the active block, its noise or all of it (`Traits.asks`)."""
+        """Return the query of the next step. The default asks about the active block (`Traits.asks`).
+
+        Args:
+            canvas: the state after the last step.
+            carry: as `init` or the last `tell` returned it.
+        """
         return Query.masks(canvas) if self.traits.asks == "masks" else Query.window(canvas)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """Judge the predictions. Commit only where `canvas.eligible(query.positions)`."""
+        """Judge the predictions of a step. Commit only where `canvas.eligible(query.positions)` is true.
+
+        Args:
+            canvas: the state that the forward saw. Rows of a first forward (`age` 0) have their final block.
+            query: the question. A cache may have removed positions that it did not predict.
+            readout: statistics `[B, K, Q]`. They are 0 where the forward answered nothing.
+            carry: as `init` or the last `tell` returned it.
+
+        Returns:
+            the edit `[B, Q]`, and the carry of the next step.
+        """
         raise NotImplementedError
 
     def bound(self, tokens: int) -> int:
-        """Return an upper bound on the steps of a generation of `tokens`. The default is one commit in each step."""
+        """Return an upper bound on the steps of a row with `tokens` to generate. The default is one for each token."""
         return tokens
 
     @property
     def total_steps(self) -> int | None:
-        """The number of forwards for a whole answer, which its blocks share. None if the user asked for no number."""
+        """Number of forwards for a whole answer, which its blocks share. None if the user asked for no number."""
         return None
 
     @property
@@ -161,43 +221,49 @@ class Scheduler(PlugIn):
 
 @runtime_checkable
 class Planner(Protocol):
-    """A scheduler that needs no prediction to know what comes next (`PlannedCommits`)."""
+    """A scheduler that knows what the next step commits before any prediction (`PlannedCommits`)."""
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """What the next `ask` names and `tell` commits: `[B, L+1] int64` places in the step's order, from 1; 0: not in
-        this step. None, from a scheduler around another: that one does not know."""
+        """Return the positions that the next `ask` names and the next `tell` commits.
+
+        Returns:
+            `[B, L+1] int64` place of each column in the step's order, from 1. 0 means that the step leaves it out. A
+            scheduler around another returns None if that one does not know.
+        """
 
 
 @runtime_checkable
 class Paced(Protocol):
-    """A scheduler that goes by the clock: it asks about as many candidates as a forward computes at no cost."""
+    """A scheduler that measures time: it asks about as many candidates as a forward computes at no cost."""
 
     def with_candidates(self, most: int) -> Scheduler:
-        """Return the same scheduler, which asks about at most `most` candidates. It commits the same in the end."""
+        """Return the same scheduler with a limit of `most` candidates. It commits the same in the end."""
         ...
 
     def pace(self, made: ForwardRequest, seconds: float) -> int | None:
-        """Return the new limit on candidates, or None for no limit.
+        """Return the new limit on candidates, or None for no limit. Called between two steps.
 
-        Called between steps with the request for the last forward and the duration of the last step.
+        Args:
+            made: the request for the last forward.
+            seconds: duration of the last step. 0 before the first step.
         """
 
 
 @runtime_checkable
 class Tempered(Protocol):
-    """A scheduler that rewrites logits itself (a temperature that falls, say)."""
+    """A scheduler that rewrites logits itself, for example by a falling temperature."""
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """The user's guides and its own, in the order in which they apply."""
+        """Return the user's bound guides and the scheduler's own, in the order in which they apply."""
         ...
 
 
 class Blocks(PlugIn):
-    """Which columns are decoded: the active block, and where it moves.
+    """Decides which columns are decoded: the active block, and where it moves.
 
-    Attributes, each with what a value other than the default means (the help prints these sentences):
-        sizes_on_open: Blocks are shortened by the forward that opens them.
-        several: Several are open at once: no scheduler that takes tokens back or goes by a schedule.
+    Attributes:
+        sizes_on_open: The forward that opens a block may shorten it.
+        several: Several blocks are open at once: no scheduler that remasks tokens or follows a schedule.
         hides: The columns after the open blocks are not seen: no cache that serves old masks.
     """
 
@@ -208,33 +274,57 @@ class Blocks(PlugIn):
 
     @property
     def grid(self) -> int | None:
-        """Length of blocks that are counted from the row's first token, prompt included; None: they are not."""
+        """Length of blocks that are counted from the row's first token, prompt included. None for other blocks."""
         return None
 
     def ends(self, tokens: int) -> Sequence[int]:
-        """Where the blocks of an answer of `tokens` end, from its first column, if `lookahead` does not say it."""
+        """Return the ends of an answer's blocks, counted from its first column.
+
+        Returns an empty sequence if `lookahead` determines them.
+        """
         return ()
 
     def lookahead(self, tokens: int) -> int:
-        """A new block provisionally ends this many columns after its start, in a generation of `tokens`."""
+        """Return the columns from the start of a new block to its provisional end, in an answer of `tokens`."""
         raise NotImplementedError
 
     def widest(self, tokens: int) -> int:
-        """No active block of such a generation has more columns."""
+        """Return an upper bound on the columns of an active block, in an answer of `tokens`."""
         return self.lookahead(tokens)
 
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor | None:
-        """`[B]` final `stop` of the rows with age 0 (others ignored); may only shorten it. None: leave all."""
+        """Return the final end of blocks that this forward opened. It may only be before the provisional end.
+
+        Args:
+            canvas: the state that the forward saw.
+            query: the question.
+            readout: statistics `[B, K, Q]`.
+
+        Returns:
+            `[B]` columns, which count in rows of `age` 0. None leaves all blocks as they are.
+        """
         return None
 
     def progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """The scheduler's edit, and what must be committed besides. Default: nothing."""
+        """Return the scheduler's edit with the commits that the blocks require besides. The default adds nothing.
+
+        Args:
+            canvas: the state that the forward saw, with final blocks.
+            query: the question, about one candidate.
+            readout: statistics `[B, 1, Q]`.
+            edit: the scheduler's edit `[B, Q]`.
+        """
         return edit
 
     def move(self, after: Canvas) -> tuple[Tensor, Tensor] | None:
-        """`[B]` start and `[B]` end of the active block in the next step; before the first step it is empty.
+        """Return the active block of the next step.
 
-        Rows that are done keep their own. None: the next block where this one is over (`Canvas.block_over`).
+        Args:
+            after: the canvas with the step's edit. Before the first step its block is empty.
+
+        Returns:
+            `[B]` start and `[B]` end. Rows that are done keep their own. None means the default: the next block if this
+            one is over (`Canvas.block_over`).
         """
         return None
 
@@ -242,12 +332,12 @@ class Blocks(PlugIn):
 class Guide:
     """Rewrites logits before a token is chosen.
 
-    Attributes, each with what a value other than the default means (the help prints these sentences):
-        truncates: It keeps the likeliest tokens only, which changes nothing without a temperature.
-        excludes: It takes given tokens away: it goes before guides that keep the likeliest only.
+    Attributes:
+        truncates: It keeps only the most likely tokens, which changes nothing without a temperature.
+        excludes: It excludes given tokens: it must be before guides that keep only the most likely ones.
         keeps_excluded: It never raises the logit of a token that others excluded.
-        joint: The tokens of a step are chosen together: no other guide on the form, no stop that fills in tokens.
-        vetoes: It may refuse what a step commits: no scheduler that drafts, no cache that counts on commits.
+        joint: It chooses the tokens of a step together: no other guide on the form, no stop that writes tokens.
+        vetoes: It may refuse what a step commits: no scheduler that drafts, no cache that relies on commits.
     """
 
     truncates: ClassVar[bool] = False
@@ -255,16 +345,16 @@ class Guide:
     keeps_excluded: ClassVar[bool] = False
     joint: ClassVar[bool] = False
     vetoes: ClassVar[bool] = False
-    forms: int = 0  # number of forms of answers. A prompt names one (`Layout.form`). 0: there is no list of forms
+    forms: int = 0  # number of forms of answers. A prompt names one (`Layout.form`). 0 without a list of forms
 
     @property
     def chooses(self) -> bool:
-        """Whether the choice of the token sees the rewritten logits."""
+        """True if tokens are chosen from the rewritten logits."""
         return True
 
     @property
     def measures(self) -> bool:
-        """Whether confidence, margin and entropy see them."""
+        """True if confidence, margin and entropy are measured on the rewritten logits."""
         return False
 
     @property
@@ -274,33 +364,75 @@ class Guide:
 
     @property
     def temperature(self) -> float | None:
-        """What it divides logits by, where it does nothing else: a kernel does it instead; None: it does more."""
+        """Divisor of the logits, if dividing is all that it does: kernels do it instead. None if it does more."""
         return None
 
     def bind(self, context: Context) -> Guide:
-        """Take what the guide must know of the model (end tokens); default: nothing. See `PlugIn.bind`."""
+        """Return the guide to use with this model. The default is the guide itself. See `PlugIn.bind`."""
         return self
 
     def check_answer(self, given: Sequence[int], form: int = 0) -> None:
-        """Refuse, by a `UserError`, an answer that cannot be what the guide wants; `FREE`: its token is not given."""
+        """Refuse a request whose answer cannot be what the guide wants.
+
+        Args:
+            given: tokens of the answer, `FREE` at each position to generate.
+            form: number of its form.
+
+        Raises:
+            UserError: no answer with these given tokens and this length has the form.
+        """
 
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """Logits `[R, V]` to logits, never in place; `head_rows` knows row, candidate and position of each."""
+        """Return rewritten logits. Never write to `logits`.
+
+        Args:
+            logits: `[R, V]`, with minus infinity for tokens that no answer may have.
+            canvas: the state before the step.
+            head_rows: row, candidate and position of each of the R predictions.
+
+        Returns:
+            `[R, V]` in a floating-point type.
+        """
         raise NotImplementedError
 
     def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """`[R]` tokens of a `joint` guide; `noisy [R, V]`: the logits, in a draw with noise (the best wins)."""
+        """Choose the tokens of a step together, if the guide is `joint`.
+
+        Args:
+            logits: `[R, V]` as the other guides leave them.
+            noisy: `[R, V]` the same with the step's noise. The highest score is the choice of a single position.
+            whole: both as they are without guides that exclude or truncate. None without such guides.
+            canvas: the state before the step.
+            head_rows: row, candidate and position of each of the R predictions.
+
+        Returns:
+            `[R] int64` tokens.
+        """
         raise NotImplementedError
 
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Edit, Refusals]:
-        """Return the part of `edit` that the guide allows, if it `vetoes`, and what it refused.
+        """Return the part of an edit that the guide allows, if it `vetoes`.
 
-        If nothing is allowed, substitute another token or mark the row `stuck`.
+        If it allows nothing, it commits another token or marks the row as stuck, which ends it.
+
+        Args:
+            canvas: the state that the forward saw, with final blocks.
+            query: the question, about one candidate.
+            readout: statistics `[B, 1, Q]`.
+            edit: what scheduler and blocks want to write, `[B, Q]`.
+
+        Returns:
+            the edit, and what the guide refused in each row.
         """
         raise NotImplementedError
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool | None:
-        """Whether an answer of these tokens, up to its end token, is what the guide wants; None: it does not say."""
+        """Return True if an answer is what the guide wants, or None if it cannot say.
+
+        Args:
+            tokens: the answer up to its end token.
+            form: number of its form.
+        """
         return None
 
 
@@ -311,13 +443,13 @@ def is_random(guides: Iterable[Guide]) -> bool:
 
 
 class Stop(PlugIn):
-    """Ends rows early. When a row leaves its block is for schedulers and blocks to say, not for a stop.
+    """Ends rows early. Schedulers and blocks decide when a row leaves its block.
 
-    Attributes, each with what a value other than the default means (the help prints these sentences):
+    Attributes:
         cuts: It may shorten the canvas: no scheduler that drafts.
-        predicts: It writes without a prediction.
         fills: It may commit tokens itself: no scheduler that drafts, no guide on the answer's form.
         judges_all: It waits for a prediction of every mask: no cache that hides some.
+        predicts: It needs predictions at the `positions` that it names. If false: It writes without a prediction.
     """
 
     cuts: ClassVar[bool] = False
@@ -326,133 +458,180 @@ class Stop(PlugIn):
     predicts: ClassVar[bool] = True
 
     def positions(self, canvas: Canvas) -> Tensor | None:
-        """`[B, L+1] bool` columns to join to every query (a cache may still drop them); default: none."""
+        """Return `[B, L+1] bool` columns to add to every query, or None for no columns.
+
+        A cache may still drop those that it does not predict.
+        """
         return None
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """Another edit where the policy fires, the same where not; `after` is the canvas with `edit` applied."""
+        """Return the edit with the rows ended (`finish`), cut (`end`) or filled where the policy fires.
+
+        Args:
+            canvas: the state that the forward saw, with final blocks.
+            after: the canvas with `edit` applied.
+            query: the question, about one candidate.
+            readout: statistics `[B, 1, Q]`.
+            edit: what the step writes, `[B, Q]`.
+
+        Returns:
+            `edit` itself if the policy fires nowhere. `keep_block` and `close_block` may not change.
+        """
         return edit
 
 
 class Cache:
-    """Decides which columns a forward computes, and keeps keys and values. A dataclass: its fields are its YAML.
+    """Decides which columns a forward computes, and stores keys and values. A dataclass: its fields are its YAML.
 
-    The configured object is a template, `init` returns a live copy. `cache.base.BaseCache` lacks only `computes`. What
-    few caches can do is a protocol of its own: `Foresees`, `Prefills`, `ReusesGuidance`, `Wraps`.
+    The configured object is a template. `init` returns a live copy for one generation. `cache.base.BaseCache` lacks
+    only `computes`. Abilities of a few caches are protocols: `Foresees`, `Prefills`, `ReusesGuidance`, `Wraps`.
 
-    Attributes, each with what a value other than the default means (the help prints these sentences):
-        stores: It keeps no keys and values.
-        uses_padded_plan: It runs the layers itself, on padded rows.
+    Attributes:
+        stores: It stores keys and values for later forwards. If false: It stores no keys and values.
         syncs: It reads the device inside a step: no CUDA graphs.
-        chooses: It chooses which masks are predicted: no scheduler that must hear about all of them.
-        keeps_noise: It keeps nothing of masks that a step did not compute.
-        refreshes: The first forward of a block computes every column.
-        hides: A block does not see all masks after it: no stop=prophet.
-        supports_resize: It serves answers whose length changes.
-        causal: It is for block-causal models only.
-        shared: It keeps numbers for the whole batch: prompts are answered batch by batch, without CUDA graphs.
+        shared: It has numbers for the whole batch: prompts are answered batch by batch, without CUDA graphs.
     """
 
     stores: ClassVar[bool] = True
-    uses_padded_plan: ClassVar[bool] = False
     syncs: ClassVar[bool] = False
-    chooses: ClassVar[bool] = False
-    keeps_noise: ClassVar[bool] = True
-    refreshes: ClassVar[bool] = False
-    hides: ClassVar[bool] = False
-    supports_resize: ClassVar[bool] = False
-    causal: ClassVar[bool] = False
     shared: ClassVar[bool] = False
 
-    spec: ModelSpec  # of a live copy, as all that follows
-    slots: Any = None  # keys and values of every column (`cache.slots.Slots`); None: nothing is stored
+    spec: ModelSpec  # of a live copy, as the fields below
+    slots: Any = None  # keys and values of every column (`cache.slots.Slots`). None if nothing is stored
     twin: Cache | None = None  # of the branch without prompt, under classifier-free guidance
     memory: Any = None  # what an encoder keeps of the text so far
 
-    @property
-    def steady(self) -> bool:
-        """Whether a forward's answers depend on the canvas and the block's opening alone, not on forwards between."""
-        return False
-
     def bind(self, context: Context) -> Cache:
-        """The cache to use with this model and scheduler. A `UserError` names both sides and the way out."""
+        """Return the cache to use with this model and scheduler.
+
+        Raises:
+            UserError: it cannot serve them. The message names both sides and the way out.
+        """
         raise NotImplementedError
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """A live copy for one generation."""
+        """Return a live copy for one generation.
+
+        Args:
+            canvas: B rows before their first step.
+            spec: the model, with the end tokens of this generation.
+        """
         raise NotImplementedError
 
     def computes(self, canvas: Canvas) -> Tensor | None:
-        """`[B, L+1] bool` columns that the next forward computes, as far as they are seen; None: all of them."""
+        """Return `[B, L+1] bool` columns that the next forward computes, or None for all of them.
+
+        Columns that the row does not see are left out in any case.
+        """
         return None
 
     def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
-        """Drop the positions outside `answered [B, L+1] bool`, which nothing predicts, unless the query needs them all.
+        """Return the query without the positions that the next forward does not predict.
 
-        The engine does not call this where every column is computed.
+        The engine does not call this if every column is computed.
+
+        Args:
+            canvas: the state before the step.
+            query: the scheduler's query. If it `needs_every_position`, nothing is dropped.
+            answered: `[B, L+1] bool` columns that the forward predicts.
         """
         return query if query.needs_every_position else query.drop(canvas, answered)
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """Return the plan of what is wanted, in sizes that `wanted.sizes` fixes."""
+        """Return the plan of a request. `wanted.sizes` fixes the sizes of its tensors."""
         raise NotImplementedError
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
-        """Store keys and values, attend, feed forward: one layer of the pack `[1, T, D]`; `[B, M, D]` if it pads.
+        """Drive one layer: store keys and values, attend, feed forward.
 
-        With `plan.last` it returns the answers of the pack alone, `[1, R, D]`.
+        Args:
+            index: number of the layer, from 0. Under classifier-free guidance the twin gets its own calls.
+            parts: the layer, taken apart.
+            hidden: `[1, T, D]` of a pack, or `[B, M, D]` of a padded plan.
+            rope: rotary angles of these positions.
+            plan: the plan of this forward.
+
+        Returns:
+            the same shape. The last layer of a pack (`plan.last`) returns the head rows alone, `[1, R, D]`.
         """
         raise NotImplementedError
 
     def cost(self, plan: Plan) -> Tensor:
-        """`[B]` positions that the forward just made has computed, the mean over the layers where these differ."""
+        """Return `[B]` positions that the last forward computed, as a mean over layers if these differ."""
         return plan.computed
 
     def recalled(self, canvas: Canvas) -> Tensor | None:
-        """`[B, L+1] bool` positions that the next forward predicts by rows of an earlier one; default: None, none."""
+        """Return `[B, L+1] bool` positions that the next forward predicts by rows of an earlier one.
+
+        Returns None for no positions, which is the default.
+        """
 
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
-        """The hidden states `[R, D]` that a forward returned, with those of an earlier one in their places."""
+        """Return the hidden states `[R, D]` of a forward, with rows of an earlier one where `recalled` named them."""
         return hidden
 
     def adopt(self, candidate: Tensor) -> None:
-        """Of the forward just made, keep what `candidate [B]` has: the step goes on from there. Default: nothing."""
+        """Keep what the last forward stored for `candidate [B]`, from which the step continues. Default: nothing."""
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """Learn what a step wrote; `canvas` as the forward saw it. Default: nothing to learn."""
+        """Learn what a step wrote. The default learns nothing.
+
+        Args:
+            canvas: the state that the forward saw, with final blocks.
+            query: the question, about one candidate.
+            edit: what was written, `[B, Q]`.
+            readout: statistics `[B, 1, Q]`.
+        """
 
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A cache that wants to know what the next forward commits: of a scheduler with `PlannedCommits`."""
+    """A cache that must know what the next forward commits, from a scheduler with `PlannedCommits`."""
 
     def expect(self, ahead: Tensor, most: int) -> None:
-        """Take note of `Planner.ahead [B, L+1]`, the at most `most` positions that the next forward will commit."""
+        """Take note of what the next forward commits.
+
+        Args:
+            ahead: `[B, L+1]` see `Planner.ahead`.
+            most: no row commits more positions.
+        """
 
 
 @runtime_checkable
 class Prefills(Protocol):
-    """A cache that computes a prompt once for several rows. Its keys must not depend on what is written behind it."""
+    """A cache that computes a prompt once for several rows. Its keys must not depend on what is written after it."""
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
-        """`[B]` positions computed, at each first row, or None: compute once, before the first step, what each
-        `samples` consecutive rows have in common, their prompt. `template`: what this live copy was made from."""
+        """Compute the prompt that consecutive rows have in common, before the first step.
+
+        Args:
+            template: the cache from which this live copy was made.
+            canvas: B rows before their first step.
+            samples: each `samples` consecutive rows have the same prompt.
+            denoiser: the model.
+
+        Returns:
+            `[B]` positions computed, counted in the first row of each prompt. None if nothing was computed.
+        """
 
 
 @runtime_checkable
 class ReusesGuidance(Protocol):
-    """A cache that spares passes of the branch without prompt, under classifier-free guidance."""
+    """A cache that saves passes of the branch without prompt, under classifier-free guidance."""
 
     difference: Tensor | None  # conditional minus unconditional hidden states of the last forward that ran both
 
     def reuses_guidance(self) -> bool | None:
-        """Whether the next forward may use an earlier one's difference between the branches; None: none ever does."""
+        """Return True if the next forward may use the last `difference` between the branches.
+
+        Returns None if no forward ever may.
+        """
 
 
 @runtime_checkable
 class Wraps(Protocol):
-    """A cache that wants forwards of its own, which the scheduler does not see."""
+    """A cache that needs forwards of its own, which the scheduler does not see."""
 
     def around(self, scheduler: Scheduler) -> Scheduler:
-        """The bound scheduler, with those forwards."""
+        """Return the bound scheduler with those forwards."""
         ...

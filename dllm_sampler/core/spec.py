@@ -65,32 +65,34 @@ class Traits:
     What is true of few schedulers is a `RareTrait`: `Traits(asks="window", rare=(BatchState(),))`. A wrapper copies the
     inner scheduler's traits with `replace`, `adding` and `without`, so none is lost.
 
-    Attributes, each with what a value other than the default means (the help prints these sentences):
-        asks: It asks about the whole block in each step, not about its masks only.
-        asks_block: It does not ask about the active block in every step: no scheduler can be around it.
-        needs_every_position: It must hear about every mask it asks about: no cache that chooses among them.
-        revises: It may take back or replace tokens that are committed.
+    Attributes:
+        asks: It asks about the block's masks only. If window: It asks about the whole block in each step.
+        asks_block: It asks about the active block in every step. If false: It does not ask about the active block in
+            every step: no scheduler can be around it.
+        needs_every_position: It needs a prediction of every mask it asks about: no cache that chooses among them.
+        revises: It may remask or replace committed tokens.
         own_tokens: It may write other tokens than the candidates of a step: no guide on the answer's form.
-        draws_order: It draws which positions it commits.
+        draws_order: It draws the positions that it commits.
         drafts: It asks about states that may not come true: no stop that changes the canvas, no guide=grammar.
-        graph_safe: Its steps read the device: no CUDA graphs.
-        ranks_by_confidence: It does not look at confidence: no scheduler=eoser around it.
-        scheduled: It goes by the block's length or the forwards made in it: no blocks=multi_block.
-        scope: It needs more than the logits of one block: see docs/engines.md.
+        graph_safe: Its steps only launch operations on tensors. If false: Its steps read the device: no CUDA graphs.
+        ranks_by_confidence: A factor on `readout.confidence` changes what it commits. If false: It does not use
+            confidence: no scheduler=eoser around it.
+        scheduled: It depends on the block's length or on the forwards made in it: no blocks=multi_block.
+        scope: Its rule needs only the logits of one block. If answer: Its rule counts over the whole answer: see
+            docs/engines.md. If model: Its rule needs more of the model than the logits of one block (shadow rows,
+            drafts, hidden columns) or another model: see docs/engines.md.
     """
 
     asks: Literal["masks", "window"] = "masks"
-    asks_block: bool = True  # others can ask in its place
+    asks_block: bool = True
     needs_every_position: bool = False
     revises: bool = False
     own_tokens: bool = False
     draws_order: bool = False
     drafts: bool = False
-    graph_safe: bool = True  # its steps are launches on tensors and nothing else
-    ranks_by_confidence: bool = True  # a factor on `readout.confidence` changes what it commits
+    graph_safe: bool = True
+    ranks_by_confidence: bool = True
     scheduled: bool = False
-    # Its rule rests on the logits of one block; on counts over the answer; or on more of the model than logits of a
-    # block (shadow rows, drafts, hidden columns), or of others (a second model, a reward).
     scope: Literal["block", "answer", "model"] = "block"
     rare: tuple[RareTrait, ...] = ()
 

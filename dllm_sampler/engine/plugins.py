@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.cache.suffix import SuffixCache
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.naming import described, named
 from dllm_sampler.core.protocols import (
@@ -240,7 +241,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"{scheduler} has drafted what comes next when a step is over, and {stop} would change the canvas under it:"
             " use stop=prefix, block or none"
         )
-    if plugins.stop.judges_all and plugins.cache.hides:
+    if plugins.stop.judges_all and isinstance(plugins.cache, SuffixCache):
         yield (
             f"{stop} waits for a prediction of every mask, and cache={named(plugins.cache)} hides masks behind the"
             " block: use stop=prefix or block, or another cache"

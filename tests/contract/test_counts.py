@@ -66,7 +66,7 @@ def cache_of(settings: Settings) -> Cache:
 CACHES: dict[str, Settings] = {
     cases.label(one): one
     for one in [*({"name": name} for name in config.names("cache")), *cases.settings("cache")]
-    if cache_of(one).chooses
+    if getattr(cache_of(one), "chooses", False)
 }
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from dllm_sampler import Scheduler, UserError, config
+from dllm_sampler.cache.base import BaseCache
+from dllm_sampler.cache.suffix import SuffixCache
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Cache, Foresees, Stop
 from dllm_sampler.core.spec import (
@@ -40,6 +42,13 @@ def built(group: str, kind: str = "llada") -> dict[str, Any]:
     return {name: one for name, one in made.items() if not getattr(one, "causal", False) or group != "cache"}
 
 
+def inside(cache: Cache) -> BaseCache:
+    """Return the cache that computes and stores."""
+    inner = cache.inner if isinstance(cache, SuffixCache) else cache
+    assert isinstance(inner, BaseCache)
+    return inner
+
+
 def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> list[str]:
     """The plug-ins that a scheduler cannot work with, by what it declares."""
     traits = scheduler.traits
@@ -50,11 +59,12 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     starved = (traits.has(AllColumns) and cache.stores) or (
         isinstance(cache, Foresees) and not traits.has(PlannedCommits)
     )
-    starved = starved or (traits.needs_every_position and cache.chooses) or (traits.drafts and not cache.steady)
-    starved = starved or (hidden is not None and hidden.horizon is not None and cache.keeps_noise)
-    starved = starved or (cache.hides and (traits.has(AllColumns) or traits.has(BlocksOpenedAhead)))
+    inner, hides = inside(cache), isinstance(cache, SuffixCache)
+    starved = starved or (traits.needs_every_position and inner.chooses) or (traits.drafts and not inner.steady)
+    starved = starved or (hidden is not None and hidden.horizon is not None and inner.keeps_noise)
+    starved = starved or (hides and (traits.has(AllColumns) or traits.has(BlocksOpenedAhead)))
     moves = traits.has(ChangingLength)
-    starved = starved or (moves and (cache.hides or (cache.stores and not cache.supports_resize)))
+    starved = starved or (moves and (hides or (inner.stores and not inner.supports_resize)))
     stops = (traits.drafts or moves) and (stop.cuts or stop.fills)
     wrong_blocks = wrong_blocks or (traits.has(CausalQueries) and blocks.sizes_on_open)
     wrong_blocks = wrong_blocks or (moves and (blocks.sizes_on_open or blocks.several))
@@ -81,7 +91,7 @@ def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
         scheduler = built("scheduler")[name]
         assert isinstance(scheduler, Scheduler)
         rule, cache, stop = scheduler.bind(context), plugins["cache"].bind(context), plugins["stop"]
-        if stop.judges_all and cache.hides:  # whatever the scheduler
+        if stop.judges_all and isinstance(cache, SuffixCache):  # whatever the scheduler
             with refused("plugins-incompatible: stop=, cache="):
                 toys.sampler(stop=stop, cache=cache)
             continue
@@ -90,7 +100,7 @@ def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
             with refused(f"stop-incompatible: stop=block, blocks={chosen[0]}, stop=prefix"):
                 toys.sampler(**plugins)
             continue
-        if plugins["blocks"].hides and cache.keeps_noise:  # whatever the scheduler
+        if plugins["blocks"].hides and inside(cache).keeps_noise:  # whatever the scheduler
             with refused(f"cache-incompatible: cache={chosen[2]}"):
                 toys.sampler(**plugins)
             continue

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from dllm_sampler import config
+from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cli import explain
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.main import main
+from dllm_sampler.cli.terminal import written
 from dllm_sampler.cli.user_files import FLAG, entry
 from dllm_sampler.core.protocols import Blocks, Cache, Guide, Stop
 from dllm_sampler.core.spec import RareTrait, Traits
@@ -223,9 +225,35 @@ def test_a_trainer_s_page_says_what_each_field_is(name: str, capsys: pytest.Capt
 def test_every_trait_has_words() -> None:
     assert explain.facts(Traits).keys() == {one.name for one in fields(Traits)} - {"rare"}
     assert all(inspect.getdoc(one) != inspect.getdoc(RareTrait) for one in RareTrait.__subclasses__())
-    for kind in (Cache, Stop, Guide, Blocks):
+    for kind in (Cache, BaseCache, Stop, Guide, Blocks):
         names = {name for name, hint in inspect.get_annotations(kind).items() if "ClassVar" in str(hint)}
         assert explain.facts(kind).keys() == names, kind
+    for kind in (Traits, Cache, BaseCache, Stop, Guide, Blocks):
+        for name, sentences in explain.facts(kind).items():
+            default = getattr(kind, name)
+            others = (
+                {"window"} if name == "asks" else {"answer", "model"} if name == "scope" else {written(not default)}
+            )
+            assert others <= sentences.keys(), f"{kind.__name__}.{name} has no sentence for another value"
+
+
+@each(
+    "choice",
+    [
+        ("cache=none", "It stores no keys and values."),
+        ("cache=none", "It computes every mask that is seen."),
+        ("cache=prefix", "It serves answers whose length changes."),
+        ("stop=fill", "It writes without a prediction."),
+        ("scheduler=linear_spec", "Its rule needs more of the model than the logits of one block"),
+        ("scheduler=leftright", "It does not use confidence: no scheduler=eoser around it."),
+    ],
+)
+def test_what_a_page_says_is_true_of_the_choice(choice: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    words, said = choice
+    assert main(["--help", words]) == 0
+    shown = flat(capsys.readouterr().out)
+    assert said in shown
+    assert "It stores keys and values for later forwards." not in shown
 
 
 def test_a_yaml_of_ones_own_that_is_none(
