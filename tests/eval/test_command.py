@@ -41,6 +41,7 @@ def test_what_cannot_run_is_said_and_the_rest_goes_on(tmp_path: Path, capsys: py
     assert command.main(["foo"]) == 2
 
 
+@pytest.mark.slow
 def test_a_table_in_a_file_has_the_width_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["scheduler=slowfast", "scheduler.threshold=0.1,0.9", "cache=none,dual", "task.operation=copy,shuffle"]
     assert command.main([*words, "task.count=1", f"output={tmp_path}", "device=cpu", "oracle=false"]) == 0

@@ -112,6 +112,7 @@ def test_a_run_that_was_cut_is_completed(whole: Path, copied: Path, damage: Call
     assert RunFolder(copied).complete
 
 
+@pytest.mark.slow
 def test_measures_of_all_answers_come_back(tmp_path: Path) -> None:
     """They stand in `run.json` alone, and are found again where it was lost."""
     words = ["task=markov", "task.count=4", "scheduler=fixed", "device=cpu", f"output={tmp_path}", "oracle=false"]

@@ -9,6 +9,7 @@ import pytest
 from tests.tables import lengths, markdown
 
 
+@pytest.mark.slow
 def test_it_writes_its_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- length table -->\n<!-- /length table -->\nbehind\n")

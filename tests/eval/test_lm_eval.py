@@ -164,6 +164,7 @@ def model() -> Any:
     return SamplerLM.create_from_arg_string("pretrained=mini,mc_num=16,temperature=1", {"batch_size": 3})
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_batches(model: Any) -> None:
     prompts = ["shuffle: Ada, Ben, Cal, Dan", "shuffle: Eve, Ada", "insert randomly: Ada, Ben; Cal", "copy: Zoe"]
     requests = [

@@ -97,6 +97,7 @@ def test_all_at_once_is_what_a_product_of_marginals_is(chain: MarkovChain) -> No
     assert chain.distance(ids, start).gap > 0.5
 
 
+@pytest.mark.slow
 def test_floors_shrink_with_the_number_of_samples(chain: MarkovChain) -> None:
     few, many = (chain.distance(*reversed(chain.sample(count, seed=5)), seed=7) for count in (200, 5000))
     assert many.tv_floor < few.tv_floor / 3

@@ -81,6 +81,7 @@ def test_forwards_without_a_commit_of_those_that_take_back(scheduler: str) -> No
     assert found == (last.nfe - wrote).tolist()
 
 
+@pytest.mark.slow
 def test_forwards_without_a_commit_are_those_that_only_store() -> None:
     """The published store passes of a block-causal model, and its prefill: what riding along saves."""
     ride, apart = (

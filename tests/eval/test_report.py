@@ -149,6 +149,7 @@ def test_the_headline_is_as_sure_as_the_samples_allow() -> None:
     assert "n = 899 and 900;" in headline.best(compare([run(slow, "fixed"), run(fast[1:], "klass")]))
 
 
+@pytest.mark.slow
 def test_a_loss_that_few_samples_show_is_no_more_than_seen() -> None:
     def found(count: int) -> str | None:
         runs = []
@@ -304,6 +305,7 @@ def test_an_axis_has_three_to_five_ticks(low: float, ratio: float) -> None:
         assert all(low <= tick <= low * ratio for tick in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "magic"),
     [

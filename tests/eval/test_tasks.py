@@ -34,7 +34,10 @@ def graded(of: Task, sample: Sample, text: str, length: int = 5) -> Mapping[str,
     return of.grade(sample, Answer(text, [0] * length))
 
 
-@pytest.mark.parametrize("name", NAMES)
+# rouge and whole sudokus take long.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("summarise", "sudoku") else ()) for name in NAMES]
+)
 def test_samples(name: str) -> None:
     """Reproducible, independent of how many there are, other ones for another seed; facts survive JSON."""
     few, more, other = (task(name, count=count, seed=seed).samples() for count, seed in ((5, 0), (12, 0), (12, 1)))
@@ -77,6 +80,7 @@ def test_waiting_line_accepts_right_answers(name: str, items: tuple[int, ...]) -
         assert graded(line, sample, example)["score"] == 0
 
 
+@pytest.mark.slow
 def test_how_many_answers_are_right() -> None:
     """Every edit of the input is tried: as many are accepted as C(Y|X) is stated for."""
 

@@ -22,6 +22,7 @@ def run(folder: Path, right: dict[int, float]) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_curve_is_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = run(tmp_path / "a", {0: 0.25, 2: 0.5}), run(tmp_path / "b", {0: 0.5, 2: 0.5})
     page = tmp_path / "page.md"

@@ -86,6 +86,7 @@ def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not(here: Path) -> None:
     assert one == two and len(one) == 2
 
 
+@pytest.mark.slow
 def test_one_search_at_a_time(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another process would take the trials of this one for lost."""
     words = [*WORDS, "task.count=2"]
@@ -120,6 +121,7 @@ def test_a_database_that_was_half_made_is_none(here: Path, monkeypatch: pytest.M
     assert [file.name for file in tuner.output.iterdir()] == ["study.db"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,7 @@ def test_it_is_its_paper(case: dict[str, Any], kind: str, block: int) -> None:
     assert fewer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "blocks"), crossed(toys.TOYS, {"full": "full", "fixed": {"name": "fixed", "length": BLOCK}}, together=0)
 )

@@ -92,7 +92,7 @@ def test_2_where_positions_do_not_see_each_other_nothing_is_lost(every: int, shi
             assert (result.trace.rows < exact.trace.rows).sum() >= 4  # a prompt of one token has nothing to freeze
 
 
-@each("kind", ["llada", "cfg"])
+@few("kind", ["llada", "cfg"])
 def test_3_what_is_computed_between_refreshes(kind: str) -> None:
     """All but what the forward before the last one had made text; the first two forwards of a block are full."""
     before: list[Canvas] = []
@@ -183,6 +183,7 @@ class TestLife:
         with refused("cache-in-use"):
             toys.sampler(cache=live)
 
+    @pytest.mark.slow
     @few("cache", [DelayedCache(3), DualCache()])
     def test_generations_that_take_turns_do_not_meet(self, cache: Any) -> None:
         sampler = toys.sampler(cache=cache, scheduler=STEPWISE)

@@ -60,6 +60,7 @@ def steps(number: int) -> dict[str, Any]:
     return {"scheduler": {"name": "fixed", "steps": number}, "blocks": "full"}
 
 
+@pytest.mark.slow
 @few("kind", toys.TOYS)
 def test_refreshed_in_every_forward_it_is_no_cache(kind: str) -> None:
     plain = run("none", kind)

@@ -220,6 +220,7 @@ def windowed(window: int, shift: bool, layers: int) -> list[tuple[list[int], lis
     return [Paper(network(layers, shift), 0.9, window, full_every=1).decode(prompt) for prompt in toys.PROMPTS]
 
 
+@pytest.mark.slow
 @few("shift", [False, True])
 def test_a_whole_forward_in_each_step_is_no_cache(shift: bool) -> None:
     """With a window over everything and no end of text it is the decoder without cache, token for token."""
@@ -245,6 +246,7 @@ def test_one_layer_is_exact_whatever_gamma_is(gamma: float, shift: bool) -> None
         assert (result.trace.decoded[row].tolist(), result.trace.generated[row].tolist()) == (tokens, steps)
 
 
+@pytest.mark.slow
 def test_the_window_is_inside_shorter_blocks() -> None:
     spy = toys.Spy(network())
     run(ElasticCache(window=4), watch=spy, blocks={"name": "fixed", "length": 6})

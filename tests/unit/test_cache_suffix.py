@@ -16,7 +16,6 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.periodic import PeriodicDual
 from dllm_sampler.cache.streaming import StreamingCache
 from dllm_sampler.cache.suffix import SuffixCache
-from dllm_sampler.check.promises import check_row
 from dllm_sampler.schedulers.streaming import StreamingThreshold
 from tests import toys
 from tests.refusals import refused
@@ -73,6 +72,7 @@ def test_a_window_over_all_is_the_cache_inside(kind: str, inner: str) -> None:
         assert torch.equal(found.trace.rows, plain.trace.rows)
 
 
+@pytest.mark.slow
 @few("inner", ["none", "prefix", "dual"])
 def test_the_last_block_sees_all(inner: str) -> None:
     for cache in (DPAD, STREAMING):
@@ -87,6 +87,7 @@ def test_the_last_block_sees_all(inner: str) -> None:
 # What is hidden does not exist
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "inner"), crossed(["gqa", "dream"], ["none", "prefix", "dual", "sparse"], together=0))
 def test_what_stands_at_hidden_columns_changes_nothing(kind: str, inner: str) -> None:
     """Other tokens there in every forward, and keys that are NaN: the same answer."""
@@ -132,17 +133,6 @@ def test_forwards_compute_the_spec_s_rows(inner: str) -> None:
         _, whole = answer(cache=inner)
         if inner != "dual":
             assert (result.trace.rows / result.nfe < whole.trace.rows / whole.nfe).all()
-
-
-@pytest.mark.slow
-def test_rows_that_open_blocks_at_different_times_are_as_alone() -> None:
-    for cache in (DPAD | {"inner": "dual"}, DPAD | {"dropout": "uniform", "number": 4}, STREAMING | {"inner": "none"}):
-        _, batch = answer(cache=cache, stop="block")
-        assert len(set(batch.nfe.tolist())) > 1
-        for row in range(len(toys.PROMPTS)):
-            _, sampler = spied(cache=cache, stop="block")
-            alone = sampler.generate([toys.PROMPTS[row]], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]])
-            check_row(batch, row, alone)
 
 
 def test_given_tokens_behind_the_block_are_seen() -> None:

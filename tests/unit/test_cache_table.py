@@ -113,14 +113,6 @@ def test_the_document_is_up_to_date(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no picture" in said
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "caches.md").write_text("no marks")
-    for arguments, said in ((["--smoke"], "it needs lines"), (["--prompts", "0"], "at least 1")):
-        assert command(tmp_path, *arguments) == 2
-        error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1
-
-
 def test_figures_of_a_row() -> None:
     def figures(answers: tuple[tuple[int, ...], ...], **given: float) -> Figures:
         sums = dict.fromkeys(table.SUMS, 0) | {"steps": 4, "columns": 80, "computed": 80} | given

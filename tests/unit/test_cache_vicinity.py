@@ -24,6 +24,7 @@ def test_without_a_margin_it_is_the_dual_cache(kind: str) -> None:
     assert same(run(VicinityCache(before=0, after=0, warmup=0), kind), run("dual", kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "cache"),
     crossed(toys.TOYS, {"margin": VicinityCache(99, 99, 0), "warmup": VicinityCache(0, 0, 99)}, together=0),

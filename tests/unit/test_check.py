@@ -72,6 +72,7 @@ def test_what_is_broken_is_said(folder: Path, line: str, capsys: pytest.CaptureF
     assert any(BROKEN[line] in one for one in said), said
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_a_line_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "pass", "scheduler.count=3") == 0
     head, *lines = capsys.readouterr().out.splitlines()

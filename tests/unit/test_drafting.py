@@ -175,6 +175,7 @@ def test_the_pace_grows_while_branches_are_free() -> None:
     assert settle({1: 1.0, 2: 1.9})[-1] == 1
 
 
+@pytest.mark.slow
 def test_auto_changes_no_token() -> None:
     scheduler = toys.sampler(scheduler={"name": "freedave", "draft": "auto"})
     alone = run({"name": "fixed"})

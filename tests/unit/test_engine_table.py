@@ -19,9 +19,3 @@ def test_the_page_has_the_table_that_the_command_makes(tmp_path: Path, capsys: p
     assert copy.read_text() == PAGE.read_text(), f"{engines.COMMAND} --docs docs/engines.md"
     assert engines.main([]) == 0
     assert capsys.readouterr().out.strip() in PAGE.read_text()
-
-
-def test_a_page_without_a_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "x.md").write_text("text\n")
-    assert engines.main(["--docs", str(tmp_path / "x.md")]) == 2
-    assert "it needs lines <!-- engines -->" in capsys.readouterr().err

@@ -157,6 +157,7 @@ def reaches(rules: Rules, banned: set[tuple[str, str]], one: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_depth_of_derivations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled derivations are within the depth that the definition gives them."""
     monkeypatch.setattr(bounded, "STATES", 100)

@@ -77,6 +77,7 @@ def test_every_state_can_be_completed(scheduler: str, grammar: str) -> None:
             assert Language.parse(LISTS, "lists").accepts(found.texts[row].encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "temperature"), crossed(["none", "dual", "prefix", "elastic", "sparse"], [None, 1.0], together=0)
 )

@@ -204,6 +204,7 @@ def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         map_leaves((torch.zeros(1), torch.Generator()), lambda _, leaf: leaf, "carry")
 
 
+@pytest.mark.slow
 def test_padding_stays_within_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of someone else's may know no position beyond."""
     from transformers import BertConfig, BertForMaskedLM
@@ -250,6 +251,7 @@ def on_a_tape(window: int, **plugins: Any) -> tuple[Sampler, Taped]:
     return it, on_tape(it)
 
 
+@pytest.mark.slow
 @few("scheduler", [{"name": "threshold", "threshold": 0.7}, "fixed"])
 def test_a_generation_makes_few_recordings(scheduler: Any) -> None:
     """Two of a window of 32, whose masks become fewer, and one that refreshes a canvas of less than `MOST` positions.

@@ -70,14 +70,14 @@ def test_guides_apply_in_the_order_given():
     """A nucleus of 0.6 holds one token before tempering and more behind it: the order shows in the answers."""
     hot, narrow = {"name": "temperature", "value": 3.0}, {"name": "top_p", "p": 0.6}
     answers = [
-        toys.sampler(guide=guides).generate(toys.PROMPTS, max_new_tokens=17).tokens
+        toys.sampler(guide=guides).generate(toys.PROMPTS, max_new_tokens=8).tokens
         for guides in ([hot, narrow], [narrow, hot])
     ]
     assert not torch.equal(*answers)
-    shortcut = toys.sampler(temperature=3.0, top_p=0.6).generate(toys.PROMPTS, max_new_tokens=17).tokens
+    shortcut = toys.sampler(temperature=3.0, top_p=0.6).generate(toys.PROMPTS, max_new_tokens=8).tokens
     assert torch.equal(shortcut, answers[0])
-    greedy = toys.sampler(temperature=3.0, top_k=1).generate(toys.PROMPTS, max_new_tokens=17).tokens
-    assert torch.equal(greedy, toys.sampler().generate(toys.PROMPTS, max_new_tokens=17).tokens)
+    greedy = toys.sampler(temperature=3.0, top_k=1).generate(toys.PROMPTS, max_new_tokens=8).tokens
+    assert torch.equal(greedy, toys.sampler().generate(toys.PROMPTS, max_new_tokens=8).tokens)
 
 
 @each(

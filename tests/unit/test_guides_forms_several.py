@@ -181,6 +181,7 @@ def test_prompts_with_forms(
         assert main([*words, *given]) == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_field_form_that_means_something_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def test_texts_of_their_own_lengths() -> None:
     assert result is not None and torch.equal(result.tokens[0], batch.tokens[0])
 
 
+@pytest.mark.slow
 def test_prompts_with_and_without_gaps_in_one_stream(sampler: Sampler) -> None:
     """A prompt that needs other places than those in flight waits for them."""
     asks = [PROMPT, [4, 4], Infill("a{gap:4}b", [8]), Infill("a{gap:30}b", [7]), [12, 6], Infill("{gap:2}a", [9])]
@@ -317,6 +318,7 @@ def test_the_verifier_reads_what_an_answer_begins_with() -> None:
 CACHES = [name for name in config.names("cache") if name not in ("block_causal", "sub_block", "dkv_greedy")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "kind"), crossed(CACHES, ["llada", "dream"], together=0))
 def test_an_answer_that_stands_alone_begins_at_the_first_column(cache: str, kind: str) -> None:
     """Also where a model predicts a token from the one before it. Rows join and leave: each is what it is alone."""

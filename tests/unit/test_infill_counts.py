@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from dllm_sampler import Edit, Sampler
@@ -82,6 +83,7 @@ def test_a_beginning_is_like_the_end_of_the_prompt(passes: str, size: int) -> No
     assert torch.equal(prefixed.step_map[0, size:], plain.step_map[0])
 
 
+@pytest.mark.slow
 def test_drafting_over_the_end_of_a_block() -> None:
     """The next block begins behind what is given, and is drafted to its end: tokens are the inner scheduler's."""
     inner, blocks = {"name": "fixed", "steps": None}, {"name": "fixed", "length": 4}

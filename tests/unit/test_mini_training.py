@@ -59,6 +59,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(
     assert [line.split("tokens")[0] for line in losses[:2]] == [line.split("tokens")[0] for line in losses[2:]]
 
 
+@pytest.mark.slow
 def test_the_export_loads_and_a_finished_folder_is_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

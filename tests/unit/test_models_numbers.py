@@ -111,6 +111,7 @@ def test_numbers_that_transformers_takes_as_they_are(tmp_path: Path, key: str, v
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @needs_gemma
 def test_what_a_class_of_transformers_does_not_know_is_told(tmp_path: Path):
     """It drops them, and computes something else than the checkpoint's author did."""

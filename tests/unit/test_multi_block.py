@@ -36,7 +36,7 @@ def finished(block: list[int], forward: int) -> bool:
     return max(block) < forward
 
 
-@each("scheduler", [ENTROPY, {"name": "threshold", "threshold": 0.6}, "factor", "hierarchical"])
+@few("scheduler", [ENTROPY, {"name": "threshold", "threshold": 0.6}, "factor", "hierarchical"])
 @each("add", [0.25, 0.75])
 def test_blocks_open_one_by_one_and_the_first_gets_on(scheduler: Any, add: float) -> None:
     result, most = run(add, scheduler=scheduler), 0
@@ -53,6 +53,7 @@ def test_blocks_open_one_by_one_and_the_first_gets_on(scheduler: Any, add: float
     assert most > 1
 
 
+@pytest.mark.slow
 @each("scheduler", [ENTROPY, {"name": "threshold", "threshold": 0.6}])
 def test_one_block_at_a_time_is_fixed_blocks(scheduler: Any) -> None:
     one = run(1.0, scheduler=scheduler)
@@ -122,6 +123,7 @@ def test_columns_that_the_cache_computes(kind: str, delay: int, every: int | Non
         assert max(kept) > first or delay > 2
 
 
+@pytest.mark.slow
 def test_what_is_never_stored_changes_nothing() -> None:
     late, none = run(cache={"name": "delayed_prefix", "delay": 99}), run()
     assert torch.equal(late.trace.generated, none.trace.generated) and torch.equal(late.tokens, none.tokens)
@@ -140,17 +142,6 @@ def test_an_end_token_fills_what_stands_behind_it(cache: Any) -> None:
                 assert not any(masked[ends[0] :]) and set(ids[ends[0] :]) == {toys.EOS}
                 fired += any(masked)
     assert fired
-
-
-@pytest.mark.slow
-def test_rows_in_flight_come_out_as_alone() -> None:
-    """Two places for five prompts: a place that is taken again keeps nothing of the row before."""
-    blocks = {"name": "multi_block", "length": LENGTH, "add_threshold": 0.25}
-    cache = {"name": "delayed_prefix", "delay": 2, "refresh_every": 3}
-    sampler = toys.sampler("dream", scheduler=ENTROPY, blocks=blocks, cache=cache, stop="fill")
-    for answer in sampler.generate_many(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS, batch_size=2):
-        alone = sampler.generate([toys.PROMPTS[answer.index]], max_new_tokens=TOKENS, seed=toys.SEEDS[answer.index])
-        assert torch.equal(answer.tokens, alone.tokens[0]) and int(answer.nfe) == int(alone.nfe)
 
 
 REFUSED = {

@@ -102,16 +102,6 @@ def test_a_cut_run_resumes(folder: Path, measured: list[str]) -> None:
     assert "klass" not in measured, "what stood behind the torn line was lost"
 
 
-@pytest.mark.slow
-def test_another_setup_is_another_measurement(folder: Path, measured: list[str]) -> None:
-    text = (folder / "schedulers.md").read_text()
-    assert command(folder, *FEW, "--tasks", "copy") == 0
-    assert not measured, "this was measured before"
-    assert command(folder, *FEW, "--tasks", "copy", "--prompts", "1") == 0
-    assert {"fixed", "threshold", "klass", ORACLE} <= set(measured)
-    (folder / "schedulers.md").write_text(text)
-
-
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = DOCS.read_text()
     one_less = re.sub(r"^\| \*{0,2}`wino`.*\n", "", text, flags=re.M)
@@ -144,24 +134,6 @@ def test_the_tables_of_methods_are_made_from_conf() -> None:
 )
 def test_a_description_ends_with_its_paper(about: str, cells: tuple[str, str]) -> None:
     assert methods.described(about) == cells
-
-
-@each(
-    ("arguments", "said"),
-    [
-        (["--tasks", "copyy"], "unknown task 'copyy', did you mean 'copy'"),
-        (["--prompts", "0"], "at least 1"),
-        (["--model", "midi"], "unknown model 'midi'"),
-        (["--docs", "nowhere.md"], "nowhere.md cannot be read"),
-        (["--docs", str(DOCS.with_name("formats.md"))], "it needs lines <!-- scheduler table -->"),
-    ],
-)
-def test_mistakes(arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "schedulers.md").write_text(f"<!-- {SECTION} -->\n<!-- /{SECTION} -->\n")
-    assert command(tmp_path, *arguments) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
 
 
 def test_the_front() -> None:

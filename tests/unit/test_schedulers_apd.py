@@ -161,6 +161,7 @@ def test_coupling() -> None:
     assert agree == sorted(agree) and agree[-1] == 1.0 and agree[0] < 0.9
 
 
+@pytest.mark.slow
 @few("blocks", [FullBlock(), FixedBlocks(6)])
 def test_what_is_kept_is_what_reading_again_gives(blocks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a ragged batch whose rows advance at different speeds."""

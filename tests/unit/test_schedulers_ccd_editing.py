@@ -75,6 +75,7 @@ def full(scheduler: Scheduler) -> Result:
     return run(scheduler, blocks=FullBlock())
 
 
+@pytest.mark.slow
 def test_ccd_at_its_ends() -> None:
     baseline = full(FixedSteps(score="entropy"))
     assert same(full(Coherent(expand=0.0)), baseline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -62,6 +63,7 @@ def test_a_fixed_block_gets_its_best_mask_where_no_other_is_sure(score: str) -> 
     assert same(fixed, run(rule, blocks=one | {"add_threshold": 1.0}))
 
 
+@pytest.mark.slow
 def test_one_block_at_a_time_is_a_threshold() -> None:
     """Invariant 6: the canvas is cut at the block's end."""
     blocks = PIPELINE | {"add_threshold": 1.0, "full_threshold": 1.0}

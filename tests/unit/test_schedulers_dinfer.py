@@ -43,6 +43,7 @@ def test_hierarchy_by_hand() -> None:
     assert play(constant([0.5] * 4, [1] * 4), Hierarchical(0.4), 4) == [[0], [1], [2], [3]]  # first on a tie
 
 
+@pytest.mark.slow
 def test_hierarchy_at_its_ends() -> None:
     assert same(run(Hierarchical(1.0)), run(FixedSteps()))
     assert (run(Hierarchical(0.0)).nfe < TOKENS).all()
@@ -74,6 +75,7 @@ def test_hierarchy_with_more_runs_than_asked_masks() -> None:
     assert edit.commit.tolist() == [[True, True]], "each is the only asked mask of its run"
 
 
+@pytest.mark.slow
 def test_hierarchy_takes_tokens_back_under_a_cache_that_chooses() -> None:
     few = {"name": "d2", "masks": 1, "rollout": 0.0, "gap": 0}
     rule = {"name": "hierarchical", "low": 0.0, "remask": 0.9}

@@ -145,16 +145,19 @@ class TestSlowFast:
         assert script.history(SlowFast(slow=2))[0] == [[3], [1], [0], [4], [2], [5]]
         assert script.history(Threshold())[0][:3] == [[3], [1], [4]]
 
+    @pytest.mark.slow
     def test_above_one_it_commits_one_per_forward(self) -> None:
         for prompt in PROMPTS:
             assert {len(step) for step in history(SlowFast(1.01), prompt)[0]} == {1}
 
+    @pytest.mark.slow
     @each("bar", [0.3, 0.9])
     def test_without_a_slow_phase_it_is_the_threshold(self, bar: float) -> None:
         assert same_answers(run(SlowFast(bar, slow=0), blocks="full"), run(Threshold(bar), blocks="full"))
         assert same_answers(run(SlowFast(bar, slow=0, truncate=False)), run(Threshold(bar)))
 
 
+@pytest.mark.slow
 def test_predictions_that_did_not_move_are_not_ranked_by_rounding() -> None:
     """Under a cache that shows nothing of the block they stay as they are: the first of them is taken, in any batch."""
     plugins = {"scheduler": {"name": "klass", "take": "steadiest"}, "cache": {"name": "trailing", "window": 0}}

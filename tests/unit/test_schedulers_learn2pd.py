@@ -63,6 +63,7 @@ def test_filter_by_hand(tmp_path: Path) -> None:
     assert play(model, LearnedFilter(path, 0.5), 5, FixedBlocks(3))[3:] == [[3, 4]]
 
 
+@pytest.mark.slow
 def test_filter_accepting_nothing_is_one_per_step(random_filter: str) -> None:
     assert same(run(LearnedFilter(random_filter, 1.0)), run(FixedSteps()))
 

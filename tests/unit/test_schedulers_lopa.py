@@ -166,6 +166,7 @@ def test_the_published_loop(toy: str, causal: bool, seed: int) -> None:
         assert int(result.nfe[row]) == rounds, rule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocks", "cache", "toy"), crossed(BLOCKS, CACHES, ["llada", "dream", "cfg"], together=0))
 def test_without_forks_or_where_none_wins_it_is_the_scheduler_inside(blocks: Any, cache: Any, toy: str) -> None:
     """Invariants 1 and 2: at `alpha=1` a fork has less than the canvas, whose score is 1."""
@@ -238,6 +239,7 @@ def test_a_block_has_no_more_forks_than_positions() -> None:
     assert all(query.ids.shape[1] == 5 for _, query, *_ in every.made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("blocks", "cache", "toy"), crossed(list(BLOCKS), list(CACHES), ["llada", "dream"], together=0)
 )

@@ -41,6 +41,7 @@ class TestWino:
         assert script.history(replace(scheduler, least=1, most=2))[0][0] == [0, 1]
         assert script.history(replace(scheduler, share=0.2, least=1))[0][0] == [0]
 
+    @pytest.mark.slow
     def test_never_taking_back_it_is_a_capped_threshold(self) -> None:
         wide = run(Wino(0.3, 0.0, least=TOKENS, most=TOKENS))
         assert same_answers(wide, run(Threshold(0.3)))
@@ -115,6 +116,7 @@ class TestRemdm:
         assert opened == [[0], [1], [2], [3], [4], [5], [], [5, 6], [7]]
         assert taken == [[], [], [], [], [], [], [5], [], []]
 
+    @pytest.mark.slow
     @each("steps", [None, 9, 6, 3])
     def test_without_revisions_it_is_the_fixed_schedule(self, steps: int | None) -> None:
         assert same_answers(run(Remdm(steps, revisions=0)), run(FixedSteps(steps)))

@@ -156,6 +156,7 @@ def test_one_candidate_is_the_scheduler_inside(inner: str, value: str) -> None:
         assert torch.equal(getattr(one.trace, name), getattr(alone.trace, name)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("toy", "inner"), crossed([*toys.TOYS, "causal"], list(INNER), together=0))
 def test_where_all_are_worth_the_same_the_first_candidate_is_the_scheduler_inside(toy: str, inner: str) -> None:
     turn = list(INNER).index(inner)
@@ -244,6 +245,7 @@ def test_refused_with_a_reason(name: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_other_blocks_keep_the_reward() -> None:
     it = toys.sampler(scheduler=guided(INNER["random"]))
     found = [it.generate(toys.PROMPTS, max_new_tokens=12, block_length=length).tokens for length in (6, 4, 6)]
@@ -274,6 +276,7 @@ class Counting(FixedSteps):
         return replace(edit, commit=edit.commit & ~late), (carry[0] + 1, inner)
 
 
+@pytest.mark.slow
 @each("blocks", [5, 17])
 def test_the_scheduler_inside_counts_its_own_steps(blocks: int) -> None:
     """Steps of several lengths: some candidates fill a block when others do not, which takes a forward more."""

@@ -72,6 +72,7 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: Any, cache: str) -> None:
 LONG = [replace(SCHEDULERS[0], stability_threshold=None), BlockRefine(5, 1.0)]
 
 
+@pytest.mark.slow
 @each("scheduler", LONG)
 def test_noise_is_drawn_again_and_nothing_else_is(scheduler: Any) -> None:
     sampler, seen = uniform(scheduler)
