@@ -179,7 +179,6 @@ def test_a_step_reads_nothing() -> None:
         logits = torch.randn(18, toys.VOCAB, dtype=torch.float64)
         read = readout.read(
             logits,
-            logits,
             seen,
             HeadRows.every(query),
             readout.Rule(sampler.denoiser.spec, plugins.guides, plugins.scheduler.needs),
