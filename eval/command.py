@@ -16,6 +16,7 @@ from dllm_sampler.cli.terminal import Column, ending, written
 from dllm_sampler.cli.user_files import about, choices, choices_of, with_config_dir
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval.jobs import EVAL, Job, Options, jobs
+from dllm_sampler.eval.protocols import programs
 from dllm_sampler.eval.report.headline import METHOD, interval
 from dllm_sampler.host.files import write as write_file
 from dllm_sampler.host.version import __version__
@@ -99,6 +100,8 @@ def _run(words: list[str]) -> int:
     from dllm_sampler.eval.report.data import load, run_folders
     from dllm_sampler.eval.report.markov import drawn
 
+    if any(job.task.get("run_code") for job in found):
+        print(programs.notice(), file=sys.stderr)
     report, output = found[0].options.report, Path(found[0].options.output).expanduser()
     if report is not None:
         check(report)

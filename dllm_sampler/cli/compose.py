@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dllm_sampler import config
 from dllm_sampler.cli.options import Options
+from dllm_sampler.cli.recommended import expand
 from dllm_sampler.cli.user_files import check, choices, entry, holders, own, read
 from dllm_sampler.cli.words import literal, parse, readable, spelled_out
 from dllm_sampler.errors import UserError, first_line, nearest, short, unknown
@@ -70,7 +71,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     Raises:
         UserError: an override that cannot be read, or that names nothing there is.
     """
-    words = [word for given in spelled_out(overrides) for word in literal(given)]
+    known = expand(spelled_out(overrides), str(config.defaults(app.root).get("model")))
+    words = [word for given in known for word in literal(given)]
     parsed: list[Override] = []
     unread: UserError | None = None  # about the first word that cannot be read
     for word in words:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from rich.console import Console
 
 from dllm_sampler import config
-from dllm_sampler.cli import user_files
+from dllm_sampler.cli import recommended, user_files
 from dllm_sampler.cli.terminal import row, say, written
 from dllm_sampler.errors import UserError
 
@@ -31,10 +31,17 @@ def explain(console: Console, group: str, name: str) -> None:
     )
     say(console, f"{group}={name}")
     _paragraph(console, user_files.about(group, name))
-    if group == "experiment":
+    if group == "experiment" and name == recommended.NAME:
+        for model in given["models"]:
+            say(console, f"model={model}")
+            recommended.show(console, model)
+    elif group == "experiment":
         _section(console, "Sets", [(f"{key}={written(value)}", "") for key, value in _chosen(given)])
     elif group == "model":
         _section(console, "Fields", _fields(group, config.ModelSettings, given))
+        if recommended.entries(name):
+            say(console, "Recommended")
+            recommended.show(console, name)
     elif target:
         import dllm_sampler.models  # noqa: F401 - before transformers, whose log it silences
 

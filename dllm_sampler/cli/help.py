@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from dllm_sampler import config
-from dllm_sampler.cli import compose, user_files
+from dllm_sampler.cli import compose, recommended, user_files
 from dllm_sampler.cli.explain import explain
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.terminal import row, say, written
@@ -174,6 +174,8 @@ def show_group(console: Console, group: str) -> None:
     for name in user_files.choices(group):
         mark = "*" if name == defaults()[group] else ""
         row(console, ANY if name == config.CHECKPOINT else f"{name}{mark}", user_files.about(group, name))
+        if group == "model":
+            recommended.show(console, name)
     say(console, "")
 
 

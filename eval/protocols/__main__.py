@@ -48,8 +48,7 @@ def check(file: str) -> None:
 
 def show(folder: Path) -> int:
     """Print the lines that differ and the counts; return 1 if any line differs."""
-    where = "without a network" if programs.is_isolated() else "with a network (`unshare -rn` does not work here)"
-    print(f"Recorded programs run in child processes {where}.", file=sys.stderr)
+    print(programs.notice(), file=sys.stderr)
     passed = failed = 0
     for outcome in replay(folder):
         passed, failed = passed + (not outcome.wrong), failed + bool(outcome.wrong)

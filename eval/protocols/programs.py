@@ -50,6 +50,12 @@ def is_isolated() -> bool:
         return False
 
 
+def notice() -> str:
+    """Return a sentence on how programs run."""
+    where = "without a network" if is_isolated() else "with a network, because `unshare -rn` does not work here"
+    return f"Programs that the model wrote run in child processes with {SECONDS:g} s and {MEMORY >> 30} GiB, {where}."
+
+
 @lru_cache(maxsize=1024)
 def passes(program: str, seconds: float = SECONDS) -> bool:
     """Return True if a program ends in time without an error. The working directory is empty, and removed after it."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dllm_sampler.errors import FallbackWarning, UserError, unknown
-from dllm_sampler.eval.protocols import data, grading, programs, prompts, spec
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.eval.protocols import data, grading, prompts, spec
 from dllm_sampler.eval.protocols.spec import Cell
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 from dllm_sampler.inputs.prompts import chat_text, text_ids
@@ -62,9 +61,6 @@ class ProtocolTask(Task):
                 f"{self.task} is graded by running programs that the model wrote. Set task.run_code=true to run each in"
                 " a child process, with limits of time and memory.",
             )
-        if cell.kind in CODE and not programs.is_isolated():
-            message = "Programs of the model run with a network: `unshare -rn` does not work on this machine."
-            warnings.warn(message, FallbackWarning, stacklevel=2)
 
     @cached_property
     def cell(self) -> Cell:

@@ -1,0 +1,50 @@
+"""`experiment=recommended`: the published settings for the chosen model, with their evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from dllm_sampler import config
+from dllm_sampler.cli.terminal import row
+from dllm_sampler.errors import unknown
+
+NAME = "recommended"
+WORD = f"experiment={NAME}"
+
+
+def entries(model: str) -> Sequence[Mapping[str, Any]]:
+    """Return what is recommended for a model of `conf/model`, the best first. It is empty for other models."""
+    return config.entry("experiment", NAME).settings["models"].get(model, ())
+
+
+def expand(words: Sequence[str], default: str) -> list[str]:
+    """Return words with the recommended ones in place of `experiment=recommended`. Words that are typed come first.
+
+    Args:
+        words: of a command line.
+        default: the model if no word chooses one.
+
+    Raises:
+        UserError: nothing is recommended for the model.
+    """
+    if WORD not in words:
+        return list(words)
+    typed = [word for word in words if word != WORD]
+    given = {word.partition("=")[0].lstrip("+~"): word.partition("=")[2] for word in typed}
+    model, known = given.get("model", default), config.entry("experiment", NAME).settings["models"]
+    same = (name for name in known if config.entry("model", name).settings["path"] == model)
+    if not (found := entries(next(same, model))):
+        raise unknown(f"{WORD} for model", model, known)
+    keys = [(word, word.partition("=")[0]) for word in found[0]["words"]]
+    return [word for word, key in keys if key not in given and key.partition(".")[0] not in given] + typed
+
+
+def show(console: Console, model: str) -> None:
+    """Print what is recommended for a model, with its evidence."""
+    for number, one in enumerate(entries(model)):
+        use = one["use"] if number else f"{one['use']} ({WORD})"
+        row(console, "", f"{use}: {' '.join(one['words'])}", "italic", column=6)
+        row(console, "", f"{one['accuracy']}. {one['speed']}. Evidence: {one['evidence']} ({one['source']}).", column=6)
