@@ -1,11 +1,13 @@
-"""Packed steps: the positions that the rows of a batch compute in one forward, side by side, and no others.
+"""Packed steps: a forward computes the positions that the rows of a batch need, side by side, and no others.
 
-A pack has T *entries*, sorted by row, candidate and column. A network sees them as one row `[1, T, D]`; only attention
-and the writing of keys and values know which row an entry belongs to. Of the T hidden states R are *answers*, which
-the LM head turns into logits. T and R are numbers of the host, read once between two steps (`host_counts`); where fewer
-entries are left than the host was told, *fillers* take their place: they stand at the empty slot of the last row.
+A pack has T *entries*, sorted by row, candidate and column. A network sees them as one row `[1, T, D]`. Only attention
+and the writing of keys and values know the row of an entry. R of the T hidden states are *head rows*, which the LM
+head turns into logits.
 
-Letters: B rows, K candidates, Q queried positions, L columns, T entries, R answers, S segments of a row (its
+The host reads T and R once between two steps (`host_counts`). If fewer entries are left than the host expects,
+*fillers* take their place. A filler is at the empty slot of the last row.
+
+Letters: B rows, K candidates, Q queried positions, L columns, T entries, R head rows, S segments of a row (its
 candidates, or the canvas and its shadows).
 """
 
@@ -31,7 +33,7 @@ UNMEASURED = Sizes(queries=1, block=1, computed=1, head_rows=1, longest=1, whole
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """A request for the next forward, as sets and, once the host has looked, in sizes."""
+    """A request for the next forward: sets of positions, and their sizes once the host has read them."""
 
     query: Query
     computed: Tensor  # [B, L+1] bool: columns that each row computes; none of a finished row
@@ -42,7 +44,12 @@ class ForwardRequest:
 
     @staticmethod
     def of(query: Query, computed: Tensor, predicted: Tensor) -> ForwardRequest:
-        """Return the request for `query` if the columns `computed [B, L+1]` are, and `predicted [B, L+1]` follow."""
+        """Return the request for `query`.
+
+        Args:
+            computed: `[B, L+1] bool` columns that the forward computes.
+            predicted: `[B, L+1] bool` columns that it predicts.
+        """
         answered = predicted.gather(1, query.positions)[:, None]  # [B, 1, Q]; the empty slot is never computed
         live, stops = query.candidates.live, query.candidates.stops
         answered = answered.expand(query.ids.shape) if live is None else answered & live[..., None]
@@ -51,7 +58,7 @@ class ForwardRequest:
         return ForwardRequest(query, computed, answered)
 
     def segments(self, canvas: Canvas) -> Tensor:
-        """`[B, K, L+1] bool` columns that each candidate computes."""
+        """Return `[B, K, L+1] bool` columns that each candidate computes."""
         query, chosen = self.query, self.computed[:, None].expand(-1, self.query.ids.shape[1], -1)
         live, stops = query.candidates.live, query.candidates.stops
         chosen = chosen if live is None else chosen & live[..., None]
@@ -61,12 +68,12 @@ class ForwardRequest:
         return chosen & ~(hidden if canvas.layout.given is None else hidden & ~canvas.layout.frozen[:, None])
 
     def shadows(self, canvas: Canvas) -> Tensor:
-        """`[B, Q] bool` positions of a `leave_one_out` query that get a shadow: all of the block."""
+        """Return `[B, Q] bool` positions of a `leave_one_out` query that get a shadow: all of the block."""
         shadows, causal = self.answered[:, 0] & canvas.inside(self.query.positions), self.query.causal
         return shadows if causal is None else shadows & causal[:, None]
 
     def entries(self, canvas: Canvas) -> Tensor:
-        """`[B]` entries of each row."""
+        """Return `[B]` the number of entries of each row."""
         live = self.query.candidates.live
         if self.query.candidates.stops is not None:
             return self.segments(canvas).sum((1, 2))
@@ -79,19 +86,27 @@ class ForwardRequest:
 
 
 def computable(canvas: Canvas, query: Query, chosen: Tensor | None) -> Tensor:
-    """`[B, L+1] bool` columns of live rows that a forward computes, of those `chosen [B, L+1]`; None: of all."""
+    """Return `[B, L+1] bool` columns of live rows that a forward computes.
+
+    Args:
+        chosen: `[B, L+1] bool` columns that the cache chose. None means all.
+    """
     seen = visible(canvas, query) & ~canvas.done[:, None]
     return seen if chosen is None else chosen & seen
 
 
 def forward_request(canvas: Canvas, query: Query, chosen: Tensor | None, spec: ModelSpec) -> ForwardRequest:
-    """The request for `query` when a forward computes the columns `chosen [B, L+1]`; None: all of them."""
+    """Return the request for `query` outside the loop.
+
+    Args:
+        chosen: `[B, L+1] bool` columns that the forward computes. None means all.
+    """
     computed = computable(canvas, query, chosen)
     return ForwardRequest.of(query, computed, answerable(canvas, query, computed, spec))
 
 
 def answerable(canvas: Canvas, query: Query, computed: Tensor, spec: ModelSpec) -> Tensor:
-    """`[B, L+1] bool` columns that are predicted where the columns `computed [B, L+1]` are."""
+    """Return `[B, L+1] bool` columns that are predicted if the columns `computed [B, L+1]` are."""
     if spec.encoder:
         return computed & canvas.in_block()
     if not spec.shift and not spec.seeds:
@@ -190,7 +205,11 @@ def _to_host(numbers: Tensor) -> list[int]:
 
 
 def largest(canvas: Canvas, wanted: ForwardRequest, whole: bool) -> Sizes:
-    """Return sizes that are large enough whatever the request turns out to be; `whole` as in `Sizes`."""
+    """Return sizes that are large enough for any request with the shape of this one.
+
+    Args:
+        whole: see `Sizes`.
+    """
     batch, candidates, width = wanted.query.ids.shape
     longest = canvas.length * candidates + width * wanted.query.leave_one_out
     head_rows = batch * candidates * width
@@ -199,16 +218,19 @@ def largest(canvas: Canvas, wanted: ForwardRequest, whole: bool) -> Sizes:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Which of the `[B, K, Q]` queried places a forward answers, and how to go from one form to the other."""
+    """The queried positions that a forward predicts, one for each row of logits.
 
-    place: Tensor  # [R] in the flat [B*K*Q]; B*K*Q for a filler
+    It converts values from the queried positions `[B, K, Q, ...]` to head rows `[R, ...]` and back.
+    """
+
+    place: Tensor  # [R] in the flat [B*K*Q]. B*K*Q for a filler
     query: Query
     whole: bool  # every place is answered, in order
     stretch: int | None = None  # see `Sizes.stretch`
 
     @staticmethod
     def of(wanted: ForwardRequest) -> HeadRows:
-        """The answers of a request."""
+        """Return the head rows of a request."""
         flat, sizes = wanted.answered.flatten(), wanted.sizes
         # As many answers as places: then each place has one, unless the size was rounded up, or raised from 0 to 1.
         if 1 < len(flat) == sizes.head_rows and sizes.rows is not None:
@@ -218,7 +240,7 @@ class HeadRows:
 
     @staticmethod
     def every(query: Query) -> HeadRows:
-        """One answer for each place."""
+        """Return one head row for each queried position."""
         return HeadRows(select.arange(query.ids.numel(), query.ids.device), query, True)
 
     @cached_property
@@ -227,22 +249,22 @@ class HeadRows:
 
     @cached_property
     def row(self) -> Tensor:
-        """`[R]` the row of the batch."""
+        """`[R]` row of the batch."""
         return self._there // (self.query.ids.shape[1] * self.query.ids.shape[2])
 
     @cached_property
     def candidate(self) -> Tensor:
-        """`[R]` which of the row's candidates."""
+        """`[R]` number of the candidate in its row."""
         return self._there // self.query.ids.shape[2] % self.query.ids.shape[1]
 
     @cached_property
     def position(self) -> Tensor:
-        """`[R]` the column that is predicted."""
+        """`[R]` column that is predicted."""
         flat = self.row * self.query.ids.shape[2] + self._there % self.query.ids.shape[2]
         return self.query.positions.flatten()[flat]
 
     def step(self, canvas: Canvas) -> Tensor:
-        """`[R]` the forward that keys each answer's noise."""
+        """Return `[R]` the forward that keys each head row's noise."""
         steps = self.query.candidates.step
         if steps is None:
             return canvas.step[self.row]
@@ -250,21 +272,21 @@ class HeadRows:
         return steps.flatten()[self.row * self.query.ids.shape[1] + self.candidate]
 
     def pick(self, values: Tensor) -> Tensor:
-        """`[R, ...]` of values `[B, K, Q, ...]`."""
+        """Return the values `[R, ...]` of `values [B, K, Q, ...]`."""
         flat = values.flatten(0, 2)
         return flat if self.whole else flat.index_select(0, self._there)
 
     def spread(self, values: Tensor) -> Tensor:
-        """`[B, K, Q, ...]` of values `[R, ...]`; 0 where nothing is answered."""
+        """Return `[B, K, Q, ...]` with `values [R, ...]` at their positions, and 0 where nothing is predicted."""
         shape = self.query.ids.shape
         if self.whole:
             return values.unflatten(0, shape)
         size = shape.numel()
-        room = values.new_zeros(size + 1, *values.shape[1:])  # fillers go behind the last place
+        room = values.new_zeros(size + 1, *values.shape[1:])  # fillers go after the last place
         return room.index_copy_(0, self.place, values)[:size].unflatten(0, shape)
 
     def under(self, candidate: Tensor) -> HeadRows:
-        """The answers about one hypothesis per row, `candidate [B]`: those of a query with K = 1."""
+        """Return the head rows of one candidate per row, `candidate [B]`, for a query with K = 1."""
         there = self.spread(torch.ones_like(self.place))  # [B, K, Q]
         there = there.gather(1, candidate[:, None, None].expand(-1, 1, there.shape[2])).flatten() > 0  # [B*Q]
         place = torch.nonzero_static(there, size=len(there), fill_value=len(there))[:, 0]
@@ -275,27 +297,33 @@ class HeadRows:
 class Pack:
     """The entries of a forward.
 
-    Entries of one segment belong together: a candidate sees its own only. A `leave_one_out` query has two: the canvas
-    and its shadows: shadows see one another, and the canvas but for the column that they stand in for. Where the query
-    is `causal` each shadow is a segment by itself, of a negative number.
+    A segment is a candidate of a row. The entries of a candidate see those of the same segment only. A `leave_one_out`
+    query has two segments: the canvas and its shadows. A shadow sees the other shadows. It also sees the canvas, but
+    not the column that it predicts. If the query is `causal`, each shadow is a segment by itself with a negative
+    number.
     """
 
     place: Tensor  # [T] in the flat [B*S*(L+1)]
     row: Tensor  # [T]
-    column: Tensor  # [T]; L for a filler
-    segment: Tensor | None  # [T]; 0: the canvas or the first candidate; None: each row has one
-    unseen: Tensor | None  # [T] the column that a shadow does not see; -1: none; None: there are no shadows
-    head_entries: Tensor  # [R] the entry that answers
-    slots: Tensor  # [T] where keys and values are stored, in the flat [B*(L+1)]; an empty slot: nowhere
+    column: Tensor  # [T] L for a filler
+    segment: Tensor | None  # [T] 0 for the canvas or the first candidate. None if each row has one
+    unseen: Tensor | None  # [T] column that a shadow does not see, -1 for other entries. None without shadows
+    head_entries: Tensor  # [R] the entry that each head row continues
+    slots: Tensor  # [T] where keys and values are stored, in the flat [B*(L+1)]. An empty slot means nowhere
     chosen: Tensor  # [B, S, L+1] bool: the entries as a set
-    unread: Tensor | None  # [B, L+1] bool: stored columns that no entry sees; None: there are none
+    unread: Tensor | None  # [B, L+1] bool: stored columns that no entry sees. None for no columns
     end: Tensor  # [B] columns from here on are hidden
     until: Tensor | None  # [T] first column that each entry does not see. None if it is `end` for all
     sizes: Sizes
 
     @staticmethod
     def of(canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, spec: ModelSpec, sees: Visible) -> Pack:
-        """Pack a request."""
+        """Pack a request.
+
+        Args:
+            head_rows: the head rows of the request.
+            sees: the columns that each column sees.
+        """
         query, sizes, columns = wanted.query, wanted.sizes, canvas.length + 1
         batch, device = len(canvas.ids), canvas.ids.device
         chosen, segments = wanted.computed[:, None], query.ids.shape[1]  # [B, S, L+1]
@@ -307,7 +335,7 @@ class Pack:
         elif segments > 1:
             chosen = wanted.segments(canvas)
         size = batch * segments * columns
-        # A filler stands at the last place of all, the empty slot of the last row.
+        # A filler is at the last place of all, the empty slot of the last row.
         place = torch.nonzero_static(chosen.reshape(-1), size=sizes.computed, fill_value=size - 1)[:, 0]
         column, line = place % columns, place // columns
         row = line if segments == 1 else line // segments
@@ -334,19 +362,26 @@ class Pack:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """`[B+1]` where the entries of each row begin, and where the last ones end."""
+        """`[B+1]` first entry of each row, and the end of the last row."""
         counts = self.chosen.sum((1, 2))
         return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
     def together(self, length: int) -> Tensor:
-        """`[T]` a number below T for the entries of each block of `length` columns, of the same row and segment."""
+        """Return `[T]` a number below T for each entry. Entries of one block, row and segment have the same.
+
+        Args:
+            length: columns of a block.
+        """
         columns = self.chosen.shape[-1]
         block = self.column // length + (self.column == columns - 1)  # fillers, which come last, have one of their own
         number = self.place // columns * (columns // length + 2) + block
         return torch.searchsorted(number, number)
 
     def ids(self, canvas: Canvas, query: Query, mask_id: int | None) -> Tensor:
-        """`[T]` the token of each entry: the canvas's, what a candidate has there, or a mask for a shadow."""
+        """Return `[T]` the token of each entry.
+
+        It is the canvas's token, the candidate's, or a mask for a shadow.
+        """
         candidates = query.ids.shape[1]
         if candidates == 1 and not query.leave_one_out:
             return canvas.ids.scatter(1, query.positions, query.ids[:, 0]).flatten().index_select(0, self.place)

@@ -1,11 +1,12 @@
 """The four values that travel through a step: `Canvas`, `Query`, `Readout`, `Edit`.
 
-Letters: B rows, K candidates per row, Q queried positions, L canvas length, V vocabulary, D width. Slot L of every
-`[B, L+1]` tensor is the *empty slot*: frozen, never noise, its key never seen. A row with fewer than Q positions pads
-with L, so nothing needs a "valid" flag. Rows are left-aligned: a prompt begins at column 0, and its answer follows.
+Letters: B rows, K candidates per row, Q queried positions, R head rows (`core.packing`), L canvas length, V
+vocabulary, D width. Slot L of every `[B, L+1]` tensor is the *empty slot*: frozen, never noise, its key never seen. A
+row with fewer than Q positions pads with L, so nothing needs a "valid" flag. Rows are left-aligned: a prompt begins at
+column 0, and its answer follows.
 
 Tokens of an answer may be given (`Layout.given`). They are on the canvas from the start, frozen like the prompt. No
-step commits them: schedules count the *free* columns of an answer. Where nothing is given, all are free.
+step commits them: schedules count the *free* columns of an answer. If nothing is given, all are free.
 
 Block-causal attention has a grid (`Layout.grid`): no block crosses one of its lines. Without a grid the active block
 is used in its place. With `Grid.part` a block of the grid is decoded in parts. Each part is the active block in
@@ -27,7 +28,7 @@ FREE = -1  # in place of a given token: the position is to be generated
 
 @dataclass(frozen=True)
 class Sizes:
-    """The static sizes of the next step, which the host reads between two steps. See `packing.host_counts`."""
+    """Static sizes of the next step. The host reads them between two steps (`packing.host_counts`)."""
 
     queries: int  # no row asks about more positions
     block: int  # no live row's block is wider
@@ -42,14 +43,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Spent:
-    """The cost of a forward for each row, 0 for finished rows. The recorder adds it up."""
+    """Cost of a forward for each row, 0 for finished rows. The recorder adds it up."""
 
     nfe: Tensor  # [B] passes
     computed: Tensor  # [B] positions computed, candidates and guidance branches included
 
 
 class Noise(Protocol):
-    """A source of noise for one batch. `positions` is `[B, Q]`; its padding may get any value."""
+    """A source of noise for one batch.
+
+    `positions` is `[B, Q]`. Its padding may get any value.
+    """
 
     def tokens(self, canvas: Canvas, head_rows: Any, vocab: int) -> Tensor:
         """Return standard Gumbel noise `[R, V]` for `head_rows` (`packing.HeadRows`).
@@ -59,21 +63,24 @@ class Noise(Protocol):
         ...
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
-        """`[B, Q]` Gumbel noise for ranking positions: a top-k of score + noise samples without replacement."""
+        """Return Gumbel noise `[B, Q]` for ranking positions.
+
+        The k best of score plus noise are a sample without replacement.
+        """
         ...
 
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """`[B, Q]` uniform in (0, 1)."""
+        """Return uniform numbers `[B, Q]` in (0, 1)."""
         ...
 
     def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """`[B, Q] int64` token ids, each as likely as any other: the noise of uniform diffusion."""
+        """Return `[B, Q] int64` token ids, all equally likely: the noise of uniform diffusion."""
         ...
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The lines that no block crosses: one every `length` columns. Block-causal attention goes by the same lines."""
+    """Lines that no block crosses, one every `length` columns. Block-causal attention uses the same lines."""
 
     length: int
     part: int | None = None  # blocks of attention are decoded in parts of this length, which divides `length`
@@ -106,12 +113,12 @@ class Layout:
 
     @property
     def given_end(self) -> Tensor:
-        """`[B]` end of what a row's answer is given, and of the prompt where it is given nothing."""
+        """`[B]` end of the last given token of each answer. The prompt's end if no token is given."""
         return self.first if self.given is None else self.given
 
     @property
     def grid_origin(self) -> Tensor | None:
-        """`[B]` the grid's first line. Returns None for column 0."""
+        """`[B]` the grid's first line. None for column 0."""
         return self.first if self.grid is not None and self.grid.from_answer else None
 
 
@@ -142,13 +149,16 @@ class Canvas:
         return self.ids.shape[1] - 1
 
     def answer(self) -> Tensor:
-        """`[B, N]` columns of the answer, padded with L."""
+        """Return `[B, N]` the columns of each answer, padded with L."""
         layout = self.layout
         column = select.arange(layout.longest, self.ids.device)
         return (layout.first[:, None] + column).masked_fill(column >= layout.new_tokens[:, None], self.length)
 
     def requested(self) -> Tensor:
-        """`[B, N]` columns of the answer that the caller wanted, padded with L; with `surplus` it reads the device."""
+        """Return `[B, N]` the columns of each answer that the caller requested, padded with L.
+
+        Reads the device if the layout has a `surplus`.
+        """
         layout = self.layout
         if layout.surplus is None:
             return self.answer()
@@ -157,20 +167,23 @@ class Canvas:
         return answer.masked_fill(answer >= (layout.first + wanted)[:, None], self.length)
 
     def columns(self) -> Tensor:
-        """`[1, L+1]` the column numbers, not to be written to."""
+        """Return `[1, L+1]` the column numbers. Never write to them."""
         return select.line(self.ids.shape[1], self.ids.device)
 
     def seen(self) -> Tensor:
-        """`[B, L+1] bool` columns that exist for the row: those before its end."""
+        """Return `[B, L+1] bool` columns that exist for the row: those before its end."""
         return self.columns() < self.end[:, None]
 
     def in_block(self) -> Tensor:
-        """`[B, L+1] bool` columns of the active block."""
+        """Return `[B, L+1] bool` columns of the active block."""
         column = self.columns()
         return (column >= self.start[:, None]) & (column < self.stop[:, None])
 
     def block_end(self, start: Tensor, width: int | Tensor) -> Tensor:
-        """`[B]` provisional end of blocks that begin at `start [B]`: `width` columns on, or at the grid's next line."""
+        """Return `[B]` the provisional end of blocks that begin at `start [B]`.
+
+        It is `width` columns after the start, or at the grid's next line.
+        """
         stop, grid = torch.minimum(start + width, self.end), self.layout.grid
         if grid is None:
             return stop
@@ -178,40 +191,41 @@ class Canvas:
         return torch.minimum(stop, self.grid_line(start, length) + length)
 
     def window(self, width: int, back: int = 0) -> Tensor:
-        """`[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
+        """Return `[B, width]` the active block's columns from `back` before its start, padded with the empty slot."""
         column = (self.start - back if back else self.start)[:, None] + select.arange(width, self.ids.device)
         return column.masked_fill(column >= self.stop[:, None], self.length)
 
     def frontier(self) -> Tensor:
-        """`[B]` first noise from the active block on; `end` where there is none."""
+        """Return `[B]` the first noise from the active block on, or `end` if there is none."""
         column = self.columns()
         noise = self.masked & (column >= self.start[:, None])
         return torch.where(noise, column, self.end[:, None]).amin(1)
 
     def free_before(self, until: Tensor) -> Tensor:
-        """`[B]` free columns of each answer before `until [B]`."""
+        """Return `[B]` the number of free columns of each answer before `until [B]`."""
         if self.layout.given is None:
             return until - self.layout.first
         return (~self.layout.frozen & (self.columns() < until[:, None])).sum(1)
 
     def free_total(self) -> Tensor:
-        """`[B]` free columns of each answer, before a stop cuts it."""
+        """Return `[B]` the number of free columns of each answer, before a stop cuts it."""
         return self.layout.new_tokens if self.layout.given is None else self.free_before(self.layout.answer_end)
 
     def free_in_block(self) -> Tensor:
-        """`[B]` free columns of the active block."""
+        """Return `[B]` the number of free columns of the active block."""
         if self.layout.given is None:
             return self.stop - self.start
         return (~self.layout.frozen & self.in_block()).sum(1)
 
     def progress(self) -> Tensor:
-        """`[B]` share of each answer's free columns that is committed."""
+        """Return `[B]` the committed share of each answer's free columns."""
         return 1 - self.masked.sum(1) / self.free_before(self.end)
 
     def next_free(self, column: Tensor) -> Tensor:
-        """`[B]` start of the next block when one ends at `column [B]`: the first free column from there on, or `end`.
+        """Return `[B]` the start of the next block if one ends at `column [B]`.
 
-        It does not ask for noise, since a drafting scheduler may have written into the block already.
+        It is the first free column from there on, or `end`. It does not look for noise, since a drafting scheduler may
+        have written into the block already.
         """
         if self.layout.given is None:
             return column
@@ -220,49 +234,59 @@ class Canvas:
         return torch.where(free, columns, self.end[:, None]).amin(1)
 
     def grid_line(self, column: Tensor, length: int) -> Tensor:
-        """`[B]` the last line of a grid of `length` up to each `column [B]` of an answer."""
+        """Return `[B]` the last line of a grid of `length` up to each `column [B]` of an answer."""
         origin = self.layout.grid_origin
         return column - (column if origin is None else column - origin) % length
 
     def grid_start(self) -> Tensor:
-        """`[B]` first column of the grid's block that contains the active block."""
+        """Return `[B]` the first column of the grid's block that contains the active block."""
         grid = self.layout.grid
         return self.start if grid is None else self.grid_line(self.start, grid.length)
 
     def grid_end(self) -> Tensor:
-        """`[B]` end of the grid's block that contains the active block."""
+        """Return `[B]` the end of the grid's block that contains the active block."""
         grid = self.layout.grid
         return self.stop if grid is None else torch.minimum(self.grid_start() + grid.length, self.end)
 
     def in_grid_block(self) -> Tensor:
-        """`[B, L+1] bool` columns of the grid's block that contains the active block."""
+        """Return `[B, L+1] bool` columns of the grid's block that contains the active block."""
         column = self.columns()
         return (column >= self.grid_start()[:, None]) & (column < self.grid_end()[:, None])
 
     def noise_left(self) -> Tensor:
-        """`[B] int64` masked columns inside the active block."""
+        """Return `[B] int64` the number of masked columns in the active block."""
         return (self.masked & self.in_block()).sum(1)
 
     def inside(self, positions: Tensor) -> Tensor:
-        """`[B, Q] bool` which of `positions` lie in the active block; given tokens are no part of it."""
+        """Return `[B, Q] bool` positions in the active block. Given tokens are not part of it."""
         inside = (positions >= self.start[:, None]) & (positions < self.stop[:, None])
         return inside if self.layout.given is None else inside & ~self.layout.frozen.gather(1, positions)
 
     def eligible(self, positions: Tensor) -> Tensor:
-        """`[B, Q] bool` which of `positions` are noise inside the active block: what a scheduler may commit."""
+        """Return `[B, Q] bool` positions of noise in the active block: a scheduler may commit these."""
         return self.masked.gather(1, positions) & self.inside(positions)
 
     def block_over(self, edit: Edit) -> Tensor:
-        """`[B] bool` rows that are through with their block after `edit`: no noise is left in it, or `edit` says so."""
+        """Return `[B] bool` rows that leave their block after `edit`: no noise is left in it, or `edit` closes it.
+
+        Call it on the canvas that has the edit already.
+        """
         over = self.noise_left() == 0
         over = over if edit.close_block is None else over | edit.close_block
         return over if edit.keep_block is None else over & ~edit.keep_block
 
     def apply(self, positions: Tensor, edit: Edit) -> Canvas:
-        """Write an edit: the only function that writes a token. It cannot touch prompt, padding or a finished row."""
+        """Return the canvas with an edit. Only this function writes tokens.
+
+        It cannot change a prompt, a given token, padding or a finished row.
+
+        Args:
+            positions: `[B, Q]` columns that the edit is about.
+            edit: tokens `[B, Q]`, and new ends of blocks and rows `[B]`.
+        """
         touched = edit.commit if edit.remask is None else edit.commit | edit.remask
         kept = self.layout.frozen.gather(1, positions) | self.done[:, None] | ~touched  # [B, Q]
-        # What is not written goes to the empty slot, as what stands there.
+        # Positions that are not written are replaced by the empty slot and what it contains.
         at = positions.masked_fill(kept, self.length)
         after = replace(
             self,
@@ -281,12 +305,12 @@ class Canvas:
     def reject_nonfinite(
         self, positions: Tensor, edit: Edit, failed_at: Tensor, confidence: Tensor, forbidden: int | None
     ) -> tuple[Tensor, Edit]:
-        """Keep rows that the model failed from being written to.
+        """Take away commits in rows whose statistics are not finite.
 
         Args:
             failed_at: `[B]` the first forward (from 1) that failed. 0 if none did.
-            confidence: `[B, K, Q]` NaN where the model returned no finite number.
-            forbidden: a token that is not committed.
+            confidence: `[B, K, Q]` with NaN where the model returned no finite number.
+            forbidden: a token that is never committed.
 
         Returns:
             `[B]` `failed_at` after this forward, and the edit without the commits of failed rows.
@@ -299,13 +323,13 @@ class Canvas:
         return failed_at, replace(edit, commit=commit)
 
     def uniform(self, positions: Tensor) -> Tensor:
-        """`[B, Q]` uniform numbers in (0, 1) that belong to this step and `positions [B, Q]`."""
+        """Return `[B, Q]` uniform numbers in (0, 1) that belong to this step and `positions [B, Q]`."""
         return self.layout.noise.uniform(self, positions)
 
     def renoised(self, vocab: int) -> Canvas:
-        """The canvas of uniform diffusion as the next forward is to see it: fresh random tokens where there is noise.
+        """Return the canvas with fresh random tokens at noise, for the next forward of uniform diffusion.
 
-        A row draws for its block only. What stands at noise has no meaning, so this writes nothing.
+        A row draws for its block only. Tokens at noise have no meaning, so this commits nothing.
         """
         at = self.window(self.layout.width)  # [B, W]
         fresh = self.masked.gather(1, at) & ~self.done[:, None]
@@ -313,17 +337,23 @@ class Canvas:
         return replace(self, ids=self.ids.scatter(1, at, drawn))
 
     def advance(self, over: Tensor, width: int | Tensor, finish: Tensor | None) -> Canvas:
-        """`move` the rows whose block is `over [B]` to the next one: `width` columns, as far as there is room."""
+        """Move rows to their next block.
+
+        Args:
+            over: `[B] bool` rows that leave their block.
+            width: columns of a new block. The end of the row and the grid may shorten it.
+            finish: `[B] bool` rows that end here.
+        """
         over = over > self.done  # finished rows rest
         start = torch.where(over, self.next_free(self.stop), self.start)
         return self.move(start, torch.where(over, self.block_end(start, width), self.stop), finish, over)
 
     def move(self, start: Tensor, stop: Tensor, finish: Tensor | None, opens: Tensor | None = None) -> Canvas:
-        """Count the step; from now on the active block is the columns from `start [B]` to `stop [B]`.
+        """Count the step, and make the columns from `start [B]` to `stop [B]` the active block.
 
         Args:
             finish: `[B] bool` rows that end here.
-            opens: `[B] bool` rows that begin a block; None: those whose block begins at another column than before.
+            opens: `[B] bool` rows that begin a block. None means those whose block begins at another column now.
         """
         live, done = ~self.done, self.done | (start >= self.end)
         return replace(
@@ -338,7 +368,7 @@ class Canvas:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The hypotheses of a query that has several for a row."""
+    """The candidates of a query that has several for a row."""
 
     live: Tensor | None = None  # [B, K] bool: candidates that are computed. None: all K
     step: Tensor | None = None  # [B, K] the step each candidate belongs to, which keys its noise. None: canvas.step
@@ -348,7 +378,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Query:
-    """The question to the model: predictions at `positions`, under K hypotheses of the tokens there."""
+    """A question to the model: predictions at `positions`, under K candidates of the tokens there."""
 
     positions: Tensor  # [B, Q] sorted columns, padded with L
     ids: Tensor  # [B, K, Q]
@@ -362,27 +392,32 @@ class Query:
 
     @property
     def shifted(self) -> Tensor | None:
-        """`[B] bool` rows whose positions are predicted by the column before each; None: no row's are."""
+        """`[B] bool` rows whose positions are predicted by the column before each. None for no rows."""
         return None if self.leave_one_out else self.causal
 
     @staticmethod
     def at(canvas: Canvas, positions: Tensor, needs_every_position: bool = False) -> Query:
-        """One hypothesis: what the canvas holds at `positions [B, Q]`."""
+        """Return a query with one candidate: the tokens of the canvas at `positions [B, Q]`."""
         ids = canvas.ids.gather(1, positions)[:, None]
         return Query(positions, ids, needs_every_position=needs_every_position)
 
     @staticmethod
     def masks(canvas: Canvas) -> Query:
-        """The noise of the active block: the least a scheduler can ask for."""
+        """Return a query about the noise of the active block, the smallest that a scheduler can ask."""
         return Query.at(canvas, select.columns(canvas.masked & canvas.in_block(), canvas.layout.width))
 
     @staticmethod
     def window(canvas: Canvas) -> Query:
-        """The whole active block, committed columns too."""
+        """Return a query about the whole active block, committed columns included."""
         return Query.at(canvas, canvas.window(canvas.layout.width))
 
     def join(self, canvas: Canvas, chosen: Tensor, width: int) -> Query:
-        """This query, extended by the set `chosen [B, L+1] bool`, `width` columns in all."""
+        """Return the query with more positions.
+
+        Args:
+            chosen: `[B, L+1] bool` columns to add. Columns that the query hides are left out.
+            width: Q of the new query.
+        """
         asked = torch.zeros_like(chosen).scatter(1, self.positions, self.positions < canvas.length)
         if self.limit is not None:
             chosen = chosen & (canvas.columns() < self.limit[:, None])  # what is hidden has no answer
@@ -396,38 +431,38 @@ class Query:
         return rows.scatter(2, self.positions[:, None].expand_as(self.ids), self.ids)
 
     def before(self, canvas: Canvas, column: Tensor) -> Query:
-        """This query where all from `column [B]` on is hidden, but for given tokens."""
+        """Return the query with all columns from `column [B]` on hidden, except given tokens."""
         shown = column if canvas.layout.given is None else torch.maximum(column, canvas.layout.given)
         hidden = self.hidden
         if canvas.layout.given is not None:
-            masks = canvas.masked & (canvas.columns() >= column[:, None])  # some stand before the last given token
+            masks = canvas.masked & (canvas.columns() >= column[:, None])  # some are before the last given token
             hidden = masks if hidden is None else hidden | masks
         return replace(self, limit=shown if self.limit is None else torch.minimum(self.limit, shown), hidden=hidden)
 
     def drop(self, canvas: Canvas, kept: Tensor) -> Query:
-        """This query without the columns outside `kept [B, L+1] bool`, of the same width."""
+        """Return the query without the columns outside `kept [B, L+1] bool`. Its width Q stays."""
         positions, order = torch.where(kept.gather(1, self.positions), self.positions, canvas.length).sort(1)
         return replace(self, positions=positions, ids=self.ids.gather(2, order[:, None].expand_as(self.ids)))
 
     def of(self, candidate: Tensor) -> Query:
-        """This query about one hypothesis per row, `candidate [B]`: the same with K = 1."""
+        """Return the query about one candidate per row, `candidate [B]`, with K = 1."""
         step = self.candidates.step
         step = None if step is None else at_candidate(step.expand(self.ids.shape[:2]), candidate)
         return replace(self, ids=at_candidate(self.ids, candidate), candidates=Candidates(step=step))
 
     def trim(self, width: int) -> Query:
-        """This query without its last columns, which no row has a position in."""
+        """Return the query without its last columns, which no row uses."""
         if width >= self.positions.shape[1]:
             return self
         return replace(self, positions=self.positions[:, :width], ids=self.ids[:, :, :width])
 
 
 class TokenChoice(Protocol):
-    """The choice of a step, to be made again from other logits `[B, K, Q, V]` (`core.draw.Draw`)."""
+    """The choice of a step, which can be repeated from other logits `[B, K, Q, V]` (`core.draw.Draw`)."""
 
     @property
     def canvas(self) -> Canvas:
-        """The canvas before the step."""
+        """Canvas before the step."""
         ...
 
     @property
@@ -436,37 +471,37 @@ class TokenChoice(Protocol):
         ...
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """`[B, K, Q]` tokens chosen from logits."""
+        """Return `[B, K, Q]` tokens chosen from logits."""
         ...
 
     def scores(self, logits: Tensor) -> Tensor:
-        """`[B, K, Q, V]` scores: the choice has the highest one, but for the demands of a joint guide."""
+        """Return `[B, K, Q, V]` scores. The choice has the highest one, unless a joint guide demands another."""
         ...
 
     def law(self, logits: Tensor) -> Tensor:
-        """`[B, K, Q, V]` probabilities that tokens are drawn with."""
+        """Return `[B, K, Q, V]` the probabilities that tokens are drawn with."""
         ...
 
     def drawn(self, weight: Tensor) -> Tensor:
-        """`[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`, whatever the guides say."""
+        """Return `[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`, without guides."""
         ...
 
     def seeded(self, seeds: Tensor) -> Self:
-        """The same with the noise of other row seeds, `[B] int64`."""
+        """Return the same choice with the noise of other row seeds, `[B] int64`."""
         ...
 
     def greedy(self) -> Self:
-        """The same without noise: the best tokens."""
+        """Return the same choice without noise: the best tokens."""
         ...
 
     def under(self, candidate: Tensor) -> Self:
-        """The same under one hypothesis per row, `candidate [B]`, for logits and tokens with K = 1."""
+        """Return the choice under one candidate per row, `candidate [B]`, for logits and tokens with K = 1."""
         ...
 
 
 @dataclass(frozen=True)
 class Readout:
-    """What the logits say of each queried position: token and confidence, the rest where a plug-in `needs` it."""
+    """Statistics of the predictions: token and confidence, and the other fields if a plug-in `needs` them."""
 
     token: Tensor  # [B, K, Q] the chosen token
     confidence: Tensor  # [B, K, Q] float64 probability of the candidate
@@ -480,7 +515,7 @@ class Readout:
     draw: TokenChoice | None = None  # what the step's guides and noise choose from other logits
 
     def of(self, candidate: Tensor) -> Readout:
-        """What it says under one hypothesis per row, `candidate [B]`: the same with K = 1."""
+        """Return the statistics under one candidate per row, `candidate [B]`, with K = 1."""
         draw = None if self.draw is None else self.draw.under(candidate)
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         tensors = {name: at_candidate(one, candidate) for name, one in values.items() if isinstance(one, Tensor)}
@@ -488,7 +523,7 @@ class Readout:
 
 
 def at_candidate(values: Tensor, candidate: Tensor) -> Tensor:
-    """Return `[B, 1, ...]` the values `[B, K, ...]` of one hypothesis per row, `candidate [B]`."""
+    """Return the values `[B, 1, ...]` of one candidate per row, `candidate [B]`, out of `[B, K, ...]`."""
     index = candidate.view(-1, *[1] * (values.dim() - 1))
     return values.gather(1, index.expand(-1, 1, *values.shape[2:]))
 
@@ -497,12 +532,12 @@ def at_candidate(values: Tensor, candidate: Tensor) -> Tensor:
 class Resize:
     """A change of the length of answers at the end of a step: it inserts columns, then moves the end.
 
-    A canvas reserves `Layout.new_tokens` columns for each answer. A row uses those before its `end`; the others hold
+    A canvas reserves `Layout.new_tokens` columns for each answer. A row uses those before its `end`. The others are
     padding.
 
-    An inserted column is a copy of the one before it: of a mask, to get more masks. Columns that do not fit
-    into `Layout.new_tokens` are cut off at the right. Noise is keyed by step and column: after an insertion a column is
-    another place of the answer, and no number is drawn twice.
+    An inserted column is a copy of the one before it, for example of a mask to get more masks. Columns beyond
+    `Layout.new_tokens` are cut off at the right. Noise is keyed by step and column. After an insertion a column is
+    another position of the answer, and no number is drawn twice.
     """
 
     end: Tensor  # [B] the row's end after the insertion. Below the old end it cuts, also committed tokens
@@ -545,15 +580,20 @@ class Moved:
     there: Tensor  # [B, L+1] bool: columns that exist
 
     def values(self, before: Tensor, fresh: float) -> Tensor:
-        """Values `[B, L+1]` of columns, moved with these; `fresh` at new ones and where there is none."""
+        """Return values `[B, L+1]` of columns, moved with the columns.
+
+        Args:
+            before: `[B, L+1]` values before the change.
+            fresh: value of new columns and of those that do not exist.
+        """
         moved = before if self.source is None else before.gather(1, self.source)
         return moved.masked_fill(self.new | ~self.there, fresh)
 
     def applied(self, canvas: Canvas) -> Canvas:
-        """Return the canvas after its step, with what has moved. Only this function changes the length of an answer.
+        """Return the canvas after its step, with the columns moved. Only this function changes the length of an answer.
 
-        The active block of a row is then as long as a new one. Blocks that inserted columns have filled with committed
-        tokens are passed over. A row is done when no column is left of it.
+        The active block of a row is then as long as a new one. Blocks without noise, which inserted columns have
+        filled, are skipped. A row is done when none of its columns is left.
         """
         ids, masked = canvas.ids, canvas.masked
         if self.source is not None:
@@ -581,7 +621,10 @@ class Moved:
 
 @dataclass(frozen=True)
 class Edit:
-    """What to write at the queried positions, and what becomes of the block. None means no row, or no position."""
+    """A change that a step makes: tokens at the queried positions, and ends of blocks and rows.
+
+    None means no row, or no position.
+    """
 
     ids: Tensor  # [B, Q] where nothing is written: what the scheduler would write
     commit: Tensor  # [B, Q] bool: write, also over a committed token
@@ -593,8 +636,8 @@ class Edit:
     end: Tensor | None = None  # [B] cut the canvas here
     resize: Resize | None = None  # what becomes of the answer's length, in the end
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
-    candidate: Tensor | None = None  # [B] of a query with `forks`, the one that the step goes on from
-    score: Tensor | None = None  # [B, Q] how the scheduler ranks positions, higher first; None: by confidence
+    candidate: Tensor | None = None  # [B] the candidate from which the step continues, of a query with `forks`
+    score: Tensor | None = None  # [B, Q] rank of positions, higher first. None means the confidence
 
 
 @dataclass(frozen=True)

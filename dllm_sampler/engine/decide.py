@@ -1,7 +1,6 @@
-"""What happens in a step before and after the forward: ask for the next one, and decide what becomes of its answer.
+"""The parts of a step before and after the forward: ask for the next one, and decide what its predictions change.
 
-They only launch tensor operations, in sizes that the host knows, so that `torch.compile` or a CUDA graph can
-take them whole.
+They only launch tensor operations whose sizes the host knows. So `torch.compile` and CUDA graphs can take each whole.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dllm_sampler.engine.plugins import Plugins
 
 @dataclass
 class Generation:
-    """What one generation carries from step to step."""
+    """The state of one generation between two steps."""
 
     canvas: Canvas
     cache: Cache
@@ -39,12 +38,15 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether every row was done when the host last looked."""
+        """True if every row was done when the host last read."""
         return all(self.done)
 
 
 def ask(plugins: Plugins, state: Generation) -> None:
-    """Ask for the next forward: set `wanted`, and the `counts` that tell the host how large it is."""
+    """Ask for the next forward.
+
+    Sets `state.wanted`, and `state.counts`, from which the host reads how large the forward is.
+    """
     spec, cache, scheduler = state.cache.spec, state.cache, plugins.scheduler
     if state.most_candidates is not None:
         scheduler = cast(Paced, scheduler).with_candidates(state.most_candidates)
@@ -81,10 +83,10 @@ def ask(plugins: Plugins, state: Generation) -> None:
 
 
 class Judgement(NamedTuple):
-    """The decision of scheduler, blocks and guides about a forward's answer, before anything is written."""
+    """A decision of scheduler, blocks and guides about predictions, before anything is written."""
 
     canvas: Canvas  # before the step, with the block that the step is about
-    query: Query  # about the candidate that the step goes on from
+    query: Query  # about the candidate from which the step continues
     seen: Readout  # of that candidate
     edit: Edit
     carry: Carry
@@ -93,7 +95,15 @@ class Judgement(NamedTuple):
 
 
 def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: Carry, failed_at: Tensor) -> Judgement:
-    """Ask the scheduler what to commit, and keep what blocks, finite numbers and guides allow."""
+    """Ask the scheduler what to commit, and keep what blocks, finite numbers and guides allow.
+
+    Args:
+        canvas: the state that the forward saw.
+        query: the question to the model.
+        seen: the predictions, statistics `[B, K, Q]`.
+        carry: the scheduler's.
+        failed_at: `[B]` see `Canvas.reject_nonfinite`.
+    """
     blocks = plugins.blocks
     opened = blocks.open(canvas, query, seen)
     if opened is not None:
@@ -119,7 +129,13 @@ def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: 
 
 
 def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent: Spent) -> None:
-    """Decide what the forward's answer changes, and move every row on."""
+    """Write what the predictions change, and move every row to its next step.
+
+    Args:
+        query: the question to the model.
+        seen: the predictions, statistics `[B, K, Q]`.
+        spent: the cost of the forward.
+    """
     judged = judge(plugins, state.canvas, query, seen, state.carry, state.failed_at)
     canvas, query, seen, edit, state.carry, state.failed_at, refusals = judged
     if edit.candidate is not None:

@@ -1,4 +1,4 @@
-"""The loop: pack what was asked for, forward, read out, decide, ask for the next forward. Then the host looks once."""
+"""The loop: plan, run the forward, read out, decide, and ask for the next forward. Then the host reads once."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dllm_sampler.kernels.compiling import fullgraph
 
 
 class Engine:
-    """Runs steps for one set of plug-ins on one set of kernels. It holds no state of a generation.
+    """Runs steps for one set of plug-ins on one set of kernels. It has no state of a generation.
 
     Args:
-        poll_every: steps from one look by the host to the next.
+        poll_every: steps from one read by the host to the next.
         entropy: record the entropy of each committed prediction.
         samples: this many consecutive rows have the same prompt.
-        compile: `torch.compile` the parts of a step outside the model and the readout.
+        compile: compile the parts of a step outside the model and the readout with `torch.compile`.
     """
 
     multiple: ClassVar[int] = 1  # the number of columns of a canvas is a multiple of it
@@ -54,7 +54,7 @@ class Engine:
         self.needs = needs | {"logits"} if self.denoiser.spec.self_conditioning else needs
 
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[Generation]:
-        """Step until every row is done, yielding after each step (the same object).
+        """Step until every row is done, and yield after each step (the same object).
 
         Raises:
             NotFiniteError: the model returned no finite statistics for some row.
@@ -79,7 +79,11 @@ class Engine:
         return state
 
     def initial_state(self, canvas: Canvas, samples: int = 1) -> Generation:
-        """Create the state before anything is asked. Each `samples` consecutive rows have the same prompt."""
+        """Create the state before the first request.
+
+        Args:
+            samples: each `samples` consecutive rows have the same prompt.
+        """
         p = self.plugins
         spec = self.denoiser.spec.with_ends(p.context.spec.eos_ids)
         cache = p.cache.init(canvas, spec)
@@ -92,10 +96,14 @@ class Engine:
         return Generation(canvas, cache, p.scheduler.init(canvas), torch.zeros_like(canvas.step), recorder)
 
     def advance(self, state: Generation, step: int, last: bool = False) -> None:
-        """Make step number `step`, and read what it left.
+        """Make step number `step`, and read its counts.
 
-        This is the one time in a step that the host waits for the device. With `poll_every` above 1, and no cache that
-        stores, it waits only every `poll_every` steps. The others take the largest sizes there can be.
+        The read is the only time in a step that the host waits for the device. With `poll_every` above 1 and a cache
+        that stores nothing, the host reads every `poll_every` steps. The steps in between use the largest possible
+        sizes.
+
+        Args:
+            last: read in any case, because no step follows.
         """
         made, begun = state.wanted, perf_counter()
         assert made is not None
@@ -112,7 +120,7 @@ class Engine:
                 state.most_candidates = cast(Paced, self.plugins.scheduler).pace(made, perf_counter() - begun)
 
     def step(self, state: Generation) -> None:
-        """One forward, what it commits, and what the next one is asked for. Never reads the device."""
+        """Make one forward, commit its predictions, and ask for the next one. Never reads the device."""
         p, canvas = self.plugins, state.canvas
         assert state.wanted is not None
         wanted = packing.trimmed(state.wanted)
@@ -152,7 +160,7 @@ class Engine:
 
 
 def inference_mode(denoiser: Denoiser) -> bool:
-    """Whether steps may run in `torch.inference_mode`: the denoiser's optional property of this name."""
+    """Return True if steps may run in `torch.inference_mode`: an optional property of the denoiser."""
     return getattr(denoiser, "inference_mode", False) is True
 
 
