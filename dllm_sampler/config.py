@@ -306,7 +306,7 @@ def _made(group: str, plugin: object) -> object:
 
 def _check_size(owner: str, key: str, value: object) -> None:
     if isinstance(value, int) and abs(value) >= 2**31:
-        raise UserError("option-range", f"{owner}: {key} should be a number of at most {2**31 - 1}, not {value}")
+        raise UserError("option-range", f"{owner}: {key}={value} is too large. Set at most {2**31 - 1}.")
 
 
 def _nested(hint: Any, value: object) -> Any:

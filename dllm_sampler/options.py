@@ -89,7 +89,7 @@ def _check_temperature(name: str, value: object) -> None:
 
 def _check_seed(name: str, value: int) -> None:
     if not -LARGEST_SEED <= value <= LARGEST_SEED:
-        raise UserError("option-range", f"{name} should have at most 18 digits, not {len(str(abs(value)))}")
+        raise UserError("option-range", f"{name} has {len(str(abs(value)))} digits. Give at most 18.")
 
 
 def _check_dtype(name: str, value: str) -> None:

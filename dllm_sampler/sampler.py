@@ -308,7 +308,7 @@ class Sampler:
         """
         if isinstance(answers, Result):
             if prompts is not None:
-                raise UserError("options-conflict", "a result knows its prompts: leave prompts out")
+                raise UserError("options-conflict", "A result has its prompts. Remove prompts.")
             prompts, answers = answers.token_rows()
         return self.generate(given.refined(answers, span, prompts), **options)
 

@@ -99,7 +99,7 @@ class Job:
         """The task itself."""
         task = config.build("task", self.task)
         if task.count is not None and task.count < 1:
-            raise UserError("option-range", f"task.count should be at least 1, not {task.count}")
+            raise UserError("option-range", f"task.count is {task.count}. Set at least 1.")
         if self.choices["task"] in own("task"):
             return cast(Task, Asked(task, self.choices["task"]))
         return task

@@ -132,8 +132,7 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
         except BrokenExecutor as error:
             raise UserError(
                 "worker-killed",
-                "A worker was killed (by a user or out of memory). Finished samples are saved. Rerun the command to"
-                " resume.",
+                "A worker was killed (by a user or out of memory). Rerun the command to resume.",
             ) from error
     refused: dict[str, str] = {}
     for job in done:
@@ -167,7 +166,7 @@ def _explain(error: Exception, said: Sequence[str], loader: Any) -> UserError:
         names = [f"hydra.launcher.{name}" for name in launcher if name != "_target_"]
         return unknown("setting of Hydra", key[1], ["hydra/launcher", *names])
     if any(_absent(f"hydra_plugins.hydra_{name}_launcher") for name in ("joblib", "submitit")):
-        return UserError("package-missing", f"{text}; the launchers come with {installing('eval')}")
+        return UserError("package-missing", f"{text}. The launchers come with {installing('eval')}.")
     names = loader.get_group_options("hydra/launcher")
     if chosen.removeprefix(LAUNCHER) not in names:
         return unknown("hydra/launcher", chosen.removeprefix(LAUNCHER), names)
@@ -221,8 +220,7 @@ def run_all(
         runs = "this run" if len(failed) == 1 else f"these {len(failed)} runs"
         raise UserError(
             "run-failed",
-            f"{runs} ended with an error in the code, which is printed above: {', '.join(failed)}. What is done is"
-            " kept, and the same command goes on from there",
+            f"{runs} ended with an error that is printed above: {', '.join(failed)}. Rerun the command to resume.",
         )
     return refused
 

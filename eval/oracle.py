@@ -65,8 +65,7 @@ class Oracle(Scheduler):
             rows, tokens = self.answer.shape
             raise UserError(
                 "length-mismatch",
-                f"this oracle knows {rows} answers of {tokens} tokens, and the batch has {given[0]} prompts and"
-                f" {given[1]} new tokens: make one from this batch's own reference",
+                f"this oracle has {rows} answers of {tokens} tokens, not {given[0]} of {given[1]}. Make another.",
             )
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

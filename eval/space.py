@@ -53,13 +53,13 @@ class Domain:
             raise UserError("option-type", f"{where} must be a list, or low and high, not {given!r}")
         low, high, log, step = given["low"], given["high"], given.get("log", False), given.get("step")
         if not all(map(is_real, (low, high))):
-            raise UserError("option-type", f"{where}: low and high should be numbers, not {low!r} and {high!r}")
+            raise UserError("option-type", f"{where}: low and high are {low!r} and {high!r}. Give numbers.")
         if low > high:
-            raise UserError("option-range", f"{where}: low should be at most high, and {low} is above {high}")
+            raise UserError("option-range", f"{where}: low={low} is above high={high}. Swap them.")
         if not isinstance(log, bool) or (log and (low <= 0 or step is not None)):
             raise UserError("option-range", f"{where}: log=true needs low above 0, and no step")
         if step is not None and (not is_real(step) or step <= 0):
-            raise UserError("option-range", f"{where}: step should be a number above 0, not {step!r}")
+            raise UserError("option-range", f"{where}: step is {step!r}. Set a number above 0.")
         check(low)
         check(high)
         return Domain((), low, high, log, step, _real(check) or not float(step or 1).is_integer())
@@ -101,7 +101,7 @@ class Space:
                 raise unknown("group of tune.space", group, known)
             if not isinstance(choices, Mapping) or not choices:
                 form = "KNOB: [VALUE, ...]" if group == "options" else f"{group}: {{NAME: {{}}, ...}}"
-                raise UserError("option-type", f"tune.space.{group} should be written {form}, not {choices!r}")
+                raise UserError("option-type", f"tune.space.{group} is {choices!r}. Write {form}.")
             if group != "options":
                 groups[group] = {str(name): _knobs(group, str(name), knobs) for name, knobs in choices.items()}
         options = {knob: _option(knob, domain) for knob, domain in given.get("options", {}).items()}
@@ -146,13 +146,13 @@ class Tuning:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w-]+", self.name):
-            raise UserError("option-type", f"tune.name should be letters, digits, - and _, not {self.name!r}")
+            raise UserError("option-type", f"tune.name is {self.name!r}. Use letters, digits, - and _.")
         if not 1 <= self.trials <= TRIALS:
-            raise UserError("option-range", f"tune.trials should be at least 1 and at most {TRIALS}, not {self.trials}")
+            raise UserError("option-range", f"tune.trials is {self.trials}. Set 1 to {TRIALS}.")
         if not 0 <= self.seed <= SEEDS - self.trials:
-            raise UserError("option-range", f"tune.seed should be between 0 and {SEEDS - self.trials}, not {self.seed}")
+            raise UserError("option-range", f"tune.seed is {self.seed}. Set 0 to {SEEDS - self.trials}.")
         if not 0 <= self.loss <= 100:
-            raise UserError("option-range", f"tune.loss should be between 0 and 100 points, not {self.loss}")
+            raise UserError("option-range", f"tune.loss is {self.loss}. Set 0 to 100 points.")
         if self.measure not in SPEEDS:
             raise unknown("measure of speed", self.measure, SPEEDS)
         _ = self.choices  # a mistake in it shows here

@@ -181,8 +181,8 @@ def _file(
         else:
             raise UserError(
                 "config-invalid",
-                f"{group}={name}: its defaults have {short(json.dumps(one))}. Name another {group}, or in an experiment"
-                f" 'override /GROUP: NAME', with a group of {', '.join(app.groups)}.",
+                f"{group}={name}: its defaults have {short(json.dumps(one))}. Name another {group}. An experiment may"
+                f" have 'override /GROUP: NAME'. The groups are {', '.join(app.groups)}.",
             )
     return tree
 
@@ -224,13 +224,15 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
     there = isinstance(node, dict) and last in node
     if not isinstance(node, dict) or not (there or adds):
         wrong = missing(app, key, tree, chosen, short(word.partition("=")[2]))
-        raise wrong or UserError("field-unknown", f"{word}: there is no field '{key}' to set")
+        raise wrong or UserError("field-unknown", f"{word}: there is no field '{key}'. Write +{word} to add it.")
     if one.is_delete():
         if value is not None and value != node[last]:
-            raise UserError("field-unknown", f"{word} removes another value: {key} is {short(json.dumps(node[last]))}")
+            raise UserError(
+                "field-unknown", f"{word} removes another value. Write ~{key}={short(json.dumps(node[last]))}."
+            )
         del node[last]
     elif one.is_add() and there and node[last] is not None and not isinstance(value, dict | list):
-        raise UserError("options-conflict", f"{word} adds what is there already: say {word[1:]}")
+        raise UserError("options-conflict", f"{word} adds a field that exists. Write {word[1:]}.")
     elif isinstance(value, dict) and isinstance(node.get(last), dict):
         inner = None if adds else _unknown_field(node[last], value)
         if inner is not None:
@@ -263,7 +265,7 @@ def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
     plugins: dict[str, object] = {}
     model = tree.pop("model", None)
     if not isinstance(model, dict) or model.get("path") in (None, "???"):
-        raise UserError("option-missing", "no model: say model=NAME, model=FOLDER or model=ORG/NAME")
+        raise UserError("option-missing", "There is no model. Add model=NAME, model=FOLDER or model=ORG/NAME.")
     for group in config.GROUPS[1:]:
         found = tree.pop(group, None)
         plugins[group] = _guides(found) if group == "guide" else _plugin(group, found, chosen)
@@ -332,15 +334,14 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
             name = others[0] if len(others) == 1 else "NAME"
             return UserError(
                 "option-unknown",
-                f"unknown option '{first}': {where}={chosen.get(where)} has no such field; say {where}={name}"
+                f"unknown option '{first}': {where}={chosen.get(where)} has no such field. Write {where}={name}"
                 f" {where}{inside.replace('NAME', name)}.{first}={value}"
                 + (f", where NAME is one of {', '.join(others)}" if len(others) > 1 else ""),
             )
         if app.name == "dllm-sample" and first in ("prompt", "prompts"):
             return UserError(
                 "option-unknown",
-                f"unknown option '{first}': a prompt is written without a name. Type it alone in quotes, after -- if it"
-                " looks like an option, or name a file with several by prompts_file=FILE",
+                f"unknown option '{first}': a prompt has no name. Type it alone in quotes, or write prompts_file=FILE.",
             )
         near = [paths[name] + f"={value}" * (paths[name] != name) for name in nearest(first, paths)]
         hint = f", did you mean {' or '.join(near)}?" if near else ""
@@ -363,7 +364,7 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
             wrong = unknown(f"field of {at}", part, fields)
             others = holders(first, part) if node is known[first] else []
             return (
-                UserError("field-unknown", f"{wrong}; those that have it are {first}={', '.join(others)}")
+                UserError("field-unknown", f"{wrong}. Those that have it are {first}={', '.join(others)}")
                 if others
                 else wrong
             )

@@ -113,7 +113,7 @@ class Forms(NamedTuple):
                 where = f'"form" should be in each line of {self.file}, or in none'
                 raise UserError("form-number", f"{place} names no form, and others do: {where}")
             if not is_whole(value) or not 0 <= value < known:
-                raise UserError("form-number", f'{place}: "form" should be {right}, not {json.dumps(value)}')
+                raise UserError("form-number", f'{place}: "form" is {json.dumps(value)}. Give {right}.')
             found.append(value)
         return found
 
@@ -236,12 +236,15 @@ def prompt(record: Any, where: str) -> Prompt:
     given = record["prompt"]
     if isinstance(given, str) or (isinstance(given, list) and all(map(is_whole, given))):
         return given
-    raise UserError("prompt-type", f'{where}: "prompt" should be text or a list of token ids')
+    raise UserError("prompt-type", f'{where}: "prompt" is neither text nor token ids. Give one of them.')
 
 
 def _messages(messages: object, where: str) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
-        raise UserError("messages-invalid", f'{where}: "messages" should be a list of {{"role": ..., "content": ...}}')
+        raise UserError(
+            "messages-invalid",
+            f'{where}: "messages" is not a list of messages. Give [{{"role": ..., "content": ...}}].',
+        )
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise UserError("messages-invalid", f'{where}: each of "messages" needs the texts "role" and "content"')

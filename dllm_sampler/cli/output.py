@@ -60,7 +60,7 @@ class Records:
         self.path, self.samples, self.settings = Path(path).expanduser(), samples, settings
         self.there: set[int] = set()
         if prompts_file is not None and files.same(self.path, Path(prompts_file).expanduser()):
-            raise UserError("file-overwrite", f"output={path} would overwrite prompts_file: give it another name")
+            raise UserError("file-overwrite", f"output={path} would overwrite prompts_file. Name another file.")
         if self.path.suffix != ".jsonl" and _other(self.path):
             raise UserError("file-overwrite", f"output={path} would overwrite another file. Name a .jsonl file.")
         self.lines = files.Lines(self.path, f"output {path}")

@@ -221,8 +221,7 @@ def asks(given: Sequence[Prompt], options: Options) -> list[Any]:
         if gaps and (options.chat or options.infill is not None):
             raise UserError(
                 "gap-unexpected",
-                f"prompt {number} has a gap, and {'chat=true' if options.chat else 'infill='} takes it for something to"
-                " be answered: a text with gaps stands alone, or in infill= with a prompt in front of it",
+                f"prompt {number} has a gap, and {'chat=true' if options.chat else 'infill='} answers one. Remove one.",
             )
         if gaps and ends:
             raise UserError(

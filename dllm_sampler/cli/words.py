@@ -97,7 +97,7 @@ def _no_flag(word: str) -> UserError:
     name, _, value = word.lstrip("-").replace("-", "_").partition("=")
     if name in Options.__dataclass_fields__:
         value = value or ("true" if Options.__dataclass_fields__[name].default is False else "VALUE")
-        return UserError("flag-unknown", f"{word} is no flag: options are written name=value, here {name}={value}")
+        return UserError("flag-unknown", f"{word} is not a flag. Write {name}={value}.")
     return UserError(
         "flag-unknown", f"{unknown('flag', word, [*FLAGS, FLAG])}. Options are name=value. Put a prompt after --."
     )
@@ -223,5 +223,5 @@ def _spelled_out(word: str, chosen: Sequence[str]) -> str:
     having = [name for name in chosen if name in holders("guide", field)]
     if len(having) > 1:
         ways = " or ".join(f"guide.{name}.{field}" for name in having)
-        raise UserError("option-ambiguous", f"guide.{field} could be that of several guides: say {ways}")
+        raise UserError("option-ambiguous", f"Several guides have guide.{field}. Write {ways}.")
     return f"guide.{having[0]}.{field}={value}" if having else word

@@ -402,6 +402,5 @@ def ranks_need_in_flight_error(reason: str) -> UserError:
     """Return the error of a model that is sharded over several ranks, if prompts cannot be answered in flight."""
     return UserError(
         "ranks-unsupported",
-        f"{reason}, so prompts are answered batch by batch, and then ranks that share this model's weights (FSDP2) make"
-        " different numbers of forwards: choose plug-ins that can join a batch that runs",
+        f"{reason}, so ranks with shared weights would make different numbers of forwards. Use other plug-ins.",
     )

@@ -134,7 +134,7 @@ class Arguments:
         if self.max_length is not None and len(ids) + max_new_tokens > self.max_length:
             raise UserError(
                 "context-exceeded",
-                f"prompt {number} has {len(ids)} tokens. With max_new_tokens={max_new_tokens} they exceed"
+                f"prompt {number} has {len(ids)} tokens, too many with max_new_tokens={max_new_tokens}. Raise"
                 f" max_length={self.max_length}.",
             )
         if given is not None:
@@ -173,7 +173,7 @@ def length_mismatch(name: str, numbers: object, each: str, wanted: int, more: bo
     there = f"is {each} {wanted}" if more else f"{'is' if wanted == 1 else 'are'} {counted(wanted, each)}"
     has = counted(len(numbers), "number")
     return UserError(
-        "length-mismatch", f"{name} has {has}, and there {there}: give one for each {each}, or one for all"
+        "length-mismatch", f"{name} has {has}, and there {there}. Give one for each {each}, or one for all."
     )
 
 
@@ -248,8 +248,7 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
     if plugins.scheduler.traits.has(ChangingLength) and first < last:
         raise UserError(
             "given-unsupported",
-            f"prompt {number} has given tokens after a gap, whose places scheduler={named(plugins.scheduler)} would"
-            " move: use another scheduler, for example threshold, or give a beginning alone",
+            f"scheduler={named(plugins.scheduler)} moves given tokens after a gap of prompt {number}. Use another.",
         )
     if spec.encoder:
         raise UserError("given-unsupported", f"prompt {number} has given tokens. This model needs them in the prompt.")
@@ -263,9 +262,7 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
     if plugins.scheduler.traits.has(LeftToRightVerifier):
         raise UserError(
             "given-unsupported",
-            f"scheduler={named(plugins.scheduler)} asks a verifier that reads from left to right, and"
-            f" prompt {number} has given tokens after a gap, which it would not see: use another scheduler, for"
-            " example threshold",
+            f"scheduler={named(plugins.scheduler)} sees no given tokens after a gap of prompt {number}. Use another.",
         )
     if spec.attention == "causal_context":
         raise UserError(
@@ -277,6 +274,6 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
     if grid is not None and (begin + first) // grid < (begin + last) // grid:
         raise UserError(
             "given-unsupported",
-            f"this model is block-causal, a gap does not see later blocks of {grid} tokens, and prompt {number} has"
-            " given tokens in one: give a beginning alone, or text after a gap in the same block",
+            f"this block-causal model cannot see given tokens after the gap's block of {grid} tokens (prompt {number})."
+            " Give a beginning alone, or tokens in the gap's block.",
         )

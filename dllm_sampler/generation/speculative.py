@@ -96,8 +96,7 @@ class SpeculativeSampler:
         if plugins.scheduler.traits.has(ChangingLength):
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(plugins.scheduler)} changes the length of answers, and a draft has"
-                " draft_length tokens: draft with another scheduler, for example threshold",
+                f"scheduler={named(plugins.scheduler)} changes lengths, and a draft has one. Use another scheduler.",
             )
         self.draft_length, self.scheduled = draft_length, scheduled
         self.stop_token_ids = drafter.stop_token_ids

@@ -21,7 +21,7 @@ def expanded(what: str, given: str | PathLike[str]) -> Path:
         UserError: an empty path, a home folder of somebody unknown, or a path that cannot be: too long a name, say.
     """
     if not fspath(given):
-        raise UserError("path-invalid", f"{what} is empty: it should be a path")
+        raise UserError("path-invalid", f"{what} is empty. Name a path.")
     try:
         path = Path(given).expanduser()
     except RuntimeError:

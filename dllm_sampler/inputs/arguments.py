@@ -30,9 +30,8 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
     if not isinstance(spec, ModelSpec):
         raise UserError(
             "model-invalid",
-            f"a {type(denoiser).__name__} is not a denoiser: wrap a Transformer in dllm_sampler.TransformerDenoiser, a"
-            " masked LM of transformers by dllm_sampler.models.huggingface.wrap. Any other module or function is a"
-            " model for Sampler.from_callable",
+            f"a {type(denoiser).__name__} is not a denoiser. Wrap it in dllm_sampler.TransformerDenoiser or by"
+            " dllm_sampler.models.huggingface.wrap, or use Sampler.from_callable.",
         )
     if spec.mask_id in spec.eos_ids:
         raise UserError(

@@ -120,7 +120,6 @@ class Metric:
         if not all(map(math.isfinite, found.values())) or not 0 <= found.get("score", -1) <= 1:
             raise UserError(
                 "function-result",
-                f"{where}: {self.setting}={self.name} returned {given!r}: it should be a score from 0 to 1, or a"
-                " mapping of names to numbers with 'score' among them",
+                f"{where}: {self.setting}={self.name} returned {given!r}. Return a score from 0 to 1, or a mapping.",
             )
         return found

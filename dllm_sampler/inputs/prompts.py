@@ -74,7 +74,7 @@ def encode(
     """
     given = as_list(prompts)
     if not given:
-        raise UserError("prompt-missing", "there is no prompt: give at least one")
+        raise UserError("prompt-missing", "There is no prompt. Give at least one.")
     return [encode_one(prompt, tokenizer, spec, max_new_tokens, number) for number, prompt in enumerate(given, first)]
 
 
@@ -89,22 +89,21 @@ def encode_one(
     check_new_tokens(max_new_tokens, spec)
     ids = _ids(prompt, tokenizer, number)
     if not ids:
-        raise UserError("prompt-empty", f"prompt {number} is empty: give it at least one token")
+        raise UserError("prompt-empty", f"prompt {number} is empty. Give it at least one token.")
     bad = [token for token in ids if not 0 <= token < spec.vocab_size]
     if bad:
         raise UserError(
             "token-outside-vocabulary", f"prompt {number} has token id {bad[0]}. The vocabulary has {spec.vocab_size}."
         )
     if spec.mask_id in ids:
+        where = f"at position {ids.index(spec.mask_id)}"
         raise UserError(
-            "mask-token-given",
-            f"prompt {number} contains the mask token (id {spec.mask_id}) at position {ids.index(spec.mask_id)}."
-            f" Remove it.",
+            "mask-token-given", f"prompt {number} has the mask token (id {spec.mask_id}) {where}. Remove it."
         )
     if len(ids) + max_new_tokens > spec.max_positions:
         raise UserError(
             "context-exceeded",
-            f"prompt {number} has {len(ids)} tokens and max_new_tokens is {max_new_tokens}. The context is"
+            f"prompt {number} has {len(ids)} tokens, too many with max_new_tokens={max_new_tokens}. The context is"
             f" {spec.max_positions}.",
         )
     return ids
@@ -143,7 +142,7 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, number: int) ->
         name = f"prompt {number}"
         return text_ids(chat_text(prompt, tokenizer, name), tokenizer, name, special=False)  # the template has its own
     if not prompt.strip():
-        raise UserError("prompt-empty", f"prompt {number} is empty: give it at least one token")
+        raise UserError("prompt-empty", f"prompt {number} is empty. Give it at least one token.")
     return text_ids(prompt, tokenizer, f"prompt {number}")
 
 

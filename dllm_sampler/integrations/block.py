@@ -254,7 +254,7 @@ def check_text(spec: ModelSpec, guides: Iterable[Guide], tokenizer: PreTrainedTo
     """
     formed = [one for one in guides if of_text(one)]
     if formed and tokenizer is None:
-        raise UserError("tokenizer-missing", f"guide={named(formed[0])} must know the text of tokens: add a tokenizer")
+        raise UserError("tokenizer-missing", f"guide={named(formed[0])} must know the text of tokens. Add a tokenizer.")
     _check_ends(spec, formed)
 
 

@@ -352,8 +352,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         if mask_id is None and not self._rule.plugins.scheduler.traits.has(UniformNoise):
             raise UserError(
                 "mask-token-missing",
-                f"scheduler={named(self._rule.plugins.scheduler)} fills masks, and no mask_token_id says which token"
-                " that is: give DllmScheduler one, or take block_refine or entropy_renoise for noise of random tokens",
+                f"scheduler={named(self._rule.plugins.scheduler)} needs mask_token_id. Give one, or entropy_renoise.",
             )
         frozen = torch.zeros_like(sample, dtype=torch.bool) if mask_id is None else sample != mask_id
         if others.get("prompt_mask") is not None:
@@ -423,6 +422,5 @@ def check_json(group: str, plugin: Any) -> None:
     except TypeError:
         raise UserError(
             "plugin-not-saved",
-            f'{group}={plugin!r} cannot be saved: a file holds settings, so give a dict with "name", or with "_target_"'
-            " for a class of your own",
+            f'{group}={plugin!r} cannot be saved. Give a dict with "name", or with "_target_" for a class of your own.',
         ) from None

@@ -80,7 +80,7 @@ class Settings:
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise UserError("file-unreadable", f"{where}: {path} cannot be read: {first_line(error)}") from error
         if not isinstance(found, dict):
-            raise UserError("config-invalid", f"{where}: {path} should have names with values, as scheduler: threshold")
+            raise UserError("config-invalid", f"{where}: {path} has no names with values. Write scheduler: threshold.")
         return Settings.read(found, where)
 
     def rule(

@@ -51,8 +51,7 @@ def find_base(folder: Path) -> Base:
     if not isinstance(path, str) or not path:
         raise UserError(
             "adapter-invalid",
-            f"{folder / CONFIG}: base_model_name_or_path should name the adapter's base, not {shown(path)}. Give the"
-            f" base as model=BASE, with model.adapter={folder}",
+            f"{folder / CONFIG}: base_model_name_or_path is {shown(path)}. Give model=BASE model.adapter={folder}.",
         )
     near = folder / Path(path).expanduser()
     if near.is_dir():
@@ -155,8 +154,7 @@ def _refuse_shared(network: nn.Module, held: Held, touched: set[str], folder: Pa
         if count[id(weight)] > 1 and name.rpartition(".")[0] in touched:
             raise UserError(
                 "adapter-incompatible",
-                f"{folder} changes {name}, whose numbers another layer of this model shares (tied embeddings). Merge it"
-                " into a checkpoint that is not tied",
+                f"{folder} changes {name}, which another layer shares (tied embeddings). Use an untied checkpoint.",
             )
 
 
@@ -231,8 +229,7 @@ def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor],
         if config.is_prompt_learning:
             raise UserError(
                 "adapter-unsupported",
-                f"{source}: peft_type {shown(raw.get('peft_type'))} adds a prompt and no weights, which is not"
-                " supported. Use an adapter that can be merged, LoRA for example",
+                f"{source}: peft_type {shown(raw.get('peft_type'))} adds no weights to merge. Use LoRA, for example.",
             )
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong is an error below
@@ -258,6 +255,5 @@ def _complain(folder: Path, what: str, names: Collection[str]) -> None:
     if names:
         raise UserError(
             "adapter-incompatible",
-            f"{folder / WEIGHTS} {what} tensors for this model and {CONFIG}, among them {min(names)}. Apply the adapter"
-            " to the model that it was trained on",
+            f"{folder / WEIGHTS} {what} tensors, among them {min(names)}. Apply the adapter to its own model.",
         )

@@ -78,8 +78,7 @@ class Verifier:
         if narrow or kinds - {"full_attention", "sliding_attention"} or getattr(self.model, "_is_stateful", False):
             raise UserError(
                 "verifier-unsupported",
-                f"{self.name} must see all {canvas.length} tokens of prompt and answer in every layer, and"
-                f" this {type(self.model).__name__} does not: use one with full attention",
+                f"{self.name}: a {type(self.model).__name__} cannot see {canvas.length} tokens. Use full attention.",
             )
         return Reading(self, canvas.ids.shape[1])
 
@@ -101,8 +100,7 @@ class Verifier:
             if token not in added and theirs.get(token) != index:
                 raise UserError(
                     "tokenizer-differs",
-                    f"{self.name} has another tokenizer than the model, token {index} is {token!r} in it: use a"
-                    " causal LM of the model's own family",
+                    f"{self.name} has another tokenizer (token {index} is {token!r}). Use the model's own family.",
                 )
 
 

@@ -35,8 +35,8 @@ def find(path: str | None, spec: ModelSpec) -> Path:
     if spec.folder is None or not (spec.folder / FILE).is_file():
         raise UserError(
             "option-missing",
-            "scheduler.filter is missing, and this model ships none: train one with"
-            f" `dllm-train train=filter train.model={spec.folder or 'MODEL'} train.output={FILE}` and name that file",
+            "scheduler.filter is missing, and this model has none. Train one: `dllm-train train=filter"
+            f" train.model={spec.folder or 'MODEL'} train.output={FILE}`.",
         )
     return spec.folder / FILE
 
@@ -85,6 +85,6 @@ def _check_made_for(spec: ModelSpec, said: Any, path: Path) -> None:
         if said.get(name, getattr(spec, name)) != getattr(spec, name):
             raise UserError(
                 "filter-incompatible",
-                f"scheduler.filter: {path} was trained on a model of {said[name]} {what}, and this one has"
-                f" {getattr(spec, name)}: train one for this model with `dllm-train train=filter`",
+                f"scheduler.filter: {path} is for {said[name]} {what}, and this model has {getattr(spec, name)}."
+                " Train one by `dllm-train train=filter`.",
             )

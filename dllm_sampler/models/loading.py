@@ -186,8 +186,8 @@ def with_adapter(
             except UserError as error:
                 raise UserError(
                     "adapter-invalid",
-                    f"{own / adapters.CONFIG}: base_model_name_or_path cannot be loaded ({first_line(error)}). Give the"
-                    f" base as model=BASE, with model.adapter={own}",
+                    f"{own / adapters.CONFIG}: base_model_name_or_path cannot be loaded ({first_line(error)})."
+                    f" Give model=BASE model.adapter={own}.",
                 ) from None
             if adapters.has_adapter(folder):
                 raise UserError("adapter-unsupported", f"{own} and its base {folder} are both adapters. Merge one.")
@@ -272,8 +272,7 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
         return None
     raise UserError(
         "architecture-unknown",
-        f"{folder / 'config.json'}: unknown architecture {shown(kind)}; known are {_known()}, and every masked language"
-        " model of transformers",
+        f"{folder / 'config.json'}: unknown architecture {shown(kind)}. Use {_known()} or a masked LM of transformers.",
     )
 
 

@@ -44,8 +44,7 @@ def experts(fields: Fields, **settings: Any) -> MoeConfig:
     if moe.num_experts % moe.groups or not moe.top_groups <= moe.groups:
         raise UserError(
             "checkpoint-config-invalid",
-            f"{fields.source}: {moe.num_experts} experts do not make {moe.groups} equal groups of which"
-            f" {moe.top_groups} are kept",
+            f"{fields.source}: {moe.num_experts} experts cannot make {moe.groups} groups with {moe.top_groups} kept",
         )
     available = moe.num_experts // moe.groups * moe.top_groups
     if moe.top_k > available:

@@ -176,7 +176,9 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         raise UserError("checkpoint-incomplete", f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
     located = read_json(folder / INDEX).get("weight_map")
     if not isinstance(located, dict) or not all(isinstance(shard, str) for shard in located.values()):
-        raise UserError("checkpoint-damaged", f"{folder / INDEX} should map tensor names to shards under 'weight_map'")
+        raise UserError(
+            "checkpoint-damaged", f"{folder / INDEX} has no 'weight_map' of tensors to shards. Copy it again."
+        )
     files: dict[str, Path] = {}
     for shard in sorted(set(located.values())):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
@@ -206,7 +208,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise UserError("json-invalid", f"{file} is not valid JSON ({error})") from None
     if not isinstance(found, dict):
-        raise UserError("json-invalid", f"{file} should hold a JSON object, not a {type(found).__name__}")
+        raise UserError("json-invalid", f"{file} has a {type(found).__name__}, not a JSON object. Copy it again.")
     return found
 
 

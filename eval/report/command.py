@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> int:
         options = parser.parse_args(arguments)
         if options.replays < 0:
-            raise UserError("option-range", f"--replays should be at least 0, not {options.replays}")
+            raise UserError("option-range", f"--replays is {options.replays}. Set at least 0.")
         runs = [Path(path) for path in options.runs]
         if options.output is not None:
             check(options.output)
@@ -82,8 +82,7 @@ def check_figure(output: str) -> tuple[Path, str]:
     if (form := target.suffix.removeprefix(".").lower()) not in figure.FORMATS:
         raise UserError(
             "file-name",
-            f"--figure={output} does not say which format to write. Let it end in .{', .'.join(figure.FORMATS[:-1])} or"
-            f" .{figure.FORMATS[-1]}.",
+            f"--figure={output} has no known suffix. Let it end in .{' or .'.join(figure.FORMATS)}.",
         )
     _check_folder("the figure", target, output)
     figure.require_matplotlib()
@@ -93,7 +92,7 @@ def check_figure(output: str) -> tuple[Path, str]:
 def _target(output: str) -> Path:
     target = expanded("--output", output)
     if target.suffix not in (".html", ".htm"):
-        raise UserError("file-name", f"the report should be a file that ends in .html, not {output}")
+        raise UserError("file-name", f"{output} is not an HTML file. Name one that ends in .html.")
     _check_folder("the report", target, output)
     return target
 
@@ -150,7 +149,7 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
     """
     target = expanded("--csv", output)
     if output != "-" and target.suffix != ".csv" and not files.is_stream(target):
-        raise UserError("file-name", f"the figures should be a file that ends in .csv, not {output}")
+        raise UserError("file-name", f"{output} is not a CSV file. Name one that ends in .csv.")
     table = text(rows(read(runs)))
     if output == "-":
         show(table.removesuffix("\n"))

@@ -236,7 +236,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
         except (OSError, ValueError):  # a name that is too long, or has a NUL
             there = False
         if not there:
-            raise UserError("file-missing", f"there is no folder {path}: name directories that dllm-eval wrote")
+            raise UserError("file-missing", f"There is no folder {path}. Name directories that dllm-eval wrote.")
     runs = []
     for folder in run_folders(paths):
         about = RunFolder(folder).about()

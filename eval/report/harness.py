@@ -50,8 +50,7 @@ def results(file: Path) -> list[Result]:
         if ours["schema"] != SCHEMA:
             raise UserError(
                 "version-differs",
-                f"{file} has counts of schema {ours['schema']}, and this version reads {SCHEMA}. Read it with the"
-                " version of dllm_sampler that wrote it.",
+                f"{file} has schema {ours['schema']}, not {SCHEMA}. Read it with the version that wrote it.",
             )
         digest = hashlib.sha256(content).hexdigest()[:12]
         groups = found.get("groups") or {}

@@ -53,8 +53,7 @@ class Asked:
         if not isinstance(given, str) and not ids and not _messages(given):
             raise UserError(
                 "task-result",
-                f"{self.called}: the prompt of sample {place + 1} is {short(repr(given))}. Give a text, messages or"
-                f" token ids.",
+                f"{self.called}: the prompt of sample {place + 1} is {short(repr(given))}. Give text, messages or ids.",
             )
         try:
             json.dumps(given)
@@ -76,8 +75,8 @@ class Asked:
         if not all(map(math.isfinite, found.values())) or not 0 <= found.get(score, -1) <= 1:
             raise UserError(
                 "task-result",
-                f"{self.called}: grade() of sample {sample.index + 1} returned {short(repr(given))}. Return a mapping"
-                f" with {score!r} from 0 to 1.",
+                f"{self.called}: grade() of sample {sample.index + 1} returned {short(repr(given))}."
+                f" Return a mapping with {score!r} from 0 to 1.",
             )
         return found
 

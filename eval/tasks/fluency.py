@@ -87,8 +87,7 @@ def _tool(grammar: str) -> Any:
     except ImportError:
         raise UserError(
             "package-missing",
-            "task.grammar needs LanguageTool: pip install language_tool_python (and Java, unless it is a server's URL),"
-            " or leave it null for fluency_proxy",
+            "task.grammar needs LanguageTool. Run pip install language_tool_python (and Java), or remove it.",
         ) from None
     try:
         server = {} if grammar == "languagetool" else {"remote_server": grammar}

@@ -49,7 +49,7 @@ class Jsonl(Task):
 
     def __post_init__(self) -> None:
         if self.file is None:
-            raise UserError("option-missing", "task=jsonl needs a file: say task.file=FILE.jsonl")
+            raise UserError("option-missing", "task=jsonl needs a file. Add task.file=FILE.jsonl.")
         for line in () if self.judge.own else self.lines:
             self.judge.check(line.answer, line.where)
 

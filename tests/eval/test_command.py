@@ -119,8 +119,7 @@ def test_an_error_in_a_scheduler_ends_its_run_alone(
     said, first = capsys.readouterr().err, jobs(words)[0]
     assert sum(line.endswith(sentence) for line in said.splitlines()) == 1
     assert said.splitlines()[-1] == (
-        f"dllm-eval: this run ended with an error in the code, which is printed above: {first.name}. What is done is"
-        " kept, and the same command goes on from there"
+        f"dllm-eval: this run ended with an error that is printed above: {first.name}. Rerun the command to resume."
     )
     assert [RunFolder(job.folder).complete for job in jobs(words)] == [False, True]
     monkeypatch.undo()
@@ -135,7 +134,7 @@ def test_an_error_in_a_scheduler_ends_its_run_alone(
         (["device=cuda:99", "workers=2"], "device=cuda:99 needs a GPU"),
         (["output=file"], "cannot write to file: "),
         (["output=file/below"], "results cannot be kept in file/below: "),
-        (["output="], "output is empty: it should be a path"),
+        (["output="], "output is empty. Name a path"),
         (["seed=range(5,1)"], "seed=range(5,1) has no values"),
         (["seed=range(0,3,0)"], "seed=range(0,3,0) has no values"),
         (["temperature=interval(0,1)"], "temperature=interval(0,1) has no values"),
@@ -170,7 +169,7 @@ def test_a_missing_launcher_is_named(
     for name in ("not_there", "not_there.launcher"):  # `find_spec` returns None, or raises for a missing parent
         monkeypatch.setattr("dllm_sampler.eval.launch.find_spec", lambda _, name=name: find_spec(name))
         assert command.main(["task.count=2", "hydra/launcher=unheard_of"]) == 2
-        assert "the launchers come with pip install -c constraints.txt -e '.[eval]'" in capsys.readouterr().err
+        assert "The launchers come with pip install -c constraints.txt -e '.[eval]'" in capsys.readouterr().err
 
 
 def test_missing_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

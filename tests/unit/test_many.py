@@ -100,12 +100,12 @@ def test_a_prompt_that_is_refused_has_its_number(words: Sampler) -> None:
     for answer, said in (
         (found[1], "prompt 2 is empty"),
         (found[3], "prompt 4 has token id 999"),
-        (found[4], "prompt 5 has 60 tokens and max_new_tokens is 8"),
+        (found[4], "prompt 5 has 60 tokens, too many with max_new_tokens=8"),
     ):
         assert said in (answer.error or "") and answer.length == 0 and not answer.complete
     short = list(words.generate_many(["Ada", "Ben Cal Dan Eve"], max_new_tokens=8, max_length=10, on_error="yield"))
     assert [answer.error for answer in short if answer.error] == [
-        "prompt 2 has 4 tokens. With max_new_tokens=8 they exceed max_length=10."
+        "prompt 2 has 4 tokens, too many with max_new_tokens=8. Raise max_length=10."
     ]
 
     got: list[int] = []

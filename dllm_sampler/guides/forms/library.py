@@ -89,7 +89,7 @@ def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Cal
     if done.returncode == -signal.SIGKILL or "memory allocation" in done.stderr or "MemoryError" in said:
         raise UserError("form-too-large", f"the form {name} needs over {MEMORY >> 30} GiB. Make it simpler.")
     if done.returncode == -signal.SIGSEGV or "overflowed its stack" in done.stderr:
-        raise UserError("form-too-large", f"the form {name} is nested too deeply to be built: make it flatter")
+        raise UserError("form-too-large", f"the form {name} is nested too deeply. Make it flatter.")
     ended = said or f"exit status {done.returncode}"
     raise UserError("form-invalid", f"the form {name} cannot be built: outlines-core failed ({ended})")
 

@@ -189,7 +189,7 @@ class Choices(Form):
 def _choices(given: Sequence[Any]) -> tuple[str, ...]:
     """A list of texts; whole numbers become texts."""
     if not given:
-        raise UserError("form-invalid", "guide.choices.choices has an empty list: give it texts, as in [Ada, Ben]")
+        raise UserError("form-invalid", "guide.choices.choices has an empty list. Give texts, as in [Ada, Ben].")
     for one in given:
         if isinstance(one, list | tuple):
             raise UserError("option-type", "guide.choices.choices mixes texts and lists. Give one kind.")

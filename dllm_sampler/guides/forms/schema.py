@@ -27,10 +27,10 @@ def schema_text(given: Any) -> str:
         try:
             text = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise UserError(
                 "file-unreadable",
-                f"guide.json_schema.schema={short(repr(given))} is no JSON, and no file that can be read:"
-                f" {getattr(error, 'strerror', None) or error}",
+                f"guide.json_schema.schema={short(repr(given))} is neither JSON nor a readable file: {reason}",
             ) from None
     try:
         load_json(text)

@@ -32,8 +32,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     if ("Fuse" in order and "Replace" in order[order.index("Fuse") :]) or getattr(tokenizer, TIDIES, False):
         raise UserError(
             "tokenizer-unsupported",
-            "a guide on the answer's form cannot serve this tokenizer: it changes a text after joining the tokens"
-            f" (a Replace behind Fuse in its decoder, or {TIDIES})",
+            f"this tokenizer changes a text after joining tokens (Replace after Fuse, or {TIDIES}). Remove the guide.",
         )
     if not decoders or kinds - known or any(old is None for old, _ in replaced):
         kind = ", ".join(sorted(kinds - known)) or ("Replace" if decoders else "none: spaces stand between tokens")
