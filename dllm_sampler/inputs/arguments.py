@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import getattr_static
 from os import PathLike
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, first_line
 
 
 def check_name(model: object) -> None:
@@ -26,7 +27,7 @@ def check_name(model: object) -> None:
 
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
     """Refuse a denoiser without a spec (a bare module), a tokenizer not of transformers, an incomplete `Noise`."""
-    spec = getattr(denoiser, "spec", None)
+    spec = _spec(denoiser)
     if not isinstance(spec, ModelSpec):
         raise UserError(
             "model-invalid",
@@ -46,3 +47,23 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
             "option-type",
             f"noise must be a CounterNoise() or None, not a {type(noise).__name__}. Set seed for other numbers.",
         )
+
+
+def _spec(denoiser: object) -> object:
+    """Return the `spec` of a denoiser; None if it has none.
+
+    Raises:
+        UserError: the property raises an AttributeError, which `getattr` would take for a missing `spec`.
+    """
+    found = getattr_static(denoiser, "spec", None)
+    if found is None:
+        return getattr(denoiser, "spec", None)
+    try:
+        # A module would look elsewhere for an attribute whose property raises, and report that.
+        return found.__get__(denoiser, type(denoiser)) if hasattr(type(found), "__get__") else found
+    except AttributeError as error:
+        raise UserError(
+            "model-invalid",
+            f"the spec of a {type(denoiser).__name__} raises AttributeError: {first_line(error)}. Correct its property"
+            " `spec`",
+        ) from error

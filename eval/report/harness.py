@@ -55,6 +55,8 @@ def results(file: Path) -> list[Result]:
         digest = hashlib.sha256(content).hexdigest()[:12]
         groups = found.get("groups") or {}
         return [_result(task, found, ours, digest) for task in found["results"] if task not in groups]
+    except UserError:  # a ValueError, too
+        raise
     except OSError as error:
         raise UserError("file-unreadable", f"cannot read {file}: {error.strerror}. Check its permissions.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

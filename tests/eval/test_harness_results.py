@@ -116,7 +116,7 @@ def test_reruns_are_told_apart_and_other_models_left_out(tmp_path: Path) -> None
         *((content, "is not of lm-evaluation-harness (") for content in ("{", "[]", "{}", '{"config": 3}')),
         (
             '{"config": {"dllm_sampler": {"schema": 2}}}',
-            "has counts of schema 2, and this version reads 1. Read it with",
+            "has schema 2, not 1. Read it with",
         ),
     ],
 )

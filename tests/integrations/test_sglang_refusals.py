@@ -39,7 +39,7 @@ WRONG = {
     "scheduler: wino": "scheduler=wino needs more than the logits of a block",
     "{scheduler: threshold, top_k: 5}": "top_k changes nothing without a temperature",
     "block_size: 4": "names no scheduler",
-    "[threshold]": "should have names with values",
+    "[threshold]": "has no names with values",
     "scheduler: [": "cannot be read",
 }
 
