@@ -333,7 +333,7 @@ def test_a_figure_of_another_suffix_is_refused_before_anything_is_read(
 ) -> None:
     monkeypatch.setattr(command, "load", lambda paths: pytest.fail("read"))
     assert command.main(["--figure", name]) == 2
-    said = f"--figure={name} does not say which format to write. Let it end in .pdf, .svg or .png."
+    said = f"--figure={name} has no known suffix. Let it end in .pdf or .svg or .png."
     assert said in capsys.readouterr().err
 
 
@@ -413,9 +413,9 @@ def test_folders_that_cannot_be_listed_are_skipped(
 
 def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(tmp_path / "nowhere")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "There is no folder" in capsys.readouterr().err
     assert command.main(["x" * 5000]) == 2
-    assert "there is no folder xxx" in capsys.readouterr().err
+    assert "There is no folder xxx" in capsys.readouterr().err
     assert command.main([str(tmp_path)]) == 2
     assert "there are no samples under" in capsys.readouterr().err
     assert command.main([str(tmp_path), "--output", "report.pdf"]) == 2

@@ -66,7 +66,7 @@ WRONG = {
     "guide=regex guide.regex.pattern='[a'": "'[a' cannot be used as a form",
     "guide=choices guide.choices.choices=[[a],[b]]": "guide=choices has a list of forms",
     "guide=grammar guide.grammar.grammar=json": "guide=grammar judges whole answers",
-    "guide=json_schema guide.json_schema.schema=s.json": "is no JSON, and no file that can be read",
+    "guide=json_schema guide.json_schema.schema=s.json": "is neither JSON nor a readable file",
     "top_p=0.9": "top_p changes nothing without a temperature",
     "blocks=adablock": "blocks=adablock: blocks need one length",
     "model=mini": "the engine loads the model",
