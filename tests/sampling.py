@@ -58,6 +58,15 @@ def sampled(
     return [pytest.param(it, id=name(it), marks=() if at in chosen else pytest.mark.slow) for at, it in taken]
 
 
+def sampled_rows(
+    rows: Collection[tuple[Any, ...]],
+    meets: Callable[[tuple[Any, ...]], Iterable[Hashable]] = lambda row: enumerate(map(str, row)),
+) -> list[Any]:
+    """The tuples for `parametrize` with several names; all but a sample are slow. Each value is met by default."""
+    found = sampled(rows, meets, lambda row: "-".join(map(str, row)))
+    return [pytest.param(*one.values[0], id=one.id, marks=one.marks) for one in found]
+
+
 def crossed(*axes: Collection[Any], together: int = 1) -> list[Any]:
     """The product of the axes for `parametrize`: each `together` values of different axes meet by default (0: one
     of all combinations runs).

@@ -250,7 +250,7 @@ def check_confidence(scheduler: Settings) -> None:
         other = toys.sampler(scheduler=Scrambled(inner), temperature=1.0)
     except UserError as error:
         raise CannotTry(str(error)) from error
-    first, second = (one.generate(toys.PROMPTS, max_new_tokens=18, seed=3) for one in (alone, other))
+    first, second = (one.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=3) for one in (alone, other))
     same = torch.equal(first.trace.generated, second.trace.generated) and torch.equal(first.tokens, second.tokens)
     if same == alone.plugins.scheduler.traits.ranks_by_confidence:
         raise Broken(

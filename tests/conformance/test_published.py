@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dllm_sampler import UserError, config
+from dllm_sampler.check.promises import check_row
 from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.published import (
     AnyBlock,
@@ -66,12 +67,8 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: Scheduler, kind: str) -> N
     batch = run(scheduler, kind=kind)
     assert batch.complete.all()
     assert int(batch.nfe.max()) <= sampler(scheduler, kind).plugins.scheduler.bound(TOKENS)
-    for row, prompt in enumerate(PROMPTS):
-        alone = run(scheduler, [prompt], kind)
-        assert torch.equal(batch.tokens[row], alone.tokens[0])
-        assert torch.equal(batch.trace.generated[row], alone.trace.generated[0])
-        assert batch.nfe[row] == alone.nfe[0]
-        assert batch.trace.rows[row] == alone.trace.rows[0]
+    row = ALL.index(scheduler) % len(PROMPTS)
+    check_row(batch, row, run(scheduler, [PROMPTS[row]], kind))
 
 
 @pytest.mark.parametrize("name", ["tpf", "maximum"])

@@ -45,6 +45,7 @@ def test_hidden_columns_keep_what_is_stored_of_them(cache) -> None:
             check_row(batch, row, sampler.generate([prompt], max_new_tokens=12))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     toy=st.sampled_from(toys.TOYS),

@@ -128,6 +128,7 @@ def test_passes_that_only_store_change_no_token(scheduler: dict[str, Any]) -> No
         assert [s for s in apart.trace.steps(row) if s] == [s for s in ride.trace.steps(row) if s]
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     cache=st.sampled_from([one for one in cases.settings("cache") if one["name"] in ("none", "block_causal")]),

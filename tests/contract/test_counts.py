@@ -141,7 +141,7 @@ def test_shares_that_fit_are_those_without_a_cache(scheduler: str, cache: Settin
         assert all(len(row) >= len(wanted) for row in shares(result))
 
 
-@pytest.mark.parametrize("scheduler", sampled(ADAPTIVE, lambda name: [name == "klass"]))
+@pytest.mark.parametrize("scheduler", sampled(ADAPTIVE))
 def test_adaptive_schedules_keep_their_steps(scheduler: str) -> None:
     chosen, saved = ADAPTIVE[scheduler], 0
     for cache in CACHES.values():
@@ -178,7 +178,7 @@ def test_a_share_that_does_not_fit_is_cut(steps: int, cache: Settings, blocks: S
         assert len(counts) > len(flat(plan)) or fits or cache["name"] != "elastic"
 
 
-@pytest.mark.parametrize("stop", ["none", "prefix"])
+@pytest.mark.parametrize("stop", sampled(["none", "prefix"]))
 def test_masks_behind_an_end_of_text(stop: str) -> None:
     """Elastic-Cache predicts them last: a share may be short once, which costs a forward where it was the last one."""
     late = 0

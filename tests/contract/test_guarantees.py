@@ -28,16 +28,16 @@ def test_everything_in_conf_is_covered() -> None:
         assert all(setting in chosen for setting in cases.settings(group)), group
 
 
-FIXED = [case for case in CASES if not case.facts["moves"]]  # of others columns move: see test_lengths
-once = pytest.mark.parametrize(
-    "case", thinned((case for case in FIXED if not case.facts["revises"]), "scheduler", "stop")
-)
-again = pytest.mark.parametrize("case", thinned((case for case in CASES if case.facts["revises"]), "scheduler", "stop"))
+@every_case
+def test_the_step_map_says_when(case: Case) -> None:
+    if case.facts["revises"]:
+        check_revised(case)
+    elif not case.facts["moves"]:  # of others columns move: see test_lengths
+        check_committed_once(case)
 
 
-@again
-def test_whoever_revises_keeps_the_step_map(case: Case) -> None:
-    """Instead of the next test: the step map says what is noise now, and which forward wrote the rest last."""
+def check_revised(case: Case) -> None:
+    """Check that the step map says what is noise now, and which forward wrote the rest last."""
     before = None
     for commits in case.stream():
         if not case.sampler.plugins.stop.cuts:
@@ -49,11 +49,9 @@ def test_whoever_revises_keeps_the_step_map(case: Case) -> None:
         before = commits
 
 
-@once
-def test_each_position_is_committed_once_and_the_step_map_says_when(case: Case) -> None:
-    steps = case.stream()
-    result = steps[-1].result
-    assert result is not None
+def check_committed_once(case: Case) -> None:
+    """Check that each position is committed once, and stays."""
+    steps, result = case.stream(), case.result
     committed = torch.full_like(result.tokens, -1)
     tokens = torch.full_like(result.tokens, toys.MASK)
     for commits in steps:

@@ -31,7 +31,7 @@ SCHEDULERS = [one for one in settings("scheduler") if one.get("match") != "subse
 
 def answers(scheduler: Settings, **options: Any) -> Tensor:
     sampler = toys.sampler(toy_for(scheduler), scheduler=scheduler, **options)
-    return sampler.generate(toys.PROMPTS, max_new_tokens=10, seed=toys.SEEDS).tokens
+    return sampler.generate(toys.PROMPTS, max_new_tokens=5, seed=toys.SEEDS).tokens
 
 
 @pytest.mark.parametrize("scheduler", sampled(SCHEDULERS, brings, label))

@@ -21,6 +21,7 @@ from dllm_sampler.guides.annealing import LinearTemperature
 from dllm_sampler.models.mixture import KnownTokens
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import crossed
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,14 @@ def in_place(logits: Tensor) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("function", [raised(toys.MASK), in_place, lambda x: x.nan_to_num(neginf=50.0)])
-@pytest.mark.parametrize("how", [{}, {"measured": True}, {"measured": True, "chosen": False}])
-@pytest.mark.parametrize("more", [[], [Temperature(0.7), TopK(2)]])
+@pytest.mark.parametrize(
+    ("function", "how", "more"),
+    crossed(
+        {"raised": raised(toys.MASK), "in_place": in_place, "finite": lambda x: x.nan_to_num(neginf=50.0)},
+        [{}, {"measured": True}, {"measured": True, "chosen": False}],
+        [[], [Temperature(0.7), TopK(2)]],
+    ),
+)
 def test_the_mask_is_excluded_again(function: Any, how: dict[str, bool], more: list[Guide]) -> None:
     wanted = toys.sampler(guide=more).generate(toys.PROMPTS, max_new_tokens=14)
     found = toys.sampler(guide=[Makes(function, **how), *more]).generate(toys.PROMPTS, max_new_tokens=14)

@@ -20,7 +20,7 @@ from dllm_sampler.kernels.backend import FallbackWarning
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.contract.cases import CASES, TOKENS, Case, thinned
-from tests.sampling import crossed
+from tests.sampling import crossed, sampled
 from tests.taped import pair
 
 JOINS = [case for case in CASES if case.facts["joins"]]
@@ -197,17 +197,15 @@ def test_rows_that_are_given_up_disturb_no_other(max_steps: int, seed: int) -> N
 
 @pytest.mark.parametrize(
     "plugins",
-    [
-        {"scheduler": "random_order", "cache": "dkv_greedy", "blocks": {"name": "ascending", "count": 3}},
-        pytest.param(
+    sampled(
+        [
+            {"scheduler": "random_order", "cache": "dkv_greedy", "blocks": {"name": "ascending", "count": 3}},
             {"scheduler": "fixed", "cache": {"name": "sparse", "delay": 1}, "blocks": {"name": "fixed", "length": 16}},
-            marks=pytest.mark.slow,
-        ),
-        {"scheduler": {"name": "apd", "verifier": toys.verifier(), "mixture_weight": 0.2}, "blocks": "full"},
-        pytest.param(
-            {"scheduler": "threshold", "cache": {"name": "dllm", "response_every": 2}}, marks=pytest.mark.slow
-        ),
-    ],
+            {"scheduler": {"name": "apd", "verifier": toys.verifier(), "mixture_weight": 0.2}, "blocks": "full"},
+            {"scheduler": "threshold", "cache": {"name": "dllm", "response_every": 2}},
+        ],
+        lambda plugins: ["blocks" in plugins],
+    ),
 )
 def test_a_short_answer_among_long_ones(plugins: dict[str, Any]) -> None:
     """With the longest prompt, too: sizes of the batch are not the row's own."""

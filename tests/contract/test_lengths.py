@@ -74,8 +74,7 @@ def following(canvas: Canvas, query: Query, edit: Edit, row: int, tokens: int) -
     return answer[: max(0, min(wanted, tokens))]
 
 
-@pytest.mark.parametrize("plugins", [{}, {"blocks": "full"}, {"temperature": 1.0}], ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "plugins"), crossed(list(METHODS), [{}, {"blocks": "full"}, {"temperature": 1.0}]))
 def test_each_canvas_is_the_one_before_and_the_edit(method: str, plugins: dict[str, Any]) -> None:
     result, steps = noted(METHODS[method], **plugins)
     grew = shrank = 0
@@ -97,8 +96,7 @@ def test_each_canvas_is_the_one_before_and_the_edit(method: str, plugins: dict[s
     assert bool((last <= TOKENS).all()) and ((result.lengths > 0) == (last > 0)).all()
 
 
-@pytest.mark.parametrize("poll_every", [1, 3])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "poll_every"), crossed(list(METHODS), [1, 3]))
 def test_the_trace_has_every_state_in_its_own_columns(method: str, poll_every: int) -> None:
     """Of rows that lost nothing; the others say so."""
     result, steps = noted(METHODS[method], poll_every=poll_every)
@@ -134,8 +132,8 @@ def test_rows_of_a_batch_are_rows_alone(method: str, toy: str, plugins: dict[str
     sampler = toys.sampler(toy, scheduler=METHODS[method], blocks=BLOCKS, **plugins)
     batch = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
     assert batch.complete.all()
-    for row, prompt in enumerate(toys.PROMPTS):
-        alone = sampler.generate([prompt], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]])
+    for row in (1, 3):
+        alone = sampler.generate([toys.PROMPTS[row]], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]])
         check_row(batch, row, alone)
         assert batch.trace.end[row] - batch.trace.origin == alone.trace.end[0] - alone.trace.origin
 
@@ -159,7 +157,7 @@ def test_every_scheduler_inside(pair: tuple[Settings, Settings]) -> None:
         raise
     batch = sampler.generate(toys.PROMPTS[:3], max_new_tokens=TOKENS, seed=toys.SEEDS[:3])
     assert batch.complete.all()
-    for row in range(3):
+    for row in (0, 1):
         check_row(batch, row, sampler.generate([toys.PROMPTS[row]], max_new_tokens=TOKENS, seed=[toys.SEEDS[row]]))
 
 

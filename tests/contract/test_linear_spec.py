@@ -97,7 +97,7 @@ def test_against_the_network_driven_by_hand(plugins: dict[str, Any], shape: tupl
         assert result.trace.generated[row].tolist() == step_map
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_it_is_greedy_autoregressive_decoding(count: int) -> None:
     prompts = many(count)
     alone = [read(prompt) for prompt in prompts]
@@ -140,9 +140,9 @@ def test_a_row_of_a_batch_is_the_row_alone() -> None:
     options: dict[str, Any] = {"temperature": 0.8, "scheduler": {"name": "linear_spec", "threshold": 0.3}}
     batch = generate(**options)
     assert batch.tokens.tolist() != generate().tokens.tolist()
-    for row, prompt in enumerate(PROMPTS):
+    for row in (1, len(PROMPTS) - 1):
         sampler = toys.sampler("context", **options)
-        check_row(batch, row, sampler.generate([prompt], max_new_tokens=TOKENS, seed=row))
+        check_row(batch, row, sampler.generate([PROMPTS[row]], max_new_tokens=TOKENS, seed=row))
     many = {"max_new_tokens": TOKENS, "seed": 0, "order": "given"}
     flown = toys.sampler("context", **options).generate_many(PROMPTS, batch_size=2, **many)
     assert [answer.tokens.tolist() for answer in flown] == batch.tokens.tolist()

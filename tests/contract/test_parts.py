@@ -90,9 +90,9 @@ def test_under_a_shift_one_more_row_is_computed_until_the_first_position_is_know
 @pytest.mark.parametrize(("kind", "cache"), [("fast", "block_causal"), ("causal", "sub_block")])
 def test_a_row_of_a_batch_is_the_row_alone(kind: str, cache: str) -> None:
     batch = generate(kind, cache=cache, temperature=0.8)
-    for row, prompt in enumerate(PROMPTS):
+    for row in (1, len(PROMPTS) - 1):
         sampler = toys.sampler(kind, cache=cache, temperature=0.8, blocks=PARTS, scheduler=SURE)
-        alone = sampler.generate([prompt], max_new_tokens=TOKENS, seed=row)
+        alone = sampler.generate([PROMPTS[row]], max_new_tokens=TOKENS, seed=row)
         check_row(batch, row, alone)
     sampler = toys.sampler(kind, cache=cache, temperature=0.8, blocks=PARTS, scheduler=SURE)
     flown = sampler.generate_many(PROMPTS, batch_size=2, max_new_tokens=TOKENS, seed=0, order="given")

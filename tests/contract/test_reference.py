@@ -103,8 +103,8 @@ def test_each_rule_is_its_paper(toy: str, name: str) -> None:
     scheduler, rule = RULES[name]
     for block in (4, 8, 16):
         sampler = toys.sampler(toy, scheduler=scheduler, blocks={"name": "fixed", "length": block})
-        result = sampler.generate(toys.PROMPTS[:3], max_new_tokens=TOKENS)
-        for row, prompt in enumerate(toys.PROMPTS[:3]):
+        result = sampler.generate(toys.PROMPTS[:2], max_new_tokens=TOKENS)
+        for row, prompt in enumerate(toys.PROMPTS[:2]):
             assert_same(result, row, decode(toy, prompt, block, rule))
 
 

@@ -156,7 +156,7 @@ def cases(draw: st.DrawFn, given: bool = True) -> Case:
     return case
 
 
-@fuzz(10, 3, case=cases(), data=st.data())
+@fuzz(6, 3, case=cases(), data=st.data())
 def test_a_row_of_a_batch_and_an_answer_in_flight_equal_the_row_alone(case: Case, data: st.DataObject) -> None:
     """In float64: tokens, step map, forwards, positions computed, and log-probabilities."""
     with warnings.catch_warnings():

@@ -180,7 +180,7 @@ def damaged(draw: st.DrawFn, name: str, content: bytes) -> bytes:
     return "\n".join([*lines, ""]).encode("utf-8", "replace")
 
 
-@fuzz(8, 5, reads=st.sampled_from(scene.READS), data=st.data())
+@fuzz(4, 5, reads=st.sampled_from(scene.READS), data=st.data())
 def test_a_damaged_file(reads: tuple[str, list[str], str], data: st.DataObject) -> None:
     command, words, name = reads
     with scene.copied([*words, name.partition("/")[0]]) as folder:
@@ -211,7 +211,7 @@ CALL += ("forms", "progress", "temperature")
 MANY = ("batch_size", "order", "on_error", "batching", "max_length")
 
 
-@fuzz(25, 10, method=st.sampled_from(["generate", "generate_many"]), data=st.data())
+@fuzz(15, 10, method=st.sampled_from(["generate", "generate_many"]), data=st.data())
 def test_a_strange_argument(method: str, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from((*OPTIONS, *CALL, *(MANY if method == "generate_many" else ()))), label="name")
     value = data.draw(ANYTHING, label="value")

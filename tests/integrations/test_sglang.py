@@ -24,7 +24,7 @@ from tests import toys
 from tests.contract.cases import Settings, one_of_each_kind
 from tests.integrations.sglang_stubs import Request, Server, algorithm
 from tests.integrations.test_block import LENGTH, PROMPTS, causal, in_blocks
-from tests.sampling import crossed
+from tests.sampling import crossed, sampled
 
 LOCAL = [one for one in one_of_each_kind() if config.build("scheduler", one.values[0]).traits.scope == "block"]
 PER_BLOCK = 4
@@ -58,7 +58,7 @@ def test_served_requests_equal_sampler(registered: str, scheduler: Settings, fdf
             assert int(alone.nfe[0]) <= one.forwards <= int(alone.nfe[0]) + blocks
 
 
-@pytest.mark.parametrize("scheduler", ["threshold", "klass", "editing", "localleap"])
+@pytest.mark.parametrize("scheduler", sampled(["threshold", "klass", "editing", "localleap"]))
 def test_batches_that_wait_for_their_slowest_block(registered: str, scheduler: str) -> None:
     """The synchronous mode: the same tokens, of which `test_served_requests_equal_sampler` knows more schedulers."""
     found = server({"scheduler": scheduler}, fdfo=False).serve(requests())
@@ -143,7 +143,7 @@ def test_a_prompt_may_hold_the_mask(registered: str, fdfo: bool) -> None:
     assert other.ids[:LENGTH] == prompt[:LENGTH] and toys.MASK not in [*found.answer, *other.answer]
 
 
-@pytest.mark.parametrize(("scheduler", "fdfo"), crossed(["threshold", "klass", "editing"], [True, False]))
+@pytest.mark.parametrize(("scheduler", "fdfo"), crossed(["threshold", "klass", "editing"], [True, False], together=0))
 def test_a_row_that_fails_ends_alone(
     registered: str, scheduler: str, fdfo: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

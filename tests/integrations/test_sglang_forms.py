@@ -21,6 +21,7 @@ from tests.contract.cases import Settings
 from tests.integrations.sglang_stubs import Req, Request, Server, algorithm
 from tests.integrations.test_block import LENGTH, PATTERN, PROMPTS, causal
 from tests.refusals import refused
+from tests.sampling import sampled_rows
 
 REGEX = {"name": "regex", "pattern": PATTERN}
 HOT: dict[str, Any] = {"temperature": 1.0, "top_k": 2**30}
@@ -49,11 +50,14 @@ def alone(settings: Settings, one: Request, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     ("scheduler", "posterior", "options", "fdfo"),
-    [
-        ({"name": "threshold", "threshold": 0.6}, False, GREEDY, True),
-        ({"name": "threshold", "threshold": 0.6}, True, HOT, True),
-        ("random_order", False, HOT, False),
-    ],
+    sampled_rows(
+        [
+            ({"name": "threshold", "threshold": 0.6}, False, GREEDY, True),
+            ({"name": "threshold", "threshold": 0.6}, True, HOT, True),
+            ("random_order", False, HOT, False),
+        ],
+        lambda row: [("posterior", row[1])],
+    ),
 )
 def test_forms_of_served_answers_equal_those_of_sampler(
     registered: str, scheduler: Any, posterior: bool, options: dict[str, Any], fdfo: bool
