@@ -137,7 +137,7 @@ def assert_same_row(batch: Result, row: int, alone: Result) -> None:
     assert (batch.nfe[row], batch.trace.rows[row]) == (alone.nfe[0], alone.trace.rows[0])
 
 
-@pytest.mark.parametrize("scheduler", [RENOISE, {"name": "block_refine", "steps": 5, "threshold": 0.5}])
+@pytest.mark.parametrize("scheduler", sampled([RENOISE, {"name": "block_refine", "steps": 5, "threshold": 0.5}]))
 def test_a_row_in_a_batch_is_the_row_alone(scheduler: dict[str, Any]) -> None:
     seeds = [4, 5, 6]
     batch = sampler(scheduler).generate(PROMPTS, max_new_tokens=40, seed=seeds)  # the last canvas is cut
@@ -200,7 +200,7 @@ def test_what_cannot_work_is_refused(plugins: dict[str, Any], said: str) -> None
         Sampler(denoiser(), **{"scheduler": "entropy_renoise", **plugins})
 
 
-@pytest.mark.parametrize("stop", ["prefix", "block", "prophet"])
+@pytest.mark.parametrize("stop", sampled(["prefix", "block", "prophet"]))
 def test_stops(stop: str) -> None:
     ends = replace(denoiser(), eos_id=101)  # a token that does occur
     results = [

@@ -17,7 +17,7 @@ from tests import toys
 from tests.sampling import crossed
 
 DATA = Path(__file__).parent / "data"
-FEW = {"name": "fixed", "steps": 8}
+FEW = {"name": "fixed", "steps": 4}
 SCHEDULERS = {"tiny-diffusion-gemma": "entropy_renoise"}
 FAMILIES = [
     *("tiny-llada", "tiny-llada-gqa", "tiny-illada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-fast-dllm-v2"),

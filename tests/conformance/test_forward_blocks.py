@@ -23,6 +23,7 @@ from dllm_sampler.models.loading import load
 from dllm_sampler.models.moe import MoE
 from tests import toys
 from tests.refusals import refused
+from tests.sampling import sampled_rows
 
 DATA = Path(__file__).parent / "data"
 # 286 elsewhere.
@@ -244,7 +245,10 @@ def test_nemotron() -> None:
 
 @pytest.mark.parametrize(
     ("name", "length"),
-    [("tiny-sdar", 4), ("tiny-llada2-moe", 32), ("tiny-stable-diffcoder", 4), ("tiny-fast-dllm-v2", 32)],
+    sampled_rows(
+        [("tiny-sdar", 4), ("tiny-llada2-moe", 32), ("tiny-stable-diffcoder", 4), ("tiny-fast-dllm-v2", 32)],
+        lambda row: [row[1]],
+    ),
 )
 def test_a_user_needs_to_say_nothing(name: str, length: int) -> None:
     path = {"path": str(DATA / name), "mask_id": MASK.get(name, 286)}

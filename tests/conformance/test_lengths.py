@@ -19,6 +19,7 @@ from dllm_sampler.schedulers.rho_eos import RhoEos
 from tests import toys
 from tests.conformance.lengths import Step, mismatch
 from tests.conformance.lines import Line
+from tests.sampling import crossed
 
 MASK, EOS, SLOPE = toys.MASK, toys.EOS, 0.1
 
@@ -153,8 +154,7 @@ def test_only_forwards_before_the_first_commit_belong_to_the_first_stage(empty: 
     assert mismatch(line, [steps, wasted], [[7, 8]] * 2) == ("NFE 4, recorded 3" if empty else early)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
-@pytest.mark.parametrize("method", ["daedal", "rho_eos"])
+@pytest.mark.parametrize(("method", "seed"), crossed(["daedal", "rho_eos"], range(20), together=0))
 def test_the_rules_written_a_second_time(method: str, seed: int) -> None:
     random, moved = Random(f"{method}{seed}"), 0
     for _ in range(6):

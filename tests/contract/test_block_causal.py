@@ -18,7 +18,7 @@ from tests.contract import cases
 from tests.refusals import refused
 from tests.sampling import sampled
 
-TOKENS, BLOCK = 14, 6
+TOKENS, BLOCK = 10, 6
 # shorter than a block, on its border, past it; ending one before and one after a border
 PROMPTS = [[5, 11, 3], [7, 1, 30, 22, 9, 14], [16], [4, 4, 28, 13, 33, 2, 8, 1, 19, 20, 3, 6, 25], [12, 6, 2, 9, 30]]
 GREEDY = {"name": "dynamic", "threshold": 0.6}

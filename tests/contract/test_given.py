@@ -20,6 +20,7 @@ from tests import toys
 from tests.contract.cases import CASES, TOKENS, Case, thinned
 from tests.contract.test_in_flight import JOINS
 from tests.contract.test_recorded import same
+from tests.sampling import sampled
 from tests.taped import pair
 
 SERVED = [case for case in CASES if not case.facts["moves"]]  # others are refused, see test_lengths
@@ -147,14 +148,13 @@ def test_without_a_prompt(case: Case) -> None:
 
 @pytest.mark.parametrize(
     "plugins",
-    [
-        {"cache": "none", "poll_every": 3, "temperature": 0.8},
-        pytest.param(
-            {"cache": "dual", "scheduler": {"name": "editing", "threshold": 0.5, "edit": 0.3}}, marks=pytest.mark.slow
-        ),
-        {"cache": "prefix", "guide": {"name": "regex", "pattern": "([a-j][0-9]?)*"}},
-    ],
-    ids=str,
+    sampled(
+        [
+            {"cache": "none", "poll_every": 3, "temperature": 0.8},
+            {"cache": "dual", "scheduler": {"name": "editing", "threshold": 0.5, "edit": 0.3}},
+            {"cache": "prefix", "guide": {"name": "regex", "pattern": "([a-j][0-9]?)*"}},
+        ]
+    ),
 )
 def test_recorded_steps(plugins: dict[str, Any]) -> None:
     """Generations with and without given tokens take turns on the same buffers."""

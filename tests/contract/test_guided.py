@@ -17,12 +17,16 @@ from tests.contract.cases import kinds, label, toy_for
 from tests.refusals import refused
 from tests.sampling import sampled
 
+# Traits that bear on the tokens that are chosen.
+CHOOSING = {"asks", "drafts", "draws_order", "own_tokens", "ranks_by_confidence", "revises", "scheduled", "scope"}
+
 
 def brings(scheduler: Settings) -> list[tuple[str, object]]:
-    """The traits of a scheduler, and whether it brings a guide that draws."""
+    """Return what a scheduler declares of the tokens it chooses, and if it brings a guide that draws."""
     rule = config.build("scheduler", scheduler)
     own = [] if scheduler["name"] == "apd" or not isinstance(rule, Tempered) else rule.guides(())
-    return [("draws", any(guide.draws for guide in own)), *kinds(scheduler)]
+    told = [kind for kind in kinds(scheduler) if kind[0].removeprefix("traits.") in CHOOSING]
+    return [("draws", any(guide.draws for guide in own)), *told]
 
 
 # `match=subset` accepts other drafts where tokens are drawn.

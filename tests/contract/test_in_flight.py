@@ -68,7 +68,7 @@ def test_an_answer_is_that_of_its_batch(case: Case) -> None:
     """It takes the place of another, and other lengths are beside it."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)  # they join
-        check_recorded(case, batch_size=Random(case.id).choice([1, 2, 3]))
+        check_recorded(case, batch_size=Random(case.id).choice([2, 3]))
 
 
 @pytest.mark.slow

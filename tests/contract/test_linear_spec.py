@@ -20,7 +20,7 @@ from tests.refusals import refused
 from tests.sampling import crossed
 from tests.tiny import DATA
 
-TOKENS = 14
+TOKENS = 10
 
 
 def generate(prompts: list[list[int]] = PROMPTS, **plugins: Any) -> Result:
@@ -101,7 +101,7 @@ def test_against_the_network_driven_by_hand(plugins: dict[str, Any], shape: tupl
 def test_it_is_greedy_autoregressive_decoding(count: int) -> None:
     prompts = many(count)
     alone = [read(prompt) for prompt in prompts]
-    for length in (1, 2, 4, TOKENS):
+    for length in (1, 4, TOKENS):
         found = generate(prompts, blocks={"name": "fixed", "length": length})
         assert found.trace.decoded.tolist() == alone
         if length == 1:  # a forward computes one column, the first one the prompt's

@@ -14,7 +14,7 @@ from tests import toys
 from tests.contract.test_block_causal import PROMPTS, assert_same
 from tests.refusals import refused
 
-TOKENS, BLOCK, PART = 14, 6, 3
+TOKENS, BLOCK, PART = 10, 6, 3
 PARTS = {"name": "fixed", "length": BLOCK, "part": PART}
 SEPARATE = {"name": "block_causal", "store_pass": "separate"}
 SURE = {"name": "threshold", "threshold": 0.6}

@@ -78,14 +78,14 @@ KINDS = {one.values[0]["name"] for one in cases.one_of_each_kind() if not one.ma
 @pytest.mark.parametrize("share", ["sample", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", config.names("scheduler"))
 def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
-    """Of blocks, stops and caches; a sample meets each of them, with one scheduler of each kind, and a quarter of it
+    """Of blocks, stops and caches; a sample meets each of them, with one scheduler of each kind, and an eighth of it
     goes with the others. The plainest ones go with every scheduler."""
     kind = cases.toy_for({"name": name})
     every, context, ran = list(product(*(built(group, kind) for group in GROUPS))), toys.context(kind=kind), 0
     plain = ("fixed" if kind == "causal" else "full", "none", "none")
     some = [plain, *sample(every, enumerate, seed=name)]
     for turn, chosen in enumerate(every if share == "all" else some):
-        if share == "sample" and name not in KINDS and ran and 4 * turn >= len(some):
+        if share == "sample" and name not in KINDS and ran and 8 * turn >= len(some):
             break
         plugins = {group: built(group, kind)[one] for group, one in zip(GROUPS, chosen, strict=True)}
         scheduler = built("scheduler")[name]

@@ -20,7 +20,7 @@ from tests import toys
 from tests.contract.test_block_causal import PROMPTS, assert_same
 from tests.refusals import refused
 
-TOKENS, BLOCK = 14, 6
+TOKENS, BLOCK = 10, 6
 SURE = {"name": "threshold", "threshold": 0.6}
 SEPARATE = {"name": "block_causal", "store_pass": "separate"}
 CHECKPOINTS = Path(__file__).parents[1] / "conformance" / "data"

@@ -122,6 +122,6 @@ STEPWISE: dict[str, dict[str, Any]] = {
 def test_every_method_at_its_end_is_one_per_step(name: str) -> None:
     """Fast-dLLM's invariants 1 and 2, with a short last block and with one block."""
     for blocks, length in (({"name": "fixed", "length": 6}, 6), ("full", TOKENS)):
-        result = toys.sampler(scheduler=STEPWISE[name], blocks=blocks).generate(toys.PROMPTS, max_new_tokens=TOKENS)
-        for row, prompt in enumerate(toys.PROMPTS):
+        result = toys.sampler(scheduler=STEPWISE[name], blocks=blocks).generate(toys.PROMPTS[:2], max_new_tokens=TOKENS)
+        for row, prompt in enumerate(toys.PROMPTS[:2]):
             assert_same(result, row, decode("llada", prompt, length, one))

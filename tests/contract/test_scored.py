@@ -7,10 +7,10 @@ from dllm_sampler import UserError
 from dllm_sampler.check.settings import Settings
 from dllm_sampler.training.trajectory import check, trajectories
 from tests import toys
-from tests.contract.cases import TOKENS, one_each, toy_for
+from tests.contract.cases import TOKENS, one_of_each_kind, toy_for
 
 
-@pytest.mark.parametrize("scheduler", one_each("scheduler"))
+@pytest.mark.parametrize("scheduler", one_of_each_kind())
 def test_recorded_log_probabilities_are_the_models(scheduler: Settings) -> None:
     kind = toy_for(scheduler)
     sampler = toys.sampler(kind, scheduler=scheduler, temperature=1.0, cache="exact")

@@ -25,7 +25,7 @@ from tests.sampling import sampled
 from tests.tables import verified
 from tests.tables.markdown import tables
 
-TOKENS, BLOCK = 14, 6
+TOKENS, BLOCK = 10, 6
 CAUSAL = {"name": "block_causal", "token_causal": True}
 
 
@@ -69,7 +69,7 @@ def by_hand(prompt: list[int], causal: bool) -> tuple[list[int], list[int]]:
     return ids[len(prompt) :], step_map
 
 
-@pytest.mark.parametrize("kept", ["none", "block_causal", CAUSAL], ids=["none", "block", "token"])
+@pytest.mark.parametrize("kept", sampled(["none", "block_causal", CAUSAL], lambda kept: [kept == "none"]))
 def test_against_the_network_driven_by_hand(kept: Any) -> None:
     result = generate(cache=kept)
     for row, prompt in enumerate(PROMPTS):
@@ -78,7 +78,7 @@ def test_against_the_network_driven_by_hand(kept: Any) -> None:
         assert result.trace.generated[row].tolist() == step_map
 
 
-@pytest.mark.parametrize("kept", ["none", "block_causal", CAUSAL], ids=["none", "block", "token"])
+@pytest.mark.parametrize("kept", sampled(["none", "block_causal", CAUSAL]))
 def test_the_padded_form_of_attention(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a device other than the CPU computes, and what the host knows no sizes of."""
     by_row = generate(cache=kept)
@@ -189,7 +189,7 @@ POLICIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("drawn", [{"temperature": 0.8}, pytest.param({}, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", sampled(POLICIES, lambda policy: [policy.get("policy")]))
+@pytest.mark.parametrize("policy", sampled(POLICIES, lambda policy: ["policy" in policy]))
 def test_rows_of_a_batch_verify_by_themselves(policy: dict[str, Any], drawn: dict[str, Any]) -> None:
     """In one forward some rows draft and others verify, and each is the row alone."""
     plugins: dict[str, Any] = {"scheduler": {"name": "s2d2", "steps": 4, **policy}, **drawn}

@@ -13,6 +13,7 @@ from dllm_sampler.core.values import FREE
 from tests import toys
 from tests.contract.cases import toy_for
 from tests.refusals import refused
+from tests.sampling import crossed
 
 SHARED = ["fixed", "pc", "certainty", "klass", "budgeted", "remdm", "rcr", "ccd", "ccd_marginal", "learn2pd"]
 SHARED = [*SHARED, "origin", "random_order"]
@@ -54,9 +55,9 @@ def test_fewer_steps_than_blocks(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("way", ["generate", "stream", "in_flight", "static"])
-@pytest.mark.parametrize("steps", [2, 3, 5, 9])
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize(
+    ("name", "steps", "way"), crossed(list(SHARED), [2, 3, 5, 9], ["generate", "stream", "in_flight", "static"])
+)
 def test_the_last_number_is_the_most_that_was_made(name: str, steps: int, way: Any) -> None:
     given = {"filter": toys.FILTER} if name == "learn2pd" else {}
     sampler = toys.sampler("llada", scheduler={"name": name, "steps": steps, **given}, stop="none")

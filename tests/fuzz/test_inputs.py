@@ -180,7 +180,7 @@ def damaged(draw: st.DrawFn, name: str, content: bytes) -> bytes:
     return "\n".join([*lines, ""]).encode("utf-8", "replace")
 
 
-@fuzz(4, 5, reads=st.sampled_from(scene.READS), data=st.data())
+@fuzz(2, 5, reads=st.sampled_from(scene.READS), data=st.data())
 def test_a_damaged_file(reads: tuple[str, list[str], str], data: st.DataObject) -> None:
     command, words, name = reads
     with scene.copied([*words, name.partition("/")[0]]) as folder:

@@ -95,7 +95,7 @@ PATTERN = "([a-j]{1,3}[0-9]-?)*[a-j]"
 
 @pytest.mark.parametrize(
     ("scheduler", "temperature", "posterior"),
-    crossed([{"name": "threshold", "threshold": 0.6}, "random_order", "klass"], [None, 1.0], [False, True]),
+    crossed([{"name": "threshold", "threshold": 0.6}, "random_order", "klass"], [None, 1.0], [False, True], together=0),
 )
 def test_forms_of_answers_hold_across_blocks(scheduler: Any, temperature: float | None, posterior: bool) -> None:
     guide = {"name": "regex", "pattern": PATTERN, "posterior": posterior}

@@ -65,7 +65,7 @@ def test_batches_that_wait_for_their_slowest_block(registered: str, scheduler: s
     assert [one.answer for one in found] == [one.answer for one in server({"scheduler": scheduler}).serve(requests())]
 
 
-@pytest.mark.parametrize("fdfo", [True, False])
+@pytest.mark.parametrize("fdfo", sampled([True, False]))
 def test_rows_of_one_batch_have_temperatures_of_their_own(registered: str, fdfo: bool) -> None:
     """Tokens are those of the request alone, and those of `Sampler` at that temperature."""
     wanted: list[dict[str, Any]] = [
