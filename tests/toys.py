@@ -83,7 +83,7 @@ def planned(canvas: Canvas, query: Query, spec: ModelSpec, live: Cache | None = 
     """Return how a live cache computes a query. By default there is no cache."""
     live = NoCache().init(canvas, spec) if live is None else live
     asked = wanted(canvas, query, spec, live.computes(canvas))
-    return live.plan(canvas, packing.sized(canvas, asked))
+    return live.plan(canvas, packing.with_exact_sizes(canvas, asked))
 
 
 def computed(plan: Plan) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.d2f import D2FCache
 from dllm_sampler.cache.none import NoCache
-from dllm_sampler.core.packing import HeadRows, Pack, forward_request, sized
+from dllm_sampler.core.packing import HeadRows, Pack, forward_request, with_exact_sizes
 from dllm_sampler.core.values import Candidates, Canvas, Grid, Query
 from dllm_sampler.core.visibility import Visible
 from tests import toys
@@ -79,7 +79,7 @@ class Situation:
     def pack(self) -> Pack:
         """The entries."""
         spec = toys.denoiser().spec
-        wanted = sized(self.canvas, forward_request(self.canvas, self.query, self.chosen, spec))
+        wanted = with_exact_sizes(self.canvas, forward_request(self.canvas, self.query, self.chosen, spec))
         return Pack.of(self.canvas, wanted, HeadRows.of(wanted), spec, self.visible)
 
     def wanted(self) -> list[set[tuple[str, int]]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.store_pass import StorePass
 from dllm_sampler.core.checks import check_switch
-from dllm_sampler.core.packing import forward_request, sized
+from dllm_sampler.core.packing import forward_request, with_exact_sizes
 from dllm_sampler.core.protocols import Cache, Context, Denoiser, Scheduler
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Layout, Query, Readout
@@ -101,7 +101,7 @@ class BlockCausalCache(BaseCache):
         assert isinstance(cache, BlockCausalCache)
         query = Query.at(one, torch.full_like(one.start, one.length)[:, None])  # no position is asked about
         wanted = forward_request(one, query, cache.computes(one), self.spec)
-        wanted = sized(one, wanted)  # once per generation, before the first step
+        wanted = with_exact_sizes(one, wanted)  # once per generation, before the first step
         _, spent = denoiser(one, query, cache.plan(one, wanted))
         assert self.slots is not None and cache.slots is not None
         for mine, its in ((self.slots.keys, cache.slots.keys), (self.slots.values, cache.slots.values)):

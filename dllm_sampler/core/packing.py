@@ -154,7 +154,7 @@ def stretch(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor]:
     return torch.minimum(begin, end), end
 
 
-def sized(canvas: Canvas, wanted: ForwardRequest) -> ForwardRequest:
+def with_exact_sizes(canvas: Canvas, wanted: ForwardRequest) -> ForwardRequest:
     """Return the request in its exact sizes, for one forward outside the loop.
 
     The host waits for the device here, because nothing else knows how large that forward is.
@@ -204,7 +204,7 @@ def _to_host(numbers: Tensor) -> list[int]:
     return host.tolist()
 
 
-def largest(canvas: Canvas, wanted: ForwardRequest, whole: bool) -> Sizes:
+def largest_sizes(canvas: Canvas, wanted: ForwardRequest, whole: bool) -> Sizes:
     """Return sizes that are large enough for any request with the shape of this one.
 
     Args:
@@ -290,7 +290,7 @@ class HeadRows:
         there = self.spread(torch.ones_like(self.place))  # [B, K, Q]
         there = there.gather(1, candidate[:, None, None].expand(-1, 1, there.shape[2])).flatten() > 0  # [B*Q]
         place = torch.nonzero_static(there, size=len(there), fill_value=len(there))[:, 0]
-        return HeadRows(place, self.query.of(candidate), False, self.stretch)
+        return HeadRows(place, self.query.under(candidate), False, self.stretch)
 
 
 @dataclass(frozen=True)
@@ -393,7 +393,7 @@ class Pack:
         return shadowed.masked_fill(self.segment != 0, mask_id)
 
 
-def trimmed(wanted: ForwardRequest) -> ForwardRequest:
+def without_unused_columns(wanted: ForwardRequest) -> ForwardRequest:
     """Return the request without the last query columns, which no row uses."""
     most = wanted.sizes.queries
     return replace(wanted, query=wanted.query.trim(most), answered=wanted.answered[..., :most])

@@ -444,7 +444,7 @@ class Query:
         positions, order = torch.where(kept.gather(1, self.positions), self.positions, canvas.length).sort(1)
         return replace(self, positions=positions, ids=self.ids.gather(2, order[:, None].expand_as(self.ids)))
 
-    def of(self, candidate: Tensor) -> Query:
+    def under(self, candidate: Tensor) -> Query:
         """Return the query about one candidate per row, `candidate [B]`, with K = 1."""
         step = self.candidates.step
         step = None if step is None else at_candidate(step.expand(self.ids.shape[:2]), candidate)
@@ -514,7 +514,7 @@ class Readout:
     logits: Tensor | None = None  # [B, K, Q, V]
     draw: TokenChoice | None = None  # what the step's guides and noise choose from other logits
 
-    def of(self, candidate: Tensor) -> Readout:
+    def under(self, candidate: Tensor) -> Readout:
         """Return the statistics under one candidate per row, `candidate [B]`, with K = 1."""
         draw = None if self.draw is None else self.draw.under(candidate)
         values = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -547,7 +547,7 @@ class Resize:
     count: Tensor | None = None  # [B] how many; 0: none. None: none in any row
     reopen: Tensor | None = None  # [B] bool: the next forward opens the block, as it does where columns move or go
 
-    def on(self, canvas: Canvas, live: Tensor) -> Moved:
+    def effect_on(self, canvas: Canvas, live: Tensor) -> Moved:
         """Return its effect on the rows `live [B] bool` of a canvas. The others stay."""
         column, room = canvas.columns(), canvas.layout.answer_end[:, None]
         before, source, new = canvas.end[:, None], None, torch.zeros_like(canvas.masked)

@@ -112,7 +112,7 @@ def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: 
     if edit.candidate is not None:
         if query.candidates.stops is not None:
             canvas = replace(canvas, stop=query.candidates.stops.gather(1, edit.candidate[:, None])[:, 0])
-        query, seen = query.of(edit.candidate), seen.of(edit.candidate)
+        query, seen = query.under(edit.candidate), seen.under(edit.candidate)
     progressed = blocks.progress(canvas, query, seen, edit)
     if progressed is not edit:
         check_edit("blocks", blocks, progressed, canvas, query)
@@ -157,7 +157,7 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
     else:
         state.canvas = after.move(*moved, edit.finish)
     if edit.resize is not None:
-        resized = edit.resize.on(after, ~canvas.done if edit.finish is None else ~(canvas.done | edit.finish))
+        resized = edit.resize.effect_on(after, ~canvas.done if edit.finish is None else ~(canvas.done | edit.finish))
         state.recorder.move(canvas, resized)
         state.canvas = resized.applied(state.canvas)
     if seen.logits is not None and state.cache.spec.self_conditioning:

@@ -111,7 +111,7 @@ class Engine:
             self.step(state)
             assert state.wanted is not None
             if step % self.poll_every and not (last or self.plugins.cache.stores):
-                sizes = packing.largest(state.canvas, state.wanted, made.sizes.whole)
+                sizes = packing.largest_sizes(state.canvas, state.wanted, made.sizes.whole)
                 state.wanted = replace(state.wanted, sizes=sizes)
                 return
             self.poll(state)
@@ -123,7 +123,7 @@ class Engine:
         """Make one forward, commit its predictions, and ask for the next one. Never reads the device."""
         p, canvas = self.plugins, state.canvas
         assert state.wanted is not None
-        wanted = packing.trimmed(state.wanted)
+        wanted = packing.without_unused_columns(state.wanted)
         plan = state.cache.plan(canvas, wanted)
         hidden, spent = self.denoiser(canvas, wanted.query, plan)
         hidden = state.cache.restore(hidden, plan)

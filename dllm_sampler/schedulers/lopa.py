@@ -61,7 +61,7 @@ class LoPA(Forking):
         now = canvas.apply(query.positions, Edit(token, filled))
         if query.candidates.stops is not None:
             now = replace(now, stop=query.candidates.stops.gather(1, won[:, None])[:, 0])
-        query, seen = query.of(won), readout.of(won)
+        query, seen = query.under(won), readout.under(won)
         edit, inner = self.inner.tell(now, query, seen, carry.inner)
         edit = self.blocks.progress(now, query, seen, edit)
         own = seen.confidence[:, 0] if edit.confidence is None else edit.confidence

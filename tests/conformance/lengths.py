@@ -76,7 +76,7 @@ class Noted(NoCache):
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`."""
         assert edit.resize is not None
-        moved = edit.resize.on(canvas, ~canvas.done)
+        moved = edit.resize.effect_on(canvas, ~canvas.done)
         wrote = edit.commit & canvas.eligible(query.positions)
         count = torch.zeros_like(canvas.end) if edit.resize.count is None else edit.resize.count
         behind = canvas.layout.first if edit.resize.behind is None else edit.resize.behind

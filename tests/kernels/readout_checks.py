@@ -129,9 +129,7 @@ def like_the_sampler(kernel: Any, device: str, dtype: torch.dtype, temperature: 
     guides = (Temperature(temperature),) if temperature else ()
     needs = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})
     spec = toys.denoiser().spec
-    expected = readout.read(
-        logits.flatten(0, 2).clone(), logits.flatten(0, 2), canvas, head_rows, readout.Rule(spec, guides, needs)
-    )
+    expected = readout.read(logits.flatten(0, 2).clone(), canvas, head_rows, readout.Rule(spec, guides, needs))
     keys = noise.key(canvas, query.positions, noise.TOKENS).flatten()
     asked = query.ids.flatten().to(device)
     sampling = Sampling(spec.mask_id, temperature, keys=keys.to(device), current=asked)

@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[Settings, str]] = {
         {"scheduler": {"name": "freedave", "eager": True}, "cache": "dual"},
         "cache-incompatible: scheduler.eager=false",
     ),
-    "sized": (
+    "with_exact_sizes": (
         {"scheduler": {"name": "freedave", "eager": True}, "blocks": "adablock"},
         "scheduler-incompatible: blocks=fixed",
     ),
@@ -161,7 +161,7 @@ def test_noise_in_the_order_of_steps_is_refused() -> None:
 
 def test_the_pace_grows_while_branches_are_free() -> None:
     canvas = toys.canvas(torch.ones(1, 32, dtype=torch.bool))
-    block = packing.sized(canvas, toys.wanted(canvas, Query.masks(canvas), toys.denoiser().spec))
+    block = packing.with_exact_sizes(canvas, toys.wanted(canvas, Query.masks(canvas), toys.denoiser().spec))
 
     def settle(seconds: dict[int, float]) -> list[int]:
         pace, asked = Pace(most=8, tries=2), [1]

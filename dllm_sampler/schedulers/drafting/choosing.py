@@ -143,7 +143,7 @@ class Choosing(Around):
         now = replace(now, step=carry.step + holds)
         over = holds & held.closed
 
-        seen, asked = readout.of(taken), replace(query.of(taken), ids=now.ids.gather(1, at)[:, None])
+        seen, asked = readout.under(taken), replace(query.under(taken), ids=now.ids.gather(1, at)[:, None])
         drafts = tuple(draft for _, draft in self._made(now, asked, seen, inner))
         full = torch.stack([draft.closed for draft in drafts]).all(0) & judged & ~over & (canvas.noise_left() > 0)
         ids = torch.stack([torch.where(draft.masked, NOTHING, draft.ids) for draft in drafts], 1)

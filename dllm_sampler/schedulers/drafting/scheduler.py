@@ -77,7 +77,7 @@ class Drafting(RunAhead):
         state = self.begin(canvas, query, carry)
         for _ in range(query.ids.shape[1] - 1):
             state = self.verify(canvas, query, readout, state)
-        seen = readout.of(state.candidate)
+        seen = readout.under(state.candidate)
         after = self.step(state, query, seen)
         state = where_rows(self.commits_next(canvas, state.canvas, after.canvas), after, state, canvas.length)
         now, at = state.canvas, query.positions
@@ -89,7 +89,7 @@ class Drafting(RunAhead):
 
     def verify(self, canvas: Canvas, query: Query, readout: Readout, state: State) -> State:
         """One step along the candidates, in the rows where one of them holds the state that the step makes."""
-        after = self.step(state, query, readout.of(state.candidate))
+        after = self.step(state, query, readout.under(state.candidate))
         score = self.fits(query, state, after)  # [B, K]
         live, step = query.candidates.live, query.candidates.step
         if live is not None:
