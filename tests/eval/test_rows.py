@@ -1,7 +1,10 @@
-"""Runs as rows: CSV files, data frames."""
+"""Configurations of a run, and results as rows."""
+
+from __future__ import annotations
 
 import csv
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,19 @@ import pytest
 from rich.console import Console
 
 import dllm_sampler.eval
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.launch import launch
-from dllm_sampler.eval.report import command
+from dllm_sampler.eval.report import command, figure
+from dllm_sampler.eval.report.data import compare, load, read
+from dllm_sampler.eval.report.headline import sentences
+from dllm_sampler.eval.report.page import data, page
 from dllm_sampler.eval.report.rows import rows, text
-from tests.eval.made import record, run
+from tests.eval.made import HERE, record, run
 from tests.refusals import refused
+from tests.sampling import each
+
+# Runs as rows: CSV files, data frames
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +136,116 @@ def test_a_csv_file_is_whole_or_not_there(
         assert out == "" and said in err and err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.csv", "old.csv"]
     assert Path("old.csv").read_text() == "old"
+
+
+# What lm-evaluation-harness wrote with our model, in reports: the figures of its JSON, next to runs of dllm-eval
+
+
+COUNTS = {
+    "answers": 100, "answer_tokens": 5000, "canvas_tokens": 25600, "forwards": 1000, "seconds": 50.0,
+    "tokens_per_forward": 5.0, "tokens_per_forward_low": 4.8, "tokens_per_forward_high": 5.2,
+}  # fmt: skip
+
+
+def write(folder: Path, scheduler: str = "threshold", threshold: float = 0.9, **changes: Any) -> Path:
+    """A file of two tasks that generate, and one that does not."""
+    names = {"model": "mini", "scheduler": scheduler, "blocks": "fixed", "stop": "prefix", "cache": "none"}
+    settings = {"model": {"path": "mini"}, "scheduler": {"name": scheduler, "threshold": threshold}, "guide": []}
+    tasks = {"gsm8k": COUNTS, "code": {**COUNTS, "answers": 300, "forwards": 9000}}
+    found: dict[str, Any] = {
+        "results": {
+            "gsm8k": {
+                "alias": "gsm8k",
+                "exact_match,strict-match": 0.5,
+                "exact_match_stderr,strict-match": 0.05,
+                "exact_match,flexible-extract": 0.75,
+                "exact_match_stderr,flexible-extract": 0.04,
+                "tokens_per_forward,none": 5.0,
+                "forwards,none": 10.0,
+            },
+            "code": {"alias": "code", "bleu,none": 31.5, "pass@1,none": 1.0, "pass@1_stderr,none": 0.0},
+            "piqa": {"alias": "piqa", "acc,none": 0.7, "acc_stderr,none": 0.01},
+        },
+        "n-shot": {"gsm8k": 5},
+        "n-samples": {"gsm8k": {"original": 1319, "effective": 100}},
+        "config": {
+            "model": "dllm_sampler",
+            "limit": 100.0,
+            "dllm_sampler": {
+                "schema": 1, "choices": {**names, "guide": "none"}, "config": settings, "environment": HERE,
+                "tasks": tasks,
+            },
+        },
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"results_{threshold}.json"
+    file.write_text(json.dumps(found | changes))
+    return file
+
+
+def test_figures_are_those_of_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "out" / "mini")
+    by_task = {row["task"]: row for row in rows(read([tmp_path]))}
+    gsm = by_task["gsm8k"]
+    assert (gsm["score"], gsm["samples"], gsm["missing"], gsm["scheduler"]) == (0.5, 100, 0, "threshold")
+    assert (gsm["score_low"], gsm["score_high"]) == pytest.approx((0.5 - 1.96 * 0.05, 0.5 + 1.96 * 0.05), abs=1e-4)
+    assert gsm["grade.exact_match (flexible-extract)"] == 0.75
+    rates = ("answer_tokens_per_forward", "answer_tokens_per_forward_low", "answer_tokens_per_forward_high")
+    assert [gsm[name] for name in rates] == [5.0, 4.8, 5.2]
+    assert (gsm["nfe"], gsm["answer_tokens"], gsm["canvas_tokens_per_forward"]) == (10, 50, 25.6)
+    assert (gsm["tokens_per_second"], gsm["seconds"], gsm["oracle_share"]) == (100, 0.5, None)
+    code = by_task["code"]
+    assert code["score"] == 1.0 and 0.98 < code["score_low"] < 1, "no error in all: Wilson's"
+    assert code["grade.bleu"] == 31.5, "not a share"
+    assert by_task["piqa"]["refused"].startswith("lm-evaluation-harness asked for likelihoods")
+    assert by_task["piqa"]["score"] is None
+
+
+def test_tasks_together_are_sums(tmp_path: Path) -> None:
+    write(tmp_path)
+    (method,) = load([tmp_path]).methods
+    both = method.figures(["gsm8k", "code"])
+    assert both["score"] == 0.75 and both["samples"] == 400
+    assert both["answer_tokens_per_forward"] == pytest.approx(10_000 / 10_000)
+    assert both["canvas_tokens_per_forward"] == pytest.approx(51_200 / 10_000)
+    assert both["nfe"] == 25 and both["tokens_per_second"] == 100
+    assert both["answer_tokens_per_forward_low"] is None and both["kendall"] is None
+
+
+def test_they_are_in_the_page_and_the_figure_of_runs(tmp_path: Path) -> None:
+    for threshold in (0.5, 0.9):
+        write(tmp_path, threshold=threshold)
+    runs = [run([record(i) for i in range(4)], "threshold", "copy", threshold=threshold) for threshold in (0.5, 0.9)]
+    found = compare([*runs, *read([tmp_path])])
+    assert [method.label for method in found.methods] == ["threshold 0.5", "threshold 0.9"], "one method, three tasks"
+    assert set(found.tasks) == {"mini", "gsm8k", "code"}
+    assert set(found.figures["all tasks"]) == {"threshold 0.5", "threshold 0.9"}
+    assert all("nan" not in line for line in sentences(found))
+    assert "threshold 0.9" in page(found, "Both", 2)
+    assert data(found, 2)["methods"][0]["runs"]["gsm8k"]["replays"] == []
+    (line,) = figure.lines(found, found.figures["all tasks"])
+    assert [method.settings["threshold"] for method in line] == [0.5, 0.9]
+
+
+def test_reruns_are_told_apart_and_other_models_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    write(tmp_path / "b", **{"n-shot": {"gsm8k": 5}, "date": 2.0})
+    write(tmp_path / "b", threshold=0.1, config={"model": "hf"})
+    assert [method.label for method in load([tmp_path]).methods] == ["threshold (a)", "threshold (b)"]
+
+
+@each(
+    ("content", "said"),
+    [
+        *((content, "is not of lm-evaluation-harness (") for content in ("{", "[]", "{}", '{"config": 3}')),
+        (
+            '{"config": {"dllm_sampler": {"schema": 2}}}',
+            "has schema 2, not 1. Read it with",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_sentence(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "results_1.json").write_text(content)
+    with pytest.raises(UserError) as error:
+        read([tmp_path])
+    assert f"results_1.json {said}" in str(error.value) and "\n" not in str(error.value)

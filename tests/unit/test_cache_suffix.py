@@ -1,10 +1,12 @@
-"""Caches that hide masks behind the block: DPad (arXiv 2508.14148) and Streaming-dLLM (arXiv 2601.17917)."""
+"""Caches around another one: what they hand on, and those that hide masks after the block (DPad, Streaming-dLLM)."""
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from math import exp, pi, sqrt
-from typing import Any
+from typing import Any, ClassVar, get_origin, get_type_hints
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,10 +18,14 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.cache.periodic import PeriodicDual
 from dllm_sampler.cache.streaming import StreamingCache
 from dllm_sampler.cache.suffix import SuffixCache
+from dllm_sampler.core.protocols import Cache
 from dllm_sampler.schedulers.streaming import StreamingThreshold
 from tests import toys
 from tests.refusals import refused
 from tests.sampling import crossed, each, few
+
+# Caches that hide masks behind the block: DPad (arXiv 2508.14148) and Streaming-dLLM (arXiv 2601.17917)
+
 
 TOKENS, BLOCK = 20, 4
 RULE = {"name": "threshold", "threshold": 0.8}
@@ -327,3 +333,38 @@ def test_an_inner_cache_is_one() -> None:
         DPadCache("dual")  # pyright: ignore[reportArgumentType]
     made = config.build("cache", {"name": "dpad", "inner": {"name": "periodic_dual", "every": 3}})
     assert isinstance(made, DPadCache) and made.inner == PeriodicDual(3)
+
+
+# A cache around another one hands on all that the contract of caches has, also what that gains later
+
+
+DRIVES = {"layer", "cost"}  # asked of the plan's cache, the inner one
+ITS_OWN = {"bind", "init", "computes", "narrow"}  # more than the inner one's
+METHODS = [name for name, one in vars(Cache).items() if inspect.isfunction(one) and not name.startswith("_")]
+
+
+@each("method", [name for name in METHODS if name not in DRIVES | ITS_OWN])
+def test_it_hands_on_what_the_contract_of_caches_has(method: str) -> None:
+    inner = MagicMock(spec=Cache)
+    given = [object() for _ in list(inspect.signature(getattr(Cache, method)).parameters)[1:]]
+    assert getattr(DPadCache(inner), method)(*given) in (getattr(inner, method).return_value, None)
+    getattr(inner, method).assert_called_once_with(*given)
+
+
+def test_it_says_what_the_cache_inside_says() -> None:
+    facts = {name for name, hint in get_type_hints(Cache).items() if get_origin(hint) is ClassVar}
+    properties = {name for name, one in vars(Cache).items() if isinstance(one, property)}
+    inner = MagicMock(spec=Cache, **{name: object() for name in facts | properties})
+    for name in sorted(facts | properties):
+        assert getattr(DPadCache(inner), name) is getattr(inner, name), name
+
+
+def test_it_hides_more_than_the_query_does() -> None:
+    canvas = replace(toys.canvas(torch.ones(1, 12, dtype=torch.bool)), stop=torch.tensor([3]))
+    live, query = DPadCache(NoCache(), scale=0.0).init(canvas, toys.denoiser().spec), Query.masks(canvas)
+    computed = live.computes(canvas)
+    assert computed is not None
+    hidden = canvas.columns().expand_as(canvas.masked) == 1
+    for before, wanted in ((None, [*range(3, 12)]), (hidden, [1, *range(3, 12)])):
+        narrowed = live.narrow(canvas, replace(query, hidden=before), computed)
+        assert narrowed.hidden is not None and narrowed.hidden[0].nonzero()[:, 0].tolist() == wanted

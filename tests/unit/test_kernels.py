@@ -1,4 +1,6 @@
-"""Choosing a backend, and compiling kernels for GPUs that are not here."""
+"""Kernels and their torch references: one signature, the choice of a backend, and compiling without a GPU."""
+
+from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
@@ -9,7 +11,8 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +26,9 @@ from dllm_sampler.kernels.backend import TORCH, select
 from dllm_sampler.kernels.sampling import GREEDY, Sampling
 from tests.refusals import refused
 from tests.sampling import each
+
+# Choosing a backend, and compiling kernels for GPUs that are not here
+
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -291,3 +297,37 @@ def test_resources_that_are_not_known() -> None:
     assert str(Compiled("k", "sm_80", 1536)) == "1.5 KB, n/a, n/a"
     assert str(Compiled("k", "sm_80", 1536, 40, 0)) == "1.5 KB, 40"
     assert str(Compiled("k", "gfx942", 1536, 40, 16, 4)) == "1.5 KB, 40, 16 B, 4 s"
+
+
+# A kernel and its torch reference are called in the same way: one can always take the other's place
+
+
+def pairs() -> dict[str, tuple[Any, Any]]:
+    """Every kernel of the Triton backend with the function that `backend.guarded` falls back on."""
+    found: dict[str, tuple[Any, Any]] = {}
+
+    def note(fused: Any, plain: Any) -> Any:
+        found[fused.__qualname__] = fused, plain
+        return fused
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "guarded", note)
+        backend._triton.__wrapped__()
+    return found
+
+
+PAIRS = pairs()
+
+
+def test_every_kernel_is_among_them() -> None:
+    named = [one.name for one in fields(backend.LayerKernels)]
+    assert len(PAIRS) == len(named) + len(("readout", "head"))
+
+
+@each("name", PAIRS)
+def test_signatures_are_equal(name: str) -> None:
+    fused, plain = PAIRS[name]
+    taken, known = ([*signature(one).parameters.values()] for one in (fused, plain))
+    assert known[: len(taken)] == taken
+    assert [one.name for one in known[len(taken) :]] == ["unseen"] * (name == "packed_attention"), "kernels know none"
+    assert signature(fused).return_annotation == signature(plain).return_annotation

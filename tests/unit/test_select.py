@@ -1,4 +1,4 @@
-"""Choosing positions: ties, fillers and scores that are no numbers."""
+"""Choosing positions and tokens: ties, fillers, scores that are no numbers, and ways that were made fast."""
 
 import math
 
@@ -6,8 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler.core import select
+from dllm_sampler.core import select, statistics
 from tests.sampling import each
+
+# Choosing positions: ties, fillers and scores that are no numbers
+
 
 quick = settings(max_examples=50, deadline=None, derandomize=True)
 scores = st.sampled_from([-math.inf, -1.0, 0.0, 0.25, 0.5, 1.0, math.inf])  # few values: ties everywhere
@@ -83,3 +86,29 @@ def test_nothing_eligible_chooses_nothing():
     score, none = torch.tensor([[0.5, 0.7]]), torch.tensor([[False, False]])
     assert not select.at_least_one(score > 0, score, none).any()
     assert not select.top(score, none, torch.tensor([2])).any()
+
+
+# What was made fast gives what the plain way gives
+
+
+@each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@each("words", [7, 96, 101, 254, 256, 33000])  # with and without a rest; wide tiles
+def test_the_best_token_is_torchs_argmax(dtype, words, monkeypatch):
+    monkeypatch.setattr(statistics, "MANY", 0)
+    for seed in range(16):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randint(0, 4, (2, 3, words), generator=generator).to(dtype)  # ties everywhere
+        if seed % 3 == 0:
+            logits[0, 1, seed % words] = math.nan
+        if seed % 5 == 0:
+            logits[1] = -math.inf
+        assert torch.equal(statistics.argmax(logits), logits.argmax(-1))
+
+
+def test_bfloat16_logits_are_measured_in_float32():
+    logits = torch.randn(1, 1, 4, 1280, generator=torch.Generator().manual_seed(0)).bfloat16()
+    token, needs = logits.argmax(-1), frozenset({"entropy", "logsumexp", "margin"})
+    found = statistics.measure(logits.clone(), token, token, needs)
+    exact = statistics.measure(logits.double(), token, token, needs)
+    for name in ("confidence", *needs):
+        torch.testing.assert_close(getattr(found, name), getattr(exact, name), rtol=1e-6, atol=1e-9)
