@@ -31,14 +31,13 @@ from typing import Any
 import lock_step
 import torch
 from circumstances import circumstances, save, show
-from options import add_json, among, command, numbers, parser, quantity
+from options import add_json, among, command, numbers, parser, positive, quantity
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 from untrained import llada
 
 from dllm_sampler import config
-from dllm_sampler.cli.terminal import positive
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.cfg import guided
 from dllm_sampler.models.denoiser import TransformerDenoiser

@@ -23,13 +23,12 @@ from unittest.mock import patch
 
 import torch
 from circumstances import circumstances, report
-from options import add_json, command, numbers, parser, quantity
+from options import add_json, command, numbers, parser, positive, quantity
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from subjects import SIZES, Subject, check, subject
 
-from dllm_sampler.cli.terminal import positive
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.sampler import Sampler
 

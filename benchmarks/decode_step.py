@@ -51,13 +51,12 @@ import torch
 from circumstances import attempt, circumstances, save, show
 from clocks import Clock, bandwidth, peak, size
 from decode_row import HEADS, Row, cells, line
-from options import accepted, add_json, add_smoke, among, check_gpu, command, numbers, parsed, parser
+from options import accepted, add_json, add_smoke, among, check_gpu, command, numbers, parsed, parser, positive
 from rich.console import Console
 from spy import Spy
 from torch import Tensor
 from untrained import llada
 
-from dllm_sampler.cli.terminal import positive
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.capture import GraphRecorder
 from dllm_sampler.engine.decide import Generation

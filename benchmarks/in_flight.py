@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 from circumstances import circumstances, report
-from options import add_json, among, command, numbers, parser
+from options import add_json, among, command, numbers, parser, positive
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,7 +35,6 @@ from subjects import SIZES, check, subject
 from torch import Tensor
 
 from dllm_sampler import Answer, Sampler, config
-from dllm_sampler.cli.terminal import positive
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent

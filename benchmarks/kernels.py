@@ -37,12 +37,11 @@ import torch
 from circumstances import attempt, circumstances, save, show
 from clocks import Bandwidth, Clock, bandwidth
 from kernel_cases import Case, cases
-from options import add_json, add_smoke, command, parsed, parser
+from options import add_json, add_smoke, command, parsed, parser, positive
 from rich.console import Console
 from rich.table import Table
 from torch.utils._pytree import tree_leaves
 
-from dllm_sampler.cli.terminal import positive
 from dllm_sampler.core.values import Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import TORCH, Backend, select

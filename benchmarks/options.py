@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -12,10 +13,31 @@ from typing import TypeVar
 import torch
 
 from dllm_sampler.cli import terminal
-from dllm_sampler.cli.terminal import Parser, output, positive
+from dllm_sampler.cli.terminal import Parser
 from dllm_sampler.errors import UserError, unknown
 
 Value = TypeVar("Value")
+
+
+def positive(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"should be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
+def output(text: str) -> Path:
+    """Return a file that `files.write` can write, through a temporary file in the same folder."""
+    path = Path(text)
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: it is not a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"{path} cannot be written: nothing may be written to the folder {path.parent}"
+        )
+    return path
 
 
 def parser(doc: str | None) -> Parser:

@@ -27,11 +27,9 @@ import torch
 import torch.nn.functional as F
 from circumstances import attempt, circumstances, save, show
 from clocks import Bandwidth, Clock, bandwidth, peak, size
-from options import add_json, add_smoke, check_gpu, command, numbers, parsed, parser
+from options import add_json, add_smoke, check_gpu, command, numbers, parsed, parser, positive
 from rich.console import Console
 from torch import Tensor
-
-from dllm_sampler.cli.terminal import positive
 
 SHAPES = {"qkv": (12288, 4096), "o": (4096, 4096), "gate up": (24576, 4096), "down": (4096, 12288)}  # outputs, inputs
 TINY = {"qkv": (192, 64), "o": (64, 64), "gate up": (256, 64), "down": (64, 128)}

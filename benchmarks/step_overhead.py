@@ -31,14 +31,13 @@ import official_code
 import official_style
 import torch
 from circumstances import circumstances, save, show
-from options import accepted, add_json, add_smoke, among, command, numbers, parsed, parser
+from options import accepted, add_json, add_smoke, among, command, numbers, parsed, parser, positive
 from rich.console import Console
 from rich.table import Table
 from subjects import SIZES, Subject, check, subject
 from torch import Tensor
 
 from dllm_sampler import config
-from dllm_sampler.cli.terminal import positive
 from dllm_sampler.core import packing
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Plan

@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any, TextIO
 from xml.etree import ElementTree
 
-from dllm_sampler.cli.terminal import Parser, ending, output, positive
+from benchmarks.options import output, positive
+from dllm_sampler.cli.terminal import Parser, ending
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.folders import commit
 from dllm_sampler.host import files

@@ -11,12 +11,11 @@ import os
 import re
 import sys
 import textwrap
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import wraps
-from pathlib import Path
 from typing import NoReturn, TextIO
 
 from rich import box
@@ -185,22 +184,3 @@ def command(name: str) -> Callable[[Main], Callable[..., int]]:
         return run
 
     return named
-
-
-def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"should be a whole number of at least 1, not {text!r}")
-    return int(text)
-
-
-def output(text: str) -> Path:
-    """Return a file that `files.write` can write, through a temporary file in the same folder."""
-    path = Path(text)
-    if path.exists() and not path.is_file():
-        raise ArgumentTypeError(f"{path} cannot be written: it is not a file")
-    if not path.parent.is_dir():
-        raise ArgumentTypeError(f"{path} cannot be written: there is no folder {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise ArgumentTypeError(f"{path} cannot be written: nothing may be written to the folder {path.parent}")
-    return path

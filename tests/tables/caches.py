@@ -21,10 +21,11 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+from benchmarks.options import positive
 from benchmarks.untrained import llada_157m
 from dllm_sampler import config
 from dllm_sampler.cache.base import Slots
-from dllm_sampler.cli.terminal import Parser, command, positive
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.core.protocols import Cache, Denoiser, Plan
 from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.spec import ModelSpec

@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dllm_sampler.cli.terminal import Parser, command, positive
+from benchmarks.options import positive
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout

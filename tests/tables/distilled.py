@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from dllm_sampler.cli.terminal import Parser, command, positive
+from benchmarks.options import positive
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.errors import unknown
 from dllm_sampler.eval import statistics
 from dllm_sampler.eval.curves import pbx

@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from benchmarks.options import positive
 from dllm_sampler import __version__
-from dllm_sampler.cli.terminal import Parser, command, positive
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.host import files
 from dllm_sampler.models.mini_tasks import TASKS

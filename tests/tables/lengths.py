@@ -16,7 +16,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from dllm_sampler.cli.terminal import Parser, command, positive
+from benchmarks.options import positive
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.core.naming import described
 from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.errors import unknown

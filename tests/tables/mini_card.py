@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from dllm_sampler.cli.terminal import Parser, command, positive
+from benchmarks.options import positive
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.eval.tasks.mini import CANVAS, held_out_prompts
 from dllm_sampler.host.files import write
 from dllm_sampler.models.mini_tasks import CITIES, COLORS, NAMES, TASKS, Task

@@ -21,9 +21,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.options import among, numbers, parser, quantity
+from benchmarks.options import among, numbers, output, parser, positive, quantity
 from benchmarks.roofline import DTYPES, GPUS, MODELS, Gpu, Work, floor, free, parts, quotes, refresh
-from dllm_sampler.cli.terminal import command, output, positive
+from dllm_sampler.cli.terminal import command
 from dllm_sampler.host import files
 from tests.tables import markdown
 

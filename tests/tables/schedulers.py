@@ -21,8 +21,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.options import positive
 from dllm_sampler import __version__, config
-from dllm_sampler.cli.terminal import Parser, command, positive
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import curves
 from dllm_sampler.eval.oracle import decode

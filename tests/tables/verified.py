@@ -13,7 +13,8 @@ from random import Random
 
 import torch
 
-from dllm_sampler.cli.terminal import Parser, command, positive
+from benchmarks.options import positive
+from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.host import files
 from dllm_sampler.sampler import Sampler
 from tests.tables import markdown
