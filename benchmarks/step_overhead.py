@@ -245,7 +245,7 @@ def replay(it: Subject, batch: int, cache: str, steps: int, clock: Clock) -> tup
         sampler.noise, cuts=False, multiple=engine.multiple,
     )  # fmt: skip
     state = engine.begin(canvas)
-    with patch.object(packing, "fetch", fetch):
+    with patch.object(packing, "_to_host", fetch):
         while len(replayed) < 20:  # the first steps run eagerly; the last ones warm up
             engine.advance(state, 1)
         replayed.clear()

@@ -44,7 +44,7 @@ CHOSEN = [case for case in CASES if not case.facts["reads"] and case.scheduler["
 def make_steps(case: Case, device: str, fetch: Callable[[Tensor], list[int]]) -> None:
     """Make the first steps of a generation. `fetch` stands in for the transfer between two steps."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(packing, "fetch", fetch)
+        patch.setattr(packing, "_to_host", fetch)
         it = toys.sampler(case.toy, device, backend="torch", **case.plugins)
         plugins, rows = it.plugins, [toys.PROMPTS[row] for row in ROWS]
         canvas = layout.canvas(
