@@ -12,6 +12,7 @@ import yaml
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
+from dllm_sampler.errors import UserError
 from dllm_sampler.eval.protocols import packages
 from dllm_sampler.eval.protocols.spec import Cell
 
@@ -125,6 +126,9 @@ def build(cell: Cell, documents: Sequence[Document], train: Sequence[Document]) 
         cell: the protocol.
         documents: the questions, from the first one.
         train: the training split. It may be empty if no examples are drawn.
+
+    Raises:
+        UserError: it has fewer examples than are drawn.
     """
     if cell.opencompass is not None:
         rounds = packages.read_template(
@@ -135,6 +139,8 @@ def build(cell: Cell, documents: Sequence[Document], train: Sequence[Document]) 
         yield from (_of_rounds(cell, rounds, document) for document in documents)
         return
     generator, draws = Random(SEED), draws_examples(cell)
+    if draws and len(train) < cell.shots:
+        raise UserError("samples-missing", f"{cell.shots} examples are drawn, and the data has {len(train)}. Add some.")
     fixed = [] if draws or not cell.shots else lm_eval_examples(str(cell.lm_eval))[: cell.shots]
     for document in documents:
         if draws and cell.chat == "lm-eval-turn":
@@ -163,7 +169,10 @@ def _of_lm_eval(cell: Cell, examples: Sequence[Document], document: Document) ->
 
 
 def _of_rounds(cell: Cell, rounds: Sequence[Mapping[str, str]], document: Document) -> Prompt:
-    values = {key: "\n".join(value) if isinstance(value, list) else str(value) for key, value in document.items()}
+    fields = ["problem"] if cell.kind == "minerva_math" else document  # the other fields of MATH are not read
+    values = {
+        key: "\n".join(document[key]) if isinstance(document[key], list) else str(document[key]) for key in fields
+    }
     messages = []
     for one in rounds:
         content = one["prompt"]

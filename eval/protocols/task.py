@@ -91,10 +91,6 @@ class ProtocolTask(Task):
     def _samples(self) -> Sequence[Sample]:
         cell, drawn, documents = self.cell, prompts.draws_examples(self.cell), self.documents
         train = data.load(cell.kind, cell.data, "train", self.data) if drawn else []
-        if len(train) < cell.shots * drawn:
-            raise UserError(
-                "samples-missing", f"{cell.shots} examples are drawn, and the data has {len(train)}. Add some."
-            )
         built = prompts.build(cell, documents, train)
         return [
             Sample(index, prompt.text if prompt.messages is None else prompt.messages, {"document": document})

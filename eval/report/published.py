@@ -185,7 +185,8 @@ def _has_method(row: Figure, run: Run) -> bool:
     scheduler: Mapping[str, Any] = config["scheduler"]
     plain = re.sub(r" \(.*\)", "", row.method)
     name = SCHEDULERS.get(plain, plain.partition(",")[0])
-    if name != choices["scheduler"] or row.cache not in ("", choices["cache"]):
+    ours = {"budgeted": "threshold"}.get(choices["scheduler"], choices["scheduler"])  # Fast-dLLM's threshold for Dream
+    if name != ours or row.cache not in ("", choices["cache"]):
         return False
     if choices["scheduler"] == "entropy" and ("multi-block" in plain) != (choices["blocks"] == "multi_block"):
         return False
