@@ -20,6 +20,18 @@ from tests.contract import cases
 from tests.contract.cases import CASES, TOKENS, Case, thinned
 from tests.sampling import crossed, sampled_rows
 
+
+def test_what_runs_by_default_covers_every_plug_in_and_trait() -> None:
+    """Each guarantee on `thinned(CASES)` meets them; those on fewer groups meet what any of their cases does."""
+    everything = {(group, name) for group in config.GROUPS if group != "model" for name in config.names(group)}
+    met = {(group, one["name"]) for case in cases.SHARED for group, one in case.plugins.items()}
+    assert met == everything and {case.toy for case in cases.SHARED} == {case.toy for case in CASES}
+    for chosen, groups in ((CASES, ("guide", "traits")), (cases.SILENT, ())):
+        default = [one.values[0] for one in thinned(chosen, *groups) if not one.marks]
+        every, few = ({it for case in some for it in cases.met(case, groups)} for some in (chosen, default))
+        assert few == every and len(default) < len(chosen) / 3
+
+
 every_case = pytest.mark.parametrize("case", thinned(CASES))
 
 

@@ -78,18 +78,18 @@ def test_one_block_takes_any_number() -> None:
     assert run(1, [[3, 4, 5]], blocks="full") == (1, [])
 
 
-@pytest.mark.parametrize(
-    ("kind", "blocks"),
-    [
-        ("llada", {"name": "fixed", "length": 4}),
-        ("llada", {"name": "ascending", "count": 3}),
-        ("causal", {"name": "fixed", "length": 4}),  # blocks are counted from the first token: the first is shorter
-        ("causal", {"name": "fixed", "length": 4, "part": 2}),
-        ("context", {"name": "fixed", "length": 4}),
-    ],
-)
-@pytest.mark.parametrize("steps", [2, 3, 4, 5, 7])
-def test_the_number_is_that_of_the_forwards(kind: str, blocks: Any, steps: int) -> None:
+COUNTED = [
+    ("llada", {"name": "fixed", "length": 4}),
+    ("llada", {"name": "ascending", "count": 3}),
+    ("causal", {"name": "fixed", "length": 4}),  # blocks are counted from the first token: the first is shorter
+    ("causal", {"name": "fixed", "length": 4, "part": 2}),
+    ("context", {"name": "fixed", "length": 4}),
+]
+
+
+@pytest.mark.parametrize(("counted", "steps"), crossed(COUNTED, [2, 3, 4, 5, 7]))
+def test_the_number_is_that_of_the_forwards(counted: tuple[str, Any], steps: int) -> None:
+    kind, blocks = counted
     prompts = [[3, 4, 5], [6, 7, 8, 9, 10]]
     own = [3, 4] if kind == "causal" else [FREE, 3, 4, 5, FREE, 6, 7, 8, FREE]
     infill = [Infill([*own, *[FREE] * 7], [3, 4, 5])]
