@@ -115,8 +115,8 @@ def label(chosen: Settings) -> str:
 
 
 def toy_of(cache: Settings) -> str:
-    """A toy that the cache serves."""
-    return "causal" if config.build("cache", cache).causal else "llada"
+    """A toy that the cache serves; a wrapper does not say."""
+    return "causal" if getattr(config.build("cache", cache), "causal", False) else "llada"
 
 
 def legal(**plugins: Any) -> bool:
