@@ -12,7 +12,7 @@ import argparse
 import torch
 
 from dllm_sampler import Result, Sampler
-from dllm_sampler.training.rewards import advantages
+from dllm_sampler.training.policy import advantages
 from dllm_sampler.training.trajectory import check, trajectories
 
 PROMPTS = ["latin: 1_3_, _3_1, 2___, _41_", "latin: 12__, __1_, 2__3, _3__", "shuffle: Ada, Ben, Cal, Dan"]

@@ -1,15 +1,17 @@
-"""Rollouts of this sampler in TRL's GRPOTrainer: data, rewards, loss, logging and checkpoints are TRL's.
+"""diffu-GRPO (arXiv 2504.12216) by TRL's own GRPOTrainer: data, rewards, loss, logging and checkpoints are TRL's.
 
-    pip install -c constraints.txt -e '.[trl]' && python examples/trl_grpo.py --steps 20
+    pip install -c constraints.txt -e '.[train]' && python examples/trl_grpo.py --steps 20
 
-TRL asks a trainer for two things that a masked-diffusion model does in its own way: to answer prompts, and to say how
-likely the answers are. Each token is scored by the state that it was committed from, as in CJ-GRPO (arXiv 2509.23924).
+Only public hooks are used. `rollout_func` answers prompts with a sampler. The model is one of transformers. Its forward
+masks the whole answer and predicts all of its tokens at once, as diffu-GRPO scores them. For scores of each token by
+the state it was committed from see `train_grpo.py`: TRL shows a model no states.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,75 +21,62 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from dllm_sampler import Sampler, Trace
+from dllm_sampler import Sampler
 from dllm_sampler.models import saving
-from dllm_sampler.training.trajectory import check, trajectories
+from dllm_sampler.models.transformer import Transformer
 
 PROMPTS = ["latin: 1_3_, _3_1, 2___, _41_", "latin: 12__, __1_, 2__3, _3__", "shuffle: Ada, Ben, Cal, Dan"]
 
 
-def reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """What is wanted of the answers: here, as many different characters as there are places."""
+def variety(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+    """Return a score for each answer: here, as many different characters as there are places."""
     return [len(set(text)) / max(len(text), 1) for text in completions]
 
 
+class Masked(nn.Module):
+    """A network that sees masks in place of an answer, as the backbone of a causal model.
+
+    width: columns of the prompts in the batch, which TRL pads on the left
+    """
+
+    width = 0
+
+    def __init__(self, network: Transformer, mask_id: int):
+        super().__init__()
+        self.network, self.mask_id = network, mask_id
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> SimpleNamespace:
+        """Return hidden states `[B, L, D]`, row i - 1 for token i, as a causal model has them."""
+        there = attention_mask.bool()
+        noisy = input_ids.clone()
+        noisy[:, self.width :] = self.mask_id
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+
+        def layer(index: int, own: Any, hidden: Tensor, rope: Any, rows: Tensor | None) -> Tensor:
+            return own(hidden, rope, there[:, None, None])
+
+        hidden = self.network(noisy, positions=positions, drive=layer)
+        return SimpleNamespace(last_hidden_state=hidden.roll(-1, 1))
+
+
 class Policy(PreTrainedModel):
-    """The network as transformers' Trainer wants a model."""
+    """A LLaDA-like network as TRL takes a model: a backbone, and a head of its own."""
 
     config_class = PreTrainedConfig
+    base_model_prefix = "masked"
 
-    def __init__(self, network: nn.Module):
+    def __init__(self, network: Transformer, mask_id: int):
         super().__init__(PreTrainedConfig())
-        self.network, self.generation_config = network, GenerationConfig()
+        self.masked, self.generation_config = Masked(network, mask_id), GenerationConfig()
 
-    def forward(self, *args: Any, **options: Any) -> Tensor:
-        """The network's own."""
-        return self.network(*args, **options)
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head."""
+        return self.masked.network.lm_head
 
-
-class DiffusionGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer with the answers of a sampler; the model that it trains is the sampler's."""
-
-    def __init__(self, sampler: Sampler, **options: Any):
-        check(sampler)  # can its trajectories be scored again?
-        self._sampler, self._traces = sampler, dict[bool, Trace]()
-        self.network: nn.Module = sampler.denoiser.transformer  # pyright: ignore[reportAttributeAccessIssue]
-        super().__init__(model=Policy(self.network), processing_class=sampler.tokenizer, **options)
-
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
-        """Tokens of an answer to each prompt, and their log-probabilities; prompts come repeated for each group."""
-        assert self.max_completion_length is not None
-        training = self.network.training
-        seed = 1_000_003 * self.state.global_step + self.accelerator.process_index
-        result = self._sampler.generate(prompt_ids, max_new_tokens=self.max_completion_length, seed=seed)
-        self._traces[training], self._rows = result.trace, torch.arange(len(prompt_ids))
-        recorded = result.trace.logprob[:, result.trace.origin :].tolist()
-        ends = result.lengths.tolist()
-        cut = [[row[:end] for row, end in zip(rows, ends, strict=True)] for rows in (result.tokens.tolist(), recorded)]
-        return tuple(cut)
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        found = super()._generate_and_score_completions(inputs)
-        return found | {"rows": torch.arange(len(inputs))}  # TRL shuffles and cuts these like all the rest
-
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        self._rows = inputs["rows"]
-        return super()._compute_loss(model, inputs)
-
-    def _get_per_token_logps_and_entropies(
-        self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor, None]:
-        """`[B, logits_to_keep]` of the tokens, each by the state it was committed from, and the entropies there."""
-        trace = self._traces[self.network.training]
-        blocks = self._sampler.plugins.blocks.lookahead(trace.generated.shape[1])  # a causal context asks about it
-        view = trajectories(trace.row(*self._rows.tolist()), self._sampler.spec, blocks=blocks)
-        found: list[Tensor] = [torch.zeros(len(input_ids), trace.generated.shape[1], device=input_ids.device)] * 2
-        for chunk in view.chunks(batch_tokens=8192):
-            one = chunk.to(input_ids.device)
-            at = (one.row[:, None].expand_as(one.there)[one.there], one.columns[one.there] - trace.origin)
-            found = [all.index_put(at, some[one.there]) for all, some in zip(found, one.score(model), strict=True)]
-        logps, entropies = (values[:, :logits_to_keep] for values in found)
-        return logps, entropies, None
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> SimpleNamespace:
+        """Return logits; TRL puts its fused head before this."""
+        hidden = self.masked(input_ids, attention_mask).last_hidden_state
+        return SimpleNamespace(logits=self.masked.network.lm_head(hidden))
 
 
 def main(words: list[str] | None = None) -> float:
@@ -102,16 +91,33 @@ def main(words: list[str] | None = None) -> float:
     sampler = Sampler.from_pretrained(
         options.model, dtype="float32", device="cpu", scheduler="ascending", temperature=1.0
     )
+    denoiser: Any = sampler.denoiser
+    tokenizer: Any = sampler.tokenizer
+    policy = Policy(denoiser.transformer, denoiser.mask_id)
     settings = GRPOConfig(
         str(options.output), max_steps=options.steps, num_generations=options.group, max_completion_length=24,
         per_device_train_batch_size=len(PROMPTS) * options.group, learning_rate=3e-4, gradient_checkpointing=False,
         logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
     )  # fmt: skip
-    data = Dataset.from_dict({"prompt": PROMPTS})
-    trainer = DiffusionGRPOTrainer(sampler, reward_funcs=reward, args=settings, train_dataset=data)
+
+    def roll_out(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        """Return an answer to each prompt; these come repeated for each group."""
+        seed = 1_000_003 * trainer.state.global_step + trainer.accelerator.process_index
+        result = sampler.generate(prompts, max_new_tokens=24, seed=seed)
+        ids = tokenizer(prompts)["input_ids"]
+        policy.masked.width = max(map(len, ids))
+        answers, recorded = result.tokens.tolist(), result.trace.logprob[:, result.trace.origin :].tolist()
+        cut = [
+            [row[:end] for row, end in zip(rows, result.lengths.tolist(), strict=True)] for rows in (answers, recorded)
+        ]
+        return {"prompt_ids": ids, "completion_ids": cut[0], "logprobs": cut[1]}
+
+    data, rewards = Dataset.from_dict({"prompt": PROMPTS}), [variety]
+    trainer = GRPOTrainer(
+        policy, rewards, settings, train_dataset=data, processing_class=tokenizer, rollout_func=roll_out
+    )
     trainer.train()
-    folder = sampler.denoiser.folder  # pyright: ignore[reportAttributeAccessIssue]
-    saving.save(trainer.network, folder, options.output, None)
+    saving.save(denoiser.transformer, denoiser.folder, options.output, None)
     found = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     for step, mean in enumerate(found, 1):
         print(f"step {step}  reward {mean:.3f}")
@@ -119,4 +125,5 @@ def main(words: list[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     main()

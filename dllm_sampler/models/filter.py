@@ -36,7 +36,7 @@ def find(path: str | None, spec: ModelSpec) -> Path:
         raise UserError(
             "option-missing",
             "scheduler.filter is missing, and this model has none. Train one: `dllm-train train=filter"
-            f" train.model={spec.folder or 'MODEL'} train.output={FILE}`.",
+            f" train.model={spec.folder or 'MODEL'} train.output_dir=FOLDER`, and name FOLDER/{FILE}.",
         )
     return spec.folder / FILE
 

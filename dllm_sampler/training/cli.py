@@ -1,19 +1,20 @@
-"""`dllm-train`: a trainer described by a file of `conf/train`."""
+"""`dllm-train`: a trainer and its arguments from a file of `conf/train`."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from safetensors import SafetensorError
 
 from dllm_sampler import config
 from dllm_sampler.cli import compose, threads, user_files
@@ -22,8 +23,7 @@ from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import ending, say, show
 from dllm_sampler.cli.user_files import about
 from dllm_sampler.cli.words import quoted
-from dllm_sampler.errors import NotWrittenError, UserError, unknown
-from dllm_sampler.host import files
+from dllm_sampler.errors import NotWrittenError, UserError, first_line, unknown
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.version import __version__
@@ -34,29 +34,27 @@ Train a model.
 
 Usage: dllm-train train=NAME [train.FIELD=VALUE ...]
 
-  dllm-train train=sft train.model=llada-8b train.data=mine.jsonl train.output=my-llada
+  dllm-train train=sft train.model=llada-8b train.data=mine.jsonl train.output_dir=my-llada
   dllm-sample model=my-llada chat=true "..."
-  dllm-train train=mini train.output=my-mini
-  dllm-train train=mini train.output=quick train.steps=4000 train.device=cuda
-  dllm-sample model=my-mini "reverse: Ada, Ben, Cal, Dan"
-  dllm-train train=filter train.model=my-mini train.output=my-mini/filter.safetensors
+  dllm-train train=mini train.output_dir=my-mini
+  dllm-train train=sft train.max_steps=4000 train.report_to=tensorboard train.bf16=true
+  accelerate launch --num_processes 4 -m dllm_sampler.training.cli train=sft ...
+  dllm-train train=filter train.model=my-mini train.output_dir=my-mini
   dllm-sample model=my-mini scheduler=learn2pd "sort: Dan, Ada, Cal"
 
-The state is saved on the way (of mini every train.checkpoint_every steps and after
-Ctrl-C, of a filter after every batch of answers); the same command goes on from there
-and ends up where an uninterrupted run would have. What is finished is never written
-to. The same seed, settings and machine give the same model, down to the arithmetic of
-the device.
+Each trainer is a Trainer of transformers: any field of its TrainingArguments can be set.
+Checkpoints are saved on the way. The same command with train.resume=true goes on from
+the last one, and comes to the same losses. What is finished is never written to.
 """
 ENDING = """
 dllm-train --help train=NAME lists the fields of one: defaults, and what they mean.
 threads=N sets torch's threads on a CPU (auto: 1 for models below 20M parameters).
 Flags: -h, --help   --version   --config-dir DIR
 Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
-130 after Ctrl-C (the state is saved).
+130 after Ctrl-C.
 """
 _FIELD = re.compile(r"train\.([\w.]+)=")  # a plain override; + and ~ are left to Hydra
-_OUTPUT, _THREADS = "train.output=", "threads="
+_OUTPUT, _THREADS = "train.output_dir=", "threads="
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,56 @@ class Options:
 TRAIN = compose.App("dllm-train", "train", ("train",), Options)
 
 
+@dataclass(frozen=True)
+class Command:
+    """A command line that was read.
+
+    name: of the task
+    target: class of its trainer
+    settings: of its YAML, with what was typed
+    threads: of torch
+    """
+
+    name: str
+    target: Any
+    settings: dict[str, Any]
+    threads: int | str
+
+    def run(self) -> Path:
+        """Train, and return the file or folder of the result.
+
+        Raises:
+            UserError: whatever is wrong with the settings, the model or the data.
+        """
+        from dllm_sampler.training.command import Front  # takes seconds to import
+
+        settings = dict(self.settings)
+        resume = config.check(f"train={self.name}", _resume, {"resume": settings.pop("resume", False)})["resume"]
+        if not sys.stderr.isatty():  # a bar is for a terminal; in a file it would be a line a step
+            settings.setdefault("disable_tqdm", True)
+        front = Front.of(self.name, settings)
+        if self.threads == AUTO:
+            threads.choose(AUTO, _parameters(front.model), "cpu" if settings.get("use_cpu") else _device())
+        else:
+            threads.choose(self.threads, None, "")
+        folder = settings["output_dir"]
+        try:
+            with redirect_stdout(sys.stderr):  # where transformers prints its log
+                return self.target.command(front, resume)
+        except SafetensorError as error:
+            raise NotWrittenError(f"{folder} cannot be written: {first_line(error)}") from None
+        except UserError:
+            raise
+        except (ValueError, ImportError) as error:  # what transformers and accelerate refuse
+            if type(error).__module__ == "builtins":
+                raise UserError("option-range", f"train={self.name}: {first_line(error)}") from error
+            raise
+
+
+def _resume(resume: bool = False) -> None:
+    """Have the signature of the field."""
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run `dllm-train`; returns its exit status.
 
@@ -76,61 +124,77 @@ def main(words: Sequence[str] | None = None) -> int:
         words: the command line without the program's name; None: that of the process.
     """
     given = list(sys.argv[1:] if words is None else words)
-    return ending(
-        "dllm-train",
-        lambda: user_files.with_config_dir(given, _run),
-        "interrupted; the same command goes on from the last saved state",
-    )
+    interrupted = "interrupted; train.resume=true goes on from the last checkpoint"
+    return ending("dllm-train", lambda: user_files.with_config_dir(given, _run), interrupted)
 
 
-def trainer(words: Sequence[str]) -> Any:
-    """The trainer that the overrides describe.
+def read(words: Sequence[str]) -> Command:
+    """Return the command that the overrides describe.
 
     Raises:
         UserError: an override that cannot be read, or that names nothing there is.
     """
-    return _read(words)[0]
-
-
-def _read(words: Sequence[str]) -> tuple[Any, int | str]:
-    """The trainer, and what is said of threads."""
-    choices = [word.partition("=")[2] for word in words if word.startswith("train=")]
-    if not choices:
-        raise UserError(
-            "option-missing", f"nothing to train. Set train to one of {', '.join(user_files.choices('train'))}"
-        )
-    name = choices[-1]
+    names = [word.partition("=")[2] for word in words if word.startswith("train=")]
+    if not names:
+        known = ", ".join(user_files.choices("train"))
+        raise UserError("option-missing", f"nothing to train. Set train to one of {known}")
+    name = names[-1]
     defaults = user_files.entry("train", name).settings
+    kept = list[str]()
     for word in words:
+        if word.startswith(_OUTPUT):
+            continue
         if match := _FIELD.match(word):
-            _known(name, defaults, match[1].split("."))
-        elif not word.startswith(("train=", _THREADS)):
-            _refuse(word)
-    paths = [word.removeprefix(_OUTPUT) for word in words if word.startswith(_OUTPUT)]
-    words = [_to_the_letter(word, defaults) for word in words if not word.startswith(_OUTPUT)]
-    kept = [part for word in words for part in _replacing(word, defaults)]
+            path = match[1].split(".")
+            if path[0] not in defaults:
+                known = [*(key for key in defaults if key != "_target_"), *_arguments()]
+                if path[0] not in known:
+                    raise unknown(f"field of train={name}", path[0], known, "see dllm-train --help train=" + name)
+                kept.append(f"++{_to_the_letter(word, defaults)}")
+                continue
+            _check_known(name, defaults, path)
+        elif not re.match(r"train=|threads=|[+~]{1,2}train\.", word):
+            raise UserError("option-syntax", f"'{word}' is not train.FIELD=VALUE. See dllm-train --help.")
+        kept += _replacing(_to_the_letter(word, defaults), defaults)
     tree = compose.composition(TRAIN, kept).tree
-    settings = dict(tree["train"])
     check_threads("threads", tree["threads"])
-    if paths:
-        settings["output"] = None if paths[-1] == "null" else paths[-1]  # a folder of that name is ./null
-    if isinstance(output := settings.get("output"), str):
-        expanded("train.output", output)
+    settings = dict(tree["train"])
     target = str(settings.pop("_target_"))
-    cls: Any = resolve_callable(f"train={name}: _target_", target)
-    if not inspect.isclass(cls) or not is_dataclass(cls) or not hasattr(cls, "run"):  # asked before it is called
-        raise UserError("target-invalid", f"train={name}: _target_={target} is not a dataclass with a method run")
-    return cls(**config.check(f"train={name}", cls, settings, whole=True)), tree["threads"]
+    paths = [word.removeprefix(_OUTPUT) for word in words if word.startswith(_OUTPUT)]
+    if paths:
+        settings["output_dir"] = None if paths[-1] == "null" else paths[-1]  # a folder of that name is ./null
+    if not isinstance(folder := settings.get("output_dir"), str):
+        raise UserError("option-type", f"train.output_dir should be a folder's name, not {folder!r}")
+    settings["output_dir"] = str(expanded("train.output_dir", folder))
+    return Command(name, _target(name, target), settings, tree["threads"])
+
+
+def _arguments() -> list[str]:
+    """Return the fields of transformers' `TrainingArguments`, from its text: importing it takes seconds."""
+    found: Any = find_spec("transformers")
+    text = (Path(found.submodule_search_locations[0]) / "training_args.py").read_text(encoding="utf-8")
+    return re.findall(r"^    (\w+): ", text[text.index("\nclass TrainingArguments") :], re.M)
+
+
+def _target(name: str, named: str) -> Any:
+    """Return the class that a YAML or a word names.
+
+    Raises:
+        UserError: it is no trainer.
+    """
+    cls: Any = resolve_callable(f"train={name}: _target_", named)
+    if not hasattr(cls, "command") or not hasattr(cls, "config"):  # asked before it is called
+        raise UserError(
+            "target-invalid", f"train={name}: _target_={named} has no config and command. Extend DiffusionTrainer."
+        )
+    return cls
 
 
 def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         named = [word.partition("=")[2] for word in words if word.startswith("train=")]
         for name in named:
-            settings = user_files.entry("train", name).settings  # a mistake in the name shows here
-            console, cls = Console(), resolve_callable(f"train={name}: _target_", str(settings.get("_target_")))
-            say(console, f"train={name}: {about('train', name)}")
-            listing(console, "train", cls, settings)
+            _help(name)
         if not named:
             check_topics("dllm-train", words, "train=NAME")
             print(USAGE)
@@ -140,30 +204,32 @@ def _run(words: list[str]) -> int:
     elif "--version" in words:
         print(f"dllm-train {__version__}")
     else:
-        chosen, said = _read(words)
-        threads.choose(said, _parameters(chosen) if said == AUTO else None, _device(chosen))
-        with _alone(chosen):
-            found = chosen.run()
+        found = read(words).run()
         if os.environ.get("RANK", "0") == "0":  # of processes that train together one says it
             show(str(found))
     return 0
 
 
-def _device(trainer: Any) -> str:
-    """Return where a trainer computes, as far as its settings say it."""
-    from dllm_sampler.models.loading import as_device  # imports torch: a mistake does not wait for it
+def _help(name: str) -> None:
+    settings = user_files.entry("train", name).settings  # a mistake in the name shows here
+    from dllm_sampler.training.command import Front
 
-    try:
-        return str(as_device(getattr(trainer, "device", "auto")))
-    except UserError:  # the trainer says what is wrong
-        return ""
+    console, cls = Console(), _target(name, str(settings.get("_target_")))
+    say(console, f"train={name}: {about('train', name)}")
+    listing(console, "train", type("Fields", (Front, cls.config), {}), settings)
+    say(console, "Any other field of transformers' TrainingArguments can be set too.")
 
 
-def _parameters(trainer: Any) -> int | None:
-    """Return about how many parameters the model of a trainer has. Returns None if it cannot be known yet."""
+def _device() -> str:
+    from dllm_sampler.models.loading import as_device
+
+    return str(as_device("auto"))
+
+
+def _parameters(model: Any) -> int | None:
+    """Return about how many parameters a model has. Returns None if it cannot be known yet."""
     from dllm_sampler.models import loading, weights
 
-    model: Any = getattr(trainer, "model", None)
     if isinstance(model, Mapping) and "hidden_size" in model:  # a shape, of a model that begins at random
         layers, size, inner = (model.get(name) for name in ("num_layers", "hidden_size", "intermediate_size"))
         if not (isinstance(layers, int) and isinstance(size, int) and isinstance(inner, int)):
@@ -177,41 +243,8 @@ def _parameters(trainer: Any) -> int | None:
         return None
 
 
-@contextmanager
-def _alone(trainer: Any) -> Iterator[None]:
-    """No other process trains to the same place meanwhile; those that train together count as one."""
-    given = getattr(trainer, "output", None)  # a trainer of the user's own may have none
-    if given is None or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    output = Path(os.path.realpath(expanded("train.output", given)))
-    parents = [one for one in output.parents if not one.exists()]  # the nearest first
-    files.make_folder(output.parent)
-    busy = f"another dllm-train is writing {given}: wait until it is done, or choose another train.output"
-    there = output.exists()
-    try:
-        with files.locked(output.with_name(f".{output.name}.lock"), busy):
-            try:
-                yield
-            except BaseException:
-                _remove([] if there else [output])
-                raise
-    except BaseException as error:
-        _remove(parents)
-        if isinstance(error, NotWrittenError):
-            raise NotWrittenError(f"{error}; the same command goes on from the last saved state") from error
-        raise
-
-
-def _remove(folders: Iterable[Path]) -> None:
-    """Remove folders that were made for nothing, up to the first one that is not empty."""
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
 def _to_the_letter(word: str, defaults: Mapping[str, Any]) -> str:
-    """A path or a name as a string of Hydra's grammar, which has its own ideas of commas and brackets.
+    """Return a path or a name as a string of Hydra's grammar, which has its own ideas of commas and brackets.
 
     `train.data=FILE` is short for `train.data.path=FILE`.
     """
@@ -227,7 +260,7 @@ def _to_the_letter(word: str, defaults: Mapping[str, Any]) -> str:
 
 
 def _replacing(word: str, defaults: Mapping[str, Any]) -> list[str]:
-    """`train.FIELD={...}` means these settings and no others, where Hydra would merge them into the defaults."""
+    """Return overrides by which `train.FIELD={...}` means these settings alone, where Hydra would merge them."""
     if not (match := _FIELD.match(word)) or not word.partition("=")[2].startswith("{"):
         return [word]
     node: Any = defaults
@@ -237,22 +270,14 @@ def _replacing(word: str, defaults: Mapping[str, Any]) -> list[str]:
     return [f"~{word.partition('=')[0]}", f"+{word}"] if isinstance(node, Mapping) else [f"++{word}"]
 
 
-def _known(name: str, settings: Mapping[str, Any], path: list[str]) -> None:
+def _check_known(name: str, settings: Mapping[str, Any], path: Sequence[str]) -> None:
     """Check that the dotted field exists."""
     owner, node = f"train={name}", settings
     for key in path:
         if not isinstance(node, Mapping) or key not in node:
-            raise unknown(f"field of {owner}", key, _fields(node))
+            fields = [one for one in node if one != "_target_"] if isinstance(node, Mapping) else []
+            raise unknown(f"field of {owner}", key, fields)
         owner, node = f"{owner}.{key}" if "." in owner else f"train.{key}", node[key]
-
-
-def _refuse(word: str) -> None:
-    if not re.match(r"[+~]{1,2}train\.", word):
-        raise UserError("option-syntax", f"'{word}' is not train.FIELD=VALUE. See dllm-train --help.")
-
-
-def _fields(node: Any) -> list[str]:
-    return [key for key in node if key != "_target_"] if isinstance(node, Mapping) else []
 
 
 if __name__ == "__main__":

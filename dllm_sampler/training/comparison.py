@@ -10,7 +10,6 @@ import torch
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.progress import bar
 
 Check = Callable[[str], bool]  # whether a text is a right answer
 Figures = dict[str, float]
@@ -32,7 +31,7 @@ def compare(
     batch: int,
     checks: Sequence[Check] | None = None,
 ) -> dict[str, Figures]:
-    """The figures of each sampler by its name; the first is the one that the others are measured by.
+    """Return the figures of each sampler by its name; the first is the one that the others are measured by.
 
     `same`: share of answers that are the first one's, up to the end token; `right`: share that the checks accept (with
     `checks` only); `nfe`: mean forwards of an answer; `tokens_per_forward`: of all answers, end tokens counted once;
@@ -43,13 +42,11 @@ def compare(
     seconds = dict.fromkeys(samplers, 0.0)
     for sampler in samplers.values():
         sampler.generate(batches[0][:1], max_new_tokens=new_tokens)  # what only a first call costs
-    with bar("comparing schedulers", len(samplers) * len(batches)) as progress:
-        for some in batches:  # all take turns, so that whatever else the machine does hits them alike
-            for name, sampler in samplers.items():
-                began = time.perf_counter()
-                results[name].append(sampler.generate(some, max_new_tokens=new_tokens))
-                seconds[name] += time.perf_counter() - began
-                progress.advance(progress.task_ids[0])
+    for some in batches:  # all take turns, so that whatever else the machine does hits them alike
+        for name, sampler in samplers.items():
+            began = time.perf_counter()
+            results[name].append(sampler.generate(some, max_new_tokens=new_tokens))
+            seconds[name] += time.perf_counter() - began
     first = next(iter(samplers))
     own = _answers(results[first])
     found: dict[str, Figures] = {}
@@ -69,14 +66,14 @@ def compare(
 
 
 def rows(found: Mapping[str, Figures]) -> tuple[list[str], list[list[str]]]:
-    """The figures as text: the head of a table, and its rows."""
+    """Return the figures as text: the head of a table, and its rows."""
     kinds = [kind for kind in COLUMNS if any(kind in figures for figures in found.values())]
     cells = [[name, *(COLUMNS[kind][1].format(figures[kind]) for kind in kinds)] for name, figures in found.items()]
     return ["scheduler", *(COLUMNS[kind][0] for kind in kinds)], cells
 
 
 def _answers(results: Sequence[Result]) -> list[list[int]]:
-    """Token ids up to and with the end token."""
+    """Return token ids up to and with the end token."""
     rows = [pair for one in results for pair in zip(one.tokens.tolist(), one.lengths.tolist(), strict=True)]
     return [row[:length] for row, length in rows]
 

@@ -2,191 +2,264 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from rich.progress import Progress
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from dllm_sampler.config import check
-from dllm_sampler.errors import UserError
-from dllm_sampler.host import files
-from dllm_sampler.host.paths import expanded
-from dllm_sampler.models.loading import as_device
+from dllm_sampler import config
+from dllm_sampler.core.checks import check_count, check_number, check_positive, check_share
+from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.models import saving
 from dllm_sampler.models.mini_export import export
-from dllm_sampler.models.mini_tokenizer import MASK, build_tokenizer
+from dllm_sampler.models.mini_tasks import LESSONS, draw_example
+from dllm_sampler.models.mini_tokenizer import EOS, MASK, build_tokenizer
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
-from dllm_sampler.training import checkpoint, journal, sharding
-from dllm_sampler.training.data import Batch, Pools, corrupt
-from dllm_sampler.training.progress import bar, interrupts
-from dllm_sampler.training.settings import check_settings, check_shape
+from dllm_sampler.training.command import Front, last_checkpoint
 
-# A resumed run may change these; anything else would make it another run.
-_FREE = ("output", "device", "checkpoint_every", "tracker", "steps")
+SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one length, so that nothing is padded and no attention mask is needed.
+
+    ids: int64 `[B, L]`, clean
+    prompts: int64 `[B]`, length of each row's prompt; the rest is response, its end-token tail included
+    """
+
+    ids: Tensor
+    prompts: Tensor
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Examples by the pool: drawn together, sorted by length, cut into batches, shuffled.
+
+    seed: of everything here
+    phases: by first pool, in order: share of each task or lesson until the next phase begins
+    size: examples in a pool
+    batch_tokens: tokens in a batch, at most
+    tails: probabilities of 0, 1, 2, ... more blocks of 8 after the answer's own last block
+    long: share of rows whose response has any length up to `max_response` instead
+    max_response: longest response in tokens, and so the longest generation the model is good for
+    """
+
+    seed: int
+    phases: dict[str, dict[str, float]]
+    size: int
+    batch_tokens: int
+    tails: tuple[float, ...]
+    long: float
+    max_response: int
+
+    def __post_init__(self) -> None:
+        for name in ("size", "batch_tokens", "max_response"):
+            check_count(f"train.data.{name}", getattr(self, name))
+        check_share("train.data.long", self.long)
+        _check_shares("train.data.tails", self.tails)
+        if not self.phases or any(not first.isdecimal() for first in self.phases) or "0" not in self.phases:
+            raise UserError("option-range", f"train.data.phases must begin with 0, not {', '.join(self.phases)}")
+        for first, shares in self.phases.items():
+            for name in shares:
+                if name not in LESSONS:
+                    raise unknown("task", name, LESSONS)
+            _check_shares(f"train.data.phases.{first}", list(shares.values()))
+
+    def batches(self, tokenizer: PreTrainedTokenizerFast, pool: int) -> list[Batch]:
+        """Return the batches of one pool, always the same for the same index."""
+        rng = Random(f"{self.seed}/{pool}")
+        shares = [shares for first, shares in self.phases.items() if int(first) <= pool][-1]
+        names = rng.choices(list(shares), list(shares.values()), k=self.size)
+        examples = [draw_example(LESSONS[name], rng, held=False) for name in names]
+        prompts = tokenizer([prompt for prompt, _ in examples]).input_ids
+        answers = tokenizer([answer for _, answer in examples], add_special_tokens=False).input_ids
+        lengths = [self._response_length(len(answer), rng) for answer in answers]
+        rows = sorted(zip(prompts, answers, lengths, strict=True), key=lambda row: len(row[0]) + row[2])
+        eos = tokenizer.get_vocab()[EOS]
+        batches = [collate(rows[first:last], eos) for first, last in self._cuts(rows)]
+        rng.shuffle(batches)
+        return batches
+
+    def _response_length(self, answer: int, rng: Random) -> int:
+        if rng.random() < self.long:  # uniform in the logarithm
+            return max(answer, round(answer * (self.max_response / answer) ** rng.random()))
+        (blocks,) = rng.choices(range(len(self.tails)), self.tails)
+        return max(answer, min(8 * (-(-answer // 8) + blocks), self.max_response))
+
+    def _cuts(self, rows: Sequence[tuple[list[int], list[int], int]]) -> Iterator[tuple[int, int]]:
+        first = 0
+        for index, (prompt, _, response) in enumerate(rows):
+            if index > first and (index + 1 - first) * (len(prompt) + response) > self.batch_tokens:
+                yield first, index
+                first = index
+        yield first, len(rows)
+
+
+def _check_shares(name: str, shares: Sequence[float]) -> None:
+    """Refuse shares of which none can be drawn."""
+    if not all(0 <= share < inf for share in shares) or not sum(shares) > 0:
+        raise UserError("option-range", f"{name} must be numbers of at least 0, one of them above, not {list(shares)}")
+
+
+def collate(rows: Sequence[tuple[list[int], list[int], int]], eos: int) -> Batch:
+    """Return rows (prompt, answer, response length) as a batch: shorter ones get a longer tail of end tokens."""
+    total = max(len(prompt) + response for prompt, _, response in rows)
+    ids = [prompt + answer + [eos] * (total - len(prompt) - len(answer)) for prompt, answer, _ in rows]
+    return Batch(torch.tensor(ids), torch.tensor([len(prompt) for prompt, _, _ in rows]))
+
+
+def corrupt(batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return the masked tokens, bool `[B, L]`, and the weight of each row's masked tokens, `[B, 1]`.
+
+    Each response of R tokens loses exactly k of them, k uniform on 1..R and stratified over the batch, at weight R/k:
+    the likelihood bound of LLaDA (arXiv 2502.09992, its equation 14) with less variance than a coin for every token.
+    """
+    rows, total = batch.ids.shape
+    responses = total - batch.prompts  # [B]
+    strata = torch.randperm(rows, generator=generator) + torch.rand(rows, generator=generator)  # [B]
+    count = (strata / rows * responses).floor().clamp(max=responses - 1) + 1  # [B]
+    order = torch.rand(rows, total, generator=generator)  # [B, L]
+    order.masked_fill_(torch.arange(total) < batch.prompts[:, None], 2)  # prompts come last and are never reached
+    masked = order.argsort(1).argsort(1) < count[:, None]  # [B, L]
+    return masked, (responses / count)[:, None]
+
+
+class _Stream(IterableDataset[Batch]):
+    """The batches of all pools, one after the other."""
+
+    def __init__(self, pools: Pools, tokenizer: PreTrainedTokenizerFast):
+        self.pools, self.tokenizer = pools, tokenizer
+
+    def __iter__(self) -> Iterator[Batch]:
+        pool = 0
+        while True:
+            yield from self.pools.batches(self.tokenizer, pool)
+            pool += 1
 
 
 @dataclass
-class MiniTrainer:
-    """Trains a LLaDA-style denoiser (arXiv 2502.09992) on the tasks of `models/mini_tasks.py` and exports it.
+class MiniConfig(TrainingArguments):
+    """Settings of `MiniTrainer`.
 
-    output: folder of the run; ends up a complete checkpoint that `model=FOLDER` loads
-    device: `auto`, `cpu`, `cuda`, `cuda:1`, `mps`
-    seed: of weights, data and masks
-    steps: optimizer steps in all
-    checkpoint_every: steps between two saved states, and two lines of the log
-    tracker: where the log goes besides: null, `tensorboard` or `trackio`, whose package must be there
     model: fields of `TransformerConfig` other than the vocabulary's size
     init_std, embedding_std: deviations of the initial weights
     data: fields of `Pools`
-    learning_rate, warmup, decay: peak, steps to reach it, and the last share of all steps in which it falls to 0
-    betas, weight_decay, clip: of AdamW, and the gradient norm's limit
     """
 
-    output: str
-    device: str
-    seed: int
-    steps: int
-    checkpoint_every: int
-    tracker: str | None
-    model: dict[str, Any]
-    init_std: float
-    embedding_std: float
-    data: dict[str, Any]
-    learning_rate: float
-    warmup: int
-    decay: float
-    betas: tuple[float, float]
-    weight_decay: float
-    clip: float
+    model: dict[str, Any] = field(default_factory=dict)
+    init_std: float = 0.05
+    embedding_std: float = 1.0
+    data: dict[str, Any] = field(default_factory=dict)
+    dataloader_pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise UserError("option-range", f"train.{name} must be at least 1, not {getattr(self, name)}")
-        check_settings(vars(self))
-        journal.check(self.tracker)
+        super().__post_init__()
+        for name in ("init_std", "embedding_std"):
+            check_number(f"train.{name}", getattr(self, name), finite=True)
 
-    def run(self) -> Path:
-        """Train from scratch or from the last saved state, export the result, and return its folder.
 
-        Raises:
-            UserError: the folder holds a finished model, or a run of another configuration
-            KeyboardInterrupt: after Ctrl-C, with the state saved
-        """
-        sharding.check_alone("mini")
-        folder = expanded("train.output", self.output)
-        if (folder / "model.safetensors").exists():
-            raise UserError("run-finished", f"{folder} has a finished model. Choose another train.output.")
-        files.make_folder(folder)
-        self._build()
-        state = self._resume(folder)
-        log = journal.Journal(folder / journal.FILE, state["step"], self.tracker, asdict(self))
-        with self._progress(state) as progress, interrupts() as interrupted:
-            for batch in self._batches(state):
-                self._step(batch, state)
-                if state["step"] % 20 == 0:
-                    self._report(progress, state)
-                if state["step"] % self.checkpoint_every == 0 or state["step"] == self.steps or interrupted.is_set():
-                    log.note(state["step"], _figures(state))  # first: the state vouches for the lines before it
-                    checkpoint.save(folder, self.network, self.optimizer, state)
-                    progress.console.print(_line(state, self.steps))
-                    state |= {"loss_sum": 0.0, "loss_steps": 0}
-                if interrupted.is_set():
-                    raise KeyboardInterrupt
-        log.close()
-        export(self.network, self.tokenizer, folder)
-        (folder / checkpoint.FILE).unlink()
+class MiniTrainer(Trainer):
+    """Trains a LLaDA-style denoiser (arXiv 2502.09992) on the tasks of `models/mini_tasks.py`, in one process.
+
+    Args:
+        args: the settings.
+        options: others of `Trainer`.
+
+    Raises:
+        UserError: sizes that are no sizes, shares that are no shares.
+    """
+
+    config: ClassVar[type[MiniConfig]] = MiniConfig
+    args: Any
+
+    def __init__(self, args: MiniConfig, **options: Any):
+        shape = config.check("train.model", TransformerConfig, {"vocab_size": 1, **args.model}, whole=True)
+        check_shape(shape)
+        self.tokenizer = build_tokenizer(shape["max_positions"])
+        pools = Pools(**config.check("train.data", Pools, {"seed": args.seed, **args.data}, whole=True))
+        network = Transformer(TransformerConfig(**{**shape, "vocab_size": len(self.tokenizer)}))
+        generator = torch.Generator().manual_seed(args.seed)
+        network.init_weights(std=args.init_std, embedding_std=args.embedding_std, generator=generator)
+        self.network, self._mask_id = network, self.tokenizer.get_vocab()[MASK]
+        super().__init__(model=_Plain(network), args=args, train_dataset=_Stream(pools, self.tokenizer), **options)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the stream of batches, which are whole as they come."""
+        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=None, collate_fn=vars))  # pyright: ignore
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return nats per response token: the likelihood bound's estimate from one corruption of the batch."""
+        clean = Batch(inputs["ids"].cpu(), inputs["prompts"].cpu())
+        generator = torch.Generator().manual_seed(self.args.seed * 2**32 + self.state.global_step)
+        masked, weight = corrupt(clean, generator)
+        noisy = clean.ids.masked_fill(masked, self._mask_id).to(self.args.device)  # [B, L]
+        logits = model(noisy)[masked.to(self.args.device)]  # [masked tokens, V]
+        losses = F.cross_entropy(logits, clean.ids[masked].to(self.args.device), reduction="none")
+        weights = weight.expand_as(masked)[masked].to(self.args.device)
+        return (losses * weights).sum() / (clean.ids.shape[1] - clean.prompts).sum()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the checkpoint in LLaDA's format; one on the way has the weights in full precision."""
+        if _internal_call:
+            super().save_model(output_dir, _internal_call)
+        else:
+            export(self.network.cpu(), self.tokenizer, Path(output_dir or self.args.output_dir))
+
+    @classmethod
+    def command(cls, front: Front, resume: bool) -> Path:
+        """Train from scratch or from the last checkpoint, and return the folder of the result."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError("processes-unsupported", "train=mini runs in one process. Start it without torchrun.")
+        whole = {**front.settings, "model": front.model, "data": front.data}
+        args: Any = Front("mini", None, settings=whole).arguments(MiniConfig)
+        folder = Path(args.output_dir)
+        front.begin(folder, resume, saving.finished(folder))
+        trainer = cls(args)
+        front.started(folder)
+        trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir) if resume else None)
+        trainer.save_model()
+        trainer.save_state()
         return folder
 
-    def _build(self) -> None:
-        """Tokenizer, network and optimizer as they are before the first step."""
-        self._device = as_device(self.device)
-        self.tokenizer = build_tokenizer(self.model["max_positions"])
-        self._mask_id = self.tokenizer.get_vocab()[MASK]
-        self.pools = Pools(**check("train.data", Pools, {"seed": self.seed, **self.data}))
-        shape = check("train.model", TransformerConfig, {"vocab_size": len(self.tokenizer), **self.model})
-        check_shape(shape)
-        self.network = Transformer(TransformerConfig(**shape))
-        generator = torch.Generator().manual_seed(self.seed)
-        self.network.init_weights(std=self.init_std, embedding_std=self.embedding_std, generator=generator)
-        self.network.to(self._device)
-        self.optimizer = torch.optim.AdamW(
-            self.network.parameters(), betas=self.betas, weight_decay=self.weight_decay, fused=True
-        )
 
-    def _resume(self, folder: Path) -> dict[str, Any]:
-        """The state to go on from: the saved one, or that of a fresh run."""
-        mine = {key: value for key, value in asdict(self).items() if key not in _FREE}
-        fresh = {"step": 0, "pool": 0, "place": 0, "tokens": 0, "seconds": 0.0, "loss_sum": 0.0, "loss_steps": 0}
-        if not (folder / checkpoint.FILE).exists():
-            return {**fresh, "config": mine}
-        checkpoint.check_same(folder, checkpoint.settings(folder), mine)
-        state = checkpoint.load(folder, self.network, self.optimizer)
-        return {**state, "loss_sum": 0.0, "loss_steps": 0}
+class _Plain(nn.Module):
+    """A network without its configuration, which is not one of transformers."""
 
-    def _batches(self, state: dict[str, Any]) -> Iterator[Batch]:
-        """The batches that are left, from the place in `state` on, which moves along."""
-        while state["step"] < self.steps:
-            for batch in self.pools.batches(self.tokenizer, state["pool"])[state["place"] :]:
-                if state["step"] >= self.steps:
-                    return
-                state["place"] += 1
-                yield batch
-            state |= {"pool": state["pool"] + 1, "place": 0}
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
 
-    def _step(self, batch: Batch, state: dict[str, Any]) -> None:
-        """One optimizer step on one batch."""
-        started = time.perf_counter()
-        generator = torch.Generator().manual_seed(self.seed * 2**32 + state["step"])
-        loss = self._loss(batch, *corrupt(batch, generator))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate * schedule(state["step"], self.steps, self.warmup, self.decay)
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.clip)
-        self.optimizer.step()
-        state["step"] += 1
-        state["tokens"] += batch.ids.numel()
-        state["loss_steps"] += 1
-        state["loss_sum"] += loss.item()
-        state["seconds"] += time.perf_counter() - started
-
-    def _loss(self, batch: Batch, masked: Tensor, weight: Tensor) -> Tensor:
-        """Nats per response token: the likelihood bound's estimate from one corruption of the batch."""
-        noisy = batch.ids.masked_fill(masked, self._mask_id).to(self._device)  # [B, L]
-        logits = self.network(noisy)[masked.to(self._device)]  # [masked tokens, V]
-        losses = F.cross_entropy(logits, batch.ids[masked].to(self._device), reduction="none")
-        weights = weight.expand_as(masked)[masked].to(self._device)
-        return (losses * weights).sum() / (batch.ids.shape[1] - batch.prompts).sum()
-
-    def _progress(self, state: Mapping[str, Any]) -> Progress:
-        return bar("mini", self.steps, state["step"])
-
-    @staticmethod
-    def _report(progress: Progress, state: Mapping[str, Any]) -> None:
-        rate = state["tokens"] / max(state["seconds"], 1e-9)
-        loss = state["loss_sum"] / max(state["loss_steps"], 1)
-        text = f"mini  loss {loss:.4f}  {rate:,.0f} tokens/s"
-        progress.update(progress.task_ids[0], completed=state["step"], description=text)
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits."""
+        return self.network(ids)
 
 
-def schedule(step: int, steps: int, warmup: int, decay: float) -> float:
-    """Share of the learning rate at a step: linear warm-up, a plateau, then linear to 0 over the last `decay`."""
-    return min((step + 1) / max(warmup, 1), (1 - step / steps) / max(decay, 1e-9), 1.0)
+def check_shape(shape: Mapping[str, Any]) -> None:
+    """Refuse sizes of a network to be trained that are no sizes.
 
-
-def _figures(state: Mapping[str, Any]) -> dict[str, float]:
-    """Mean loss since the last saved state, and what is done in all."""
-    loss = state["loss_sum"] / state["loss_steps"] if state["loss_steps"] else math.nan
-    return {"loss": loss, "tokens": state["tokens"], "seconds": state["seconds"]}
-
-
-def _line(state: Mapping[str, Any], steps: int) -> str:
-    loss, tokens, seconds = _figures(state).values()
-    return f"step {state['step']}/{steps}  loss {loss:.4f}  tokens {tokens:,}  seconds {seconds:.0f}"
+    Raises:
+        UserError: the first such size, by its name.
+    """
+    for name in SIZES:
+        if name in shape:
+            check_count(f"train.model.{name}", shape[name])
+    for name in ("rope_theta", "norm_eps"):
+        if name in shape:
+            check_positive(f"train.model.{name}", shape[name])
+    heads, keys, dim = (shape.get(name) for name in ("num_heads", "num_kv_heads", "head_dim"))
+    if heads and keys and heads % keys:
+        raise UserError("option-range", f"train.model.num_heads={heads} is not a multiple of num_kv_heads={keys}")
+    if dim and dim % 2:
+        raise UserError("option-range", f"train.model.head_dim must be even, not {dim}")

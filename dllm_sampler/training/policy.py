@@ -1,26 +1,91 @@
-"""Figures that tell whether a policy stays healthy: how varied its answers are, and whether it learns what it did."""
+"""The clipped policy-gradient loss of GRPO (arXiv 2402.03300) over any chunks of tokens, and a policy's figures."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.result import Result, Trace
 from dllm_sampler.sampler import Sampler
+from dllm_sampler.training.chunk import Chunk
 
-ROUNDING = {"no": 1e-3, "bf16": 5e-2}  # mean distance of log-probabilities that is not worth a sentence
+ROUNDING = {False: 1e-3, True: 5e-2}  # with bf16: mean distance of log-probabilities that is not worth a sentence
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The parts of an update's loss: one number for each answer, or for each answer and column."""
+
+    advantage: Tensor  # [N]
+    weight: Tensor  # [N, L] sums to 1
+    old: Tensor | None  # [N, L] log-probability under the policy that sampled; None: under the present one
+    reference: Tensor | None  # [N, L] under the reference
+
+    def loss(self, chunk: Chunk, logprob: Tensor, epsilon: float, beta: float) -> tuple[Tensor, Mapping[str, float]]:
+        """Return the chunk's share of the loss, and of the figures `clipped` and `kl`.
+
+        It is the clipped ratio to the policy that sampled, plus `beta` times an estimate of the divergence from the
+        reference: exp(d) - d - 1 with d = log pi_ref - log pi.
+
+        Args:
+            chunk: the tokens.
+            logprob: `[n, Q]` of the tokens, with a gradient.
+            epsilon: ratios count up to 1 - epsilon and 1 + epsilon.
+            beta: weight of the divergence.
+        """
+
+        def at(values: Tensor) -> Tensor:
+            found = values[chunk.row[:, None], chunk.columns]
+            return torch.where(chunk.there, found, 0).to(logprob)
+
+        weight, advantage = at(self.weight), self.advantage[chunk.row][:, None].to(logprob)
+        ratio = (logprob - (logprob.detach() if self.old is None else at(self.old))).exp()
+        bounded = ratio.clamp(1 - epsilon, 1 + epsilon)
+        each = -torch.minimum(ratio * advantage, bounded * advantage)
+        figures = {"clipped": float((weight * (bounded * advantage < ratio * advantage)).sum())}
+        if self.reference is not None:
+            away = at(self.reference) - logprob
+            divergence = away.exp() - away - 1
+            figures["kl"] = float((weight * divergence.detach()).sum())
+            each = each + beta * divergence
+        return (weight * each).sum(), figures
+
+
+def advantages(scores: Tensor, group: int, scale: bool) -> Tensor:
+    """Return `[N]` each score minus the mean of its group (`group` consecutive ones); 0 for samples without a score.
+
+    Args:
+        scores: `[N]`, NaN where there is none.
+        group: answers to a prompt.
+        scale: also divide by the group's deviation (plus 1e-4), as GRPO does and CJ-GRPO does not.
+    """
+    groups = scores.view(-1, group)
+    there = ~groups.isnan()
+    count = there.sum(1, keepdim=True).clamp(min=1)
+    mean = groups.nan_to_num(0).sum(1, keepdim=True) / count
+    centred = torch.where(there, groups - mean, 0)
+    # A mean of equal numbers may be off by its rounding, and dividing by the deviation would blow that up.
+    same = (centred.abs() <= 1e-12 * (1 + mean.abs())).all(1, keepdim=True)
+    centred = torch.where(same, 0, centred)
+    if scale:
+        centred = centred / ((centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt() + 1e-4)
+    return centred.flatten()
 
 
 def distinct(result: Result, group: int) -> float:
-    """Mean over groups of `group` consecutive answers: share of them that differ, up to and with the end token."""
+    """Return the mean over groups of `group` answers: share of them that differ, up to and with the end token."""
     rows = [tuple(row[:n]) for row, n in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
     groups = [rows[first : first + group] for first in range(0, len(rows), group)]
     return sum(len(set(some)) / len(some) for some in groups) / len(groups)
 
 
 def entropy(trace: Trace, end_ids: tuple[int, ...]) -> float:
-    """Mean over the tokens up to the first end token of each answer: nats of the prediction that it was drawn from.
+    """Return the mean over the tokens up to the first end token of each answer: nats of the prediction it is from.
 
     trace: with a recorded entropy.
     """
@@ -32,7 +97,7 @@ def entropy(trace: Trace, end_ids: tuple[int, ...]) -> float:
 
 
 def mismatch(sampled: Tensor, learner: Tensor, there: Tensor) -> dict[str, float]:
-    """Importance ratios of tokens, learner over sampler, before anything is learned from them.
+    """Return importance ratios of tokens, learner over sampler, before anything is learned from them.
 
     Args:
         sampled: `[B, L]` log-probabilities that were recorded.
@@ -40,9 +105,9 @@ def mismatch(sampled: Tensor, learner: Tensor, there: Tensor) -> dict[str, float
         there: `[B, L]` bool, tokens that count.
 
     Returns:
-        `ratio`, `ratio_least`, `ratio_most`: mean and ends of the ratios; `ratio_log`: mean distance of the
-        log-probabilities; `ratio_kl`: the mean of r - 1 - log r, an estimate of KL(sampler || learner).
-        Nothing where no token counts.
+        `ratio`, `ratio_least`, `ratio_most`: mean and ends of the ratios. `ratio_log`: mean distance of the
+        log-probabilities. `ratio_kl`: the mean of r - 1 - log r, an estimate of KL(sampler || learner).
+        Nothing if no token counts.
     """
     away = (learner.double() - sampled.double())[there]
     if not len(away):
@@ -57,12 +122,12 @@ def mismatch(sampled: Tensor, learner: Tensor, there: Tensor) -> dict[str, float
     }
 
 
-def sentence(found: dict[str, float], rollouts: Sampler, precision: str) -> str | None:
-    """What to tell the user of a mismatch; None: it is rounding."""
-    if found["ratio_log"] <= ROUNDING[precision]:
+def mismatch_sentence(found: Mapping[str, float], rollouts: Sampler, bf16: bool) -> str | None:
+    """Return a sentence for the user about a mismatch. Returns None if it is rounding."""
+    if not found or found["ratio_log"] <= ROUNDING[bf16]:
         return None
     return (
-        f"the policy that samples is not the one that learns (train.rollout.cache={named(rollouts.plugins.cache)}):"
+        f"the policy that samples is not the one that learns (rollout cache={named(rollouts.plugins.cache)}):"
         f" importance ratio of a token {found['ratio']:.3g} ({found['ratio_least']:.3g} to {found['ratio_most']:.3g}),"
         f" divergence {found['ratio_kl']:.2g} nats; an exact cache has none"
     )

@@ -9,26 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialise
 from torch import Tensor
+from tqdm import tqdm
 
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
+from dllm_sampler.host import files
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.learn2pd import lay_out
-from dllm_sampler.training import checkpoint
-from dllm_sampler.training.progress import bar
 
 
 @dataclass(frozen=True)
 class Records:
-    """What a model said of a block, one row per forward: `[R, N]` each."""
+    """A model's predictions of a block, one row per forward: `[R, N]` each."""
 
     known: Tensor  # float32 confidence of each position's candidate; 1 behind the block's end
     final: Tensor  # bool: the candidate is the token of the reference
@@ -38,13 +39,17 @@ class Records:
     def __len__(self) -> int:
         return self.known.shape[0]
 
+    def to(self, device: torch.device) -> Records:
+        """Return the same on another device."""
+        return Records(*(getattr(self, one.name).to(device) for one in fields(self)))
+
     def rows(self, first: int, last: int) -> Records:
-        """Some of the rows."""
+        """Return some of the rows."""
         return Records(*(getattr(self, one.name)[first:last] for one in fields(self)))
 
     @staticmethod
     def join(parts: Sequence[Records]) -> Records:
-        """All rows of several, on the CPU."""
+        """Return all rows of several, on the CPU."""
         return Records(*(torch.cat([getattr(part, one.name) for part in parts]).cpu() for one in fields(Records)))
 
 
@@ -85,10 +90,10 @@ class Replay(Scheduler):
 
 
 def collect(
-    reference: Sampler, splits: Sequence[Sequence[Prompt]], new_tokens: int, size: int, batch: int,
-    path: Path, run: Mapping[str, Any], accelerator: Accelerator,
+    reference: Sampler, splits: Sequence[Sequence[Prompt]], new_tokens: int, size: int, batch: int, path: Path,
+    run: Mapping[str, Any],
 ) -> list[Records]:  # fmt: skip
-    """The records of each split's prompts; what there is goes to a file, and is taken up from it.
+    """Return the records of each split's prompts. What there is goes to a file, and is taken up from it.
 
     Each process answers a batch at a time; the records are the same however many there are.
 
@@ -99,26 +104,23 @@ def collect(
         size: positions per block.
         batch: prompts decoded together.
         path: of the unfinished run's file.
-        run: what must be the same for an unfinished run to go on; anything JSON can say.
-        accelerator: knows the processes, all of which get the records; the first one writes.
+        run: facts that an unfinished run must share; anything JSON can say.
 
     Raises:
         UserError: the file is damaged or of another run.
     """
+    state = PartialState()
     batches = [prompts[first : first + batch] for prompts in splits for first in range(0, len(prompts), batch)]
     counts, parts = _resume(path, run)
-    accelerator.wait_for_everyone()  # the file is written to when all have read it
-    process, processes = accelerator.process_index, accelerator.num_processes
-    with bar("collecting answers", len(batches), len(counts)) as progress:
-        for first in range(len(counts), len(batches), processes):
-            mine = batches[first : first + processes][process : process + 1]  # none, where the last round is short
-            found = gather_object([replay(reference, list(prompts), new_tokens, size) for prompts in mine])
-            counts += [len(part) for part in found]
-            parts = [Records.join([*parts, *found])]
-            if accelerator.is_main_process:
-                tensors = {one.name: getattr(parts[0], one.name) for one in fields(Records)}
-                checkpoint.write_tensors(path, tensors, {"state": json.dumps({"run": dict(run), "counts": counts})})
-            progress.advance(progress.task_ids[0], len(found))
+    state.wait_for_everyone()  # the file is written to when all have read it
+    for first in tqdm(range(len(counts), len(batches), state.num_processes), "collecting answers", disable=None):
+        mine = batches[first : first + state.num_processes][state.process_index : state.process_index + 1]
+        found = gather_object([replay(reference, list(prompts), new_tokens, size) for prompts in mine])
+        counts += [len(part) for part in found]
+        parts = [Records.join([*parts, *found])]
+        if state.is_main_process:
+            tensors = {one.name: getattr(parts[0], one.name).contiguous() for one in fields(Records)}
+            files.write(path, serialise(tensors, {"state": json.dumps({"run": dict(run), "counts": counts})}))
     each, row = [], 0
     for prompts in splits:
         here = -(-len(prompts) // batch)
@@ -129,7 +131,7 @@ def collect(
 
 
 def replay(reference: Sampler, prompts: list[Prompt], new_tokens: int, size: int) -> Records:
-    """The records of one batch: its answers one token per step, then again towards them."""
+    """Return the records of one batch: its answers one token per step, then again towards them."""
     trace = reference.generate(prompts, max_new_tokens=new_tokens).trace
     towards = Replay(trace.ids[:, trace.origin :].to(reference.device), size)
     Sampler(
@@ -140,7 +142,7 @@ def replay(reference: Sampler, prompts: list[Prompt], new_tokens: int, size: int
 
 
 def _resume(path: Path, run: Mapping[str, Any]) -> tuple[list[int], list[Records]]:
-    """Rows of each batch that an unfinished run has done, and the records themselves; nothing for a fresh one."""
+    """Return the rows of each batch that an unfinished run has done, and the records; nothing for a fresh one."""
     if not path.exists():
         return [], []
     try:
@@ -149,5 +151,10 @@ def _resume(path: Path, run: Mapping[str, Any]) -> tuple[list[int], list[Records
             records = Records(*(file.get_tensor(one.name) for one in fields(Records)))
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise UserError("run-damaged", f"{path} is damaged ({error}). Remove it to restart.") from None
-    checkpoint.check_same(path, state["run"], run)
+    if differs := [key for key, value in run.items() if state["run"].get(key) != value]:
+        raise UserError(
+            "run-differs",
+            f"{path} is of an unfinished run with another train.{differs[0]}. Resume it as it was, or choose another"
+            " train.output_dir.",
+        )
     return list(state["counts"]), [records]

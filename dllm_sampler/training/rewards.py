@@ -154,23 +154,3 @@ def judge(
         good = values[applies & ~bad]
         means[name] = float(good.mean()) if len(good) else math.nan
     return Scores(torch.where(judged, total, torch.nan), means, troubles)
-
-
-def advantages(scores: Tensor, group: int, scale: bool) -> Tensor:
-    """`[N]` score minus the mean of the sample's group (`group` consecutive ones); 0 for samples without a score.
-
-    Args:
-        scores: `[N]`, NaN where there is none.
-        scale: also divide by the group's deviation (plus 1e-4), as GRPO does and CJ-GRPO does not.
-    """
-    groups = scores.view(-1, group)
-    there = ~groups.isnan()
-    count = there.sum(1, keepdim=True).clamp(min=1)
-    mean = groups.nan_to_num(0).sum(1, keepdim=True) / count
-    centred = torch.where(there, groups - mean, 0)
-    # A mean of equal numbers may be off by its rounding, and dividing by the deviation would blow that up.
-    same = (centred.abs() <= 1e-12 * (1 + mean.abs())).all(1, keepdim=True)
-    centred = torch.where(same, 0, centred)
-    if scale:
-        centred = centred / ((centred.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt() + 1e-4)
-    return centred.flatten()

@@ -136,11 +136,14 @@ class Trajectories:
         """`[T, 2]` row and number of each item that has a token, in order."""
         return torch.stack([self.valid.nonzero()[:, 0], self.local[self.valid]], 1).unique(dim=0)
 
-    def chunks(self, batch_tokens: int) -> Iterator[Chunk]:
-        """All items, as many to a chunk as `batch_tokens` columns hold, but one at least: the bound of the memory."""
+    def parts(self, batch_tokens: int) -> Sequence[Tensor]:
+        """Return all items in groups for `chunk`: as many as `batch_tokens` columns hold, but one at least."""
         width = self.trace.ids.shape[1] * (2 if self.copied else 1)
-        for items in self.items().split(max(1, batch_tokens // width)):
-            yield self.chunk(items)
+        return self.items().split(max(1, batch_tokens // width))
+
+    def chunks(self, batch_tokens: int) -> Iterator[Chunk]:
+        """Yield the forwards of all items, each of at most `batch_tokens` columns: the bound of the memory."""
+        yield from map(self.chunk, self.parts(batch_tokens))
 
     def chunk(self, items: Tensor) -> Chunk:
         """The forward of `items [n, 2]`."""

@@ -13,12 +13,11 @@ from tests.tables import distilled, learning_curves
 
 
 def run(folder: Path, right: dict[int, float]) -> str:
-    """A log with a line per step, measured at some."""
+    """The state of a trainer that measured at some steps."""
     folder.mkdir()
-    lines = [{"step": step, "seconds": 3.0 * (step > 0)} for step in range(max(right) + 1)]
-    for step, value in right.items():
-        lines[step]["right"] = value
-    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines: list[dict[str, float]] = [{"step": step, "eval_right": value} for step, value in right.items()]
+    lines.append({"step": max(right), "train_runtime": 6.0})
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": lines}))
     return str(folder)
 
 

@@ -55,10 +55,10 @@ TEXTS = {
 
 SAMPLE = ["copy: Ada", "model=ck", "max_new_tokens=4", "device=cpu"]
 EVAL = ["task.operation=copy", "task.count=2", "max_new_tokens=8", "device=cpu", "oracle=false", "output=new"]
-TRAIN = ["train=mini", "train.steps=1", "train.data.size=64", "train.data.batch_tokens=100", "train.device=cpu"]
+TRAIN = ["train=mini", "train.max_steps=1", "train.data.size=64", "train.data.batch_tokens=100", "train.use_cpu=true"]
 TUNE = [*EVAL[:-1], "tune.trials=1", "output=new"]
-TUNING = ["train.model=ck", "train.data=sft.jsonl", "train.steps=1", "train.held_out=1", "train.new_tokens=8"]
-TUNING += ["train.output=new", "train.device=cpu"]
+TUNING = ["train.model=ck", "train.data=sft.jsonl", "train.max_steps=1", "train.held_out=1", "train.new_tokens=8"]
+TUNING += ["train.output_dir=new", "train.use_cpu=true"]
 FORM = ["json: name Ada", "max_new_tokens=16", "device=cpu"]
 UNIFORM = ["scheduler=entropy_renoise", "blocks.length=null"]  # without masks
 READS: list[tuple[str, list[str], str]] = [  # a command, its words, and a file that it reads
@@ -85,8 +85,7 @@ READS: list[tuple[str, list[str], str]] = [  # a command, its words, and a file 
     ("dllm-report", ["runs", "--csv", "-"], "runs/one/samples.jsonl"),
     ("dllm-tune", [*TUNE, "tune=own"], "conf/tune/own.yaml"),
     ("dllm-tune", TUNE, "conf/experiment/tuned.yaml"),
-    ("dllm-train", [*TRAIN, "train.steps=2", "train.output=unfinished"], "unfinished/checkpoint.safetensors"),
-    ("dllm-train", [*TRAIN, "train.steps=2", "train.output=unfinished"], "unfinished/log.jsonl"),
+    ("dllm-train", [*TRAIN, "train.resume=true", "train.output_dir=unfinished"], "unfinished/train.json"),
     ("dllm-train", ["train=own", *TUNING], "conf/train/own.yaml"),
     ("dllm-train", ["train=sft", *TUNING], "sft.jsonl"),
     (ENGINE, ["scheduler=own"], "conf/scheduler/own.yaml"),
@@ -131,7 +130,7 @@ def part(name: str) -> Path:
             next(folder.glob("mini-*")).rename(folder / "one")
         else:
             with patch("dllm_sampler.training.mini.export", side_effect=KeyboardInterrupt):  # after the last step
-                run("dllm-train", [*TRAIN, f"train.output={name}"])
+                run("dllm-train", [*TRAIN, f"train.output_dir={name}"])
     return folder
 
 

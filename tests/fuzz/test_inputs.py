@@ -79,7 +79,7 @@ def test_undamaged_files_are_read(command: str, words: list[str], file: str) -> 
 COMMANDS: dict[str, tuple[App, list[str]]] = {
     "dllm-sample": (SAMPLE, scene.SAMPLE),
     "dllm-eval": (EVAL, scene.EVAL),
-    "dllm-train": (TRAIN, [*scene.TRAIN, "train.output=new"]),
+    "dllm-train": (TRAIN, [*scene.TRAIN, "train.output_dir=new"]),
     "dllm-train train=sft": (TRAIN, ["train=sft", *scene.TUNING]),
     "dllm-tune": (TUNE, scene.TUNE),
     scene.ENGINE: (SAMPLE, ["scheduler=threshold"]),

@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import statistics
 from dllm_sampler.eval.report.figure import require_matplotlib
 from dllm_sampler.host import files
-from dllm_sampler.training import journal
 from tests.tables import markdown
 
 SECTION = "rl"
@@ -34,7 +33,7 @@ class Curve:
     runs: tuple[str, ...]
     steps: tuple[int, ...]
     right: tuple[tuple[float, ...], ...]  # [run][step] share of right answers on the run's held-out prompts
-    minutes: tuple[float, ...]  # of each run's steps, each taken for the median one: a pause counts nothing
+    minutes: tuple[float, ...]  # of each run, or of its part after it was resumed
 
     @property
     def mean(self) -> list[float]:
@@ -51,14 +50,13 @@ def curve(name: str, folders: Sequence[str]) -> Curve:
     steps, right, minutes = [], [], []
     for folder in folders:
         try:
-            lines = journal.read(Path(folder) / journal.FILE)
+            lines = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
         except OSError as error:
             raise UserError("made-up", f"{folder} holds no log of a run: {error.strerror}") from error
-        measured = [line for line in lines if "right" in line]
+        measured = [line for line in lines if "eval_right" in line]
         steps.append(tuple(line["step"] for line in measured))
-        right.append(tuple(line["right"] for line in measured))
-        seconds = [line["seconds"] for line in lines if "seconds" in line]
-        minutes.append(len(seconds) * median(seconds) / 60 if seconds else 0.0)
+        right.append(tuple(line["eval_right"] for line in measured))
+        minutes.append(sum(line.get("train_runtime", 0.0) for line in lines) / 60)
     if len(set(steps)) != 1 or not steps[0]:
         raise UserError("made-up", f"the runs of {name} were not measured at the same steps: {', '.join(folders)}")
     return Curve(name, tuple(folders), steps[0], tuple(right), tuple(minutes))

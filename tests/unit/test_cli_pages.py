@@ -20,6 +20,7 @@ from dllm_sampler.eval.command import main as evaluate
 from dllm_sampler.eval.tuning import main as tune
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.training.cli import main as train
+from dllm_sampler.training.command import Front
 from tests.refusals import refused
 from tests.sampling import each, few
 
@@ -217,7 +218,8 @@ def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_trainer_s_page_says_what_each_field_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["--help", f"train={name}"]) == 0
     page, given = flat(capsys.readouterr().out), dict(config.entry("train", name).settings)
-    meanings = explain.meanings(resolve_callable(name, given.pop("_target_")))
+    target = resolve_callable(name, given.pop("_target_"))
+    meanings = explain.meanings(type("Fields", (Front, target.config), {}))
     assert given.keys() <= meanings.keys(), f"{name} has a field without a line in its docstring"
     assert all(f"train.{field}" in page and meanings[field] in page for field in given)
 

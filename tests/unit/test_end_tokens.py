@@ -35,8 +35,7 @@ from dllm_sampler.stops.end_of_text import EndOfText
 from dllm_sampler.stops.end_tokens import BlockStop, PrefixStop, TruncateStop
 from dllm_sampler.stops.fill import FillStop
 from dllm_sampler.training import policy
-from dllm_sampler.training.encoding import Encoder
-from dllm_sampler.training.examples import Example
+from dllm_sampler.training.data import Encoder, Example
 from dllm_sampler.training.trajectory import Trajectories
 from tests import scripted, tiny, toys
 from tests.refusals import refused

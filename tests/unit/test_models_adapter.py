@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.cli.main import main
 from dllm_sampler.models import adapter, loading, saving
-from dllm_sampler.training.trained import Trained
+from dllm_sampler.training.model import Trainable
 from tests import tiny
 from tests.refusals import refused
 from tests.sampling import few, sampled
-from tests.unit.test_training_adapters import tree
+from tests.unit.test_training_lora import tree
 
 peft = pytest.importorskip("peft")
 LAYER = r"model\.layers\.\d+\..*"
@@ -107,9 +107,9 @@ def test_it_is_named_or_lies_in_a_folder_with_or_without_weights(tmp_path: Path,
     with refused("options-conflict: model.adapter"):
         loading.load(tmp_path / "both", adapter=tmp_path / "alone")
     with refused("adapter-unsupported"):
-        Trained.load(str(tmp_path / "both"), torch.device("cpu"), "float32", None, 0)
+        Trainable.load(tmp_path / "both")
     with refused("option-not-applicable: train.model"):
-        Trained.load(named, torch.device("cpu"), "float32", None, 0)
+        Trainable.load(named)
 
 
 def test_a_tokenizer_beside_the_adapter_is_taken(tmp_path: Path) -> None:

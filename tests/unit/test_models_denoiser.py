@@ -21,7 +21,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.diffusion_gemma import Memory
 from dllm_sampler.models.huggingface import cache_keyword
 from dllm_sampler.models.transformer import Transformer
-from dllm_sampler.training.uniform import _Text
+from dllm_sampler.models.uniform import _Text
 from tests import toys
 from tests.refusals import refused
 from tests.sampling import each

@@ -14,7 +14,7 @@ from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.models.loading import load
 from dllm_sampler.models.weights import read_json
-from dllm_sampler.training.cli import trainer
+from dllm_sampler.training.cli import read as read_training
 from tests.refusals import refused
 from tests.sampling import each, few
 
@@ -45,7 +45,7 @@ def test_elsewhere(path: str) -> None:
         lambda: jobs([f"output={path}"]),
         lambda: jobs([f"report={path}.html"]),
         lambda: jobs(["task=jsonl", f"task.file={path}", "task.metric=contains"])[0].built_task.samples(),
-        lambda: trainer(["train=mini", f"train.output={path}"]),
+        lambda: read_training(["train=mini", f"train.output_dir={path}"]),
     ):
         with pytest.raises(UserError) as caught:
             what()

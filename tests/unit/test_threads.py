@@ -71,10 +71,10 @@ def test_every_command(said: list[str], expected: int, words: list[str], monkeyp
     assert torch.get_num_threads() == expected
     for name, more in (("mini", []), ("sft", ["train.tasks={copy: 1}"])):
         seen: list[int] = []
-        cls = type(training.trainer([f"train={name}", *more]))
-        monkeypatch.setattr(cls, "run", lambda _, seen=seen: seen.append(torch.get_num_threads()))
+        cls = training.read([f"train={name}", *more]).target
+        monkeypatch.setattr(cls, "command", lambda *_, seen=seen: seen.append(torch.get_num_threads()))
         torch.set_num_threads(7)
-        assert training.main([f"train={name}", "train.device=cpu", *more, *said]) == 0
+        assert training.main([f"train={name}", "train.use_cpu=true", *more, *said]) == 0
         assert seen == [expected]
 
 

@@ -1,202 +1,56 @@
-"""A user's data: how it is read, and the one sentence that each mistake in it gets before anything is trained."""
+"""The examples for training: each runs, and what it saves answers."""
 
 from __future__ import annotations
 
-import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.models import loading
-from dllm_sampler.training import cli
-from dllm_sampler.training.encoding import Encoder
-from dllm_sampler.training.examples import Data, Example, Stored, columns_of
+from dllm_sampler import Sampler, config
 from tests import tiny
-from tests.refusals import refused
 
-LINES = [{"prompt": f"{n} + 1 = ?", "answer": f"{n + 1}", "level": n % 3} for n in range(10)]
-
-
-def write(file: Path, lines: list[Any]) -> str:
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(file)
-
-
-def load(path: str, held_out: int | None = 2, answers: bool = True, **settings: Any) -> Stored:
-    return Data.of({"path": path, **settings}).load(0, held_out, answers)
-
-
-def test_lines_are_learnt_from_once_an_epoch_and_held_out_ones_never(tmp_path: Path) -> None:
-    source = load(write(tmp_path / "d.jsonl", [*LINES, LINES[3]]), held_out=3)
-    held = {str(one.prompt) for one in source.draw("", 3, held=True)}
-    drawn = [str(one.prompt) for step in range(source.size) for one in source.draw("", 4, number=step)]
-    assert len(held) == 3 and not held & {*drawn}, "a prompt that is there twice is on one side"
-    assert {*drawn} | held == {line["prompt"] for line in LINES}
-    epochs = [drawn[first : first + source.size] for first in range(0, len(drawn), source.size)]
-    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and epochs[0] != epochs[1]
-    again = load(str(tmp_path / "d.jsonl"), held_out=3)
-    assert again.draw("", 4, number=2) == source.draw("", 4, number=2), "a function of seed and step"
-    assert columns_of(source.draw("", 2))["level"] == [one.fields["level"] for one in source.draw("", 2)]
-
-
-@pytest.mark.parametrize(("size", "held"), [(2, 1), (9, 1), (40, 4), (900, 64)])
-def test_without_a_number_a_tenth_is_held_out(size: int, held: int, tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", [{"prompt": str(n), "answer": "b"} for n in range(size)])
-    found = load(path, held_out=None)
-    assert (len(found.train), len(found.held)) == (size - held, held)
-    whole = load(path, held_out=None, test=path)
-    assert (len(whole.train), len(whole.held)) == (size, min(size, 64)), "nothing is taken from what is learned from"
-
-
-def test_each_process_gets_an_example_to_measure_on(tmp_path: Path) -> None:
-    data = Data.of({"path": write(tmp_path / "d.jsonl", LINES)})
-    assert len(data.load(0, None, True, processes=3).held) == 3
-    with refused("option-range: train.held_out"):
-        data.source({}, 0, 2, most=64, answers=True, processes=3)
-
-
-def test_held_out_files_tables_and_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    train, test = write(tmp_path / "train.jsonl", LINES), write(tmp_path / "test.jsonl", LINES[:3])
-    assert (load(train, 5, test=test).size, len(load(train, 5, test=test).held)) == (10, 3)
-    table = datasets.Dataset.from_list([{"q": line["prompt"], "a": line["answer"]} for line in LINES])
-    table.to_csv(tmp_path / "d.csv")
-    found = load(str(tmp_path / "d.csv"), prompt="q", answer="a", metric="contains")
-    assert found.size == 8
-    both = datasets.DatasetDict({"train": table, "small": table.select(range(4))})
-    both.save_to_disk(tmp_path / "set")
-    found = load(str(tmp_path / "set"), prompt="q", answer="a", test="small", metric="contains")
-    assert (found.size, len(found.held)) == (10, 2)
-    with refused("file-unreadable: train.data="):
-        load(str(tmp_path / "set"), split="tiny")
-    for path in (train, str(tmp_path / "d.csv")):  # else held-out answers would be those learned from
-        for given in ({"split": "tiny"}, {"test": "tiny"}):
-            with refused("option-not-applicable: train.data.split"):
-                load(path, 1, prompt="q" if path.endswith("csv") else "prompt", answer="a", answers=False, **given)
-    with refused("option-not-applicable: train.data.subset"):
-        load(train, 1, subset="tiny")
-    table.save_to_disk(tmp_path / "single")
-    with refused("file-unreadable"):
-        load(str(tmp_path / "single"), split="tiny")
-    monkeypatch.setattr("dllm_sampler.training.examples.MOST", 2)  # a home folder, say: datasets would take minutes
-    with refused("file-unreadable"):
-        load(str(tmp_path), split="train")
-
-
-def test_messages_and_chat_templates(tmp_path: Path) -> None:
-    folder = tiny.write("sdar", tmp_path / "m")
-    loaded = loading.load(folder, device="cpu")
-    assert loaded.tokenizer is not None
-    encode = Encoder(loaded.tokenizer, loaded.denoiser.spec, 512)
-    chat = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Yes"},
-        {"role": "user", "content": "?"},
-    ]
-    path = write(tmp_path / "d.jsonl", [{"messages": [*chat, {"role": "assistant", "content": "No"}]}] * 2)
-    path = write(tmp_path / "d.jsonl", [json.loads(Path(path).read_text().splitlines()[0]), LINES[0]])
-    source = load(path, 1, chat=True)
-    found = {one.where.rpartition(" ")[2]: one for one in (*source.train, *source.held)}
-    assert found["1"].answer == "No" and found["1"].prompt == chat
-    texts = {key: [loaded.tokenizer.decode(ids) for ids in encode(one)] for key, one in found.items()}
-    assert texts == {"1": ["u:Hi;a:Yes;u:?;a:", "No;<end>"], "2": ["u:0 + 1 = ?;a:", "1;<end>"]}
-    loaded.tokenizer.chat_template = "{% if add_generation_prompt %}x{% endif %}{{ messages[-1].content }}"
-    with refused("chat-template-failed: line 1"):
-        Encoder(loaded.tokenizer, loaded.denoiser.spec, 512)(found["1"])
+FOLDER = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.filterwarnings("ignore")  # of what is deprecated in transformers, but not yet in TRL
 
 
 @pytest.mark.parametrize(
-    ("lines", "settings", "said"),
-    [
-        ([{"question": "a", "answer": "b"}], {}, "example-invalid: line 1"),
-        ([*LINES, {"prompt": "a", "answr": "b"}], {}, "example-invalid: line 11"),
-        ([*LINES, {"prompt": "a", "answer": 7.5}], {}, "example-invalid: line 11"),
-        ([*LINES, {"prompt": "", "answer": "b"}], {}, "example-invalid: line 11"),
-        ([*LINES, {"prompt": 5, "answer": "b"}], {}, "prompt-type: line 11"),
-        ([*LINES, "text"], {}, "example-invalid: line 11"),
-        ([*LINES, {"messages": [{"role": "user", "content": "a"}]}], {}, "example-invalid: line 11"),
-        ([*LINES, {"messages": [{"role": "assistant", "content": "a"}]}], {}, "example-invalid: line 11"),
-        ([], {}, "nothing-to-learn"),
-        (LINES[:2], {}, "nothing-to-learn: train.held_out=2"),
-        (LINES, {"metric": "exact"}, "choice-unknown: train.data.metric, 'exact', 'exact_match'"),
-        (LINES, {"metric": "no.such:f"}, "function-missing: train.data.metric, no.such:f"),
-        (LINES, {"colum": "x"}, "field-unknown: train.data, 'colum'"),
-        (LINES, {"chat": "yes"}, "option-type: train.data"),
-        (LINES, {"test": "gone.jsonl"}, "file-unreadable: train.data, gone.jsonl"),
-    ],
+    "name", ["train_sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("train_distill", "train_grpo"))]
 )
-def test_mistakes_in_the_data(lines: list[Any], settings: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with refused(said) as error:
-        load(write(tmp_path / "d.jsonl", lines), **settings)
-    assert "\n" not in str(error.value)
+def test_a_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    model = "mini" if name == "train_grpo" else str(tiny.write("llada", tmp_path / "m"))
+    words = ["--model", model, "--steps", "2", "--output", str(tmp_path / "run")]
+    words += [] if name == "train_grpo" else ["--data", str(FOLDER / "facts.jsonl")]
+    assert import_module(name).main(words) > 0
+    assert Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("Ada", max_new_tokens=8).texts
 
 
-@pytest.mark.parametrize(
-    ("prompt", "answer", "said"),
-    [
-        ("a" * 30, "b" * 20, "example-too-long: 51, 50"),
-        ("€", "b", "text-outside-vocabulary: '€'"),
-        ("a", "€", "text-outside-vocabulary: '€'"),
-        ([1, 286], "b", "example-invalid: 286"),
-        ([1, 999], "b", "example-invalid: 288, 999"),
-        ("  ", "b", "example-invalid"),
-    ],
-)
-def test_mistakes_that_tokens_show(prompt: Any, answer: str, said: str, encoder: Encoder) -> None:
-    with refused(said):
-        encoder(Example("it", prompt, answer))
+@pytest.mark.slow
+def test_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two steps on mini; TRL scores a token by the prediction for it when the whole answer is masked."""
+    pytest.importorskip("trl")
+    monkeypatch.syspath_prepend(FOLDER)
+    trl_grpo = import_module("trl_grpo")
+    denoiser: Any = Sampler.from_pretrained("mini", dtype="float32", device="cpu").denoiser
+    policy = trl_grpo.Policy(denoiser.transformer, denoiser.mask_id)
+    ids, there = (
+        torch.tensor([[0, 0, 5, 6, 7, 8], [9, 3, 5, 6, 7, 0]]),
+        torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 5 + [0]]),
+    )
+    policy.masked.width = 4
+    logits = policy(ids, there).logits
+    for row, (first, last) in enumerate(((2, 6), (0, 5))):
+        seen = ids[row, first:last].masked_fill(torch.arange(first, last) >= 4, denoiser.mask_id)
+        torch.testing.assert_close(logits[row, 3 : last - 1], denoiser.transformer(seen[None])[0, 4 - first :])
 
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
-    loaded = loading.load(tiny.write("dream", tmp_path_factory.mktemp("m") / "m"), device="cpu")
-    assert loaded.tokenizer is not None
-    return Encoder(loaded.tokenizer, loaded.denoiser.spec, 50)
-
-
-def test_tokens_of_an_example(encoder: Encoder) -> None:
-    spec: ModelSpec = encoder.spec
-    prompt, answer = encoder(Example("it", "ab", "cd"))
-    assert len(prompt) == 2 and len(answer) == 3 and answer[-1] == spec.eos_id
-    assert encoder(Example("ids", [5, 6], "cd<end>"))[1][-3:] != [spec.eos_id] * 3, "one end token is enough"
-    with refused("example-too-long: train.new_tokens"):
-        encoder.check_canvas(Example("x", "a", "abcd"), 3)
-    encoder.check_canvas(Example("y", "a", "abc"), 3)
-    with refused("example-too-long: 512"):
-        encoder.check_canvas(Example("z", "a", "abc"), 512)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "no examples. Set train.data=FILE.jsonl"),
-        (["data=gone.jsonl"], "cannot read train.data gone.jsonl: No such file or directory"),
-        (["data=conf.txt"], "train.data=conf.txt: the name must end in one of .jsonl, .json,"),
-        (["data={DATA}", "longer=drop", "max_length=3"], "train.longer=drop leaves too few examples"),
-        (["data={DATA}", "max_length=5"], "tokens of prompt and answer, and there is room for 5"),
-        (["data={DATA}", "padding=long"], "train.padding must be longest, block or none, not 'long'"),
-        (["data={DATA}", "padding=0"], "train.padding must be a whole number of at least 1"),
-        (["data={DATA}", "weight=t"], "train.weight must be inverse or none, not 't'"),
-        (["data={DATA}", "random_length=2"], "train.random_length must be a share"),
-        (["data={DATA}", "dtype=bfloat16"], "train.dtype=bfloat16 is for train.lora"),
-        (["data={DATA}", "dtype=half"], "unknown train.dtype 'half'"),
-        (["data={DATA}", "model={path: MODEL, quantize: int8}"], "train.model has quantize, for sampling only"),
-        (["data={DATA}", "tasks={cpy: 1}"], "unknown task 'cpy'"),
-        (["tasks={copy: 1}"], "lacks mini's tokenizer"),
-        (["data={DATA}", "evaluation={scheduler: treshold}"], "did you mean 'threshold'"),
-    ],
-)
-def test_mistakes_are_one_sentence_before_the_first_step(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model, data = str(tiny.write("dream", tmp_path / "m")), write(tmp_path / "d.jsonl", LINES)
-    few = [f"model={model}", "device=cpu", "output=run", "new_tokens=8", "held_out=2", "steps=1", "warmup=0"]
-    (tmp_path / "conf.txt").write_text("{}")
-    given = [word.replace("{DATA}", data).replace("MODEL", model) for word in words]
-    assert cli.main(["train=sft", *(f"train.{word}" for word in [*few, *given])]) == 2
-    told = capsys.readouterr().err.strip().splitlines()
-    assert said in told[-1] and told[-1].startswith("dllm-train: ")
-    assert not (tmp_path / "run").exists() or "treshold" in str(words)
+    assert 0 < trl_grpo.main(["--steps", "2", "--group", "4", "--output", str(tmp_path / "run")]) <= 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("step 2  reward 0.")
+    before = load_file(Path(str(config.model("mini")["path"])) / "model.safetensors")
+    after = load_file(tmp_path / "run" / "model.safetensors")
+    assert before.keys() == after.keys() and any(not torch.equal(before[key], after[key]) for key in before)
+    assert Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("copy: Ada", max_new_tokens=8).texts

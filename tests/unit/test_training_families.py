@@ -1,32 +1,30 @@
-"""Rewards and distillation on models and data of a user's own: losses of every family, and whole runs."""
+"""The losses of rewards and distillation for every family, against each row by itself."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dllm_sampler import Sampler, config
-from dllm_sampler.training.distill import DistillTrainer, certainty_loss, split
-from dllm_sampler.training.masking import Rows, chunk, collate
-from dllm_sampler.training.rl import Goal, PolicyTrainer
-from dllm_sampler.training.trained import Trained
+from dllm_sampler import Sampler
+from dllm_sampler.training.certainty import certainty_loss, split
+from dllm_sampler.training.masked import Dice, Rows, chunk, collate
+from dllm_sampler.training.model import Trainable
+from dllm_sampler.training.policy import Goal
 from dllm_sampler.training.trajectory import check, trajectories
 from tests import tiny
 from tests.refusals import refused
 from tests.sampling import crossed, sampled
-from tests.unit.test_training_sft import FACTS, lines
 
 PROMPTS = [[5, 11, 3], [7, 1, 30, 22, 9, 14, 2], [16]]
 
 
-def trained(name: str, folder: Path, blocks: int | None = None) -> Trained:
+def trained(name: str, folder: Path, blocks: int | None = None) -> Trainable:
     """A tiny model in float64; where its context is causal, in `blocks` shorter than an answer."""
-    it = Trained.load(str(tiny.write(name, folder)), torch.device("cpu"), "float64", None, 0)
+    it = Trainable.load(tiny.write(name, folder), "float64").eval()
     if blocks is not None and it.denoiser.spec.attention == "causal_context":
         it.denoiser = replace(it.denoiser, block_length=blocks)  # pyright: ignore[reportArgumentType]
     return it
@@ -44,7 +42,7 @@ def test_what_was_sampled_is_what_is_scored(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found[view.valid], trace.logprob[view.valid].double(), atol=1e-10, rtol=1e-9)
     (one,) = view.chunks(10**6)
     one.score(it.network)[0].sum().backward()
-    assert all(weight.grad is not None for weight in it.learning())
+    assert all(weight.grad is not None for weight in it.learned().values())
 
 
 @pytest.mark.parametrize("length", [1, 5, 9, None])
@@ -65,7 +63,7 @@ def test_a_causal_context_in_blocks_of_any_length(length: int | None, tmp_path: 
         trajectories(trace, it.denoiser.spec)
 
 
-def by_hand(it: Trained, ids: Tensor, prompt: int) -> Tensor:
+def by_hand(it: Trainable, ids: Tensor, prompt: int) -> Tensor:
     """Logits `[L, V]` of one row without padding, row i for token i; the mask token is no answer."""
     spec = it.denoiser.spec
     if spec.attention == "causal_context":  # a forward for each block, whose first token the row before it predicts
@@ -88,7 +86,7 @@ def inside(length: int, first: int, size: int) -> Tensor:
     return ((column[None] <= column[:, None]) | (block[None] & block[:, None]))[None]
 
 
-def sees(it: Trained, length: int) -> Tensor | None:
+def sees(it: Trainable, length: int) -> Tensor | None:
     """`[1, L, L]` of a block-causal model."""
     size = it.denoiser.spec.block_length
     if it.denoiser.spec.attention == "bidirectional" or size is None:
@@ -97,7 +95,7 @@ def sees(it: Trained, length: int) -> Tensor | None:
     return (block[None] <= block[:, None])[None]
 
 
-def gradients(it: Trained, loss: Tensor) -> dict[str, Tensor]:
+def gradients(it: Trainable, loss: Tensor) -> dict[str, Tensor]:
     it.network.zero_grad()
     loss.backward()
     return {key: weight.grad.clone() for key, weight in it.network.named_parameters() if weight.grad is not None}
@@ -163,14 +161,14 @@ def test_the_loss_of_distillation(name: str, tmp_path: Path) -> None:
     times = 6 if size > 4 else 1
     answers = [[41, 5, 5, 6, 12, 3, 8, 2, 9] * times, [11, 13] * times]
     rows: Rows = collate([([7, 9, 30], answers[0]), ([3] * 6, answers[1])], spec.eos_id)
-    pair = split(rows, size, 0.5, torch.Generator().manual_seed(4), aligned=spec.attention == "block_causal")
-    for masked in (pair.one, pair.other):
-        one = chunk(rows, masked | pair.future, masked, spec)
+    halves = split(rows, size, 0.5, Dice([4, 5]), aligned=spec.attention == "block_causal")
+    for masked in (halves.one, halves.other):
+        one = chunk(rows, masked | halves.future, masked, spec)
         found = certainty_loss(one.logits(it.network), one.tokens, one.there, 0.5, one.mask_id)
         expected = []
         for row in range(2):
             prompt, end = int(rows.prompt[row]), int(rows.length[row])
-            hidden = (masked | pair.future)[row, :end]
+            hidden = (masked | halves.future)[row, :end]
             seen = rows.ids[row, :end].masked_fill(hidden, one.mask_id)
             keys, column, first = sees(it, end), torch.arange(end), 0
             if spec.attention == "causal_context":
@@ -193,49 +191,7 @@ def test_active_blocks_of_block_causal_models_are_their_own() -> None:
     rows = collate([([1] * 6, [2] * 9)], 0)
     starts = set()
     for seed in range(40):
-        pair = split(rows, 4, 0.5, torch.Generator().manual_seed(seed), aligned=True)
-        inside = (pair.one | pair.other)[0].nonzero()[:, 0].tolist()
+        halves = split(rows, 4, 0.5, Dice([seed]), aligned=True)
+        inside = (halves.one | halves.other)[0].nonzero()[:, 0].tolist()
         starts.add((inside[0], inside[-1] + 1))
     assert starts == {(6, 8), (8, 12), (12, 15)}
-
-
-def settings(task: str, model: Path, output: Path, **changes: Any) -> dict[str, Any]:
-    given = dict(config.entry("train", task).settings)
-    given.pop("_target_")
-    fixed = {"model": str(model), "output": str(output), "device": "cpu", "data": {"path": str(FACTS)}, "steps": 2}
-    return (
-        given | fixed | {"new_tokens": 8, "held_out": 2, "evaluation": {}, "warmup": 0, "learning_rate": 1e-3} | changes
-    )
-
-
-@pytest.mark.slow
-def test_rewards_on_a_users_data(tmp_path: Path) -> None:
-    """The reward gets the columns of the file; prompts may be chats."""
-    model = tiny.write("sdar", tmp_path / "m")
-    changes = {"rewards": {f"{__name__}:level": 1.0, "partly": 1.0}, "prompts": 2, "group": 2}
-    given = settings("cjgrpo", model, tmp_path / "run") | changes
-    given |= {"rollout": {"temperature": 1.0}, "data": {"path": str(FACTS), "chat": True, "metric": "contains"}}
-    PolicyTrainer(**given).run()
-    log = lines(tmp_path / "run")
-    assert [line["step"] for line in log] == [0, 1, 2] and log[1]["unscored"] == 0
-    assert 0 < log[1][f"reward/{__name__}:level"] < 1
-    answer = Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("Hi", max_new_tokens=8)
-    assert answer.texts is not None
-
-
-def level(prompts: list[Any], completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """Whatever comes to mind that needs all of them; different for different answers to a prompt."""
-    assert {"prompt", "prompts"}.isdisjoint(columns) and len(prompts) == len(answer) == len(columns["completion_ids"])
-    assert prompts[0][0]["role"] == "user" and answer[0].isalpha()
-    return [0.1 + 0.8 * (sum(map(ord, text)) % 97) / 97 for text in completions]
-
-
-@pytest.mark.parametrize("name", sampled(["dream", "llada2-moe", "bert"]))
-def test_distillation_on_a_users_data(name: str, tmp_path: Path) -> None:
-    model = tiny.write(name, tmp_path / "m")
-    changes: dict[str, Any] = {"answers": 100, "keep": False, "batch": 2, "teacher": {}}
-    if name == "llada2-moe":
-        with refused("model-not-trainable: train.masking=block, train.block_length=32"):
-            DistillTrainer(**settings("distill", model, tmp_path / "run", **changes)).run()
-    DistillTrainer(**settings("distill", model, tmp_path / "run", **changes, block_length=32)).run()
-    assert lines(tmp_path / "run")[2]["loss"] > 0

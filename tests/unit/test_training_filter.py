@@ -11,34 +11,16 @@ import torch
 
 from dllm_sampler import Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.host import files
 from dllm_sampler.models.filter import judge, load
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.training import cli, replay
-from dllm_sampler.training.filter import FilterTrainer, fit, judged, loss
+from dllm_sampler.training.filter import Filter, fit, judged, loss
 from dllm_sampler.training.replay import Records, Replay
 from tests import tiny
-from tests.refusals import refused
-from tests.sampling import sampled
+from tests.sampling import each, sampled
 
-SETTINGS: dict[str, Any] = {
-    "device": "cpu",
-    "data": {},
-    "count": 20,
-    "new_tokens": 10,
-    "block_length": 4,
-    "batch": 4,
-    "depth": 2,
-    "committed": False,
-    "caution": 1.0,
-    "threshold": 0.8,
-    "against": (0.9,),
-    "steps": 60,
-    "learning_rate": 3e-3,
-    "weight_decay": 0.0,
-    "seed": 0,
-    "tracker": None,
-}
+FACTS = Path(__file__).parents[2] / "examples" / "facts.jsonl"
+QUIET: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 10**6}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +43,7 @@ def records(count: int, seed: int) -> Any:
 @pytest.mark.slow
 def test_learns_a_threshold() -> None:
     """It then accepts what the threshold rule accepts."""
-    layers, loss = fit(records(1000, 0), records(200, 1), steps=1000, learning_rate=2e-2, weight_decay=0.0)
+    layers, loss = fit(records(1000, 0), records(200, 1), max_steps=1000, learning_rate=2e-2, weight_decay=0.0, **QUIET)
     assert loss < 0.05
     fresh = records(200, 2)
     agree = (judge(layers, fresh.known).sigmoid() > 0.5) == fresh.final
@@ -79,9 +61,8 @@ def test_the_loss_by_hand(committed: bool) -> None:
     final, open_, there = (torch.rand(7, 4, generator=draw) < share for share in (0.6, 0.5, 0.8))
     weights = [torch.randn(size, generator=draw, dtype=torch.float64) for size in ((4, 4), (4,), (4, 4), (4,))]
     found, expected = ([one.clone().requires_grad_() for one in weights] for _ in range(2))
-    value = loss(
-        ((found[0], found[1]), (found[2], found[3])), Records(known, final, open_ & there, there), committed, 3
-    )
+    said = judge(((found[0], found[1]), (found[2], found[3])), known)
+    value = loss(said, Records(known, final, open_ & there, there), committed, 3)
     first, offset, second, last = expected
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row in range(7):
@@ -107,7 +88,9 @@ def test_counts_only_what_is_open_unless_told() -> None:
     final = torch.tensor([[True, False]]).repeat(50, 1)
     one = Records(known, final, open_, there)
     logit = {
-        committed: judge(fit(one, one, steps=300, learning_rate=2e-2, committed=committed)[0], known[:1])[0]
+        committed: judge(
+            fit(one, one, max_steps=300, learning_rate=2e-2, committed=committed, caution=1.0, **QUIET)[0], known[:1]
+        )[0]
         for committed in (False, True)
     }
     assert logit[False][0] > 2
@@ -122,7 +105,8 @@ def test_caution_accepts_less() -> None:
     everywhere = torch.ones_like(known, dtype=torch.bool)
     one = Records(known, (torch.arange(60) % 3 > 0)[:, None].expand(60, 2), everywhere, everywhere)
     chance = [
-        float(judge(fit(one, one, steps=400, caution=caution)[0], known[:1]).sigmoid().mean()) for caution in (1, 4)
+        float(judge(fit(one, one, max_steps=400, caution=caution, **QUIET)[0], known[:1]).sigmoid().mean())
+        for caution in (1, 4)
     ]
     assert chance == pytest.approx([2 / 3, 1 / 3], abs=0.02)
 
@@ -139,9 +123,7 @@ def test_scores_by_hand() -> None:
 
 def test_starts_as_a_threshold() -> None:
     """Where the records say nothing, what is sure by itself is accepted, whatever its neighbours are."""
-    nothing = torch.zeros(1, 8, dtype=torch.bool)
-    one = Records(torch.rand(1, 8), nothing, nothing, nothing)
-    layers, _ = fit(one, one, steps=1, depth=3)
+    layers = Filter(8, 3).layers()
     known = torch.tensor([[0.5, 0.8, 0.89, 0.91, 0.95, 1.0, 0.0, 0.93]])
     assert torch.equal(judge(layers, known) > 0, known > 0.9)
 
@@ -164,54 +146,32 @@ def test_replay_ends_at_the_answer(checkpoint: Path) -> None:
     assert (seen.known[~seen.there] == 1).all()
 
 
-def trainer(output: Path, checkpoint: Path, prompts: Path | None, **changes: Any) -> FilterTrainer:
-    named = None if prompts is None else str(prompts)
-    return FilterTrainer(str(output), prompts=named, **{"model": str(checkpoint), **SETTINGS, **changes})
+def words(output: Path, model: Path, *more: str) -> list[str]:
+    given = [f"output_dir={output}", f"model={model}", "count=20", "new_tokens=10", "block_length=4", "caution=1.0"]
+    given += ["answer_batch_size=4", "threshold=0.8", "against=[0.9]", "max_steps=60", "learning_rate=3e-3"]
+    return ["train=filter", *(f"train.{word}" for word in [*given, "use_cpu=true", *more])]
 
 
-@pytest.fixture(scope="module")
-def whole(checkpoint: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A filter of a run that nothing disturbed."""
-    return trainer(tmp_path_factory.mktemp("filter") / "whole", checkpoint, prompts).run()
-
-
-def test_run(checkpoint: Path, prompts: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "made" / "filter.safetensors"
-    assert trainer(output, checkpoint, prompts).run() == output
+def test_run(checkpoint: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "made" / "run"
+    given = words(output, checkpoint, f"prompts_file={prompts}")
+    assert cli.main(given) == 0
+    printed, path = capsys.readouterr(), output / "filter.safetensors"
+    assert printed.out == f"{path}\n"
     spec = Sampler.from_pretrained(str(checkpoint), device="cpu").denoiser.spec
-    assert [tuple(weight.shape) for weight, _ in load(output, spec)] == [(4, 4), (4, 4)]
-    report = json.loads(output.with_suffix(".json").read_text())
+    assert [tuple(weight.shape) for weight, _ in load(path, spec)] == [(4, 4), (4, 4)]
+    report = json.loads(path.with_suffix(".json").read_text())
     assert set(report["test"]) >= {"precision", "recall", "false_positive_rate"}
     assert set(report["decoding"]) == {"one per step", "learn2pd 0.8", "threshold 0.9"}
     slow, fast = report["decoding"]["one per step"], report["decoding"]["learn2pd 0.8"]
     assert slow["same"] == slow["speed_up"] == 1
     assert 1 <= fast["nfe"] <= slow["nfe"] <= 10
     assert set(fast) == {"same", "nfe", "tokens_per_forward", "seconds", "speed_up"}
-    printed = capsys.readouterr().err
-    assert f"precision {report['test']['precision']:.4f}" in printed
-    assert all(name in printed for name in report["decoding"])
-    assert sorted(file.name for file in output.parent.iterdir()) == [
-        "filter.json",
-        "filter.log.jsonl",
-        "filter.safetensors",
-    ]
-    with refused("file-overwrite"):
-        trainer(output, checkpoint, prompts).run()
-    assert output.read_bytes() == whole.read_bytes()
-
-
-def test_a_users_data(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
-    """The same data and model options as other trainers have; right answers are judged by the metric."""
-    data = tmp_path / "d.jsonl"
-    lines = [{"q": json.loads(line)["prompt"], "a": "Ada"} for line in prompts.read_text().splitlines()]
-    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = {"path": str(data), "prompt": "q", "answer": "a", "metric": f"{__name__}:always"}
-    trainer(tmp_path / "f", checkpoint, None, data=given, model={"path": str(checkpoint)}).run()
-    report = json.loads((tmp_path / "f.json").read_text())
-    assert report["decoding"]["one per step"]["right"] == 1 and report["records"]["training"] > 0
-    for more in ({"test": "x"}, {}):
-        with refused("options-conflict: train.prompts, train.data.test"):
-            trainer(tmp_path / "g", checkpoint, None if more else data, data={**given, **more})
+    assert f"precision {report['test']['precision']:.4f}" in printed.err
+    assert all(name in printed.err for name in report["decoding"])
+    assert sorted(file.name for file in output.iterdir()) == ["filter.json", "filter.safetensors"]
+    assert cli.main(given) == 2
+    assert "already exists" in capsys.readouterr().err
 
 
 def always(text: str, answer: str, **_: Any) -> float:
@@ -221,79 +181,69 @@ def always(text: str, answer: str, **_: Any) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(tiny.EVERY))
 def test_every_family(name: str, tmp_path: Path) -> None:
-    """On a user's data; a filter is good for its own model."""
-    model = tiny.write(name, tmp_path / "m")
-    data = {"path": str(Path(__file__).parents[2] / "examples" / "facts.jsonl")}
+    """On a user's data, whose metric judges right answers; a filter is good for its own model."""
+    model, output = tiny.write(name, tmp_path / "m"), tmp_path / "run"
     size = Sampler.from_pretrained(str(model), device="cpu").denoiser.spec.block_length or 4
-    output = trainer(tmp_path / "f.safetensors", model, None, data=data, block_length=size, against=(), steps=2).run()
-    report = json.loads(output.with_suffix(".json").read_text())
-    assert report["records"]["training"] > 0 and report["decoding"]["learn2pd 0.8"]["nfe"] > 0
-    scheduler = {"name": "learn2pd", "filter": str(output)}
+    data = [f"data={FACTS}", f"data.metric={__name__}:always"]
+    assert cli.main(words(output, model, *data, f"block_length={size}", "against=[]", "max_steps=2")) == 0
+    report = json.loads((output / "filter.json").read_text())
+    assert report["records"]["training"] > 0 and report["decoding"]["one per step"]["right"] == 1
+    scheduler = {"name": "learn2pd", "filter": str(output / "filter.safetensors")}
     sampler = Sampler.from_pretrained(str(model), device="cpu", scheduler=scheduler, blocks=FixedBlocks(size))
     assert sampler.generate("What is the capital of France?", max_new_tokens=8).texts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["collecting", "writing"])
-def test_a_killed_run_goes_on(
-    checkpoint: Path, prompts: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+def test_a_killed_run_resumes(
+    checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Between batches or while the state is written: nothing is collected twice, and the same filter comes out."""
-    output, calls = tmp_path / "parts", []
+    """Nothing is collected twice, and the same filter comes out."""
+    assert cli.main(words(tmp_path / "whole", checkpoint, f"prompts_file={prompts}")) == 0
+    output, calls, plain = tmp_path / "parts", list[int](), replay.replay
+
+    def killed(*arguments: Any) -> Any:
+        if calls.append(0) or len(calls) == 4:
+            raise KeyboardInterrupt
+        return plain(*arguments)
+
+    given = words(output, checkpoint, f"prompts_file={prompts}")
     with monkeypatch.context() as patch:
-        owner, name = (replay, "replay") if where == "collecting" else (files.os, "replace")
-        inner = getattr(owner, name)
-
-        def killed(*arguments: Any) -> Any:
-            if calls.append(0) or len(calls) == 4:
-                raise KeyboardInterrupt
-            return inner(*arguments)
-
-        patch.setattr(owner, name, killed)
-        with pytest.raises(KeyboardInterrupt):
-            trainer(output, checkpoint, prompts).run()
-    assert not output.exists()
-    with refused("run-differs: train.new_tokens, 10"):
-        trainer(output, checkpoint, prompts, new_tokens=8).run()
-    other = tmp_path / "other.txt"
-    other.write_text("copy : Ada\n" * 20)
-    with refused("run-differs: train.prompts"):
-        trainer(output, checkpoint, other).run()
-    done = []
-    plain = replay.replay
+        patch.setattr(replay, "replay", killed)
+        assert cli.main(given) == 130
+    for more, said in ((), "unfinished run"), (("train.resume=true", "train.new_tokens=8"), "train.new_tokens"):
+        assert cli.main([*given, *more]) == 2
+        assert said in capsys.readouterr().err
+    done = list[int]()
     monkeypatch.setattr(replay, "replay", lambda *arguments: done.append(0) or plain(*arguments))
-    trainer(output, checkpoint, prompts).run()
+    assert cli.main([*given, "train.resume=true"]) == 0
     assert len(done) == 6 - 3  # 16 training prompts in batches of 4, and two more of 2
-    assert output.read_bytes() == whole.read_bytes()
-    assert not output.with_name("parts.unfinished").exists()
+    whole, parts = (tmp_path / name / "filter.safetensors" for name in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
 
 
-def test_refusals(prompts: Path, tmp_path: Path, checkpoint: Path) -> None:
-    with refused("option-range: train.count, 10"):
-        trainer(tmp_path / "f", checkpoint, None, count=9)
-    with refused("file-name: train.output"):
-        trainer(tmp_path / "f.json", checkpoint, None)
-    with refused("option-range: train.caution"):
-        trainer(tmp_path / "f", checkpoint, None, caution=0.0)
-    with refused("option-range: train.threshold"):
-        trainer(tmp_path / "f", checkpoint, None, threshold=1.5)
+@each(
+    ("more", "said"),
+    [
+        (["count=9"], "count must be a whole number of at least 10"),
+        (["caution=0.0"], "caution must be a number above 0"),
+        (["threshold=1.5"], "threshold must be between 0 and 1"),
+        (["prompts_file={FEW}"], "there are 3 prompts. Give at least 10."),
+        (["prompts_file={FEW}", "data={FEW}"], "train.data has prompts, too"),
+        ([], "there are no prompts. Set train.data"),
+    ],
+)
+def test_refusals(more: list[str], said: str, checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     few = tmp_path / "few.txt"
     few.write_text("copy : Ada\n" * 3)
-    with refused("nothing-to-learn"):
-        trainer(tmp_path / "f", checkpoint, few).run()
-    with refused("option-missing: train.prompts"):
-        trainer(tmp_path / "f", checkpoint, None).run()
-    (tmp_path / "f.unfinished").write_text("no tensors")
-    with refused("run-damaged: f.unfinished"):
-        trainer(tmp_path / "f", checkpoint, prompts).run()
+    given = [word.replace("{FEW}", str(few)) for word in more]
+    assert cli.main(words(tmp_path / "run", checkpoint, *given)) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tasks of mini in a few seconds; right answers are counted, too."""
-    few = ["count=28", "steps=50", "batch=14", "against=[0.9]", "device=cpu", f"output={tmp_path / 'f.safetensors'}"]
-    assert cli.main(["train=filter", *(f"train.{one}" for one in few)]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == f"{tmp_path / 'f.safetensors'}\n"
-    assert "right" in printed.err
-    assert json.loads((tmp_path / "f.json").read_text())["decoding"]["one per step"]["right"] > 0
+def test_tasks_of_mini(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a few seconds; right answers are counted, too."""
+    few = ["count=28", "max_steps=50", "answer_batch_size=14", "block_length=32", "new_tokens=32"]
+    assert cli.main(words(tmp_path / "run", Path("mini"), *few)) == 0
+    assert "right" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run" / "filter.json").read_text())["decoding"]["one per step"]["right"] > 0

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dllm_sampler.training import policy
 from dllm_sampler.training.chunk import Chunk
-from dllm_sampler.training.rl import Goal
+from dllm_sampler.training.policy import Goal
+from dllm_sampler.training.trajectory import Trajectories, trajectories
 from tests import toys
-from tests.refusals import refused
-from tests.unit.test_training_rl import lines, trainer
 
 
 def logs(*chances: float) -> Tensor:
@@ -97,41 +95,74 @@ def test_entropy_is_that_of_the_tokens_that_count() -> None:
     assert policy.entropy(trace, (toys.EOS,)) == pytest.approx(sum(found) / len(found))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("cache", "exact"), [pytest.param("none", True, marks=pytest.mark.slow), ("dual", False)])
-def test_another_policy_in_the_rollouts_is_measured_and_said(
-    cache: str, exact: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rollout: dict[str, Any] = {"scheduler": "fixed", "blocks": {"name": "fixed", "length": 4}, "temperature": 1.0}
-    trainer("cjgrpo", tmp_path / "run", rollout={**rollout, "cache": cache}, learning_rate=1e-3).run()
-    said = " ".join(capsys.readouterr().err.split())
-    log = lines(tmp_path / "run")[1:]
-    assert all(line["entropy"] > 0 and 0 < line["distinct"] <= 1 for line in log)
-    if exact:
-        assert "the policy that samples" not in said
-        assert all(line["ratio_least"] > 0.999 and line["ratio_most"] < 1.001 for line in log)
-        assert all(line["ratio_log"] < 1e-4 for line in log), "also of the second step, whose sampler has learnt"
-    else:
-        assert said.count("is not the one that learns (train.rollout.cache=dual): importance ratio of a token") == 1
-        assert all(line["ratio_least"] < 0.99 or line["ratio_most"] > 1.01 for line in log)
+@pytest.fixture(scope="module")
+def view() -> Trajectories:
+    sampler = toys.sampler(scheduler={"name": "threshold", "threshold": 0.6}, temperature=1.0)
+    trace = sampler.generate(toys.PROMPTS[:2], max_new_tokens=13, samples=3).trace
+    return trajectories(trace, sampler.denoiser.spec, after_eos=True)
 
 
-def one_short(completions: list[str], **_: Any) -> list[float]:
-    return [1.0] * (len(completions) - 1)
+def gradient(model: nn.Module, view: Trajectories, goal: Goal, budget: int, beta: float) -> tuple[float, Tensor, dict]:
+    model.zero_grad()
+    total, figures = 0.0, {"clipped": 0.0, "kl": 0.0}
+    for chunk in view.chunks(budget):
+        loss, some = goal.loss(chunk, chunk.score(model)[0], 0.5, beta)
+        loss.backward()
+        total += float(loss.detach())
+        figures = {key: figures[key] + some.get(key, 0.0) for key in figures}
+    return total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), figures
 
 
-def raising(**_: Any) -> list[float]:
-    raise KeyError("level")
+def goal_of(view: Trajectories, advantage: Tensor, reference: Tensor | None = None) -> Goal:
+    old = view.log_probabilities(toys.transformer())
+    return Goal(advantage, view.weight / len(view.weight), old, reference)
 
 
-@pytest.mark.parametrize(
-    ("reward", "said"),
-    [
-        ("one_short", "function-result: one_short"),
-        ("raising", "function-failed: 'level'"),
-    ],
-)
-def test_a_wrong_reward_is_told_before_the_first_step(reward: str, said: str, tmp_path: Path) -> None:
-    with refused(said):
-        trainer("cjgrpo", tmp_path / "run", rewards={f"{__name__}:{reward}": 1.0}).run()
-    assert not (tmp_path / "run" / "log.jsonl").exists()
+def test_first_update_is_reinforce(view: Trajectories) -> None:
+    """With the ratio at 1, the gradient is that of the mean over transitions of the mean log-probability."""
+    advantage = torch.randn(6, dtype=torch.double, generator=torch.Generator().manual_seed(0))
+    model = toys.transformer()
+    _, found, figures = gradient(model, view, goal_of(view, advantage), 10**6, 0.0)
+    _, fresh, _ = gradient(model, view, replace(goal_of(view, advantage), old=None), 10**6, 0.0)
+    torch.testing.assert_close(found, fresh, atol=1e-11, rtol=0)
+    model.zero_grad()
+    loss = torch.zeros((), dtype=torch.double)
+    for row, steps in enumerate(view.trace.steps(b) for b in range(6)):
+        parts = []
+        for number, step in enumerate(steps):
+            columns = torch.tensor(step) + view.trace.origin
+            begin = int(view.trace.begin[row])
+            logits = model(view.trace.state(number)[row : row + 1, begin:])[0, columns - begin]
+            logits = logits.masked_fill(torch.arange(toys.VOCAB) == toys.MASK, -torch.inf)
+            parts.append(logits.log_softmax(-1).gather(1, view.trace.ids[row, columns][:, None]).mean())
+        loss = loss - advantage[row] * torch.stack(parts).mean() / 6
+    loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, expected, atol=1e-11, rtol=0)
+    assert figures["clipped"] == 0
+
+
+def test_the_cut_into_forwards_does_not_matter(view: Trajectories) -> None:
+    advantage = torch.tensor([1.0, -1, 0, 2, -1, -1], dtype=torch.double)
+    reference = view.log_probabilities(toys.transformer(seed=3))
+    goal, model = goal_of(view, advantage, reference), toys.transformer(seed=4)
+    one, two = (gradient(model, view, goal, budget, 0.04) for budget in (1, 10**6))
+    assert one[0] == pytest.approx(two[0], abs=1e-11)
+    torch.testing.assert_close(one[1], two[1], atol=1e-11, rtol=1e-11)
+    assert one[2] == pytest.approx(two[2])
+    assert one[2]["clipped"] > 0 and one[2]["kl"] > 0
+
+
+def test_equal_rewards_teach_nothing(view: Trajectories) -> None:
+    _, found, _ = gradient(toys.transformer(seed=4), view, goal_of(view, torch.zeros(6)), 10**6, 0.0)
+    assert not found.any()
+
+
+def test_advantages_by_hand() -> None:
+    nan = math.nan
+    scores = torch.tensor([1.0, 0, 0, 0.1, 0.1, 0.1, 2, nan, 4, nan, nan, nan], dtype=torch.float64)
+    found = policy.advantages(scores, 3, scale=False)
+    assert found.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0, 0, -1, 0, 1, 0, 0, 0])
+    scaled = policy.advantages(scores, 3, scale=True)
+    assert scaled[3:6].tolist() == [0, 0, 0], "equal rewards stay nothing to learn from"
+    assert float(scaled[6]) == pytest.approx(-1 / (2**0.5 + 1e-4))

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.training import journal
 from dllm_sampler.training.trajectory import trajectories
 from tests import tiny, toys
+from tests.unit.test_training_runs import FACTS, history
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,22 +37,28 @@ def sampled_and_scored(module: Any, prompts: list[list[int]]) -> tuple[Tensor, T
     return trace.ids, trace.logprob, grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
 
-def worker(rank: int, store: str, processes: int) -> None:
-    """One process, with its own prompts, so that the gradients are the means over processes."""
+def joined(rank: int, store: str, processes: int) -> Any:
+    """One process of a group, and a sharded toy."""
     from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    sharded = toys.transformer()
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (processes,))
+    for layer in sharded.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    return sharded
+
+
+def worker(rank: int, store: str, processes: int) -> None:
+    """One process, with its own prompts, so that the gradients are the means over processes."""
+    sharded = joined(rank, store, processes)
     try:
         prompts = toys.PROMPTS[2 * rank : 2 * rank + 2]
         ids, logprob, own = sampled_and_scored(toys.transformer(), prompts)
         mean = own.clone()
         torch.distributed.all_reduce(mean)
-        sharded = toys.transformer()
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (processes,))
-        for layer in sharded.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
         for module in (nn.parallel.DistributedDataParallel(toys.transformer()), sharded):
             found = sampled_and_scored(module, prompts)
             for one, other in zip((ids, logprob, mean / processes), found, strict=True):
@@ -72,224 +77,10 @@ def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None
     spawn(worker, (str(tmp_path / "store"), 2), nprocs=2)
 
 
-KILLER = """
-import os, pathlib, signal
-from dllm_sampler.training import deer, replay
-def dying(module, name):
-    calls, plain = [], getattr(module, name)
-    def third(*arguments):
-        if calls.append(0) or len(calls) == 3 and pathlib.Path("kill").exists():
-            os._exit(9)
-        return plain(*arguments)
-    setattr(module, name, third)
-dying(replay, "replay")
-dying(deer, "masked_loss")
-def metric(text, answer, **_):
-    if pathlib.Path("kill").exists() and pathlib.Path("parts/checkpoint.safetensors").exists():
-        os._exit(9)
-    if pathlib.Path("interrupt").exists() and os.environ["RANK"] == "1":
-        signal.raise_signal(signal.SIGINT)
-    return float(text == answer)
-def letters(completion_ids, **_):
-    return [sum(ids) % 97 / 97 for ids in completion_ids]
-"""
-
-
-COMMON = [
-    "held_out=3", "new_tokens=12", "warmup=0", "dtype=float64", "learning_rate=1e-3", "evaluate_every=2", "device=cpu",
-    "checkpoint_every=1", "data.metric=killer:metric", "evaluation={}",
-]  # fmt: skip
-POLICY = ["prompts=2", "group=3", "rollout={temperature: 4.0}", "rewards={killer:letters: 1}", "updates=2"]
-TASKS = {
-    "sft": ["batch=5", "padding=longest", "average=0.5"],
-    "cjgrpo": [*POLICY, "beta=0.1", "reference_every=1", "average=0.5", "transitions=4"],
-    "grpo": [*POLICY, "beta=0.1", "reference_every=2"],
-    "distill": ["answers=8", "keep=false", "batch=3", "teacher={}", "average=0.5"],
-}
-
-
-def torchrun(folder: Path, processes: int, task: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """A run of a task in several processes."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    words = (*COMMON, *words) if task in TASKS else words
-    run += ["-m", "dllm_sampler.training.cli", f"train={task}", *(f"train.{word}" for word in words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(run, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
-
-
-def ran(folder: Path, processes: int, task: str, *words: str) -> str:
-    done = torchrun(folder, processes, task, *words)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def killed(folder: Path, task: str, *words: str) -> None:
-    """Two processes that end in the second of their steps, while they measure."""
-    (folder / "kill").touch()
-    assert torchrun(folder, 2, task, *words, "output=parts").returncode != 0
-    (folder / "kill").unlink()
-    assert [line["step"] for line in journal.read(folder / "parts" / journal.FILE)] == [0, 1]
-
-
-def same(folder: Path, first: str, *others: str, rounding: float = 1e-6) -> None:
-    """All of these runs have the same figures, and end with the same weights."""
-    logs = {name: journal.read(folder / name / journal.FILE) for name in (first, *others)}
-    weights = {name: load_file(folder / name / "model.safetensors") for name in logs}
-    assert len(logs[first]) > 3 and any(line.get("gradient", 0) > 0 for line in logs[first])
-    for name in others:
-        for line, other in zip(logs[first], logs[name], strict=True):
-            assert {**line, "seconds": 0} == pytest.approx({**other, "seconds": 0}, rel=1e-6, abs=1e-9), name
-        for key, tensor in weights[first].items():
-            torch.testing.assert_close(weights[name][key], tensor, atol=rounding, rtol=rounding, msg=f"{name} {key}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("task", TASKS)
-def test_a_killed_run_goes_on_in_two_processes(task: str, lora: bool, tmp_path: Path) -> None:
-    """A run under DDP; one that was killed and goes on; one whose processes share the weights (FSDP2), killed, too."""
-    (tmp_path / "killer.py").write_text(KILLER)
-    words = [f"model={tiny.write('llada', tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "steps=3"]
-    words += [*TASKS[task], "batch_tokens=96"]
-    if lora:
-        words += ["lora={r: 2, alpha: 4, dropout: 0}", *(["reference_every=0"] if "grpo" in task else [])]
-    ran(tmp_path, 2, task, *words, "output=whole")
-    for name, more in (("ddp", "shard=false"), ("fsdp2", "shard=true")):
-        killed(tmp_path, task, *words, more)
-        ran(tmp_path, 2, task, *words, "output=parts", more)
-        (tmp_path / "parts").rename(tmp_path / name)
-    same(tmp_path, "whole", "ddp", "fsdp2")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("more", ["shard=false", "shard=true"])
-def test_ctrl_c_that_one_process_hears_ends_all_after_the_same_step(more: str, tmp_path: Path) -> None:
-    (tmp_path / "killer.py").write_text(KILLER)
-    words = [f"model={tiny.write('llada', tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "steps=4"]
-    words += [*TASKS["sft"], more, "checkpoint_every=9"]
-    ran(tmp_path, 2, "sft", *words, "output=whole")
-    (tmp_path / "interrupt").touch()
-    stopped = torchrun(tmp_path, 2, "sft", *words, "output=parts")
-    assert stopped.returncode != 0 and "the same command" in stopped.stderr
-    (tmp_path / "interrupt").unlink()
-    assert (tmp_path / "parts" / "checkpoint.safetensors").exists()  # the first process writes it
-    assert [line["step"] for line in journal.read(tmp_path / "parts" / journal.FILE)] == [0, 1]
-    ran(tmp_path, 2, "sft", *words, "output=parts")
-    same(tmp_path, "whole", "parts")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dream", "llada2-moe", "bert"])
-def test_processes_do_not_change_a_loss(name: str, tmp_path: Path) -> None:
-    """One process; two with five examples a step; two that share the weights (FSDP2); and two that share them, are
-    killed in the second step, and go on without sharing them. All end with the same weights."""
-    (tmp_path / "killer.py").write_text(KILLER)
-    words = [f"model={tiny.write(name, tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "steps=4"]
-    words += [*TASKS["sft"], "evaluate_every=1"]
-    sharded = ["shard=true", "batch_tokens=64", "checkpoint_every=9"]  # saving would have the weights gathered again
-    for output, processes, more in (("one", 1, []), ("two", 2, []), ("sharded", 2, sharded)):
-        ran(tmp_path, processes, "sft", *words, f"output={output}", *more)
-    killed(tmp_path, "sft", *words, "shard=true")
-    ran(tmp_path, 2, "sft", *words, "output=parts")
-    same(tmp_path, "one", "two", "sharded", "parts")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-def test_processes_do_not_change_a_loss_of_uniform_diffusion(lora: bool, tmp_path: Path) -> None:
-    """One process; two that run layers twice under DDP; two that share the weights (FSDP2), and run layers twice; and
-    two that share them, are killed in the second step, and go on without sharing them."""
-    (tmp_path / "killer.py").write_text(KILLER)
-    words = [f"model={tiny.write('diffusion-gemma', tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}"]
-    words += ["steps=4", *TASKS["sft"], "evaluate_every=1", *(["lora={r: 2, alpha: 4, dropout: 0}"] if lora else [])]
-    twice, sharded = "gradient_checkpointing=true", "shard=true"
-    rarely = [sharded, "batch_tokens=200", "checkpoint_every=9"]  # saving would have the weights gathered again
-    outputs = {"one": [], "two": [twice], "sharded": rarely, "both": [sharded, twice]}
-    for output, more in outputs.items():
-        ran(tmp_path, 1 if output == "one" else 2, "sft", *words, f"output={output}", *more)
-    killed(tmp_path, "sft", *words, sharded)
-    ran(tmp_path, 2, "sft", *words, "output=parts")
-    same(tmp_path, *outputs, "parts", rounding=1e-5)  # logits are float32, whatever the weights
-
-
-@pytest.mark.slow
-def test_processes_do_not_change_a_filter(tmp_path: Path) -> None:
-    """One process; two, of which one has a batch less; two that are killed in their third batch, and go on."""
-    (tmp_path / "killer.py").write_text(KILLER)
-    words = [f"model={tiny.write('llada', tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "device=cpu"]
-    words += ["data.metric=killer:metric", "count=30", "new_tokens=8", "block_length=4", "batch=4", "against=[]"]
-    words += ["steps=60"]
-    for name, processes in (("one", 1), ("two", 2)):
-        assert ran(tmp_path, processes, "filter", *words, f"output={name}") == f"{name}\n"
-    (tmp_path / "kill").touch()
-    assert torchrun(tmp_path, 2, "filter", *words, "output=parts").returncode != 0
-    (tmp_path / "kill").unlink()
-    with safe_open(tmp_path / "parts.unfinished", "pt") as file:
-        assert len(json.loads(file.metadata()["state"])["counts"]) == 4
-    ran(tmp_path, 2, "filter", *words, "output=parts")
-    logs = [journal.read(tmp_path / f"{name}.log.jsonl") for name in ("one", "two", "parts")]
-    assert len(logs[0]) == 3 and logs[0] == logs[1] == logs[2]
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes() == (tmp_path / "parts").read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "lora"), [("sdar", False), ("llada", True), ("bert", False)])
-def test_processes_do_not_change_a_drafter(name: str, lora: bool, tmp_path: Path) -> None:
-    """One process; two with three rows a step; two that are killed in the third step of stage I and go on, under DDP
-    and where they share the weights (FSDP2). The target learns in float32."""
-    (tmp_path / "killer.py").write_text(KILLER)
-    words = [f"model={tiny.write(name, tmp_path / 'm')}", f"data={ROOT / 'examples' / 'facts.jsonl'}", "device=cpu"]
-    words += [
-        "data.metric=killer:metric",
-        "target_steps=4",
-        "answers=8",
-        "batch=3",
-        "distill_steps=4",
-        "refine_steps=4",
-    ]
-    words += ["new_tokens=8", "draft_length=4", "held_out=2", "separator='<unk>'", "checkpoint_every=1"]
-    words += ["dtype=float64", "learning_rate=1e-3", *(["lora={r: 2, alpha: 4, dropout: 0}"] if lora else [])]
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 96}
-    words += [f"shape.{key}={value}" for key, value in shape.items()]
-    for output, processes in (("one", 1), ("two", 2)):
-        assert ran(tmp_path, processes, "deer", *words, f"output={output}") == f"{output}/drafter\n"
-    for output, more in (("ddp", "shard=false"), ("fsdp2", "shard=true")):
-        (tmp_path / "kill").touch()
-        assert torchrun(tmp_path, 2, "deer", *words, f"output={output}", more).returncode != 0
-        (tmp_path / "kill").unlink()
-        assert [line["step"] for line in journal.read(tmp_path / output / "distilled" / journal.FILE)] == [1, 2]
-        ran(tmp_path, 2, "deer", *words, f"output={output}", more)
-    names = ("one", "two", "ddp", "fsdp2")
-    for stage in ("distilled", "drafter"):
-        same(tmp_path, *(f"{run}/{stage}" for run in names))
-    runs = [tmp_path / run for run in names]
-    answers, losses, reports = (
-        [json.loads((run / "answers.json").read_text()) for run in runs],
-        [[line["loss"] for line in journal.read(run / "target" / journal.FILE)] for run in runs],
-        [json.loads((run / "report.json").read_text())["decoding"]["temperature 0"] for run in runs],
-    )
-    assert len(losses[0]) == 4
-    for run in (1, 2, 3):
-        assert answers[run] == answers[0]
-        assert losses[run] == pytest.approx(losses[0], rel=1e-5)
-        assert [arm["rounds"] for arm in reports[run].values()] == [arm["rounds"] for arm in reports[0].values()]
-    few = torchrun(tmp_path, 2, "deer", *words, "output=few", "batch=1")
-    assert few.returncode != 0 and "train.batch=1 is less than the 2 processes" in " ".join(few.stderr.split())
-
-
 def streamer(rank: int, store: str, processes: int) -> None:
     """One process of a sharded model, with more prompts than its neighbour, which has none in the end."""
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    sharded = joined(rank, store, processes)
     try:
-        sharded = toys.transformer()
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (processes,))
-        for layer in sharded.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(sharded, mesh=mesh)
         options = {"scheduler": {"name": "threshold", "threshold": 0.5}, "stop": "none"}
         for prompts in (toys.PROMPTS[: (4, 1)[rank]], toys.PROMPTS[: (0, 2)[rank]], [[], [3, 4]][rank:]):
             for cache in ("none", "dual"):
@@ -310,3 +101,150 @@ def streamer(rank: int, store: str, processes: int) -> None:
 @pytest.mark.slow
 def test_ranks_of_a_sharded_model_have_as_many_prompts_as_they_like(tmp_path: Path) -> None:
     spawn(streamer, (str(tmp_path / "store"), 2), nprocs=2)
+
+
+# Trainers -------------------------------------------------------------------------------------------------------------
+
+# accelerate spreads weights over GPUs alone. Here it takes the processes of gloo for such.
+MODULE = """
+import os, pathlib, sys
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+plain = AcceleratorState.__init__
+def init(self, *given, **named):
+    if named.get("fsdp_plugin") is not None and not AcceleratorState._shared_state:
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plain(self, *given, **named)
+AcceleratorState.__init__ = init
+def letters(completion_ids, **_):
+    if pathlib.Path("kill").exists() and pathlib.Path("parts/checkpoint-2").exists():
+        os._exit(9)
+    return [sum(ids) % 97 / 97 for ids in completion_ids]
+if __name__ == "__main__":
+    from dllm_sampler.training import cli
+    sys.exit(cli.main())
+"""
+COMMON = [
+    "max_steps=3", "held_out=4", "new_tokens=12", "dtype=float64", "learning_rate=1e-3", "warmup_steps=0",
+    "eval_steps=3", "logging_steps=1", "save_steps=1", "use_cpu=true", "evaluation={}", "save_total_limit=9",
+]  # fmt: skip
+POLICY = ["num_generations=3", "rollout={temperature: 4.0}", "rewards={run:letters: 1}", "beta=0.1", "batch_tokens=96"]
+POLICY += ["ref_model_sync_steps=1"]
+TASKS = {
+    "sft": ["padding=block", "block_length=8", "average=0.5"],
+    "cjgrpo": [*POLICY, "average=0.5", "transitions=4"],
+    "grpo": [*POLICY, "num_iterations=3", "save_steps=3"],
+    "distill": ["prompts=8", "keep=false", "block_length=4", "teacher={}", "average=0.5"],
+}
+FSDP = ["fsdp=true", "fsdp_config={version: 2, state_dict_type: FULL_STATE_DICT}"]
+LORA = ["lora={r: 2, alpha: 4, dropout: 0}"]
+
+
+def run(folder: Path, launcher: list[str], task: str, output: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """A run of a task by a launcher of processes."""
+    (folder / "run.py").write_text(MODULE)
+    given = [f"train.{word}" for word in (*COMMON, *words, f"data={FACTS}", f"output_dir={output}")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}"}
+    command = [sys.executable, *launcher, "-m", "run", f"train={task}", *given]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+
+
+def torchrun(folder: Path, task: str, output: str, *words: str, size: int = 1) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = run(folder, launcher, task, output, *words, f"per_device_train_batch_size={size}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == [output]
+
+
+def same(folder: Path, first: str, *others: str) -> None:
+    """All of these runs have the same losses, and end with the same weights."""
+    logs = {name: history(folder / name)[:-1] for name in (first, *others)}
+    weights = {name: load_file(folder / name / "model.safetensors") for name in logs}
+    assert len(logs[first]) > 3 and any(line.get("grad_norm", 0) > 0 for line in logs[first])
+    for name in others:
+        for line, other in zip(logs[first], logs[name], strict=True):
+            shared = line.keys() - {"ratio_least", "ratio_most"}  # their means depend on the processes
+            figures = {key: line[key] for key in shared}
+            assert figures == pytest.approx({key: other[key] for key in shared}, rel=1e-5, abs=1e-7), name
+        for key, tensor in weights[first].items():
+            torch.testing.assert_close(weights[name][key], tensor, atol=1e-6, rtol=1e-6, msg=f"{name} {key}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("task", TASKS)
+def test_processes_do_not_change_a_loss(task: str, lora: bool, tmp_path: Path) -> None:
+    """One process; two under DDP; two that share the weights (FSDP2), which then resume from a checkpoint."""
+    words = [f"model={tiny.write('llada', tmp_path / 'm')}", *TASKS[task], *(LORA if lora else [])]
+    done = run(tmp_path, [], task, "one", *words, "per_device_train_batch_size=2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(tmp_path, task, "ddp", *words)
+    torchrun(tmp_path, task, "fsdp2", *words, *FSDP)
+    same(tmp_path, "one", "ddp", "fsdp2")
+    if task != "grpo":
+        (tmp_path / "fsdp2" / "model.safetensors").unlink()
+        for step in (2, 3):
+            (tmp_path / "fsdp2" / f"checkpoint-{step}").rename(tmp_path / f"{step}")
+        torchrun(tmp_path, task, "fsdp2", *words, *FSDP, "resume=true")
+        same(tmp_path, "one", "fsdp2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dream", "llada2-moe", "bert", "diffusion-gemma"])
+def test_every_kind_of_model_in_two_processes(name: str, tmp_path: Path) -> None:
+    words = [f"model={tiny.write(name, tmp_path / 'm')}", "padding=16", "new_tokens=20"]
+    done = run(tmp_path, [], "sft", "one", *words, "per_device_train_batch_size=2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(tmp_path, "sft", "ddp", *words)
+    torchrun(tmp_path, "sft", "fsdp2", *words, *FSDP)
+    same(tmp_path, "one", "ddp", "fsdp2")
+
+
+@pytest.mark.slow
+def test_accelerate_launch(tmp_path: Path) -> None:
+    """Two CPU processes; a killed run resumes to the losses of one that was not."""
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    words = [f"model={tiny.write('llada', tmp_path / 'm')}", *TASKS["cjgrpo"], "per_device_train_batch_size=1"]
+    whole = run(tmp_path, launcher, "cjgrpo", "whole", *words)
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    assert whole.stdout == "whole\n"
+    (tmp_path / "kill").touch()
+    assert run(tmp_path, launcher, "cjgrpo", "parts", *words).returncode != 0
+    (tmp_path / "kill").unlink()
+    assert not (tmp_path / "parts" / "model.safetensors").exists()
+    parts = run(tmp_path, launcher, "cjgrpo", "parts", *words, "resume=true")
+    assert parts.returncode == 0, parts.stderr[-3000:]
+    same(tmp_path, "whole", "parts")
+
+
+@pytest.mark.slow
+def test_processes_do_not_change_a_filter_or_a_drafter(tmp_path: Path) -> None:
+    model = tiny.write("llada", tmp_path / "m")
+    filter = ["count=20", "block_length=4", "answer_batch_size=4", "against=[]", "max_steps=60"]
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": 96}
+    drafter = ["target_steps=4", "answers=8", "distill_steps=4", "refine_steps=4", "draft_length=4", "held_out=2"]
+    drafter += ["separator='<unk>'", "answer_batch_size=2", *(f"shape.{key}={value}" for key, value in shape.items())]
+    known = {"filter": ["new_tokens", "use_cpu", "eval_steps", "logging_steps"]}
+    for task, own in (("filter", filter), ("deer", drafter)):
+        common = [word for word in COMMON if word.partition("=")[0] in known.get(task, [word.partition("=")[0]])]
+        common = [word for word in common if not word.startswith(("evaluation", "eval_steps", "max_steps"))]
+        for name, processes in (("one", 1), ("two", 2)):
+            given = [f"train.{word}" for word in (*common, *own, f"model={model}", f"data={FACTS}")]
+            given += [f"train.output_dir={task}-{name}", f"train.per_device_train_batch_size={2 // processes}"]
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+            command = [sys.executable, *launcher, "-m", "dllm_sampler.training.cli", f"train={task}", *given]
+            done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+            assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (load_file(tmp_path / f"filter-{name}" / "filter.safetensors") for name in ("one", "two"))
+    for key, tensor in one.items():
+        torch.testing.assert_close(two[key], tensor, atol=1e-6, rtol=1e-6)
+    for stage in ("distilled", "drafter"):
+        weights = [load_file(tmp_path / f"deer-{name}" / stage / "model.safetensors") for name in ("one", "two")]
+        for key, tensor in weights[0].items():
+            torch.testing.assert_close(weights[1][key], tensor, atol=1e-6, rtol=1e-6)
+    reports = [json.loads((tmp_path / f"deer-{name}" / "report.json").read_text()) for name in ("one", "two")]
+    arms = [report["decoding"]["temperature 0"] for report in reports]
+    assert [arm["rounds"] for arm in arms[0].values()] == [arm["rounds"] for arm in arms[1].values()]

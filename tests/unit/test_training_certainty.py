@@ -1,25 +1,23 @@
-"""Certainty-forcing distillation: masks, losses, and whole runs on mini."""
+"""Certainty-forcing distillation: masks and losses."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from dllm_sampler import config
-from dllm_sampler.training.distill import DistillTrainer, Rows, certainty_loss, collate, split
+from dllm_sampler.training.certainty import certainty_loss, split
+from dllm_sampler.training.masked import Dice, Rows, collate
 from tests import toys
-from tests.refusals import refused
-from tests.sampling import sampled
 
 MASK = toys.MASK
 
 
 def draw(count: int) -> torch.Generator:
     return torch.Generator().manual_seed(count)
+
+
+def dice(batch: Rows, seed: int) -> Dice:
+    return Dice([f"{seed}/{row}" for row in range(len(batch.ids))])
 
 
 def rows() -> Rows:
@@ -32,7 +30,7 @@ def test_two_halves_of_one_block() -> None:
     batch, starts = rows(), [set() for _ in range(4)]
     column = torch.arange(batch.ids.shape[1])
     for seed in range(60):
-        pair = split(batch, 4, 0.5, draw(seed))
+        pair = split(batch, 4, 0.5, dice(batch, seed))
         active = pair.one | pair.other
         assert not (pair.one & pair.other).any()
         for row in range(4):
@@ -48,7 +46,7 @@ def test_two_halves_of_one_block() -> None:
 
 def test_the_whole_answer() -> None:
     batch = rows()
-    pair = split(batch, batch.ids.shape[1], 0.5, draw(0))
+    pair = split(batch, batch.ids.shape[1], 0.5, dice(batch, 0))
     assert not pair.future.any()
     assert ((pair.one | pair.other).sum(1) == batch.length - batch.prompt).all()
 
@@ -56,9 +54,9 @@ def test_the_whole_answer() -> None:
 def test_a_row_is_masked_as_it_is_alone_in_number() -> None:
     """Rows are independent, which they are not in the published code: no two have the same mask."""
     batch = collate([([1] * 4, [2] * 64)] * 6, 0)
-    pair = split(batch, 64, 0.25, draw(0))
+    pair = split(batch, 64, 0.25, dice(batch, 0))
     assert len({tuple(row) for row in pair.one.tolist()}) == 6
-    many = torch.cat([split(batch, 64, 0.25, draw(seed)).one for seed in range(40)])
+    many = torch.cat([split(batch, 64, 0.25, dice(batch, seed)).one for seed in range(40)])
     assert float(many.sum() / (40 * 6 * 64)) == pytest.approx(0.25, abs=0.01)
 
 
@@ -104,7 +102,7 @@ def toy_run(first: int, more: int, certainty: float) -> tuple[float, float]:
     batch = collate(answers, 0)
 
     def part(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = split(batch, 3, 0.5, draw(seed))
+        pair = split(batch, 3, 0.5, dice(batch, seed))
         return model(batch.ids.masked_fill(pair.one | pair.future, MASK)), pair.one
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -121,55 +119,3 @@ def toy_run(first: int, more: int, certainty: float) -> tuple[float, float]:
             crosses.append(certainty_loss(logits, batch.ids, masked, 0.5, MASK)[0].mean())
             highest.append(logits.softmax(-1).amax(-1)[masked].mean())
     return float(torch.stack(crosses).mean()), float(torch.stack(highest).mean())
-
-
-def trainer(output: Path, **changes: Any) -> DistillTrainer:
-    settings = dict(config.entry("train", "distill").settings)
-    settings.pop("_target_")
-    small = {"steps": 3, "answers": 12, "batch": 4, "new_tokens": 12, "held_out": 3, "tasks": {"copy": 1, "reverse": 1}}
-    fixed = {"device": "cpu", "output": str(output), "checkpoint_every": 1, "evaluate_every": 9}
-    teacher = {"scheduler": "threshold", "blocks": {"name": "fixed", "length": 4}, "stop": "none"}
-    return DistillTrainer(**{**settings, **small, **fixed, "teacher": teacher, "block_length": 4, **changes})
-
-
-@pytest.mark.parametrize("changes", sampled([{}, {"masking": "random", "tail": False, "schedule": "cosine"}]))
-def test_goes_on_to_the_same_losses(changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer(tmp_path / "whole", **changes).run()
-    step = DistillTrainer.step
-
-    def killed(self: DistillTrainer, number: int) -> dict[str, float]:
-        if number == 2:
-            raise KeyboardInterrupt
-        return step(self, number)
-
-    monkeypatch.setattr(DistillTrainer, "step", killed)
-    with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path / "parts", **changes).run()
-    monkeypatch.undo()
-    trainer(tmp_path / "parts", **changes, batch_tokens=1000).run()
-    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "parts")]
-    whole, parts = ([{**json.loads(line), "seconds": 0} for line in log] for log in logs)
-    assert len(whole) == 4
-    assert whole == parts
-    assert whole[-1]["loss"] > 0 and whole[-1]["right"] >= 0
-
-
-@pytest.mark.slow
-def test_rows_may_be_split_over_forwards(tmp_path: Path) -> None:
-    losses = []
-    for budget in (1, 10**6):
-        trainer(tmp_path / str(budget), steps=1, batch_tokens=budget).run()
-        losses.append(json.loads((tmp_path / str(budget) / "log.jsonl").read_text().splitlines()[1]))
-    for key in ("loss", "gradient", "cross_entropy", "entropy", "right_masks"):
-        assert losses[0][key] == pytest.approx(losses[1][key], rel=1e-4), key
-
-
-def test_refusals(tmp_path: Path) -> None:
-    for changes, message in (
-        ({"masking": "none"}, "choice-unknown: train.masking"),
-        ({"ratio": 1.0}, "option-range: train.ratio"),
-        ({"certainty": -1.0}, "option-range: train.certainty"),
-        ({"answers": 0}, "option-range: train.answers"),
-    ):
-        with refused(message):
-            trainer(tmp_path, **changes)

@@ -12,12 +12,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dllm_sampler import Sampler
-from dllm_sampler.training import adapters, masking
-from dllm_sampler.training.trained import ADAPTER, Trained
+from dllm_sampler.models.adapter import WEIGHTS
+from dllm_sampler.training import masked
+from dllm_sampler.training.masked import Dice
+from dllm_sampler.training.model import ADAPTER, Trainable, lora_config
 from tests import tiny
 from tests.refusals import refused
 from tests.sampling import sampled
-from tests.unit.test_training_sft import lines, trainer
+from tests.unit.test_training_runs import trainer
 
 peft = pytest.importorskip("peft")
 LORA: dict[str, float] = {"r": 3, "alpha": 5, "dropout": 0}
@@ -47,9 +49,9 @@ def tree(tensors: dict[str, torch.Tensor]) -> nn.Module:
 def test_peft_reads_the_adapters_of_every_family(name: str, tmp_path: Path) -> None:
     """Merged by peft into the original tensors, they are the merged checkpoint that is saved."""
     source = tiny.write(name, tmp_path / "m")
-    it = Trained.load(str(source), torch.device("cpu"), "float64", LORA, 0)
+    it = Trainable.load(source, "float64", lora_config(LORA)).eval()
     with torch.no_grad():
-        for number, weight in enumerate(it.learning()):  # up-projections begin at 0
+        for number, weight in enumerate(it.learned().values()):  # up-projections begin at 0
             weight.copy_(
                 torch.randn(weight.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64) / 4
             )
@@ -60,7 +62,7 @@ def test_peft_reads_the_adapters_of_every_family(name: str, tmp_path: Path) -> N
     merged = found.merge_and_unload().state_dict()
     assert before.keys() == after.keys() <= merged.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    layers = len(load_file(tmp_path / "out" / ADAPTER / adapters.WEIGHTS)) // 2
+    layers = len(load_file(tmp_path / "out" / ADAPTER / WEIGHTS)) // 2
     assert len(changed) == layers > 5
     for key, tensor in after.items():
         torch.testing.assert_close(merged[key].float(), tensor, atol=1e-6, rtol=1e-6, msg=key)
@@ -73,7 +75,7 @@ def test_the_gradients_of_adapters(name: str, tmp_path: Path) -> None:
     from peft.tuners.lora import LoraLayer
 
     source = str(tiny.write(name, tmp_path / "m"))
-    it, plain = (Trained.load(source, torch.device("cpu"), "float64", lora, 0) for lora in (LORA, None))
+    it, plain = (Trainable.load(source, "float64", lora_config(lora)).eval() for lora in (LORA, None))
     prefix = "" if it.inner is it.network else "model."
     weights: dict[str, torch.Tensor] = {**dict(plain.network.named_parameters())}
     pairs: dict[str, list[torch.Tensor]] = {}
@@ -85,10 +87,10 @@ def test_the_gradients_of_adapters(name: str, tmp_path: Path) -> None:
             pairs[place] = [part.detach().clone().requires_grad_() for part in parts]
             down, up = pairs[place]
             weights[f"{prefix}{place}.weight"] = weights[f"{prefix}{place}.weight"].detach() + 5 / 3 * up @ down
-    rows = masking.collate([([7, 9, 30], [41, 5, 5, 6, 12, 3, 8]), ([20], [44, 2, 9])], it.denoiser.spec.eos_id)
-    grid = masking.blocks(rows, it.denoiser.spec)
-    (masks,) = masking.draw(rows, grid, torch.Generator().manual_seed(3), complementary=False, inverse=True)
-    one, losses = masking.chunk(rows, masks.hidden, masks.hidden, it.denoiser.spec), []
+    rows = masked.collate([([7, 9, 30], [41, 5, 5, 6, 12, 3, 8]), ([20], [44, 2, 9])], it.denoiser.spec.eos_id)
+    grid = masked.blocks(rows, it.denoiser.spec)
+    (masks,) = masked.draw(rows, grid, Dice([3, 4]), complementary=False, inverse=True)
+    one, losses = masked.chunk(rows, masks.hidden, masks.hidden, it.denoiser.spec), []
 
     def merged(*given: Any, **options: Any) -> torch.Tensor:
         return torch.func.functional_call(plain.network, weights, given, options)
@@ -98,40 +100,39 @@ def test_the_gradients_of_adapters(name: str, tmp_path: Path) -> None:
         losses.append((one.losses(model) * masks.weight.gather(1, one.columns) * one.there).sum())
         losses[-1].backward()
     assert float(losses[0].detach()) == pytest.approx(float(losses[1].detach()), rel=1e-11)
-    assert len(pairs) > 5 and len(it.learning()) == 2 * len(pairs)
+    assert len(pairs) > 5 and len(it.learned().values()) == 2 * len(pairs)
     for place, expected in pairs.items():
         layer: Any = it.adapter.model.get_submodule(place)
         for part, other in zip((layer.lora_A, layer.lora_B), expected, strict=True):
             torch.testing.assert_close(part["default"].weight.grad, other.grad, atol=1e-11, rtol=1e-8, msg=place)
 
 
-@pytest.mark.slow
 def test_weights_in_halves_stay_as_they_are_and_adapters_learn(tmp_path: Path) -> None:
-    """A resumed run goes on to the same losses, although frozen weights are not in the saved state."""
+    """A run that resumes comes to the same losses, although frozen weights are in no checkpoint."""
     model = tiny.write("sdar", tmp_path / "m")
-    changes: dict[str, Any] = {"lora": {**LORA, "dropout": 0.1}, "dtype": "bfloat16", "precision": "bf16"}
-    trainer(model, tmp_path / "whole", steps=2, **changes).run()
-    run = trainer(model, tmp_path / "parts", steps=2, checkpoint_every=1, **changes)
-    step = run.step
-
-    def killed(number: int) -> dict[str, float]:
-        if number == 1:
-            raise RuntimeError("killed")
-        return step(number)
-
-    run.step = killed  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(RuntimeError, match="killed"):
-        run.run()
-    names = load_file(tmp_path / "parts" / "checkpoint.safetensors").keys()
-    assert names and all("lora" in name for name in names)
-    assert {weight.dtype for weight in run.trained.learning()} == {torch.float32}
-    assert run.trained.denoiser.spec.dtype == torch.bfloat16
-    trainer(model, tmp_path / "parts", steps=2, **changes).run()
-    assert lines(tmp_path / "whole") == lines(tmp_path / "parts")
-    assert lines(tmp_path / "whole")[2]["gradient"] > 0
+    changes: dict[str, Any] = {"dtype": "bfloat16", "bf16": True, "max_steps": 2}
+    lora = peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.1, target_modules=["q_proj", "up_proj"])
+    whole = trainer("sft", model, tmp_path / "run", peft_config=lora, **changes)
+    whole.train()
+    names = load_file(tmp_path / "run" / "checkpoint-1" / "model.safetensors").keys()
+    assert names and all("lora" in name and ("q_proj" in name or "up_proj" in name) for name in names)
+    assert {weight.dtype for weight in whole.trained.learned().values()} == {torch.float32}
+    assert whole.trained.spec.dtype == torch.bfloat16
+    again = trainer("sft", model, tmp_path / "run", peft_config=lora, **changes)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    one, other = whole.state.log_history[1], again.state.log_history[1]
+    assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"]) and one["grad_norm"] > 0
+    whole.save_model()
+    whole.save_model(str(tmp_path / "twice"))
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "twice"))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items()), "the model has its adapters still"
 
 
 def test_refusals() -> None:
     for lora in ({"r": 2}, {}, {"r": 2, "alpha": 1, "dropout": 0, "bias": 1}):
         with refused("option-type: train.lora"):
-            adapters.check(lora)
+            lora_config(lora)
+    right = {"r": 2, "alpha": 2, "dropout": 0}
+    for name, value in (("r", 1.5), ("r", 0), ("alpha", 0), ("dropout", 1), ("dropout", -1)):
+        with refused(f"option-range: train.lora.{name}"):
+            lora_config({**right, name: value})

@@ -11,25 +11,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.training import masking
-from dllm_sampler.training.masking import Masks, Pair, Rows, collate, cut, draw, padded
-from dllm_sampler.training.trained import Trained
+from dllm_sampler.training import masked
+from dllm_sampler.training.masked import Dice, MaskedLoss, Masks, Pair, Rows, collate, cut, draw, padded
+from dllm_sampler.training.model import Trainable
 from tests import tiny, toys
 from tests.refusals import refused
 from tests.sampling import sampled
 
+ORDER = torch.tensor([2, 0, 1])
 PAIRS: list[Pair] = [([7, 9, 30], [41, 5, 5, 6, 12, 3, 8]), ([3] * 6, [11, 13]), ([20], [44, 2, 9, 9, 60, 31, 7, 4, 1])]
 
 
-def seeded(number: int) -> torch.Generator:
-    return torch.Generator().manual_seed(number)
+def dice(rows: Rows, seed: int = 0) -> Dice:
+    return Dice([f"{seed}/{row}" for row in range(len(rows.ids))])
 
 
-def trained(name: str, folder: Path) -> Trained:
-    return Trained.load(str(tiny.write(name, folder)), torch.device("cpu"), "float64", None, 0)
+def trained(name: str, folder: Path) -> Trainable:
+    return Trainable.load(tiny.write(name, folder), "float64").eval()
 
 
-def plain(it: Trained, rows: Rows, masks: Masks) -> Tensor:
+def plain(it: Trainable, rows: Rows, masks: Masks) -> Tensor:
     """Row by row, without padding, and block by block: the clean ones before it, and the noisy one."""
     spec, total = it.denoiser.spec, torch.zeros((), dtype=torch.float64)
     assert spec.mask_id is not None
@@ -63,7 +64,7 @@ def grid(rows: Rows, size: int | None) -> Tensor | None:
     return None if size is None else torch.arange(rows.ids.shape[1]).expand_as(rows.ids) // size
 
 
-def gradients(it: Trained, loss: Tensor) -> dict[str, Tensor]:
+def gradients(it: Trainable, loss: Tensor) -> dict[str, Tensor]:
     it.network.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in it.network.named_parameters() if p.grad is not None}
@@ -71,45 +72,43 @@ def gradients(it: Trained, loss: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", sampled(tiny.EVERY, lambda name: [name == "sdar"]))
 def test_the_loss_of_every_family(name: str, tmp_path: Path) -> None:
-    """Loss and gradient of a padded batch, cut into two forwards, against rows by themselves."""
+    """Loss and gradient of a padded batch, against rows by themselves; in any order each row has its own draws."""
     it = trained(name, tmp_path / name)
     spec, times = it.denoiser.spec, 6 if (it.denoiser.spec.block_length or 0) > 4 else 1  # of several blocks
-    rows = collate([(prompt, answer * times) for prompt, answer in PAIRS], spec.eos_id)
-    for masks in draw(rows, masking.blocks(rows, spec), seeded(3), complementary=True, inverse=True):
-        losses = []
-        for some in (torch.tensor([1, 0]), torch.tensor([2])):
-            few = rows.some(some)
-            hidden, weight = (one[some, : few.ids.shape[1]] for one in (masks.hidden, masks.weight))
-            chunk = masking.chunk(few, hidden, hidden, spec)
-            losses.append((chunk.losses(it.network) * weight.gather(1, chunk.columns) * chunk.there).sum())
-        loss, expected = torch.stack(losses).sum(), plain(it, rows, masks)
-        assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-11)
-        found, right = gradients(it, loss), gradients(it, expected)
-        assert found.keys() == right.keys() and len(right) > 10
-        for key, gradient in right.items():
-            torch.testing.assert_close(found[key], gradient, atol=1e-10, rtol=1e-8, msg=key)
+    rows = collate([(prompt, [*answer] * times) for prompt, answer in PAIRS], spec.eos_id)
+    expected = torch.zeros((), dtype=torch.float64)
+    for masks in draw(rows, masked.blocks(rows, spec), dice(rows), complementary=True, inverse=True):
+        expected = expected + plain(it, rows, masks)
+    right = gradients(it, expected)
+    loss = MaskedLoss(spec, complementary=True, inverse=True)(
+        it, rows.some(ORDER), Dice([f"0/{row}" for row in ORDER.tolist()])
+    )
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-11)
+    found = gradients(it, loss)
+    assert found.keys() == right.keys() and len(right) > 10
+    for key, gradient in right.items():
+        torch.testing.assert_close(found[key], gradient, atol=1e-10, rtol=1e-8, msg=key)
 
 
 def test_what_is_hidden_is_a_bound_of_the_likelihood() -> None:
     """Over many draws each token of an answer counts 1/R in expectation, and nothing else ever does."""
-    rows = collate(PAIRS * 4000, 0)
+    rows = collate(PAIRS * 2000, 0)
     one = collate(PAIRS, 0)
     expected = one.answer / one.answer.sum(1, keepdim=True) / 3
-    for complementary in (False, True):
-        for blocks in (None, 4):
-            total = torch.zeros(rows.ids.shape, dtype=torch.float64)
-            for masks in draw(rows, grid(rows, blocks), seeded(0), complementary=complementary, inverse=True):
-                assert not (masks.hidden & ~rows.answer).any() and not masks.weight[~masks.hidden].any()
-                total += masks.weight
-            found = total.view(4000, 3, -1).sum(0)
-            assert float((found - expected).abs().max() / expected.max()) < 0.15
-            assert float(total.sum()) == pytest.approx(1, abs=0.03)
+    for complementary, blocks in ((False, None), (True, 4)):
+        total = torch.zeros(rows.ids.shape, dtype=torch.float64)
+        for masks in draw(rows, grid(rows, blocks), dice(rows), complementary=complementary, inverse=True):
+            assert not (masks.hidden & ~rows.answer).any() and not masks.weight[~masks.hidden].any()
+            total += masks.weight
+        found = total.view(2000, 3, -1).sum(0)
+        assert float((found - expected).abs().max() / expected.max()) < 0.2
+        assert float(total.sum()) == pytest.approx(1, abs=0.04)
 
 
 def test_ratios_are_a_rows_or_a_blocks() -> None:
     rows = collate([([1] * 3, [2] * 61)] * 400, 0)
     whole, blocks = (
-        draw(rows, grid(rows, size), seeded(0), complementary=False, inverse=True)[0] for size in (None, 8)
+        draw(rows, grid(rows, size), dice(rows), complementary=False, inverse=True)[0] for size in (None, 8)
     )
     for masks, alike in ((whole, 64), (blocks, 8)):
         weight = masks.weight.masked_fill(~masks.hidden, torch.nan)
@@ -120,14 +119,11 @@ def test_ratios_are_a_rows_or_a_blocks() -> None:
     assert max(len(row[row > 0].unique()) for row in blocks.weight) > 4, "blocks have ratios of their own"
     share = whole.hidden[:, 3:].double().mean(1)
     assert float(share.mean()) == pytest.approx(0.5, abs=0.04) and float(share.std()) == pytest.approx(0.29, abs=0.04)
-    first = int(whole.hidden[0].sum())
-    ratio = 1 / (whole.weight[0].max() * 61 * 400)
-    assert first / 61 == pytest.approx(float(ratio), abs=0.2)
 
 
 def test_complementary_masks_hide_every_token_once() -> None:
     rows = collate(PAIRS, 0)
-    one, other = draw(rows, None, seeded(1), complementary=True, inverse=False)
+    one, other = draw(rows, None, dice(rows, 1), complementary=True, inverse=False)
     assert torch.equal(one.hidden ^ other.hidden, rows.answer) and not (one.hidden & other.hidden).any()
     assert torch.allclose((one.weight + other.weight).sum(1), torch.full((3,), 1 / 6, dtype=torch.float64))
 
@@ -140,14 +136,14 @@ def test_end_tokens_behind_answers(padding: Any, lengths: list[int]) -> None:
     found = padded(PAIRS, 99, padding, 4, 24)
     assert [len(prompt) + len(answer) for prompt, answer in found] == lengths
     for (prompt, answer), (before, text) in zip(found, PAIRS, strict=True):
-        assert prompt == before and answer[: len(text)] == text and set(answer[len(text) :]) <= {99}
+        assert prompt == before and list(answer[: len(text)]) == text and set(answer[len(text) :]) <= {99}
     assert max(len(prompt) + len(answer) for prompt, answer in padded(PAIRS, 99, 500, 4, 24)) == 24
 
 
 def test_answers_are_cut_at_random_lengths() -> None:
     rows = collate([([1] * 2, [2] * 6)] * 3000, 0)
-    assert torch.equal(cut(rows, 0.0, seeded(0)).length, rows.length)
-    length = cut(rows, 0.5, seeded(0)).length - 2
+    assert torch.equal(cut(rows, 0.0, dice(rows)).length, rows.length)
+    length = cut(rows, 0.5, dice(rows)).length - 2
     assert sorted(set(length.tolist())) == [1, 2, 3, 4, 5, 6]
     shares = [float((length == one).double().mean()) for one in range(1, 6)]
     assert shares == pytest.approx([0.5 / 6] * 5, abs=0.02)
@@ -156,15 +152,15 @@ def test_answers_are_cut_at_random_lengths() -> None:
 def test_a_model_without_such_a_loss_is_refused() -> None:
     spec: ModelSpec = toys.denoiser("causal").spec
     with refused("model-not-trainable"):
-        masking.check(spec, "toy")
-    masking.check(toys.denoiser("dream").spec, "toy")
+        masked.check(spec, "toy")
+    masked.check(toys.denoiser("dream").spec, "toy")
 
 
 def test_the_mask_token_is_a_word_of_the_loss(tmp_path: Path) -> None:
     """As published: its logit is in the sum, so that the model unlearns to predict it."""
     it = trained("llada-gqa", tmp_path / "m")
     rows = collate(PAIRS[:1], 0)
-    chunk = masking.chunk(rows, rows.answer, rows.answer, it.denoiser.spec)
+    chunk = masked.chunk(rows, rows.answer, rows.answer, it.denoiser.spec)
     logits = it.network(rows.ids.masked_fill(rows.answer, 255))[0, 3:]
     torch.testing.assert_close(chunk.losses(it.network)[0], F.cross_entropy(logits, rows.ids[0, 3:], reduction="none"))
     assert (-chunk.score(it.network)[0][0] < chunk.losses(it.network)[0]).all()

@@ -1,17 +1,18 @@
-"""The loss of masked diffusion: which tokens are hidden, what each counts, and the forward that predicts them.
+"""The loss of masked diffusion: the tokens that are hidden, what each counts, and the forward that predicts them.
 
 A bidirectional model sees the prompt and a masked answer, with one mask ratio t for the whole answer (LLaDA, arXiv
-2502.09992). One that works block by block has a ratio for each block, which it predicts from the clean blocks before
-(block diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303). Blocks of a block-causal model are counted from the row's
-first token, those in a causal context from the answer's, as the sampler counts them.
+2502.09992). A model that works block by block has a ratio for each block. It predicts a block from the clean blocks
+before it (block diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303). Blocks of a block-causal model are counted from
+the row's first token, and blocks in a causal context from the answer's, as the sampler counts them.
 
 Letters: B rows, L columns, Q tokens asked about in a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from random import Random
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.training.chunk import Chunk
 
 FLOOR = 1e-3  # least probability of a mask
-Pair = tuple[list[int], list[int]]  # tokens of a prompt, and of its answer
+Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a prompt, and of its answer
 
 
 @dataclass(frozen=True)
@@ -32,42 +33,60 @@ class Rows:
 
     ids: Tensor  # [B, L] int64
     prompt: Tensor  # [B] length of the prompt
-    length: Tensor  # [B] of both together
+    length: Tensor  # [B] length of both together
 
     @property
     def there(self) -> Tensor:
-        """`[B, L] bool`: no padding."""
+        """`[B, L] bool` columns that are not padding."""
         return torch.arange(self.ids.shape[1]) < self.length[:, None]
 
     @property
     def answer(self) -> Tensor:
-        """`[B, L] bool`: what is learnt."""
+        """`[B, L] bool` columns that are learned."""
         return self.there & (torch.arange(self.ids.shape[1]) >= self.prompt[:, None])
 
     def some(self, rows: Tensor) -> Rows:
-        """Some of the rows, with no more columns than they need."""
+        """Return some of the rows, with no more columns than they need."""
         width = int(self.length[rows].max())
         return Rows(self.ids[rows, :width], self.prompt[rows], self.length[rows])
 
 
-def collate(pairs: list[Pair], pad: int) -> Rows:
-    """(prompt, answer) as a batch."""
+def collate(pairs: Sequence[Pair], pad: int) -> Rows:
+    """Return (prompt, answer) pairs as a batch."""
     length = max(len(prompt) + len(answer) for prompt, answer in pairs)
     ids = [[*prompt, *answer, *[pad] * (length - len(prompt) - len(answer))] for prompt, answer in pairs]
     prompts = torch.tensor([len(prompt) for prompt, _ in pairs])
     return Rows(torch.tensor(ids), prompts, torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs]))
 
 
+class Dice:
+    """Random numbers of rows, each with a generator of its own: what a row gets does not depend on its batch.
+
+    Args:
+        seeds: one for each row; anything that can be written.
+    """
+
+    def __init__(self, seeds: Sequence[object]):
+        self._rows = [torch.Generator().manual_seed(Random(str(seed)).getrandbits(62)) for seed in seeds]
+
+    def uniform(self, counts: Tensor, width: int) -> Tensor:
+        """Return `[B, width]` float64 numbers from 0 to 1, of which a row draws its `counts [B]`; the rest are 1."""
+        found = torch.ones(len(self._rows), width, dtype=torch.float64)
+        for row, (generator, count) in enumerate(zip(self._rows, counts.tolist(), strict=True)):
+            found[row, :count] = torch.rand(count, generator=generator, dtype=torch.float64)
+        return found
+
+    def one(self) -> Tensor:
+        """Return one number from 0 to 1 for each row, `[B]` float64."""
+        return self.uniform(torch.ones(len(self._rows), dtype=torch.long), 1)[:, 0]
+
+
 @dataclass(frozen=True)
 class Masks:
-    """What is hidden of some rows, and what each hidden token counts in the loss."""
+    """The hidden tokens of some rows, and what each counts in the loss."""
 
     hidden: Tensor  # [B, L] bool
     weight: Tensor  # [B, L] float64, 0 where nothing is hidden
-
-    def some(self, rows: Tensor, width: int) -> Masks:
-        """Some of the rows, and their first columns."""
-        return Masks(self.hidden[rows, :width], self.weight[rows, :width])
 
 
 @dataclass(frozen=True)
@@ -82,26 +101,27 @@ class MaskedLoss:
     complementary: bool
     inverse: bool
 
-    @property
-    def copies(self) -> int:
-        """Columns that each column of a row takes in a forward."""
-        return 1 if self.spec.attention == "bidirectional" else 2
-
-    def draw(self, rows: Rows, generator: torch.Generator) -> list[Masks]:
-        """What is hidden of a batch, once or twice."""
+    def __call__(self, network: nn.Module, rows: Rows, dice: Dice) -> Tensor:
+        """Return the mean over the rows of their weighted cross-entropies, in one forward."""
         options = {"complementary": self.complementary, "inverse": self.inverse}
-        return draw(rows, blocks(rows, self.spec), generator, **options)
+        draws = draw(rows, blocks(rows, self.spec), dice, **options)
+        rows = rows.some(torch.arange(len(rows.ids)).repeat(len(draws)))
+        masks = Masks(torch.cat([one.hidden for one in draws]), torch.cat([one.weight for one in draws]))
+        return weighted(network, chunk(rows, masks.hidden, masks.hidden, self.spec), masks.weight, self.spec)
 
-    def of(self, network: nn.Module, rows: Rows, masks: Masks) -> Tensor:
-        """The weighted sum over the hidden tokens of the rows."""
-        one = chunk(rows, masks.hidden, masks.hidden, self.spec)
-        weight = torch.where(one.there, masks.weight.gather(1, one.columns), 0).to(self.spec.device)
-        losses = one.to(self.spec.device).losses(network)
-        return (losses * weight.to(losses.dtype)).sum()
+
+def weighted(network: nn.Module, one: Chunk, weight: Tensor, spec: ModelSpec) -> Tensor:
+    """Return the sum of the cross-entropies of a forward, each times its column's `weight [B, L]`."""
+    weight = torch.where(one.there, weight.gather(1, one.columns), 0).to(spec.device)
+    losses = one.to(spec.device).losses(network)
+    return (losses * weight.to(losses.dtype)).sum()
 
 
 def blocks(rows: Rows, spec: ModelSpec) -> Tensor | None:
-    """`[B, L]` the block of each column, -1 for a prompt in a causal context; None for a bidirectional model."""
+    """Return `[B, L]` the block of each column, -1 for a prompt in a causal context.
+
+    Returns None for a bidirectional model.
+    """
     if spec.attention == "bidirectional":
         return None
     assert spec.block_length is not None
@@ -111,16 +131,14 @@ def blocks(rows: Rows, spec: ModelSpec) -> Tensor | None:
     return torch.where(column < rows.prompt[:, None], -1, (column - rows.prompt[:, None]) // spec.block_length)
 
 
-def draw(
-    rows: Rows, block: Tensor | None, generator: torch.Generator, *, complementary: bool, inverse: bool
-) -> list[Masks]:
+def draw(rows: Rows, block: Tensor | None, dice: Dice, *, complementary: bool, inverse: bool) -> list[Masks]:
     """Hide tokens of the answers, each by itself with probability p = (1 - FLOOR) t + FLOOR, t uniform on [0, 1].
 
     Args:
-        rows: what is hidden are tokens of answers.
-        block: `[B, L]` of each column, each of which has a ratio t; None: each row has one.
-        generator: what is drawn is the same however rows are put together to forwards.
-        complementary: a second draw that hides the rest of the answer; p then ends at 1 - FLOOR.
+        rows: tokens of their answers are hidden.
+        block: `[B, L]` of each column; each block has a ratio t. None gives each row one.
+        dice: of the rows.
+        complementary: draw a second time, and hide the rest of the answer; p then ends at 1 - FLOOR.
         inverse: a token counts 1/p, so that the loss is a bound of the negative log-likelihood; else 1.
 
     Returns:
@@ -128,9 +146,10 @@ def draw(
     """
     count, width = rows.ids.shape
     block = torch.zeros_like(rows.ids) if block is None else block.clamp(min=0)  # [B, L]
-    ratio = torch.rand(count, int(block.max()) + 1, generator=generator, dtype=torch.float64).gather(1, block)
+    last = block.gather(1, rows.length[:, None] - 1)[:, 0]  # [B] blocks beyond it are padding
+    ratio = dice.uniform(last + 1, int(last.max()) + 1).gather(1, block.minimum(last[:, None]))
     chance = FLOOR + (1 - (1 + complementary) * FLOOR) * ratio
-    hidden = torch.rand(count, width, generator=generator, dtype=torch.float64) < chance
+    hidden = dice.uniform(rows.length, width) < chance
     share = 1 / (rows.answer.sum(1, keepdim=True).double() * count * (1 + complementary))  # [B, 1]
     found = [_masks(rows, hidden, share / chance if inverse else share.expand(-1, width))]
     if complementary:
@@ -143,15 +162,14 @@ def _masks(rows: Rows, hidden: Tensor, weight: Tensor) -> Masks:
     return Masks(hidden, torch.where(hidden, weight, 0))
 
 
-def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec, numbers: Tensor | None = None) -> Chunk:
-    """The forward that predicts tokens of answers.
+def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec) -> Chunk:
+    """Return the forward that predicts tokens of answers.
 
     Args:
         rows: clean.
-        hidden: `[B, L] bool` what the model sees as masks.
-        asked: `[B, L] bool` the tokens that it is asked about, some of them.
+        hidden: `[B, L] bool` tokens that the model sees as masks.
+        asked: `[B, L] bool` the tokens that it is asked about, some of the hidden ones.
         spec: the model.
-        numbers: `[B]` of the rows, for `Chunk.row`; default 0 to B - 1.
     """
     assert spec.mask_id is not None
     width = rows.ids.shape[1]
@@ -171,8 +189,8 @@ def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec, numbers: T
         answers = answers + torch.where(block.gather(1, answers) == here, width, 0)
         keys = clean_and_noisy(block, keys, keys, causal=spec.attention == "causal_context")
         noisy, positions = torch.cat([rows.ids, noisy], 1), torch.cat([positions] * 2, 1)
-    numbers = torch.arange(len(noisy)) if numbers is None else numbers
-    return Chunk(numbers, columns, there, rows.ids.gather(1, columns), noisy, positions, keys, answers, spec.mask_id)
+    numbers, tokens = torch.arange(len(noisy)), rows.ids.gather(1, columns)
+    return Chunk(numbers, columns, there, tokens, noisy, positions, keys, answers, spec.mask_id)
 
 
 def check(spec: ModelSpec, named: str) -> None:
@@ -185,39 +203,35 @@ def check(spec: ModelSpec, named: str) -> None:
         raise UserError("model-not-trainable", f"train.model={named} has blocks without a block length")
 
 
-Length = Callable[[int, int], int]  # tokens of a prompt and of its answer -> of the answer with its end tokens
-
-
 def padded(
-    pairs: list[Pair], eos: int, padding: str | int, block_length: int, most: int, *, own: bool = False
+    pairs: Sequence[Pair], eos: int, padding: str | int, block_length: int, most: int, *, own: bool = False
 ) -> list[Pair]:
-    """The pairs with end tokens behind their answers, which are learnt like them.
+    """Return the pairs with end tokens after their answers, which are learned like them.
 
     Args:
         pairs: answers that end in an end token already.
         eos: that token.
-        padding: `longest`: all rows become as long as the longest of them (LLaDA); `block`: a row ends with its block;
-            `none`; or the number of tokens of an answer.
-        block_length: of `block`, in columns from the row's first; own: from the answer's.
+        padding: `longest` makes all rows as long as the longest of them (LLaDA). `block` fills a row's last block.
+            `none` adds nothing. A number is the length of each answer.
+        block_length: of `block`, in columns from the row's first; with `own` from the answer's.
         most: columns of a row.
     """
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    lengths: dict[str, Length] = {
-        "longest": lambda prompt, answer: longest - prompt,
-        "block": lambda prompt, answer: answer + -(answer if own else prompt + answer) % block_length,
-        "none": lambda prompt, answer: answer,
-    }
-    length: Length = lengths[padding] if isinstance(padding, str) else lambda prompt, answer: max(answer, int(padding))
-    found = []
+    found: list[Pair] = []
     for prompt, answer in pairs:
-        tail = min(length(len(prompt), len(answer)), most - len(prompt)) - len(answer)
-        found.append((prompt, answer + [eos] * tail))
+        length = len(answer)
+        if padding == "longest":
+            length = longest - len(prompt)
+        elif padding == "block":
+            length += -(length if own else len(prompt) + length) % block_length
+        elif padding != "none":
+            length = max(length, int(padding))
+        found.append((prompt, [*answer, *[eos] * (min(length, most - len(prompt)) - len(answer))]))
     return found
 
 
-def cut(rows: Rows, share: float, generator: torch.Generator) -> Rows:
-    """A `share` of the answers, each with its tail, at a random length from 1 on (LLaDA's pre-training: 0.01)."""
-    chosen = torch.rand(len(rows.ids), generator=generator) < share
-    drawn = torch.rand(len(rows.ids), generator=generator, dtype=torch.float64)
-    length = rows.prompt + 1 + (drawn * (rows.length - rows.prompt)).long()
+def cut(rows: Rows, share: float, dice: Dice) -> Rows:
+    """Cut a `share` of the answers, each with its tail, at a random length from 1 on (LLaDA's pre-training: 0.01)."""
+    chosen = dice.one() < share
+    length = rows.prompt + 1 + (dice.one() * (rows.length - rows.prompt)).long()
     return replace(rows, length=torch.where(chosen, length.minimum(rows.length), rows.length))

@@ -1,0 +1,217 @@
+"""From the settings of `dllm-train` to a trainer and its run: the model, the data, the arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import TrainerCallback, TrainingArguments
+
+from dllm_sampler import config
+from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.host import files
+from dllm_sampler.host.reading import load_json
+from dllm_sampler.inputs.metrics import Metric
+from dllm_sampler.models import saving
+from dllm_sampler.training.data import Data, Example, drawn
+from dllm_sampler.training.model import check_masks, lora_config
+
+__all__ = ["Front", "check_masks", "last_checkpoint"]
+SETTINGS = "train.json"  # in the folder of a run
+# A run that resumes may change these; anything else would make it another run.
+FREE = (
+    "output_dir", "max_steps", "save_steps", "save_total_limit", "logging_steps", "report_to", "answer_batch_size",
+    "batch_tokens", "activation_checkpointing", "gradient_checkpointing", "fsdp", "fsdp_config", "use_cpu",
+)  # fmt: skip
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+
+@dataclass
+class Front:
+    """The settings of a task of `dllm-train`.
+
+    model: name, folder or hub id, or a dict with further settings of a model (`path`, `mask_id` ...)
+    data: your own examples (docs/training.md); where its path is null, mini's tasks
+    tasks: share of each of mini's tasks among the prompts
+    held_out: examples that no training uses, to measure on. None chooses a tenth of `data`, and of mini's tasks a
+        number of the task's
+    lora: `r`, `alpha`, `dropout` of adapters on the linear layers (needs peft); None: all weights learn
+    rewards: weight of each: a name, or `package.module:function` in TRL's form
+    prompts: examples that are answered before training; null: all
+    output_dir: folder of the run and of its result
+    resume: go on from the last checkpoint in the folder, if there is one
+    seed: of everything that is drawn
+    max_steps: optimizer steps
+    per_device_train_batch_size: examples of a process and forward
+    save_strategy, save_steps, save_total_limit: when checkpoints are written, and how many are kept
+    logging_steps: steps between two lines of the log
+    eval_strategy, eval_steps, eval_on_start: when held-out examples are measured
+    learning_rate, warmup_steps, lr_scheduler_type, lr_scheduler_kwargs: peak, steps to reach it, and the way down
+    adam_beta2, weight_decay, max_grad_norm: of AdamW, and the norm at which gradients are clipped
+    settings: any field of the trainer's arguments
+    """
+
+    name: str
+    model: Any
+    data: Mapping[str, Any] = field(default_factory=dict)
+    tasks: Mapping[str, float] = field(default_factory=dict)
+    held_out: int | None = None
+    lora: Any = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    prompts: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    FIELDS = ("model", "data", "tasks", "held_out", "lora", "rewards", "prompts")
+
+    @classmethod
+    def of(cls, name: str, settings: Mapping[str, Any]) -> Front:
+        """Return the settings of a YAML of `conf/train`, checked as far as they are not the trainer's."""
+        own = {key: value for key, value in settings.items() if key in cls.FIELDS}
+        checked = config.check(f"train={name}", cls, own)
+        checked["lora"] = lora_config(own.get("lora"))
+        rest = {key: value for key, value in settings.items() if key not in cls.FIELDS}
+        return cls(name, **{"model": None, **checked}, settings=rest)
+
+    @cached_property
+    def source(self) -> Data:
+        """The settings of the data, checked."""
+        return Data.of(self.data)
+
+    @cached_property
+    def metric(self) -> Metric:
+        """What judges answers."""
+        return Metric("train.data.metric", self.source.metric)
+
+    def arguments(self, kind: type[Arguments], **changes: Any) -> Arguments:
+        """Return the arguments of a trainer, each field checked.
+
+        Args:
+            kind: their class; settings that it does not have are left out if there are `changes`.
+            changes: other values of some fields.
+
+        Raises:
+            UserError: an unknown field, or a value that cannot be.
+        """
+        given = {**self.settings, **changes}
+        if changes:
+            known = kind.__dataclass_fields__
+            given = {key: value for key, value in given.items() if key in known}
+        try:
+            return kind(**config.check(f"train={self.name}", kind, given))
+        except UserError:
+            raise
+        except (ValueError, TypeError, ImportError) as error:  # what transformers refuses
+            raise UserError("option-range", f"train={self.name}: {first_line(error)}") from None
+
+    def examples(
+        self, args: Any, answers: bool, most: int, steps: int | None = None
+    ) -> tuple[list[Example], list[Example]]:
+        """Return examples to learn from and to measure on, of the data or of mini's tasks.
+
+        Args:
+            args: of the trainer.
+            answers: each must have one.
+            most: held-out examples at most, if `held_out` is None.
+            steps: of the run, if not `max_steps`.
+        """
+        if self.source.path is not None:
+            processes = args.world_size
+            train, held = self.source.load(args.seed, self.held_out, answers, most=most, processes=processes)
+            return train[: self.prompts], held
+        size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        count = self.prompts or max(steps or args.max_steps, 1) * size
+        return drawn(self.tasks, args.seed, count), drawn(self.tasks, args.seed, self.held_out or most, held=True)
+
+    def begin(self, folder: Path, resume: bool, finished: bool) -> None:
+        """Refuse a folder that has a run already; write the settings of this one when its checks are through.
+
+        Args:
+            folder: of the run.
+            resume: go on with a run of the same settings, if there is one.
+            finished: the folder has the result of a run.
+
+        Raises:
+            UserError: a finished run, an unfinished one without `resume`, or one of other settings.
+        """
+        if os.environ.get("RANK", "0") != "0":  # of processes that train together one looks
+            return
+        if finished:
+            raise UserError("run-finished", f"{folder} has a finished run. Choose another train.output_dir.")
+        path = folder / SETTINGS
+        if not path.exists():
+            return
+        if not resume:
+            raise UserError(
+                "run-unfinished", f"{folder} has an unfinished run. Set train.resume=true or another train.output_dir."
+            )
+        for key, value in load_json(path.read_text(encoding="utf-8")).items():
+            if value != self._facts.get(key):
+                raise UserError(
+                    "run-differs",
+                    f"{folder} has an unfinished run with another train.{key}. Resume it as it was, or choose another"
+                    " train.output_dir.",
+                )
+
+    def started(self, folder: Path) -> None:
+        """Write the settings of a run, whose checks are through, into its folder."""
+        if os.environ.get("RANK", "0") == "0":
+            files.make_folder(folder)
+            files.write(folder / SETTINGS, json.dumps(self._facts, indent=1) + "\n")
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """The settings that a run which resumes must share."""
+        own = {name: getattr(self, name) for name in self.FIELDS if name != "lora"}
+        found = {**own, "lora": None if self.lora is None else [self.lora.r, self.lora.lora_alpha], **self.settings}
+        return json.loads(json.dumps({key: value for key, value in found.items() if key not in FREE}))
+
+    def model_at(self, folder: Path) -> Any:
+        """Return the model in another folder, with the user's settings."""
+        given = self.model if isinstance(self.model, Mapping) else {}
+        return {**{key: value for key, value in given.items() if key != "name"}, "path": str(folder)}
+
+    def train(self, trainer: type[Any], resume: bool) -> Path:
+        """Build a trainer, train and save; return the folder.
+
+        Raises:
+            UserError: whatever is wrong with the settings, the model or the data.
+        """
+        args: Any = self.arguments(trainer.config)
+        folder = Path(args.output_dir)
+        last = last_checkpoint(args.output_dir) if resume else None
+        args.eval_on_start = args.eval_on_start and last is None
+        self.begin(folder, resume, saving.finished(folder))
+        train, held = self.examples(args, trainer.answers, trainer.most_held_out)
+        more: dict[str, Any] = {}
+        if self.rewards:
+            more = {"reward_funcs": [*self.rewards], "reward_weights": [*self.rewards.values()]}
+        made = trainer(
+            self.model, args=args, train_dataset=train, eval_dataset=held, peft_config=self.lora, metric=self.metric,
+            callbacks=[_Started(self)], **more,
+        )  # fmt: skip
+        made.train(resume_from_checkpoint=last)
+        made.save_model()
+        made.save_state()
+        return folder
+
+
+class _Started(TrainerCallback):
+    """Writes the settings of a run when its trainer is built, and so its checks are through."""
+
+    def __init__(self, front: Front):
+        self._front = front
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write them."""
+        self._front.started(Path(args.output_dir))
+
+
+def last_checkpoint(folder: str) -> str | None:
+    """Return the last whole checkpoint in the folder of a run. Returns None if there is none."""
+    found = [file.parent for file in Path(folder).glob("checkpoint-*/trainer_state.json")]  # the file is written last
+    return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None

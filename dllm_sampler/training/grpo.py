@@ -1,0 +1,294 @@
+"""Policy gradients on rewards: CJ-GRPO over trajectories (arXiv 2509.23924), and diffu-GRPO (arXiv 2504.12216)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import count, islice
+from random import Random
+from typing import Any, ClassVar, Literal
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+
+from dllm_sampler.core.checks import check_choice, check_count, check_share
+from dllm_sampler.errors import UserError
+from dllm_sampler.result import Result
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.training import policy, rewards
+from dllm_sampler.training.average import Reference
+from dllm_sampler.training.data import Row, columns_of
+from dllm_sampler.training.policy import Goal
+from dllm_sampler.training.trainer import DiffusionConfig, DiffusionTrainer
+from dllm_sampler.training.trajectory import Trajectories, check, trajectories
+
+PATIENCE = 10  # steps in a row without a single score before the run ends
+
+
+@dataclass
+class TrajectoryGRPOConfig(DiffusionConfig):
+    """Settings of `TrajectoryGRPOTrainer`. A batch has `per_device_train_batch_size` prompts.
+
+    num_generations: answers to each prompt
+    rollout: settings of the sampler; any that commits each position once, at a temperature
+    likelihood: `trajectory` scores every token by the state it was committed from (CJ-GRPO). `masked` scores all at
+        once, with the whole answer and a share of the prompt masked (diffu-GRPO)
+    mask_prompt: that share, drawn again for each iteration
+    transitions: score at most this many of each answer's; None: all
+    scale_rewards: divide advantages by their group's deviation (GRPO; not CJ-GRPO)
+    after_eos: tokens after the first end token count too, as in the official code
+    num_iterations: optimizer steps on the same answers
+    epsilon, beta: of the clipping, and the weight of the divergence from the reference
+    ref_model_sync_steps: steps after which the reference becomes the present model; 0: never. With adapters the
+        reference is always the model without them
+    batch_tokens: columns of a forward, which bound its memory
+    """
+
+    num_generations: int = 6
+    rollout: dict[str, Any] = field(default_factory=lambda: {"scheduler": "fixed", "temperature": 1.0})
+    likelihood: str = "trajectory"
+    mask_prompt: float = 0.0
+    transitions: int | None = None
+    scale_rewards: bool = False
+    after_eos: bool = False
+    num_iterations: int = 1
+    epsilon: float = 0.5
+    beta: float = 0.0
+    ref_model_sync_steps: int = 64
+    batch_tokens: int = 8192
+
+    samplers: ClassVar[tuple[str, ...]] = ("evaluation", "rollout")
+    counts: ClassVar[tuple[str, ...]] = (*DiffusionConfig.counts, "num_iterations", "batch_tokens")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("num_generations", self.num_generations, 2)
+        check_count("ref_model_sync_steps", self.ref_model_sync_steps, 0)
+        check_count("transitions", self.transitions, optional=True)
+        check_choice("likelihood", self.likelihood, Literal["trajectory", "masked"])
+        check_share("mask_prompt", self.mask_prompt)
+        if not self.epsilon > 0 or not self.beta >= 0:
+            raise UserError(
+                "option-range", f"epsilon must be above 0 and beta at least 0, not {self.epsilon}, {self.beta}"
+            )
+        if not self.rollout.get("temperature"):
+            raise UserError("option-range", "rollout.temperature must be above 0: answers must differ")
+        if self.save_strategy == "steps" and self.save_steps % self.num_iterations:
+            raise UserError(
+                "options-conflict",
+                f"save_steps={self.save_steps:g} is within num_iterations={self.num_iterations} steps on the same"
+                " answers. Set a multiple.",
+            )
+
+
+@dataclass
+class Rollout:
+    """Answers to the prompts of a batch, and what is learned from them."""
+
+    result: Result
+    advantage: Tensor  # [N]
+    there: Tensor  # [N] bool: samples with a score
+    reference: list[Tensor]  # log-probabilities under the reference, of each iteration; empty without one
+    old: list[Tensor]  # the same under the policy that sampled; empty with a single iteration
+
+
+class TrajectoryGRPOTrainer(DiffusionTrainer):
+    """Samples answers to each prompt, and makes those more likely that are better than their group's mean.
+
+    The loss is the mean over a transition's tokens, then over a sample's transitions, then over the samples, however it
+    is cut into forwards. The official code of CJ-GRPO pools the tokens of all samples of a micro-batch instead, which
+    depends on the cut. Probabilities are those of the model itself, without temperature, guide or cache.
+
+    Args:
+        reward_funcs: functions in TRL's form, or names: see `rewards.find`.
+        reward_weights: of each; None: 1.
+        others: see `DiffusionTrainer`.
+    """
+
+    config: ClassVar[type[DiffusionConfig]] = TrajectoryGRPOConfig
+    most_held_out: ClassVar[int] = 800  # one deviation of a measurement is 1.7 points
+    answers: ClassVar[bool] = False  # rewards may do without
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]],
+        args: TrajectoryGRPOConfig | None = None,
+        *given: Any,
+        reward_weights: Sequence[float] | None = None,
+        **named: Any,
+    ):
+        listed = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else [*reward_funcs]
+        weights = [1.0] * len(listed) if reward_weights is None else [*reward_weights]
+        found = [(one, rewards.find(one)) if isinstance(one, str) else (one.__name__, one) for one in listed]
+        self._rewards = {name: (one, weight) for (name, one), weight in zip(found, weights, strict=True)}
+        args = args or TrajectoryGRPOConfig("trained")
+        self.reference = Reference("reference", 0.0, args.ref_model_sync_steps)
+        if args.beta and named.get("peft_config") is None:
+            named["callbacks"] = [*named.get("callbacks", ()), self.reference]
+        self._rollouts: dict[tuple[int, ...], Rollout] = {}
+        self._unscored, self._told_mismatch = 0, False
+        super().__init__(model, args, *given, **named)
+        self.rollouts = self.sampler(**{**self.args.rollout, "entropy": True})
+        size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        if self.args.max_steps <= 0:
+            self.args.max_steps = self.args.num_iterations * math.ceil(
+                self.args.num_train_epochs * len(self.examples) / size
+            )
+        self.train_dataset = [*islice(self._stream(size), self.args.max_steps * size)]
+
+    def rows(self, args: TrajectoryGRPOConfig) -> tuple[list[Row], list[Row]]:
+        """See `DiffusionTrainer.rows`. Rewards are tried on two right answers."""
+        train, held = super().rows(args)
+        some = self.examples[:2]
+        texts = [one.answer if isinstance(one.answer, str) else "" for one in some]
+        columns: dict[str, list[Any]] = {"completion_ids": [self._ids(text) for text in texts]}
+        rewards.check(self._rewards, [one.prompt for one in some], texts, columns | columns_of(some))
+        check(Sampler(self.trained.denoiser, tokenizer=self.trained.tokenizer, **args.rollout))
+        return train, held
+
+    def _ids(self, text: str) -> list[int]:
+        encoded: Any = self.trained.tokenizer(text, add_special_tokens=False)
+        return list(encoded["input_ids"])
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        """Return the rows in their order, which is that of the steps."""
+        return SequentialSampler(self.train_dataset)  # pyright: ignore[reportArgumentType]
+
+    def _stream(self, size: int) -> Iterator[Row]:
+        """Yield the rows of one step after the other, each step's `num_iterations` times, shuffled in each epoch.
+
+        The number of a row is its place among those that are sampled.
+        """
+        left, place = list[Row](), 0
+        for epoch in count():
+            left += Random(self.seed_of("epoch", epoch)).sample(self.train_rows, len(self.train_rows))
+            while len(left) >= size:
+                some, left = left[:size], left[size:]
+                batch = [Row(place + at, row.example, row.prompt) for at, row in enumerate(some)]
+                place += size
+                for _ in range(self.args.num_iterations):
+                    yield from batch
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Sample and judge answers, or take those of the step before; then sum up gradients, forward by forward."""
+        args, some = self.args, inputs["rows"]
+        update, key = self.state.global_step % args.num_iterations, tuple(row.number for row in some)
+        if update == 0:
+            self._rollouts[key] = self._roll_out(model, some)
+        rollout = self._rollouts[key] if update + 1 < args.num_iterations else self._rollouts.pop(key)
+        moot = not rollout.there.any() or (not rollout.advantage.any() and not args.beta)
+        if moot and args.world_size == 1:  # others would wait for this one's gradients
+            return torch.zeros((), device=args.device)
+        model.train()
+        view, trace = self._view(rollout.result, key, update), rollout.result.trace
+        weight = view.weight * (rollout.there / rollout.there.sum().clamp(min=1))[:, None]
+        old, reference = (each[update] if each else None for each in (rollout.old, rollout.reference))
+        goal = Goal(rollout.advantage, weight / self.current_gradient_accumulation_steps, old, reference)
+        learner = torch.zeros_like(trace.logprob)
+        total, figures = torch.zeros((), device=args.device), {"clipped": 0.0, "kl": 0.0}
+        parts = self.together(view.parts(args.batch_tokens))
+        for number, (items, counts) in enumerate(parts, 1):
+            chunk = view.chunk(items).to(self.trained.spec.device)
+            synced = number == len(parts) or self.is_fsdp_enabled
+            with nullcontext() if synced else self.accelerator.no_sync(model), self.attention():
+                logprob, _ = chunk.score(model)
+                loss, found = goal.loss(chunk, logprob, args.epsilon, args.beta)
+                self.accelerator.backward(loss if counts else 0 * loss)
+            if counts:
+                total += loss.detach()
+                figures |= {name: figures[name] + value for name, value in found.items()}
+                at = chunk.there
+                learner[chunk.row[:, None].expand_as(at)[at].cpu(), chunk.columns[at].cpu()] = logprob.detach()[at].to(
+                    learner
+                )
+        self.note(figures)
+        if update == 0:
+            self._note_mismatch(policy.mismatch(trace.logprob, learner, view.valid))
+        return total
+
+    def _roll_out(self, model: nn.Module, some: list[Row]) -> Rollout:
+        args, group = self.args, self.args.num_generations
+        examples = [row.example for row in some if row.example is not None]
+        seeds = [Random(self.seed_of("rollout", row.number, at)).getrandbits(48) for row in some for at in range(group)]
+        result = Result.stack(self.answered(self.rollouts, [one.prompt for one in examples], seeds, group))
+        repeated = [example for example in examples for _ in range(group)]
+        ids = [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
+        columns: dict[str, list[Any]] = {"completion_ids": ids} | columns_of(repeated)
+        scores = rewards.judge(self._rewards, [one.prompt for one in repeated], result.texts or [], columns)
+        advantage = policy.advantages(scores.total, group, args.scale_rewards)
+        self._report(scores, advantage, result)
+        key = tuple(row.number for row in some)
+        views = [self._view(result, key, update) for update in range(args.num_iterations)]
+        # A single update starts at the policy that sampled: its ratios are 1, and what made them is the graph itself.
+        old = self._score(model, views) if len(views) > 1 else []
+        reference = list[Tensor]()
+        if args.beta:
+            away = self.reference.applied() if self.trained.adapter is None else self.trained.without_adapters()
+            with away:
+                reference = self._score(model, views)
+        return Rollout(result, advantage, ~scores.total.isnan(), reference, old)
+
+    def _score(self, model: nn.Module, views: list[Trajectories]) -> list[Tensor]:
+        """Return log-probabilities of each view, computed once if the views are the same."""
+        model.eval()
+        alike = self.args.likelihood == "trajectory" and self.args.transitions is None
+        found = []
+        for view in views[:1] if alike else views:
+            chunks = (view.chunk(items) for items, _ in self.together(view.parts(self.args.batch_tokens)))
+            found.append(view.log_probabilities(model, chunks=chunks))
+        return found * len(views) if alike else found
+
+    def _view(self, result: Result, key: tuple[int, ...], update: int) -> Trajectories:
+        """Return the part of the answers that one update scores."""
+        args, spec = self.args, self.trained.spec
+        generator = torch.Generator().manual_seed(Random(self.seed_of("view", key, update)).getrandbits(62))
+        blocks = self.rollouts.plugins.blocks.lookahead(args.new_tokens)
+        common: dict[str, Any] = {"after_eos": args.after_eos, "blocks": blocks}
+        if args.likelihood == "masked":
+            blank = torch.rand(result.trace.ids.shape, generator=generator) < args.mask_prompt
+            blank &= torch.arange(blank.shape[1]) < result.trace.origin
+            return trajectories(result.trace, spec, single=True, blank=blank, **common)
+        view = trajectories(result.trace, spec, **common)
+        return view if args.transitions is None else view.sample(args.transitions, generator)
+
+    # What the user is told --------------------------------------------------------------------------------------------
+
+    def _report(self, scores: rewards.Scores, advantage: Tensor, result: Result) -> None:
+        """Note figures of the answers, and write sentences if something is wrong."""
+        step, there = self.state.global_step + 1, ~scores.total.isnan()
+        for trouble in scores.troubles:
+            self.say(f"step {step}: {trouble}")
+        self._unscored = 0 if any(gather_object([bool(there.any())])) else self._unscored + 1
+        if self._unscored == PATIENCE:
+            raise UserError("nothing-to-learn", f"no answer in {PATIENCE} steps had a reward. See the lines above.")
+        flat = float((advantage.view(-1, self.args.num_generations) == 0).all(1).double().mean())
+        if flat == 1:
+            self.say(f"step {step}: the answers to each prompt have equal rewards, so there is nothing to learn")
+        known = scores.total[there]
+        self.note(
+            {
+                "reward": float(known.mean()) if len(known) else math.nan,
+                **{f"reward/{name}": mean for name, mean in scores.means.items()},
+                "unscored": int((~there).sum()),
+                "equal_groups": flat,
+                "distinct": policy.distinct(result, self.args.num_generations),
+                "entropy": policy.entropy(result.trace, self.trained.spec.eos_ids),
+                "rollout_nfe": float(result.nfe.double().mean()),
+                "rollout_tokens": float(result.lengths.double().mean()),
+            }
+        )
+
+    def _note_mismatch(self, found: dict[str, float]) -> None:
+        """Note how far the policy that sampled is from the one that learns; say it once if it is more than rounding."""
+        self.note(found)
+        sentence = policy.mismatch_sentence(found, self.rollouts, self.args.bf16)
+        if sentence and self.args.likelihood == "trajectory" and not self._told_mismatch:
+            self._told_mismatch = True
+            self.say(f"step {self.state.global_step + 1}: {sentence}")

@@ -1,0 +1,343 @@
+"""The model that is trained: any that `dllm-sample` samples from, as transformers' `Trainer` takes a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import PreTrainedTokenizerBase
+
+from dllm_sampler import config
+from dllm_sampler.errors import UserError, installing
+from dllm_sampler.models import loading, saving, weights
+from dllm_sampler.models.adapter import has_adapter
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.diffusion_gemma import MODEL_TYPE, DiffusionGemmaDenoiser
+from dllm_sampler.models.huggingface import MaskedLMDenoiser
+from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.models.uniform import UniformLM
+from dllm_sampler.sampler import Sampler
+
+T = TypeVar("T")
+Model = str | Path | Mapping[str, Any] | Sampler
+ADAPTER = "adapter"  # folder of the adapters, inside that of the run
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of a network of ours
+SHARED = "model.decoder.layers", "model.encoder.language_model.layers"  # of DiffusionGemma, with the same weights
+FROZEN = (".router.", "vision")  # of DiffusionGemma: as its public recipe has it, and texts alone are learned
+UNTRAINABLE = ("quantize", "device_map", "cfg_scale", "adapter")  # settings of a model that is only sampled from
+
+
+class Trainable(nn.Module):
+    """A network in training, called as a `Transformer` is: `(ids, positions=, keys=, rows=)` to logits.
+
+    Args:
+        denoiser: samples from the network as it is now.
+        tokenizer: of the checkpoint.
+        named: the user's word for the model.
+        settings: as `config.model` returns them. None if the model was given as a `Sampler`.
+        lora: a configuration of peft; None: all weights learn.
+        seed: of the adapters.
+    """
+
+    def __init__(
+        self,
+        denoiser: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        named: str,
+        settings: Mapping[str, Any] | None = None,
+        lora: Any = None,
+        seed: int = 0,
+    ):
+        super().__init__()
+        if not isinstance(denoiser, TransformerDenoiser | MaskedLMDenoiser | DiffusionGemmaDenoiser):
+            raise UserError("model-not-trainable", f"{type(denoiser).__name__} cannot be trained. Give a checkpoint.")
+        gemma = isinstance(denoiser, DiffusionGemmaDenoiser)
+        self.inner: Any = denoiser.transformer if isinstance(denoiser, TransformerDenoiser) else denoiser.model
+        for name, weight in self.inner.named_parameters():
+            # Routers' biases balance the experts in pre-training, by counts and not by gradients.
+            if name.endswith("router.bias") or (gemma and any(part in name for part in FROZEN)):
+                weight.requires_grad_(False)
+        self.adapter: Any = None if lora is None else attach(self.inner, lora, seed, SHARED if gemma else None)
+        if isinstance(denoiser, MaskedLMDenoiser):
+            self.network: nn.Module = denoiser.module()
+        else:
+            self.network = UniformLM(self.inner) if gemma else self.inner
+        self.denoiser, self.tokenizer, self.named = denoiser, tokenizer, named
+        self._settings, self._lora, self._seed = settings, lora, seed
+        self._keys_to_ignore_on_save = sorted(self.state_dict().keys() - self.learned().keys())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("inner", "adapter"):  # they are parts of the network, and no modules beside it
+            vars(self)[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    @classmethod
+    def load(
+        cls, model: Model, dtype: str = "float32", lora: Any = None, seed: int = 0, *, uniform: bool = False
+    ) -> Self:
+        """Load a model to train it.
+
+        Args:
+            model: as `Sampler.from_pretrained` takes it: a name, folder or hub id, or a dict with more settings. Or a
+                `Sampler`, whose model is used as it is.
+            dtype: of the weights.
+            lora: a configuration of peft; None: all weights learn.
+            seed: of the adapters.
+            uniform: take a model without a mask token, too.
+
+        Raises:
+            UserError: nothing to load there, or a model that cannot be trained.
+        """
+        if isinstance(model, Sampler):
+            if model.tokenizer is None:
+                raise UserError("tokenizer-missing", "the sampler has no tokenizer. Give it one.")
+            return cls(model.denoiser, model.tokenizer, repr(model), None, lora, seed)
+        model = str(model) if isinstance(model, Path) else model
+        named, settings = called(model), config.model(model)
+        for name in UNTRAINABLE:
+            if settings.pop(name):
+                raise UserError("option-not-applicable", f"train.model has {name}, for sampling only. Remove it.")
+        if settings["causal_context"] is False:
+            raise UserError("option-not-applicable", "train.model has causal_context=false. Remove it.")
+        if has_adapter(loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))):
+            raise UserError(
+                "adapter-unsupported",
+                f"train.model={named} has an adapter. Merge it first, by merge_and_unload of peft.",
+            )
+        if not uniform:
+            check_masks(model)
+        if dtype == "bfloat16" and lora is None:
+            raise UserError(
+                "options-conflict",
+                "train.dtype=bfloat16 rounds small updates of all weights away. Use it with train.lora, or set"
+                " train.bf16=true, which computes in bfloat16.",
+            )
+        denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=torch.device("cpu"))
+        if tokenizer is None:
+            raise UserError("tokenizer-missing", f"train.model={named} has no tokenizer. Add its files.")
+        return cls(denoiser, tokenizer, named, {**settings, "dtype": dtype}, lora, seed)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Return what the network does."""
+        return self.network(*args, **options)
+
+    @property
+    def spec(self) -> Any:
+        """The `ModelSpec` of the model."""
+        return self.denoiser.spec
+
+    def learned(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that an optimizer moves, each under one name."""
+        return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
+
+    def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Keep the layers' inputs alone for the backward pass and compute the rest twice: less memory, more time."""
+        if isinstance(self.network, UniformLM):
+            self.network.recompute()
+        elif isinstance(self.network, Transformer):
+            self.network.recompute = True
+        else:
+            network: Any = self.inner
+            network.config.use_cache = False  # of no use here, and transformers would say so
+            name = "activation" if hasattr(network, "activation_checkpointing_enable") else "gradient"
+            enable = getattr(network, f"{name}_checkpointing_enable")
+            enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
+
+    activation_checkpointing_enable = gradient_checkpointing_enable  # from transformers 5.20 on
+
+    @property
+    def _no_split_modules(self) -> list[str]:
+        """The classes that accelerate's FSDP2 takes for layers. It asks for them before it spreads the weights."""
+        if isinstance(self.network, UniformLM):
+            return list(self.network.join_layers())
+        return sorted({type(layer).__name__ for layer in _layers(self.network)})
+
+    def tie_weights(self) -> None:
+        """Share weights that the model's configuration ties, after new tensors were assigned."""
+        self.inner.tie_weights()
+
+    # Sampling ---------------------------------------------------------------------------------------------------------
+
+    def sampling(self, run: Callable[[], T]) -> T:
+        """Return what `run` does: it may sample from the model, in eval mode and with all weights of a sharded one."""
+        training = self.training
+        self.eval()
+        try:
+            if isinstance(self, FSDPModule):
+                register_fsdp_forward_method(self, "_gathered")
+                return self._gathered(run)
+            return run()
+        finally:
+            self.train(training)
+
+    def _gathered(self, run: Callable[[], T]) -> T:
+        """Run with whole layers in each process: processes may then make different numbers of forwards."""
+        layers: list[Any] = [one for one in self.modules() if isinstance(one, FSDPModule) and one is not self]
+        for layer in layers:
+            layer.set_reshard_after_forward(False, recurse=False)
+            layer.unshard()
+        try:
+            return run()
+        finally:
+            for layer in layers:
+                layer.set_reshard_after_forward(True, recurse=False)
+                layer.reshard()
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """The model before training, where adapters learn."""
+        adapter: Any = self.adapter
+        adapter.disable_adapter_layers()
+        try:
+            yield
+        finally:
+            adapter.enable_adapter_layers()
+
+    # Saving -----------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
+        """Write the checkpoint in its family's format, adapters merged, and apart the adapters alone.
+
+        Args:
+            folder: to write to.
+            state: all weights, where processes share them.
+
+        Raises:
+            UserError: the model was not loaded from a checkpoint, so it has no format.
+            NotWrittenError: a file cannot be written.
+        """
+        source = self.denoiser.folder
+        if source is None:
+            raise UserError(
+                "model-not-found", "the model is from no checkpoint, so it has no format. Save it yourself."
+            )
+        hub = None
+        if self._settings is not None and not Path(str(self._settings["path"])).expanduser().is_dir():
+            hub = str(self._settings["path"])
+        network = self.inner
+        if self.adapter is not None or state is not None:
+            made = self._again(source)
+            made.load_state_dict(self.state_dict() if state is None else state)
+            network = made.inner
+            if made.adapter is not None:
+                saving.save_adapters(made.adapter, source, hub or str(source.resolve()), folder / ADAPTER)
+                network = merged(made.adapter)
+        saving.save(network, source, folder, hub)
+
+    def _again(self, source: Path) -> Trainable:
+        """Return the model as it was loaded, in main memory."""
+        weight = str(self.spec.dtype).removeprefix("torch.")
+        settings = self._settings or {"path": str(source), "mask_id": self.spec.mask_id, "dtype": weight}
+        denoiser, tokenizer = loading.load(**settings, device=torch.device("cpu"))
+        assert tokenizer is not None
+        return Trainable(denoiser, tokenizer, self.named, self._settings, self._lora, self._seed)
+
+
+def _layers(network: nn.Module) -> Iterator[nn.Module]:
+    """Yield what the outermost lists of modules hold: the layers, in our networks and in those of transformers."""
+    for child in network.children():
+        if isinstance(network, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _layers(child)
+
+
+def check_masks(model: str | Mapping[str, Any]) -> None:
+    """Refuse a model for a task that masks tokens, before it is loaded.
+
+    Raises:
+        UserError: it has no mask token, or there is nothing to load.
+    """
+    settings = config.model(model)
+    folder = loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))
+    path = folder / "config.json"
+    if path.is_file() and weights.read_json(path).get("model_type") == MODEL_TYPE:
+        raise UserError("mask-token-missing", f"train.model={called(model)} has no mask token. Use train=sft.")
+
+
+def called(model: str | Mapping[str, Any]) -> str:
+    """Return the user's word for a model."""
+    return str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)
+
+
+# Adapters -------------------------------------------------------------------------------------------------------------
+
+
+def lora_config(settings: Mapping[str, Any] | None) -> Any:
+    """Return peft's configuration of `r`, `alpha` and `dropout`. Returns None for None.
+
+    Raises:
+        UserError: a field is missing or out of range, or peft is missing.
+    """
+    if settings is None:
+        return None
+    if set(settings) != {"r", "alpha", "dropout"}:
+        raise UserError("option-type", f"train.lora needs r, alpha and dropout, or is null, not {dict(settings)}")
+    if not (settings["r"] >= 1 and float(settings["r"]).is_integer()):
+        raise UserError("option-range", f"train.lora.r must be a whole number of at least 1, not {settings['r']}")
+    if not settings["alpha"] > 0:
+        raise UserError("option-range", f"train.lora.alpha must be a number above 0, not {settings['alpha']}")
+    if not 0 <= settings["dropout"] < 1:
+        raise UserError("option-range", f"train.lora.dropout must be from 0 to below 1, not {settings['dropout']}")
+    if find_spec("peft") is None:
+        raise UserError("package-missing", f"train.lora needs the package peft: {installing('train')}")
+    from peft import LoraConfig  # takes seconds to import
+
+    return LoraConfig(r=int(settings["r"]), lora_alpha=settings["alpha"], lora_dropout=settings["dropout"])
+
+
+def attach(network: nn.Module, lora: Any, seed: int, shared: tuple[str, str] | None = None) -> Any:
+    """Put LoRA adapters (arXiv 2106.09685) on linear layers of a network, in place; only they learn from here on.
+
+    By default all but the head have them. Experts are stacked parameters and no layers: they have none. Adapters are
+    float32 at least, whatever the network.
+
+    Args:
+        network: as its checkpoint has it.
+        lora: a `LoraConfig`.
+        seed: of the adapters.
+        shared: two lists of layers whose weights are the same. The first gets adapters on attention and feed-forward,
+            and the second has the same ones.
+
+    Returns:
+        The peft model around the network.
+    """
+    from copy import copy
+
+    from peft import LoraModel
+    from peft.tuners.lora import LoraLayer
+
+    shape = copy(lora)
+    if shape.target_modules is None:
+        shape.target_modules = list(TARGETS) if isinstance(network, Transformer) else "all-linear"
+    if shared is not None:
+        shape.target_modules = rf"{shared[0]}\.\d+\.(self_attn|mlp)\.\w+_proj"
+    with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
+        torch.manual_seed(seed)
+        adapter = LoraModel(network, shape, "default")
+    if shared is not None:
+        for name, layer in network.get_submodule(shared[0]).named_modules():
+            if isinstance(layer, LoraLayer):
+                network.set_submodule(f"{shared[1]}.{name}", cast(nn.Module, layer))
+    for weight in network.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+    return adapter
+
+
+def merged(adapter: Any) -> nn.Module:
+    """Return the network with the adapters added to its weights, and none left."""
+    from peft.tuners.lora import LoraLayer
+
+    network = adapter.merge_and_unload()
+    for name, layer in list(network.named_modules(remove_duplicate=False)):
+        if isinstance(layer, LoraLayer):  # the other place of a shared one, whose weights have it already
+            network.set_submodule(name, layer.get_base_layer())
+    return network

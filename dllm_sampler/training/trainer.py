@@ -1,0 +1,293 @@
+"""The common part of the trainers: transformers' `Trainer` around a model that is sampled from while it learns."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.errors import NotFiniteError, UserError, counted, unknown
+from dllm_sampler.inputs.metrics import Metric
+from dllm_sampler.inputs.prompts import Prompt
+from dllm_sampler.options import SamplerOptions
+from dllm_sampler.result import Answer
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.training.average import Average, WeightCopy
+from dllm_sampler.training.data import Columns, Encoder, Row, check_tokenizer
+from dllm_sampler.training.model import Model, Trainable
+
+
+@dataclass
+class DiffusionConfig(TrainingArguments):
+    """transformers' `TrainingArguments`, and what all trainers here have besides.
+
+    dtype: of the weights: `float32` or `float64`; `bfloat16` where adapters learn
+    new_tokens: longest answer that is sampled
+    evaluation: settings of the sampler whose answers to held-out prompts are measured; greedy by default
+    answer_batch_size: answers that are sampled at a time; one that ends gives its place to the next
+    average: decay of a moving average of the weights, which is what is measured and saved; 0: the weights themselves
+    """
+
+    dtype: str = "float32"
+    new_tokens: int = 128
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    answer_batch_size: int = 16
+    average: float = 0.0
+    fsdp: bool | str | None = None  # pyright: ignore[reportIncompatibleVariableOverride] (transformers takes both)
+    remove_unused_columns: bool = False
+    dataloader_pin_memory: bool = False
+
+    samplers: ClassVar[tuple[str, ...]] = ("evaluation",)  # fields that are settings of a sampler
+    counts: ClassVar[tuple[str, ...]] = ("new_tokens", "answer_batch_size")  # fields that are whole numbers from 1 on
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.counts:
+            check_count(name, getattr(self, name))
+        if not 0 <= self.average < 1:
+            raise UserError("option-range", f"average must be from 0 to below 1, not {self.average}")
+        if self.dtype not in ("float32", "float64", "bfloat16"):
+            raise unknown("dtype", self.dtype, ("float32", "float64", "bfloat16"))
+        for name in self.samplers:
+            for option in getattr(self, name):
+                if option not in SamplerOptions.__annotations__:
+                    raise unknown(f"field of {name}", option, SamplerOptions.__annotations__)
+
+
+class FiniteGradients(TrainerCallback):
+    """Leaves out the gradients of a step if one of them is not finite, and reports it."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Look at the norm, which is the same in all processes."""
+        norm: Any = nn.utils.get_total_norm([w.grad for w in model.learned().values() if w.grad is not None])
+        if not math.isfinite(norm.full_tensor() if hasattr(norm, "full_tensor") else norm):
+            model.zero_grad()
+            if state.is_world_process_zero:
+                say(f"step {state.global_step + 1}: the gradients are not finite and were left out")
+
+
+def say(text: str) -> None:
+    """Write a line for the user, above a bar if there is one."""
+    tqdm.write(text, file=sys.stderr)
+
+
+class DiffusionTrainer(Trainer):
+    """A `Trainer` that learns from rows of prompts and answers, and measures answers to held-out prompts.
+
+    Args:
+        model: as `Sampler.from_pretrained` takes it, or a `Sampler`.
+        args: the settings.
+        train_dataset: rows with a `prompt` and a `completion` (or `answer`), or with `messages`. A prompt is a text,
+            token ids or messages.
+        eval_dataset: the same, to measure on.
+        peft_config: a `LoraConfig` of peft, whose adapters alone learn; None: all weights.
+        columns: names of the columns, if they are others.
+        metric: how answers are judged, see `Metric`.
+        options: others of `Trainer`.
+
+    Raises:
+        UserError: a model, a setting or a row that cannot be used.
+    """
+
+    config: ClassVar[type[DiffusionConfig]] = DiffusionConfig
+    uniform: ClassVar[bool] = False  # whether it knows models without a mask token
+    answers: ClassVar[bool] = True  # whether each example must have an answer
+    most_held_out: ClassVar[int] = 64  # of `dllm-train`, where `held_out` is None
+    args: Any  # the settings, of the class `config`
+
+    def __init__(
+        self,
+        model: Model,
+        args: DiffusionConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        *,
+        peft_config: Any = None,
+        columns: Columns | None = None,
+        metric: Metric | str = "exact_match",
+        callbacks: Sequence[TrainerCallback] = (),
+        **options: Any,
+    ):
+        args = args or self.config(output_dir="trained")
+        columns = columns or Columns()
+        self.trained = Trainable.load(model, args.dtype, peft_config, args.seed, uniform=self.uniform)
+        self.metric = Metric("metric", metric) if isinstance(metric, str) else metric
+        self.examples = columns.examples(train_dataset, self.answers, "train_dataset")
+        self.held = [] if eval_dataset is None else columns.examples(eval_dataset, self.answers, "eval_dataset")
+        if self.examples[0].task:
+            check_tokenizer(self.trained.tokenizer, self.trained.named)
+        self._figures: dict[str, list[float]] = {}
+        self.average = Average("average", args.average)
+        self.copies: list[WeightCopy] = [self.average, *(one for one in callbacks if isinstance(one, WeightCopy))]
+        for name in args.samplers:
+            self.sampler(**getattr(args, name))  # a mistake in one shows here
+        self.train_rows, held_rows = self.rows(args)
+        more: list[TrainerCallback] = [FiniteGradients(), *([self.average] if args.average else []), *callbacks]
+        super().__init__(
+            model=self.trained,
+            args=args,
+            data_collator=lambda rows: {"rows": rows},
+            train_dataset=self.train_rows,  # pyright: ignore[reportArgumentType] (a list is a data set by position)
+            eval_dataset=held_rows or None,  # pyright: ignore[reportArgumentType]
+            processing_class=self.trained.tokenizer,
+            callbacks=more,
+            **options,
+        )
+        self.model_accepts_loss_kwargs = False  # a loss is the mean over its rows
+        self.say_examples()
+
+    @classmethod
+    def command(cls, front: Any, resume: bool) -> Path:
+        """Run `dllm-train` with the settings of `front`, and return the folder of the result."""
+        return front.train(cls, resume)
+
+    # What a trainer says ----------------------------------------------------------------------------------------------
+
+    def rows(self, args: Any) -> tuple[list[Row], list[Row]]:
+        """Check and encode all examples, and return rows to learn from and to measure on, before the first step."""
+        spec = self.trained.spec
+        encode = Encoder(self.trained.tokenizer, spec, spec.max_positions)
+        train, held = (
+            [Row(at, one, encode.prompt(one, args.new_tokens)) for at, one in enumerate(some)]
+            for some in (self.examples, self.held)
+        )
+        return train, held
+
+    def held_out_loss(self, *given: Any, **named: Any) -> EvalLoopOutput:
+        """Return the loss of held-out examples, where there is one."""
+        nothing: Any = None
+        return EvalLoopOutput(nothing, None, {}, len(self.held))
+
+    # What it can use --------------------------------------------------------------------------------------------------
+
+    def sampler(self, **settings: Any) -> Sampler:
+        """Return a sampler of the model as it is now."""
+        return Sampler(self.trained.denoiser, tokenizer=self.trained.tokenizer, **settings)
+
+    def say(self, text: str) -> None:
+        """Write a line for the user, in the first process alone."""
+        if self.is_world_process_zero():
+            say(text)
+
+    def say_examples(self) -> None:
+        """Say how many examples are learned from and how many are held out. Says nothing of mini's endless tasks."""
+        if not self.examples[0].task:
+            held = f"; {len(self.held)} held out to measure on" if self.held else ""
+            self.say(f"{counted(len(self.examples), 'example')} to learn from{held}")
+
+    def seed_of(self, *parts: object) -> str:
+        """Return a seed of what is drawn: of the run's seed and of anything."""
+        return "/".join(map(str, (self.args.seed, *parts)))
+
+    def attention(self) -> AbstractContextManager[Any]:
+        """On a CPU the backward pass of torch's flash attention takes ten times as long in bfloat16 as products do."""
+        slow = self.args.bf16 and self.accelerator.device.type == "cpu"
+        return sdpa_kernel(SDPBackend.MATH) if slow else nullcontext()
+
+    def note(self, figures: Mapping[str, float]) -> None:
+        """Add figures to the next line of the log, which has their means over its steps and over the processes."""
+        for name, value in figures.items():
+            self._figures.setdefault(name, []).append(float(value))
+
+    def answered(
+        self, sampler: Sampler, prompts: Sequence[Prompt], seeds: int | Sequence[int] = 0, samples: int = 1
+    ) -> list[Answer]:
+        """Return answers in the order of the prompts.
+
+        Raises:
+            NotFiniteError: the model returned NaN.
+        """
+        size = max(self.args.answer_batch_size, samples)  # answers to one prompt may have to begin together
+        options: dict[str, Any] = {"max_new_tokens": self.args.new_tokens, "seed": seeds, "samples": samples}
+
+        def run() -> list[Answer]:
+            with self.accelerator.autocast():
+                return list(sampler.generate_many(prompts, batch_size=size, order="given", **options))
+
+        found = self.trained.sampling(run)
+        for answer in found:
+            if answer.finish_reason == "not_finite":
+                raise NotFiniteError(answer.nfe, [answer.index + 1])
+        return found
+
+    def together(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
+        """Return each item that takes a forward, with True. Processes that share the weights make as many forwards:
+        those with fewer items get their last one again, with False."""
+        most = max(gather_object([len(items)])) if self.is_fsdp_enabled else len(items)
+        return [(items[min(at, len(items) - 1)], at < len(items)) for at in range(most)]
+
+    # The hooks of `Trainer` -------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
+        """Add the figures of the steps since the last line, and hand the line on."""
+        if "loss" in logs:
+            means = {name: sum(some) / len(some) for name, some in self._figures.items()}
+            self._figures.clear()
+            if self.args.world_size > 1:
+                all_means = gather_object([means])
+                means = {name: sum(one[name] for one in all_means) / len(all_means) for name in means}
+            logs |= means
+        super().log(logs, *given, **named)
+
+    def evaluation_loop(self, *given: Any, metric_key_prefix: str = "eval", **named: Any) -> EvalLoopOutput:
+        """Measure held-out examples: their loss, and right answers, forwards and tokens per forward of a sampler."""
+        with self.average.applied(), self.attention():
+            found = self.held_out_loss(*given, metric_key_prefix=metric_key_prefix, **named)
+            measured = self.measured()
+        found.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in measured.items()})  # pyright: ignore
+        return found
+
+    def measured(self) -> dict[str, float]:
+        """Return right answers, forwards and tokens per forward on held-out prompts, those of all processes."""
+        rank, ranks = self.args.process_index, self.args.world_size
+        mine = self.held[rank::ranks]
+        seeds = range(rank, rank + len(mine) * ranks, ranks)  # a prompt has one, whichever process answers it
+        answers = self.answered(self.sampler(**self.args.evaluation), [one.prompt for one in mine], [*seeds])
+        known = [(one, answer) for one, answer in zip(mine, answers, strict=True) if one.answer is not None]
+        right = [one.right(answer.text or "", _tokens(answer), self.metric) for one, answer in known]
+        counts = [sum(right), len(right), sum(one.nfe for one in answers), sum(one.length for one in answers)]
+        total, count, nfe, tokens = (sum(some) for some in zip(*gather_object([counts]), strict=True))
+        found = {"nfe": nfe / len(self.held), "tokens_per_forward": tokens / nfe}
+        return {"right": total / count, **found} if count else found
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model in its family's original format; a checkpoint on the way has what learns in full precision.
+
+        See `Trainer.save_model`.
+        """
+        if _internal_call and output_dir is not None:
+            super().save_model(output_dir, _internal_call)
+            for copy in self.copies:
+                copy.save(Path(output_dir), self.args.should_save)
+            return
+        with self.average.applied():
+            state: Any = self.accelerator.get_state_dict(self.model) if self.is_fsdp_enabled else None
+            if self.args.should_save:
+                self.trained.save(Path(output_dir or self.args.output_dir), state)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Write the state of a checkpoint: what does not learn stays out, and what is shared is written once."""
+        state, learned = self.trained.state_dict() if state_dict is None else state_dict, self.trained.learned()
+        super()._save(output_dir, {name: tensor for name, tensor in state.items() if name in learned})
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push nothing on the way: the hub gets the family's format, from `save_model` after training."""
+
+
+def _tokens(answer: Answer) -> list[int]:
+    return answer.tokens[: answer.length].tolist()
