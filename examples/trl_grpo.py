@@ -112,7 +112,8 @@ def main(words: list[str] | None = None) -> float:
         ]
         return {"prompt_ids": ids, "completion_ids": cut[0], "logprobs": cut[1]}
 
-    data, rewards = Dataset.from_dict({"prompt": PROMPTS}), [variety]
+    data = Dataset.from_dict({"prompt": PROMPTS})
+    rewards: Any = variety
     trainer = GRPOTrainer(
         policy, rewards, settings, train_dataset=data, processing_class=tokenizer, rollout_func=roll_out
     )

@@ -7,17 +7,14 @@ import shutil
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors.torch import save as serialise
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dllm_sampler.host import files
 from dllm_sampler.models import loading, weights
-from dllm_sampler.models.adapter import PREFIX, WEIGHTS
 from dllm_sampler.models.families import to_checkpoint
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.transformer import Transformer
@@ -104,54 +101,3 @@ def _copy(source: Path, target: Path, hub: str | None) -> None:
     if hub is not None and isinstance(code, dict) and not any(source.glob("*.py")):
         raw["auto_map"] = {key: name if "--" in str(name) else f"{hub}--{name}" for key, name in code.items()}
         files.write(target / "config.json", json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
-
-
-def save_adapters(adapter: Any, source: Path, base: str, folder: Path) -> None:
-    """Write LoRA adapters as peft reads them around the checkpoint's own network.
-
-    Layers of ours that are rows of one of the checkpoint's (fused queries, keys and values) become one adapter of the
-    sum of their ranks: its down-projections one below the other, its up-projections in blocks. The factor of each
-    adapter is multiplied into its up-projection, so that the file has none.
-
-    Args:
-        adapter: a `LoraModel` of peft around the network.
-        source: folder of the checkpoint that the network was loaded from.
-        base: what the adapters belong to, a folder or hub id.
-        folder: it is made if it is missing.
-
-    Raises:
-        NotWrittenError: a file cannot be written.
-    """
-    from peft import LoraConfig
-    from peft.tuners.lora import LoraLayer
-
-    found: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
-    for name, layer in adapter.model.named_modules(remove_duplicate=False):
-        if isinstance(layer, LoraLayer):
-            pair: tuple[Any, Any] = layer.lora_A["default"], layer.lora_B["default"]
-            down, up = (part.weight.detach().cpu() for part in pair)
-            module, row = _place(name, adapter.model, source)
-            found.setdefault(module, []).append((row, down, up * layer.scaling["default"]))
-    tensors: dict[str, Tensor] = {}
-    for module, parts in found.items():
-        _, downs, ups = zip(*sorted(parts, key=lambda part: part[0]), strict=True)
-        tensors |= {
-            f"{PREFIX}{module}.lora_A.weight": torch.cat(downs),
-            f"{PREFIX}{module}.lora_B.weight": torch.block_diag(*ups),
-        }
-    rank = {module: sum(len(down) for _, down, _ in parts) for module, parts in found.items()}
-    shape = LoraConfig(
-        target_modules=sorted(found), rank_pattern=rank, alpha_pattern=dict(rank), base_model_name_or_path=base,
-        r=min(rank.values()), lora_alpha=min(rank.values()), inference_mode=True,
-    )  # fmt: skip
-    files.write_folder(folder, shape.save_pretrained)
-    plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    files.write(folder / WEIGHTS, serialise(plain, {"format": "pt"}))
-
-
-def _place(name: str, network: nn.Module, source: Path) -> tuple[str, int]:
-    """Return where the checkpoint has the linear layer `name`: a module, and the first of its rows."""
-    if not isinstance(network, Transformer):
-        return name, 0
-    (part,) = family_of(source).parts(f"{name}.weight", network.config)
-    return part.name.removesuffix(".weight"), part.rows.start if part.rows else 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from inspect import signature
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -16,10 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import is_real
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.errors import RandomScoreWarning, UserError
-from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.rows import RowsDenoiser, RowsModule
-from dllm_sampler.models.transformer import Transformer
+from dllm_sampler.errors import RandomScoreWarning
+from dllm_sampler.models.scorable import scorable
 
 _DROPPING = WeakSet[nn.Module]()  # modules of models that a warning has named
 
@@ -95,37 +92,6 @@ class Chunk:
         entropy = -(sure.exp() * sure.masked_fill(mask, 0)).sum(-1)
         # Filler must not be multiplied by 0: it may be -inf.
         return torch.where(self.there, found, 0), torch.where(self.there, entropy, 0)
-
-
-def scorable(model: nn.Module | Denoiser) -> nn.Module:
-    """Return a model as a module that is called as a `Transformer` is; no weight is copied and no mode changed.
-
-    Args:
-        model: a `Transformer`, a masked LM of transformers or a wrapper of one (DDP, peft, `torch.compile`), or the
-            denoiser of a sampler.
-
-    Raises:
-        UserError: the model of a denoiser cannot be scored, for example under guidance.
-    """
-    if isinstance(model, TransformerDenoiser):
-        return model.model
-    if isinstance(model, RowsDenoiser):
-        return model.module()
-    if not isinstance(model, nn.Module):
-        if hasattr(model, "spec"):
-            raise UserError(
-                "model-not-scorable", f"a {type(model).__name__} cannot be scored. Give the module without guidance."
-            )
-        return cast(Any, model)  # a function that is called as one is
-    ours = any(isinstance(one, Transformer | RowsModule) for one in model.modules())
-    if ours or "rows" in signature(model.forward).parameters:
-        return model
-    # Only here: they take seconds to import, which scoring a network of ours should not cost.
-    from transformers import PreTrainedModel
-
-    from dllm_sampler.models.huggingface import MaskedLM
-
-    return MaskedLM(model) if any(isinstance(one, PreTrainedModel) for one in model.modules()) else model
 
 
 def _warn_of_dropout(model: nn.Module) -> None:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -22,21 +17,17 @@ from transformers import Trainer, TrainingArguments
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cli import inputs
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.protocols import Scheduler
 from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
-from dllm_sampler.inputs.metrics import Metric
 from dllm_sampler.models.filter import Layers, about, judge
 from dllm_sampler.models.mini_tasks import TASKS
 from dllm_sampler.models.mini_tokenizer import vocabulary
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.learn2pd import LearnedFilter
-from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.training.command import SETTINGS, Front, check_masks
-from dllm_sampler.training.comparison import compare, rows
-from dllm_sampler.training.data import Encoder, Example
+from dllm_sampler.training.data import Encoder, Example, drawn
 from dllm_sampler.training.replay import Records, collect
+from dllm_sampler.training.trainer import say
 
 # Where training starts: logit SLOPE (c - CENTRE), a threshold on the confidence c of each position by itself.
 SLOPE, CENTRE = 40.0, 0.9
@@ -54,8 +45,7 @@ class FilterConfig(TrainingArguments):
     depth: linear layers
     committed: also learn from positions already committed, as published
     caution: weight in the loss of a candidate that is not final; 1 as published
-    threshold: of the filter's output, for the reported precision, recall and decoding
-    against: thresholds of `scheduler=threshold` that decoding is compared with
+    threshold: of the filter's output, for the reported precision and recall
     """
 
     prompts_file: str | None = None
@@ -67,7 +57,6 @@ class FilterConfig(TrainingArguments):
     committed: bool = False
     caution: float = 3.0
     threshold: float = 0.96
-    against: tuple[float, ...] = (0.9, 0.98)
     per_device_train_batch_size: int = 1  # all records
     remove_unused_columns: bool = False
     dataloader_pin_memory: bool = False
@@ -147,7 +136,7 @@ class FilterTrainer(Trainer):
 
     @classmethod
     def command(cls, front: Front, resume: bool) -> Path:
-        """Collect records, train, measure and save; return the filter's file.
+        """Collect records, train and save; return the filter's file.
 
         Most of the time goes into the answers, which a run that resumes does not make again. Several processes answer a
         batch of prompts each.
@@ -164,7 +153,7 @@ class FilterTrainer(Trainer):
         reference = Sampler.from_pretrained(
             front.model, device=args.device, scheduler=FixedSteps(), blocks=FixedBlocks(args.block_length), stop="none"
         )
-        splits, tests = _splits(front, args, reference)
+        splits = _splits(front, args, reference)
         records = path.with_name("records.safetensors")
         front.started(path.parent)
         texts = [[str(prompt) for prompt in split] for split in splits]
@@ -183,14 +172,11 @@ class FilterTrainer(Trainer):
             "validation_loss": trainer.least,
             "test": judged(trainer.best, test, args.threshold),
         }
-        made = path.with_name("filter.unfinished")  # the file takes its name when all is done
-        write(made, trainer.best, about(reference.denoiser.spec, args.block_length))
-        report["decoding"] = _decode(reference, str(made), splits[2], tests, args, front.metric)
         files.write(path.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
-        files.move(made, path)
+        write(path, trainer.best, about(reference.denoiser.spec, args.block_length))
         records.unlink()
         (path.parent / SETTINGS).unlink()
-        show(report, Console(file=sys.stderr, width=None if sys.stderr.isatty() else 160))
+        say(", ".join(f"{name} {value:.4f}" for name, value in report["test"].items()))
         return path
 
 
@@ -206,8 +192,8 @@ def fit(training: Records, validation: Records, **settings: Any) -> tuple[Layers
     return trainer.best, trainer.least
 
 
-def _splits(front: Front, args: FilterConfig, reference: Sampler) -> tuple[list[list[Any]], list[Example]]:
-    """Return prompts to train, validate and test with, and the examples of the last."""
+def _splits(front: Front, args: FilterConfig, reference: Sampler) -> list[list[Any]]:
+    """Return prompts to train, validate and test with."""
     if args.prompts_file is not None and front.data.get("path") is not None:
         raise UserError("options-conflict", "train.data has prompts, too. Remove train.prompts_file.")
     tokenizer, spec = reference.tokenizer, reference.denoiser.spec
@@ -223,22 +209,16 @@ def _splits(front: Front, args: FilterConfig, reference: Sampler) -> tuple[list[
     elif tokenizer is None or tokenizer.get_vocab() != vocabulary():
         raise UserError("option-missing", "there are no prompts. Set train.data or train.prompts_file.")
     else:
-        front.tasks, front.prompts, front.held_out = (
-            dict.fromkeys(TASKS, 1),
-            args.count - args.count // 10,
-            args.count // 10,
-        )
-        train, held = front.examples(args, True, 1)
-        return [
-            [one.prompt for one in part] for part in (train[args.count // 10 :], train[: args.count // 10], held)
-        ], held
+        test, tasks = args.count // 10, dict.fromkeys(TASKS, 1.0)
+        train, held = drawn(tasks, args.seed, args.count - test), drawn(tasks, args.seed, test, held=True)
+        return [[one.prompt for one in part] for part in (train[test:], train[:test], held)]
     generator = torch.Generator().manual_seed(args.seed)
     some = [some[at] for at in torch.randperm(len(some), generator=generator).tolist()][: args.count]
     if len(some) < 10:
         raise UserError("nothing-to-learn", f"there are {len(some)} prompts. Give at least 10.")
     tenth = len(some) // 10
     parts = some[2 * tenth :], some[tenth : 2 * tenth], some[:tenth]
-    return [[one.prompt for one in part] for part in parts], parts[2]
+    return [[one.prompt for one in part] for part in parts]
 
 
 def write(path: Path, layers: Layers, facts: Mapping[str, Any]) -> None:
@@ -275,38 +255,3 @@ def judged(layers: Layers, records: Records, threshold: float) -> dict[str, floa
         "final": float(final.sum() / records.open.sum().clamp(min=1)),
         "records": float(len(records)),
     }
-
-
-def _decode(
-    reference: Sampler, filter: str, prompts: list[Any], examples: list[Example], args: FilterConfig, metric: Metric
-) -> dict[str, dict[str, float]]:
-    """Return the figures of each scheduler on the test prompts, in the sampler's default setting."""
-    contenders: dict[str, Scheduler] = {
-        "one per step": FixedSteps(),
-        f"learn2pd {args.threshold}": LearnedFilter(filter, args.threshold),
-        **{f"threshold {each}": Threshold(each) for each in args.against},
-    }
-    parts: dict[str, Any] = {"blocks": reference.plugins.blocks, "tokenizer": reference.tokenizer}
-    samplers = {name: Sampler(reference.denoiser, scheduler=rule, **parts) for name, rule in contenders.items()}
-    known = all(isinstance(one.answer, str) for one in examples)
-    checks = [partial(_right, one, metric) for one in examples] if known else None
-    return compare(samplers, prompts, args.new_tokens, args.answer_batch_size, checks)
-
-
-def _right(example: Example, metric: Metric, text: str) -> bool:
-    return example.right(text, [], metric) == 1
-
-
-def show(report: Mapping[str, Any], console: Console) -> None:
-    """Print the figures of a report."""
-    test = report["test"]
-    console.print(
-        f"of {test['records']:.0f} test records: precision {test['precision']:.4f}, recall {test['recall']:.4f},"
-        f" false positives {test['false_positive_rate']:.4f}; {test['final']:.4f} of the masks were final",
-        highlight=False,
-    )
-    head, cells = rows(report["decoding"])
-    table = Table(Column(head[0], no_wrap=True), *head[1:], box=box.SIMPLE)
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)

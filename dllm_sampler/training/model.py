@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler import config
 from dllm_sampler.errors import UserError, installing
 from dllm_sampler.models import loading, saving, weights
+from dllm_sampler.models import lora as adapters
 from dllm_sampler.models.adapter import has_adapter
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.diffusion_gemma import MODEL_TYPE, DiffusionGemmaDenoiser
@@ -27,7 +28,6 @@ from dllm_sampler.sampler import Sampler
 T = TypeVar("T")
 Model = str | Path | Mapping[str, Any] | Sampler
 ADAPTER = "adapter"  # folder of the adapters, inside that of the run
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of a network of ours
 SHARED = "model.decoder.layers", "model.encoder.language_model.layers"  # of DiffusionGemma, with the same weights
 FROZEN = (".router.", "vision")  # of DiffusionGemma: as its public recipe has it, and texts alone are learned
 UNTRAINABLE = ("quantize", "device_map", "cfg_scale", "adapter")  # settings of a model that is only sampled from
@@ -63,7 +63,7 @@ class Trainable(nn.Module):
             # Routers' biases balance the experts in pre-training, by counts and not by gradients.
             if name.endswith("router.bias") or (gemma and any(part in name for part in FROZEN)):
                 weight.requires_grad_(False)
-        self.adapter: Any = None if lora is None else attach(self.inner, lora, seed, SHARED if gemma else None)
+        self.adapter: Any = None if lora is None else adapters.attach(self.inner, lora, seed, SHARED if gemma else None)
         if isinstance(denoiser, MaskedLMDenoiser):
             self.network: nn.Module = denoiser.module()
         else:
@@ -227,8 +227,8 @@ class Trainable(nn.Module):
             made.load_state_dict(self.state_dict() if state is None else state)
             network = made.inner
             if made.adapter is not None:
-                saving.save_adapters(made.adapter, source, hub or str(source.resolve()), folder / ADAPTER)
-                network = merged(made.adapter)
+                adapters.save(made.adapter, source, hub or str(source.resolve()), folder / ADAPTER)
+                network = adapters.merged(made.adapter)
         saving.save(network, source, folder, hub)
 
     def _again(self, source: Path) -> Trainable:
@@ -291,53 +291,3 @@ def lora_config(settings: Mapping[str, Any] | None) -> Any:
     from peft import LoraConfig  # takes seconds to import
 
     return LoraConfig(r=int(settings["r"]), lora_alpha=settings["alpha"], lora_dropout=settings["dropout"])
-
-
-def attach(network: nn.Module, lora: Any, seed: int, shared: tuple[str, str] | None = None) -> Any:
-    """Put LoRA adapters (arXiv 2106.09685) on linear layers of a network, in place; only they learn from here on.
-
-    By default all but the head have them. Experts are stacked parameters and no layers: they have none. Adapters are
-    float32 at least, whatever the network.
-
-    Args:
-        network: as its checkpoint has it.
-        lora: a `LoraConfig`.
-        seed: of the adapters.
-        shared: two lists of layers whose weights are the same. The first gets adapters on attention and feed-forward,
-            and the second has the same ones.
-
-    Returns:
-        The peft model around the network.
-    """
-    from copy import copy
-
-    from peft import LoraModel
-    from peft.tuners.lora import LoraLayer
-
-    shape = copy(lora)
-    if shape.target_modules is None:
-        shape.target_modules = list(TARGETS) if isinstance(network, Transformer) else "all-linear"
-    if shared is not None:
-        shape.target_modules = rf"{shared[0]}\.\d+\.(self_attn|mlp)\.\w+_proj"
-    with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
-        torch.manual_seed(seed)
-        adapter = LoraModel(network, shape, "default")
-    if shared is not None:
-        for name, layer in network.get_submodule(shared[0]).named_modules():
-            if isinstance(layer, LoraLayer):
-                network.set_submodule(f"{shared[1]}.{name}", cast(nn.Module, layer))
-    for weight in network.parameters():
-        if weight.requires_grad:
-            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
-    return adapter
-
-
-def merged(adapter: Any) -> nn.Module:
-    """Return the network with the adapters added to its weights, and none left."""
-    from peft.tuners.lora import LoraLayer
-
-    network = adapter.merge_and_unload()
-    for name, layer in list(network.named_modules(remove_duplicate=False)):
-        if isinstance(layer, LoraLayer):  # the other place of a shared one, whose weights have it already
-            network.set_submodule(name, layer.get_base_layer())
-    return network

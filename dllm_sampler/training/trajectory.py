@@ -23,9 +23,10 @@ from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ChangingLength, HiddenMasks, ModelSpec, ShadowRows
 from dllm_sampler.core.visibility import block_causal, clean_and_noisy
 from dllm_sampler.errors import UserError
+from dllm_sampler.models.scorable import scorable
 from dllm_sampler.result import Trace
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.chunk import Chunk, scorable
+from dllm_sampler.training.chunk import Chunk
 
 
 @dataclass(frozen=True)

