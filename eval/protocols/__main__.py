@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError("option-missing", f"{NAME} needs --install, --check or --replay DIR. See --help.")
         if given.check is not None:
             check(given.check)
-        if given.install or given.replay:
-            print(f"packages: {packages.install()}", file=sys.stderr)
+        if given.install:
+            print(packages.install())
         return show(Path(given.replay)) if given.replay else 0
 
     return ending(NAME, run)
@@ -48,12 +48,16 @@ def check(file: str) -> None:
 
 def show(folder: Path) -> int:
     """Print the lines that differ and the counts; return 1 if any line differs."""
+    try:
+        print(f"packages: {packages.install()}", file=sys.stderr)
+    except UserError as error:  # lines that need none are compared all the same
+        print(error, file=sys.stderr)
     print(programs.notice(), file=sys.stderr)
     passed = failed = 0
     for outcome in replay(folder):
         passed, failed = passed + (not outcome.wrong), failed + bool(outcome.wrong)
         if outcome.wrong:
-            print(f"{outcome.name}: {', '.join(outcome.wrong)} differ")
+            print(f"{outcome.name}: {', '.join(outcome.wrong)}")
     print(f"{passed} passed, {failed} failed")
     return int(failed > 0)
 

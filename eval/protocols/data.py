@@ -28,13 +28,14 @@ def load(kind: str, data: Data, split: str, given: str | None) -> list[Document]
         kind: the fields that they must have.
         data: the data set of the hub.
         split: `test` or `train`.
-        given: a file with this split's documents, or a folder with a file for each split, in place of the hub's.
+        given: a file with this split's documents, or a folder with a file for each split, in place of the hub's. The
+            folder may have a folder for each kind.
 
     Raises:
         UserError: the documents cannot be read, or lack a field. If they are not on this machine and the hub cannot be
             reached, the message has the command that downloads them.
     """
-    found = _of_hub(data, split) if given is None else _of_files(given, split)
+    found = _of_hub(data, split) if given is None else _of_files(kind, given, split)
     where = data.path if given is None else f"task.data={given}"
     for number, document in enumerate(found, 1):
         lacking = [field for field in FIELDS[kind] if field not in document]
@@ -62,8 +63,9 @@ def _of_hub(data: Data, split: str) -> list[Document]:
     return [dict(document) for part in parts for document in part]  # type: ignore[arg-type]
 
 
-def _of_files(given: str, split: str) -> list[Document]:
+def _of_files(kind: str, given: str, split: str) -> list[Document]:
     path = expanded("task.data", given)
+    path = path / kind if (path / kind).is_dir() else path
     if path.is_dir():
         files = [file for file in sorted(path.rglob(f"*{split}*")) if file.suffix in SUFFIXES]
     else:

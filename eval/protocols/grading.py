@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.protocols import packages
@@ -118,21 +119,23 @@ class _Minerva:
     """The process that grades MATH. It starts with the first answer and ends with this process."""
 
     child: subprocess.Popen[str] = field(init=False)
+    errors: IO[str] = field(init=False)  # a file: a pipe that nobody reads would fill up
 
     def __post_init__(self) -> None:
         utils = Path("minerva_math", "utils.py")
         old = packages.located("lm_eval_0_4_8") / "lm_eval" / "tasks" / utils
         files = [str(old), str(packages.lm_eval_tasks() / utils)]
         path = os.pathsep.join([str(packages.located("math")), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        self.errors = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self.child = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("minerva.py")), *files],
             env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
         )  # fmt: skip
 
     def ask(self, row: Mapping[str, str]) -> dict[str, Any]:
         """Return the grades of one row."""
-        assert self.child.stdin is not None and self.child.stdout is not None and self.child.stderr is not None
+        assert self.child.stdin is not None and self.child.stdout is not None
         try:
             self.child.stdin.write(json.dumps(dict(row)) + "\n")
             self.child.stdin.flush()
@@ -140,7 +143,8 @@ class _Minerva:
         except BrokenPipeError:
             line = ""
         if not line:
-            reason = (self.child.stderr.read().strip().splitlines() or ["it ended"])[-1]
+            self.errors.seek(0)
+            reason = (self.errors.read().strip().splitlines() or ["it ended"])[-1]
             raise UserError("function-failed", f"The grader of MATH stopped: {reason}. Run `{packages.INSTALL}` again.")
         found = json.loads(line)
         if "error" in found:

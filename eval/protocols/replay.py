@@ -68,7 +68,10 @@ def replay(folder: Path) -> Iterator[Outcome]:
         if document is None:
             yield Outcome(name, [f"no document {key[2]} of {key[1]} in prompts/"])
         else:
-            yield Outcome(name, _compare_grade(_cell(line), document, line))
+            try:
+                yield Outcome(name, _compare_grade(_cell(line), document, line))
+            except UserError as error:  # a package is missing
+                yield Outcome(name, [str(error)])
 
 
 def _lines(folder: Path) -> list[tuple[str, Line]]:
@@ -109,7 +112,11 @@ def _replay_prompts(asked: Sequence[tuple[str, Line]], train: Sequence[Document]
         documents: dict[int, Document] = {line["doc_id"]: line["doc"] for _, line in lines}
         known = next(iter(documents.values()))  # stands in for documents that are not recorded: their draws count
         cell = _cell(lines[0][1])
-        built = list(prompts.build(cell, [documents.get(one, known) for one in range(max(documents) + 1)], train))
+        try:
+            built = list(prompts.build(cell, [documents.get(one, known) for one in range(max(documents) + 1)], train))
+        except UserError as error:  # a package, or the examples, are missing
+            yield from (Outcome(name, [str(error)]) for name, _ in lines)
+            continue
         for name, line in lines:
             yield Outcome(name, _compare_prompt(cell, built[line["doc_id"]], line))
 

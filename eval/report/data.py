@@ -288,7 +288,7 @@ def _number(value: float | None) -> float:
 # What runs are called: what differs between them.
 
 GROUPS = ("scheduler", "cache", "blocks", "stop", "guide", "model")
-LEFT_OUT = ("_target_", "name", "path", "content")  # settings that no label shows
+LEFT_OUT = ("_target_", "name", "path", "content", "forwards")  # settings that no label shows
 
 
 @dataclass(frozen=True)

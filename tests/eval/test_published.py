@@ -36,7 +36,7 @@ def ran(right: int, asked: int, scheduler: str, cache: str, task: str = "gsm8k",
         "config": {
             "task": {
                 "name": "protocol", "protocol": "fast-dllm", "task": task, "variant": "fast-dllm-llada/instruct",
-                "canvas": 256, "count": None,
+                "canvas": 256, "count": None, "forwards": "all" if cache == "none" else "two-per-block",
             },
             "model": {"path": "GSAI-ML/LLaDA-8B-Instruct"}, "scheduler": {"name": scheduler, **fields},
             "blocks": {"name": "fixed", "length": 32}, "cache": {"name": cache}, "guide": [], "seed": 0,
@@ -51,6 +51,10 @@ def ran(right: int, asked: int, scheduler: str, cache: str, task: str = "gsm8k",
 def found() -> Comparison:
     prefix = ran(157, 200, "threshold", "prefix", threshold=0.9)
     return compare([prefix, ran(120, 200, "fixed", "none", steps=None)])
+
+
+def test_how_forwards_are_counted_makes_no_other_task(found) -> None:
+    assert list(found.tasks) == ["fast-dllm/gsm8k"]
 
 
 def test_every_matching_row_stands_beside_a_figure_and_no_average(found) -> None:
