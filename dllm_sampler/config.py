@@ -61,6 +61,8 @@ class ModelSettings:
         device_map: where the layers go, on several devices: auto, balanced, balanced_low_0, or modules and devices.
         quantize: int8: the weights of the layers as 8-bit integers (docs/kernels.md); null: as stored.
         causal_context: Nemotron-Labs-Diffusion; false: the prompt and each finished block see themselves whole.
+        block_length: Tiny-A2D in blocks of this length (bd3lm). Without it each token sees everything (mdlm).
+        blocks_from: where these are counted from: text (its first token), answer (towards both sides), whole_prompt.
         adapter: folder or hub id of an adapter of peft (LoRA), merged into the weights; null: the model's own, if any.
         eos_id: the end-of-text token, in place of those that the checkpoint names.
         stop_strings: texts that end an answer, besides those of a call.
@@ -76,6 +78,8 @@ class ModelSettings:
     device_map: str | dict[str, Any] | None = None
     quantize: str | None = None
     causal_context: bool | None = None
+    block_length: int | None = None
+    blocks_from: str = "answer"
     adapter: str | None = None
     eos_id: int | None = None
     stop_strings: tuple[str, ...] | None = None

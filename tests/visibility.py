@@ -14,11 +14,15 @@ from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.d2f import D2FCache
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.packing import HeadRows, Pack, forward_request, with_exact_sizes
+from dllm_sampler.core.spec import BlocksFrom
 from dllm_sampler.core.values import Candidates, Canvas, Grid, Query
 from dllm_sampler.core.visibility import Visible
 from tests import toys
 
-KINDS = ("bidirectional", "block_causal", "prompt_block", "causal_context", "token_causal", "d2f")
+BLOCKS_FROM: dict[str, BlocksFrom] = {
+    "block_causal": "text", "token_causal": "text", "answer": "answer", "whole_prompt": "whole_prompt"
+}  # fmt: skip
+KINDS = ("bidirectional", *BLOCKS_FROM, "causal_context", "d2f")
 LENGTH = 9
 
 
@@ -43,7 +47,7 @@ class Situation:
         start, stop = int(canvas.start[row]), int(canvas.stop[row])
         if self.kind == "causal_context" and not key < (stop if start <= column < stop else column + 1):
             return False
-        origin = int(canvas.layout.first[row]) if self.kind in ("prompt_block", "d2f") else 0
+        origin = int(canvas.layout.first[row]) if self.kind in ("answer", "whole_prompt", "d2f") else 0
         on_grid = self.kind not in ("bidirectional", "causal_context")
         if on_grid and self._number(key, origin) > self._number(column, origin):
             return False
@@ -62,7 +66,7 @@ class Situation:
         return True
 
     def _number(self, column: int, origin: int) -> int:
-        return -1 if column < origin else (column - origin) // self.block
+        return -1 if column < origin and self.kind != "answer" else (column - origin) // self.block
 
     @cached_property
     def visible(self) -> Visible:
@@ -70,7 +74,7 @@ class Situation:
         cache: Any = {"token_causal": BlockCausalCache(token_causal=True), "d2f": D2FCache("block_causal")}.get(
             self.kind, NoCache()
         )
-        attention = {"prompt_block": "block_causal", "token_causal": "block_causal", "d2f": "bidirectional"}
+        attention = {**dict.fromkeys(BLOCKS_FROM, "block_causal"), "d2f": "bidirectional"}
         cache.spec = replace(toys.denoiser().spec, attention=attention.get(self.kind, self.kind))
         cache.length = self.block
         return cache.sees(self.canvas, self.query)
@@ -132,7 +136,6 @@ def situation(seed: int, kind: str) -> Situation:
 
     masked = flip() & (torch.arange(LENGTH + 1) >= torch.tensor(first)[:, None])
     masked = masked & (torch.arange(LENGTH + 1) < torch.tensor(end)[:, None])
-    on_grid = kind in ("block_causal", "prompt_block", "token_causal")
     canvas = toys.canvas(
         masked[:, :-1],
         first=torch.tensor(first),
@@ -141,7 +144,7 @@ def situation(seed: int, kind: str) -> Situation:
         stop=torch.tensor(stop),
         done=torch.tensor([draw.random() < 0.2 for _ in range(batch)]),
         padded=any(at != LENGTH for at in end),
-        grid=Grid(block, from_answer=kind == "prompt_block") if on_grid else None,
+        grid=Grid(block, blocks_from=BLOCKS_FROM[kind]) if kind in BLOCKS_FROM else None,
     )
     query = Query.window(canvas.with_layout(width=LENGTH))
     stored, form = draw.random() < 0.5, draw.choice(["plain", "drafts", "shadows", "causal shadows", "causal"])

@@ -80,7 +80,7 @@ def denoiser(kind: str = "llada", device: str = "cpu", dtype: torch.dtype = torc
     if kind == "in_blocks":
         given = denoiser("context", device, dtype)
         assert isinstance(given, TransformerDenoiser)
-        return given.in_blocks()
+        return given.in_blocks("whole_prompt")
     if kind == "context":
         plain = transformer(kv_heads=2)
         model = Transformer(replace(plain.config, yarn=Yarn(4.0, 8, queries=0.3))).to(torch.float64)

@@ -17,6 +17,9 @@ Rare = TypeVar("Rare", bound="RareTrait")
 # What a token sees: everything; its own block, on a grid, and earlier ones; or, in the active block, that block and all
 # before it, and before the active block nothing behind itself.
 Attention = Literal["bidirectional", "block_causal", "causal_context"]
+# Where the lines between blocks are, one every so many columns: counted from the row's first token; from the answer's
+# first token, towards both sides; or from that token on, so that the whole prompt is one block.
+BlocksFrom = Literal["text", "answer", "whole_prompt"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class ModelSpec:
     device: torch.device
     eot_id: int | None = None  # end of turn, where it differs from eos
     attention: Attention = "bidirectional"
-    prompt_block: bool = False  # block-causal: the prompt is one block, and the others are counted from its end
+    blocks_from: BlocksFrom = "text"  # block-causal: where blocks are counted from
     block_length: int | None = None  # blocks it was trained on, where that is one length
     shift: bool = False  # raw row i predicts token i + 1 (Dream)
     seeds: bool = False  # the row before a block predicts the block's first token; other rows predict their own

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.core import select
+from dllm_sampler.core.spec import BlocksFrom
 
 FREE = -1  # in place of a given token: the position is to be generated
 
@@ -84,7 +85,7 @@ class Grid:
 
     length: int
     part: int | None = None  # blocks of attention are decoded in parts of this length, which divides `length`
-    from_answer: bool = False  # the answer begins at a line, and all before it is one block. False: column 0 is one
+    blocks_from: BlocksFrom = "text"  # where blocks are counted from
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ class Layout:
     @property
     def grid_origin(self) -> Tensor | None:
         """`[B]` the grid's first line. None for column 0."""
-        return self.first if self.grid is not None and self.grid.from_answer else None
+        if self.grid is None or self.grid.blocks_from == "text":
+            return None
+        return self.first if self.grid.blocks_from == "whole_prompt" else self.first % self.grid.length
 
 
 @dataclass(frozen=True)

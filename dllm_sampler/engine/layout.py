@@ -83,7 +83,7 @@ def canvas(
         longest=max(sizes),
         width=max(map(blocks.widest, sizes)),
         padded=cuts or changing is not None or any(end != length for end in ends),
-        grid=None if blocks.grid is None else Grid(blocks.grid, blocks.part, spec.prompt_block),
+        grid=None if blocks.grid is None else Grid(blocks.grid, blocks.part, spec.blocks_from),
         given=None if given is None else first + last,
         form=None if forms is None else torch.tensor(forms, device=spec.device),
         surplus=count - torch.tensor(wanted, device=spec.device) if decoded != [*wanted] else None,
@@ -153,7 +153,7 @@ def planned_steps(
             start += 1
         stop = min(next((end for end in ends if end > start), start + width), tokens)
         if line is not None:
-            before = 0 if spec.prompt_block else prompt
+            before = prompt if spec.blocks_from == "text" else 0
             stop = min(stop, start + line - (start + before) % line)
         share = free[stop] * steps // free[-1] - free[start] * steps // free[-1]
         planned += min(max(share, 1), free[stop] - free[start])

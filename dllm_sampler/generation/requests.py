@@ -270,7 +270,7 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
             f"this causal model cannot see given tokens after a gap of prompt {number}. Give a beginning alone.",
         )
     grid = plugins.blocks.grid
-    begin = 0 if spec.prompt_block else prompt
+    begin = prompt if spec.blocks_from == "text" else 0
     if grid is not None and (begin + first) // grid < (begin + last) // grid:
         raise UserError(
             "given-unsupported",

@@ -15,8 +15,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from dllm_sampler.cache.base import PaddedPlan
 from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.naming import named
+from dllm_sampler.core.packing import Pack
 from dllm_sampler.core.protocols import Plan
-from dllm_sampler.core.spec import Attention, ModelSpec
+from dllm_sampler.core.spec import Attention, BlocksFrom, ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.core.visibility import predictors
 from dllm_sampler.errors import UserError
@@ -42,7 +43,7 @@ class TransformerDenoiser:
     shift: raw row i predicts the token at i + 1 (Dream)
     seeds: the row before a block predicts the block's first token (Nemotron-Labs-Diffusion)
     attention: what a token sees
-    prompt_block: block-causal: the prompt is one block, and the others are counted from its end
+    blocks_from: block-causal: where blocks are counted from
     block_length: blocks the model was trained on, where that is one length
     device: where inputs go; by default where the embedding is (accelerate's offloading hides that)
     folder: of the checkpoint it was loaded from
@@ -61,7 +62,7 @@ class TransformerDenoiser:
     shift: bool = False
     seeds: bool = False
     attention: Attention = "bidirectional"
-    prompt_block: bool = False
+    blocks_from: BlocksFrom = "text"
     block_length: int | None = None
     device: torch.device | None = None
     folder: Path | None = None
@@ -107,7 +108,7 @@ class TransformerDenoiser:
             dtype=dtype,
             device=device,
             attention=self.attention,
-            prompt_block=self.prompt_block,
+            blocks_from=self.blocks_from,
             block_length=self.block_length,
             shift=self.shift,
             seeds=self.seeds,
@@ -143,11 +144,15 @@ class TransformerDenoiser:
             drive = partial(_drive, plan, self.compile, together)
         hidden = model(
             pack.ids(canvas, query, self.mask_id)[None],
-            positions=pack.column[None],
+            positions=self.positions(query, pack)[None],
             drive=drive,
             rows=pack.head_entries[None],
         )
         return hidden[0], spent(canvas, plan)
+
+    def positions(self, query: Query, pack: Pack) -> Tensor:
+        """Return `[T]` the rotary positions of the entries of a pack: their columns."""
+        return pack.column
 
     def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
         """The same for a cache that drives layers on the padded form."""
@@ -168,9 +173,14 @@ class TransformerDenoiser:
         """Logits `[..., V]` of hidden states `[..., D]`."""
         return self.transformer.head(hidden)
 
-    def in_blocks(self) -> TransformerDenoiser:
-        """The same model without its causal context: the prompt and each finished block see themselves whole."""
-        return replace(self, attention="block_causal", prompt_block=True, seeds=False)
+    def in_blocks(self, blocks_from: BlocksFrom, length: int | None = None) -> TransformerDenoiser:
+        """Return the same model with block-causal attention: each block sees itself whole, and the blocks before it.
+
+        Args:
+            length: of the blocks that it was trained on. With None it stays what it is.
+        """
+        length = self.block_length if length is None else length
+        return replace(self, attention="block_causal", blocks_from=blocks_from, block_length=length, seeds=False)
 
     def using(self, backend: Backend) -> TransformerDenoiser:
         """The same model on other kernels."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
@@ -17,9 +17,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dllm_sampler.core.checks import is_real, is_whole
+from dllm_sampler.core.checks import check_choice, check_count, is_real, is_whole
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.spec import BlocksFrom, ModelSpec
 from dllm_sampler.errors import NoEffectWarning, UserError, first_line, short, unknown
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.models import adapter as adapters
@@ -67,6 +67,8 @@ def load(
     mask_id: int | None = None,
     quantize: str | None = None,
     causal_context: bool | None = None,
+    block_length: int | None = None,
+    blocks_from: str = "answer",
     adapter: str | Path | None = None,
     eos_id: int | None = None,
     stop_strings: Sequence[str] | None = None,
@@ -88,6 +90,10 @@ def load(
     quantize: `int8`: the weights of the layers as 8-bit integers (`models.quantized`), for inference alone
     causal_context: False: a model with a causal context (Nemotron-Labs-Diffusion) goes without. The prompt and each
         finished block see themselves whole, and no block is seeded; None: as the model has it
+    block_length: of the blocks of a Tiny-A2D checkpoint, which does not say if it was trained in blocks. A block sees
+        itself and those before it. With None each token sees everything
+    blocks_from: with `block_length`, where blocks are counted from (`core.spec.BlocksFrom`): `answer` as in the
+        published sampler, `text` as in training
     adapter: folder or hub id of an adapter of peft, which is merged into the weights. Where its folder has a tokenizer,
         this replaces the model's
     eos_id: the end-of-text token, in place of those that the checkpoint names
@@ -110,6 +116,7 @@ def load(
     family = find_family(raw, folder)
     if causal_context is not None and (family is None or family.attention != "causal_context"):
         raise UserError("option-not-applicable", f"{folder}: model.causal_context is for Nemotron-Labs-Diffusion")
+    _check_blocks(family, folder, block_length, blocks_from)
     known = None if family is None else PreTrainedConfig()
     tokenizer = None if added is None else load_tokenizer(added, trust_remote_code, known or PreTrainedConfig())
     tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code, known)
@@ -164,7 +171,9 @@ def load(
         dispatch_model(model, places, main_device=target)  # inputs and the cache live on the first accelerator
     made = _denoiser(model, raw, folder, family, tokenizer, target, mask_id)
     if causal_context is False:
-        made = made.in_blocks()
+        made = made.in_blocks("whole_prompt")
+    if block_length is not None:
+        made = made.in_blocks(cast(BlocksFrom, blocks_from), block_length)
     return Loaded(made if eos_id is None else replace(made, eos_id=eos_id), tokenizer)
 
 
@@ -313,6 +322,25 @@ def load_tokenizer(
             "checkpoint-config-invalid", f"{folder / files[1]}: model_max_length must be a number, not {shown(longest)}"
         )
     return found
+
+
+def _check_blocks(family: Family | None, folder: Path, block_length: int | None, blocks_from: str) -> None:
+    """Refuse blocks for a model whose checkpoint says what its tokens see."""
+    check_choice("model.blocks_from", blocks_from, BlocksFrom)
+    if block_length is None and blocks_from != "answer":
+        raise UserError(
+            "option-not-applicable",
+            f"model.blocks_from={blocks_from} needs model.block_length. Set that, too.",
+        )
+    if block_length is not None:
+        check_count("model.block_length", block_length)
+        if family is None or not family.may_see_blocks:
+            name = "its model" if family is None else family.name
+            raise UserError(
+                "option-not-applicable",
+                f"{folder}: model.block_length={block_length} is for Tiny-A2D, and {name} says itself what its tokens"
+                " see. Remove it, or set blocks.length.",
+            )
 
 
 def _add_texts(

@@ -13,7 +13,14 @@ from dllm_sampler.published.apd import EndsAnywhere, PublishedParallelDecoding
 from dllm_sampler.published.caches import PublishedDelayedCache, PublishedElasticCache
 from dllm_sampler.published.context import BlockDraws, LeavesAtEnd, PrefillsApart, StopStored
 from dllm_sampler.published.dinfer import PublishedCredit, PublishedDInferThreshold
-from dllm_sampler.published.dllm import BinomialSteps, KeepsTokens, RightPaddedDraws
+from dllm_sampler.published.dllm import (
+    BinomialSteps,
+    HiddenUncounted,
+    HidesPads,
+    KeepsTokens,
+    RightPaddedDraws,
+    StopTogether,
+)
 from dllm_sampler.published.editing import PublishedEditing
 from dllm_sampler.published.fixed import (
     AnyBlock,
@@ -83,6 +90,8 @@ __all__ = [
     "EvenRest",
     "ForcedFirst",
     "HeldProgress",
+    "HiddenUncounted",
+    "HidesPads",
     "JudgedTemperature",
     "KeepsTokens",
     "LeavesAtEnd",
@@ -130,6 +139,7 @@ __all__ = [
     "StaleMasks",
     "StopAt",
     "StopStored",
+    "StopTogether",
     "StoresApart",
     "StrictEntropy",
     "SuffixDraws",

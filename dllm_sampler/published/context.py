@@ -63,13 +63,25 @@ class PrefillsApart(BlockCausalCache):
 
 @dataclass(frozen=True)
 class BlockDraws(ReplayNoise):
-    """Draws that cover the block, masks or not; none for a forward that only stores."""
+    """Draws that cover the blocks of all rows, masks or not; none for a forward that only stores."""
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        assert positions.shape[0] == 1
         if not bool((positions < canvas.length).any()):
             return torch.zeros(*positions.shape, vocab, device=positions.device)
-        width = int(canvas.stop - canvas.start)
-        drawn = torch.rand((width, vocab), dtype=torch.float64, generator=self.generator)
-        at = (positions - canvas.start).clamp(max=width - 1).cpu()
-        return -torch.log(-torch.log(drawn))[at].to(positions.device)
+        row, at, width = self._places(canvas, positions)
+        drawn = torch.rand((len(positions), width, vocab), dtype=torch.float64, generator=self.generator)
+        return -torch.log(-torch.log(drawn))[row, at].to(positions.device)
+
+    def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
+        """See `Noise.uniform`."""
+        if not bool((positions < canvas.length).any()):
+            return torch.ones(positions.shape, device=positions.device)
+        row, at, width = self._places(canvas, positions)
+        return torch.rand((len(positions), width), generator=self.generator)[row, at].to(positions.device)
+
+    @staticmethod
+    def _places(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Row and place in the block of each position, on the CPU, and the number of places."""
+        width = int((canvas.stop - canvas.start).max())
+        at = (positions - canvas.start[:, None]).clamp(0, width - 1).cpu()
+        return torch.arange(len(positions))[:, None], at, width

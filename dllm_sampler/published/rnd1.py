@@ -11,6 +11,7 @@ from torch import Tensor
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Carry, Guide
+from dllm_sampler.core.spec import CommittedMasks, Traits
 from dllm_sampler.core.statistics import tempered
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import even_rest
@@ -25,6 +26,11 @@ class EvenRest(FixedSteps):
     Source: RND1's `diffusion_sample`. Under a temperature such a forward draws other candidates.
     """
 
+    @property
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`. It goes by what it has opened, and not by the tokens there."""
+        return super().traits.adding(CommittedMasks())
+
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
         """See `FixedSteps.share`."""
         return left - even_rest(masks, steps, (canvas.age + 1).minimum(steps))
@@ -38,6 +44,11 @@ class CappedEntropyBound(EntropyBound):
     """
 
     steps: int = 256
+
+    @property
+    def traits(self) -> Traits:
+        """See `Scheduler.traits`. It goes by what it has opened, and not by the tokens there."""
+        return super().traits.adding(CommittedMasks())
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

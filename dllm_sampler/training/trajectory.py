@@ -293,8 +293,8 @@ def check(sampler: Sampler) -> None:
             f"blocks={named(plugins.blocks)} has blocks of several lengths, and of a model whose context is causal"
             " trajectories can be scored with one length only: use blocks=fixed",
         )
-    if spec.prompt_block:
-        raise UserError("trajectories-unsupported", "a model with blocks from the prompt's end is not scorable")
+    if spec.blocks_from != "text":
+        raise UserError("trajectories-unsupported", "a model with blocks from the answer is not scorable")
     if spec.mask_id is None or spec.encoder or spec.branches > 1 or plugins.compat:
         raise UserError(
             "trajectories-unsupported", "only trajectories of a plain masked-diffusion Transformer can be scored"

@@ -12,7 +12,16 @@ from dllm_sampler.core.protocols import Denoiser, Guide
 from dllm_sampler.guides import EndTokens, Temperature
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
-from dllm_sampler.published import BinomialSteps, KeepsTokens, RightPaddedDraws
+from dllm_sampler.published import (
+    BinomialSteps,
+    BlockDraws,
+    HiddenUncounted,
+    HidesPads,
+    KeepsTokens,
+    PrefillsApart,
+    RightPaddedDraws,
+    StopTogether,
+)
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from tests.conformance.builder import Checkpoints, Setup, Unsupported
@@ -44,11 +53,16 @@ class Arguments(BaseModel):
         return self.temperature > 0 or self.stochastic_transfer or self.remasking == "random"
 
     @property
+    def planned(self) -> int:
+        """Steps of all blocks."""
+        return self.steps
+
+    @property
     def scheduler(self) -> FixedSteps:
         """The counts: rounded shares, or drawn when a block opens."""
         kind = BinomialSteps if self.stochastic_transfer else FixedSteps
         score = "random" if self.remasking == "random" else "confidence"
-        return kind(self.steps, score, "cosine" if self.alpha_scheduler == "cosine" else "rounded")
+        return kind(self.planned, score, "cosine" if self.alpha_scheduler == "cosine" else "rounded")
 
 
 class WholeRows(Arguments):
@@ -68,6 +82,19 @@ class WholeRows(Arguments):
         return guides
 
 
+class Blocks(Arguments):
+    """`BD3LMSampler`'s own."""
+
+    block_size: Size = 32
+    steps_per_block: Size | None = None
+
+    @property
+    def planned(self) -> int:
+        """See `Arguments.planned`."""
+        blocks = -(-self.max_new_tokens // self.block_size)
+        return super().planned if self.steps_per_block is None else self.steps_per_block * blocks
+
+
 def mdlm(line: Line, checkpoints: Checkpoints) -> Setup:
     """`MDLMSampler`: whole rows in every step, padded at the right; blocks from each prompt's end."""
     args = line.arguments(WholeRows)
@@ -82,6 +109,29 @@ def mdlm(line: Line, checkpoints: Checkpoints) -> Setup:
         compat=True,
     )
     return Setup(sampler, args.max_new_tokens)
+
+
+def bd3lm(line: Line, checkpoints: Checkpoints) -> Setup:
+    """`BD3LMSampler`: blocks counted back from the prompt's end, each after a forward of the text before it.
+
+    Its forwards of the text are not listed. Under guidance all are made twice.
+    """
+    args = line.arguments(Blocks)
+    model = _denoiser(line, checkpoints, args)
+    assert isinstance(model, TransformerDenoiser)
+    model = HiddenUncounted(**vars(model)).in_blocks("answer", args.block_size)
+    sampler = Sampler(
+        _guided(model, args),
+        scheduler=HidesPads(args.scheduler, args.pad_token_id),
+        blocks=FixedBlocks(args.block_size),
+        stop=StopTogether(),
+        cache=PrefillsApart(),
+        guide=[Temperature(value=args.temperature)] if args.temperature > 0 else [],
+        noise=BlockDraws(_seed(line, args), "llada") if args.draws else None,
+        compat=True,
+    )
+    twice = (lambda step: True) if args.cfg_scale else None
+    return Setup(sampler, args.max_new_tokens, only_commits=True, ends=(), guided=twice)
 
 
 def _denoiser(line: Line, checkpoints: Checkpoints, args: Arguments) -> Denoiser:
@@ -105,7 +155,3 @@ def _seed(line: Line, args: Arguments) -> int:
     if line.rng is None:
         raise Unsupported("a random run without rng cannot be repeated")
     return line.rng.torch_manual_seed
-
-
-def bd3lm(line: Line, checkpoints: Checkpoints) -> Setup:
-    raise Unsupported("not yet")

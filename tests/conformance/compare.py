@@ -30,7 +30,7 @@ def mismatch(
     for row, ((tokens, steps), (our_tokens, our_steps)) in enumerate(zip(wanted, got, strict=True)):
         made = len(our_steps) if forwards is None else forwards
         if only_commits:
-            our_steps = [step for step in our_steps if step]
+            steps, our_steps = ([step for step in made_steps if step] for made_steps in (steps, our_steps))
         allowed = [(steps, nfe)]
         if wasted_block is not None:
             kept = without_waste(steps, wasted_block)

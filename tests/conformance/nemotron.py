@@ -69,7 +69,7 @@ def generate(line: Line, checkpoints: Checkpoints) -> Setup:
     tokens, draws = args.max_new_tokens + 1, ContextDraws
     if not args.causal_context:
         assert isinstance(model, TransformerDenoiser)
-        model, tokens, draws = model.in_blocks(), args.max_new_tokens, BlockDraws
+        model, tokens, draws = model.in_blocks("whole_prompt"), args.max_new_tokens, BlockDraws
         made = {
             "scheduler": LeavesAtEnd(rule, args.eos_token_id),
             "stop": StopStored(),

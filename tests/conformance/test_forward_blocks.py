@@ -214,6 +214,27 @@ def test_fast_dllm_v2_cached_forwards() -> None:
     close(model.head(hidden), data["sub_block.logits"][0, :-1])
 
 
+def test_the_blocks_of_bd3lm() -> None:
+    """Prompts of 13 and 6, cut into blocks of 8 from their end, and one block; recorded rows are padded at the left."""
+    data = reference("tiny-a2d-qwen3")
+    model = load(DATA / "tiny-a2d-qwen3", device="cpu", mask_id=197, block_length=8).denoiser
+    real = data["block.attention_mask"][:, 0].any(-1)
+    rows = [row[there].tolist() for row, there in zip(data["block.input_ids"], real, strict=True)]
+    blocks = FixedBlocks().bind(toys.context(model.spec))
+    canvas = layout.canvas([row[:-8] for row in rows], 8, [0, 0], model.spec, blocks, CounterNoise(), False)
+    answers = torch.tensor([row[-8:] for row in rows])
+    canvas = replace(canvas, ids=canvas.ids.scatter(1, canvas.answer(), answers))
+    query = Query.window(canvas)
+    live, none = BlockCausalCache().init(canvas, model.spec), torch.zeros_like(answers, dtype=torch.bool)
+    for forward, key in enumerate(("block.logits", "block.logits_cached")):
+        plan = toys.planned(canvas, query, model.spec, live)
+        assert plan.computed.tolist() == [8, 8] if forward else [21, 14]
+        hidden, _ = model(canvas, query, plan)
+        close(plan.head_rows.spread(model.head(hidden))[:, 0], data[key][:, -8:])
+        live.observe(canvas, query, Edit(answers, none), Readout(query.ids, query.ids.double()))
+        canvas = replace(canvas, age=canvas.age + 1)
+
+
 def test_nemotron() -> None:
     """Its three modes: a causal pass, a block against that context, everything at once."""
     model, data = denoiser("tiny-nemotron-labs-diffusion"), reference("tiny-nemotron-labs-diffusion")

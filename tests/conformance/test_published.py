@@ -57,7 +57,7 @@ ALL: list[Scheduler] = [
     PublishedFactor(0.7),
     PublishedKlass(9, threshold=0.2, divergence=0.5),
     PublishedPositionCalibrated(9),
-    EvenRest(30, "entropy", "even"),
+    EvenRest(18, "entropy", "even"),
     CappedEntropyBound(0.5, "confidence", 4),
 ]
 

@@ -75,6 +75,7 @@ SYSTEMS = {
     "s2d2/score_hysteresis": 2,
     "s2d2/score_threshold": 6,
     "a2d/mdlm": 20,
+    "a2d/bd3lm": 21,
     "bert-chat/mdlm": 6,
     "rnd1/diffusion_sample": 16,
     "llada2": 7,
