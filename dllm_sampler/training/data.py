@@ -15,15 +15,15 @@ from dllm_sampler import config
 from dllm_sampler.cli import inputs
 from dllm_sampler.core.checks import check_number, is_whole
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, first_line, unknown
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.inputs import prompts
 from dllm_sampler.inputs.metrics import Metric
+from dllm_sampler.models.mini_rewards import solved
 from dllm_sampler.models.mini_tasks import LESSONS, draw_example
 from dllm_sampler.models.mini_tokenizer import vocabulary
 from dllm_sampler.training.masked import Pair
-from dllm_sampler.training.rewards import solved
 
 JSON = (".jsonl", ".json")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -258,44 +258,39 @@ class Data(Columns):
                 "option-not-applicable",
                 f"train.data={path} is a file without splits. Use train.data.test, not train.data.split.",
             )
-        if file.suffix in JSON:
-            try:
-                with file.open(encoding="utf-8") as opened:
-                    lines = inputs.records(opened, path)
-            except OSError as error:
-                raise UserError("file-unreadable", f"cannot read train.data {path}: {error.strerror}") from None
-        elif file.is_file() and file.suffix not in TABLES:
+        if file.is_file() and not _is_file(path):
             endings = ", ".join((*JSON, *TABLES))
             raise UserError("file-name", f"train.data={path} has another ending than {endings}. Rename or convert it.")
-        else:
-            lines = [(f"{path} {split} example {i}", line) for i, line in enumerate(self._table(file, path, split), 1)]
+        try:
+            if file.suffix in JSON:
+                with file.open(encoding="utf-8") as opened:
+                    lines = inputs.records(opened, path)
+            else:
+                rows = self._table(file, path, split)
+                lines = [(f"{path} {split} example {i}", line) for i, line in enumerate(rows, 1)]
+        except UserError:
+            raise
+        except Exception as error:  # whatever datasets, the network or the disk raise
+            reason = getattr(error, "strerror", None) or first_line(error)
+            named = path if _is_file(path) else f"{path}, split {split}"
+            raise UserError("file-unreadable", f"cannot read train.data {named}: {reason}") from None
         if not lines:
-            where = "" if file.suffix in JSON else f" in its split {split}"
-            raise UserError(
-                "nothing-to-learn", f"train.data={path} has no examples{where}. Name another file or split."
-            )
+            raise UserError("nothing-to-learn", f"train.data={path} has no examples. Name another file or split.")
         return [self.columns.example(where, line, answers) for where, line in lines]
 
     def _table(self, file: Path, path: str, split: str) -> Any:
         """Return the rows of a table or a data set. No code of it is run."""
         import datasets  # takes a second to import
 
-        try:
-            if file.suffix in TABLES:
-                return datasets.load_dataset(TABLES[file.suffix], data_files=str(file), split=WHOLE)
-            if (file / "dataset_info.json").is_file() or (file / "dataset_dict.json").is_file():
-                found: Any = datasets.load_from_disk(str(file))
-                if isinstance(found, datasets.DatasetDict):
-                    return found[split]
-                if split != WHOLE:
-                    raise ValueError("the folder holds a single data set, without splits")
-                return found
-            if file.is_dir() and next(islice(files.under(file, "*"), MOST, None), None):  # it would look at each
-                raise ValueError(f"the folder has more than {MOST} files: name that of the data set")
-            return datasets.load_dataset(str(file) if file.is_dir() else path, self.subset, split=split)
-        except Exception as error:  # whatever datasets, the network or the disk raise
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError("file-unreadable", f"train.data={path}: cannot load split {split} ({reason})") from None
+        if file.suffix in TABLES:
+            return datasets.load_dataset(TABLES[file.suffix], data_files=str(file), split=WHOLE)
+        if (file / "dataset_info.json").is_file() and split == WHOLE:
+            return datasets.load_from_disk(str(file))
+        if (file / "dataset_dict.json").is_file():
+            return datasets.load_from_disk(str(file))[split]
+        if file.is_dir() and next(islice(files.under(file, "*"), MOST, None), None):  # it would look at each
+            raise ValueError(f"the folder has more than {MOST} files. Name that of the data set.")
+        return datasets.load_dataset(str(file) if file.is_dir() else path, self.subset, split=split)
 
 
 def _is_file(path: str) -> bool:

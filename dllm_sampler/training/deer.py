@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from dllm_sampler.core.checks import check_choice, check_count
+from dllm_sampler.core.checks import check_choice
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.host import files
@@ -183,25 +183,11 @@ class DeerRunConfig(DeerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target is None:
-            check_llama(self.shape)
-
-
-def check_llama(shape: Mapping[str, Any]) -> None:
-    """Refuse sizes of a Llama that are missing, are no sizes or do not go together.
-
-    Raises:
-        UserError: the first such size, by its name.
-    """
-    for name in LLAMA:
-        if name not in shape:
-            raise UserError("option-missing", f"train.shape needs {', '.join(LLAMA)}, and {name} is missing")
-        check_count(f"train.shape.{name}", shape[name])
-    for name, parts in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
-        if shape[name] % shape[parts]:
-            raise UserError(
-                "option-range", f"train.shape.{name}={shape[name]} is not a multiple of {parts}={shape[parts]}"
-            )
+        missing = [name for name in LLAMA if name not in self.shape]
+        if self.target is None and missing:
+            raise UserError("option-missing", f"train.shape lacks {', '.join(missing)}. Set them, or train.target.")
+        if self.target is None and self.shape["hidden_size"] % self.shape["num_attention_heads"]:
+            raise UserError("option-range", "train.shape.hidden_size is not a multiple of num_attention_heads")
 
 
 class DeerRun:

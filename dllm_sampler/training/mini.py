@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
-from random import Random
 from typing import Any, ClassVar
 
 import torch
@@ -17,105 +15,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from dllm_sampler import config
-from dllm_sampler.core.checks import check_count, check_number, check_positive, check_share
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.core.checks import check_count, check_number
+from dllm_sampler.errors import UserError
 from dllm_sampler.models import saving
 from dllm_sampler.models.mini_export import export
-from dllm_sampler.models.mini_tasks import LESSONS, draw_example
-from dllm_sampler.models.mini_tokenizer import EOS, MASK, build_tokenizer
+from dllm_sampler.models.mini_pools import Batch, Pools
+from dllm_sampler.models.mini_tokenizer import MASK, build_tokenizer
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.training.command import Front, last_checkpoint
 
 SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows of one length, so that nothing is padded and no attention mask is needed.
-
-    ids: int64 `[B, L]`, clean
-    prompts: int64 `[B]`, length of each row's prompt; the rest is response, its end-token tail included
-    """
-
-    ids: Tensor
-    prompts: Tensor
-
-
-@dataclass(frozen=True)
-class Pools:
-    """Examples by the pool: drawn together, sorted by length, cut into batches, shuffled.
-
-    seed: of everything here
-    phases: by first pool, in order: share of each task or lesson until the next phase begins
-    size: examples in a pool
-    batch_tokens: tokens in a batch, at most
-    tails: probabilities of 0, 1, 2, ... more blocks of 8 after the answer's own last block
-    long: share of rows whose response has any length up to `max_response` instead
-    max_response: longest response in tokens, and so the longest generation the model is good for
-    """
-
-    seed: int
-    phases: dict[str, dict[str, float]]
-    size: int
-    batch_tokens: int
-    tails: tuple[float, ...]
-    long: float
-    max_response: int
-
-    def __post_init__(self) -> None:
-        for name in ("size", "batch_tokens", "max_response"):
-            check_count(f"train.data.{name}", getattr(self, name))
-        check_share("train.data.long", self.long)
-        _check_shares("train.data.tails", self.tails)
-        if not self.phases or any(not first.isdecimal() for first in self.phases) or "0" not in self.phases:
-            raise UserError("option-range", f"train.data.phases must begin with 0, not {', '.join(self.phases)}")
-        for first, shares in self.phases.items():
-            for name in shares:
-                if name not in LESSONS:
-                    raise unknown("task", name, LESSONS)
-            _check_shares(f"train.data.phases.{first}", list(shares.values()))
-
-    def batches(self, tokenizer: PreTrainedTokenizerFast, pool: int) -> list[Batch]:
-        """Return the batches of one pool, always the same for the same index."""
-        rng = Random(f"{self.seed}/{pool}")
-        shares = [shares for first, shares in self.phases.items() if int(first) <= pool][-1]
-        names = rng.choices(list(shares), list(shares.values()), k=self.size)
-        examples = [draw_example(LESSONS[name], rng, held=False) for name in names]
-        prompts = tokenizer([prompt for prompt, _ in examples]).input_ids
-        answers = tokenizer([answer for _, answer in examples], add_special_tokens=False).input_ids
-        lengths = [self._response_length(len(answer), rng) for answer in answers]
-        rows = sorted(zip(prompts, answers, lengths, strict=True), key=lambda row: len(row[0]) + row[2])
-        eos = tokenizer.get_vocab()[EOS]
-        batches = [collate(rows[first:last], eos) for first, last in self._cuts(rows)]
-        rng.shuffle(batches)
-        return batches
-
-    def _response_length(self, answer: int, rng: Random) -> int:
-        if rng.random() < self.long:  # uniform in the logarithm
-            return max(answer, round(answer * (self.max_response / answer) ** rng.random()))
-        (blocks,) = rng.choices(range(len(self.tails)), self.tails)
-        return max(answer, min(8 * (-(-answer // 8) + blocks), self.max_response))
-
-    def _cuts(self, rows: Sequence[tuple[list[int], list[int], int]]) -> Iterator[tuple[int, int]]:
-        first = 0
-        for index, (prompt, _, response) in enumerate(rows):
-            if index > first and (index + 1 - first) * (len(prompt) + response) > self.batch_tokens:
-                yield first, index
-                first = index
-        yield first, len(rows)
-
-
-def _check_shares(name: str, shares: Sequence[float]) -> None:
-    """Refuse shares of which none can be drawn."""
-    if not all(0 <= share < inf for share in shares) or not sum(shares) > 0:
-        raise UserError("option-range", f"{name} must be numbers of at least 0, one of them above, not {list(shares)}")
-
-
-def collate(rows: Sequence[tuple[list[int], list[int], int]], eos: int) -> Batch:
-    """Return rows (prompt, answer, response length) as a batch: shorter ones get a longer tail of end tokens."""
-    total = max(len(prompt) + response for prompt, _, response in rows)
-    ids = [prompt + answer + [eos] * (total - len(prompt) - len(answer)) for prompt, answer, _ in rows]
-    return Batch(torch.tensor(ids), torch.tensor([len(prompt) for prompt, _, _ in rows]))
 
 
 def corrupt(batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -184,7 +93,12 @@ class MiniTrainer(Trainer):
 
     def __init__(self, args: MiniConfig, **options: Any):
         shape = config.check("train.model", TransformerConfig, {"vocab_size": 1, **args.model}, whole=True)
-        check_shape(shape)
+        for name in SIZES:
+            check_count(f"train.model.{name}", shape[name])
+        if shape["num_heads"] % shape["num_kv_heads"] or shape["head_dim"] % 2:
+            raise UserError(
+                "option-range", "train.model: num_heads is not a multiple of num_kv_heads, or head_dim is odd"
+            )
         self.tokenizer = build_tokenizer(shape["max_positions"])
         pools = Pools(**config.check("train.data", Pools, {"seed": args.seed, **args.data}, whole=True))
         network = Transformer(TransformerConfig(**{**shape, "vocab_size": len(self.tokenizer)}))
@@ -244,22 +158,3 @@ class _Plain(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits."""
         return self.network(ids)
-
-
-def check_shape(shape: Mapping[str, Any]) -> None:
-    """Refuse sizes of a network to be trained that are no sizes.
-
-    Raises:
-        UserError: the first such size, by its name.
-    """
-    for name in SIZES:
-        if name in shape:
-            check_count(f"train.model.{name}", shape[name])
-    for name in ("rope_theta", "norm_eps"):
-        if name in shape:
-            check_positive(f"train.model.{name}", shape[name])
-    heads, keys, dim = (shape.get(name) for name in ("num_heads", "num_kv_heads", "head_dim"))
-    if heads and keys and heads % keys:
-        raise UserError("option-range", f"train.model.num_heads={heads} is not a multiple of num_kv_heads={keys}")
-    if dim and dim % 2:
-        raise UserError("option-range", f"train.model.head_dim must be even, not {dim}")

@@ -21,9 +21,9 @@ from dllm_sampler.errors import unknown
 from dllm_sampler.eval import statistics
 from dllm_sampler.eval.curves import pbx
 from dllm_sampler.host import files
+from dllm_sampler.models.mini_rewards import solved
 from dllm_sampler.models.mini_tasks import LESSONS, draw_example
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.rewards import solved
 from tests.tables import markdown
 from tests.tables.comparison import Figures, compare
 

@@ -11,9 +11,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dllm_sampler import config
 from dllm_sampler.models import loading
+from dllm_sampler.models.mini_pools import Pools
 from dllm_sampler.models.mini_tokenizer import build_tokenizer
 from dllm_sampler.training import cli, mini
-from dllm_sampler.training.mini import Pools, corrupt
+from dllm_sampler.training.mini import corrupt
 from tests.refusals import refused
 from tests.sampling import each
 
@@ -78,7 +79,7 @@ def test_a_run_that_resumes_ends_where_an_uninterrupted_one_does(
         (["train=mini", "train.data.tails=[0, 0]"], "train.data.tails must be numbers of at least 0"),
         (["train=mini", "train.model.num_layers=-1"], "train.model.num_layers must be"),
         (["train=mini", "train.model.num_layers=x"], "num_layers should be a valid integer"),
-        (["train=mini", "train.model.head_dim=7"], "train.model.head_dim must be even"),
+        (["train=mini", "train.model.head_dim=7"], "or head_dim is odd"),
         (["train=mini", "train.model.num_heads=3", "train.model.num_kv_heads=2"], "is not a multiple of num_kv_heads"),
         (["train=mini", "train.init_std=-1"], "train.init_std must be"),
         (["train=mini", "train.output_dir=null"], "train.output_dir should be a folder's name"),

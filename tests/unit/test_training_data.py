@@ -96,7 +96,7 @@ def test_held_out_files_tables_and_data_sets(tmp_path: Path, monkeypatch: pytest
     both.save_to_disk(tmp_path / "set")
     found = load(str(tmp_path / "set"), prompt="q", answer="a", test="small", metric="contains")
     assert [*map(len, found)] == [10, 2]
-    with refused("file-unreadable: train.data="):
+    with refused("file-unreadable: train.data, split tiny"):
         load(str(tmp_path / "set"), split="tiny")
     for path in (train, str(tmp_path / "d.csv")):  # else held-out answers would be those learned from
         for given in ({"split": "tiny"}, {"test": "tiny"}):

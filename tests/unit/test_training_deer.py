@@ -115,8 +115,8 @@ def test_mistakes(start: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.
         ("train.alpha=-1", "alpha must be a number above 0"),
         ("+train.tasks.sing=1", "unknown task 'sing'"),
         ("train.separator=SEP", "unknown separator 'SEP', did you mean '[SEP]'"),
-        ("train.shape={hidden_size: 7}", "train.shape needs hidden_size, intermediate_size"),
-        ("train.shape.hidden_size=7", "train.shape.hidden_size=7 is not a multiple of num_attention_heads=2"),
+        ("train.shape={hidden_size: 7}", "train.shape lacks intermediate_size, num_hidden_layers"),
+        ("train.shape.hidden_size=7", "train.shape.hidden_size is not a multiple of num_attention_heads"),
         (f"train.model={checkpoint}", "lacks mini's tokenizer"),
     ):
         assert cli.main([*words(tmp_path / "new", start), word]) == 2

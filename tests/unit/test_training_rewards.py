@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dllm_sampler.models.mini_rewards import solved
 from dllm_sampler.training import rewards
 from tests.refusals import refused
 
@@ -72,5 +73,5 @@ def test_finding_rewards() -> None:
     assert rewards.units([puzzle] * 3, found[:3]) == [1, 9 / 12, 0]
     open_puzzle, square = "latin: 1___, ____, ____, ____", "1234, 2341, 3412, 4123"
     assert rewards.units([open_puzzle], [square]) == [8 / 12], "no box of it is right"
-    assert rewards.solved("latin", open_puzzle, "", square) and not rewards.solved("sudoku", open_puzzle, "", square)
+    assert solved("latin", open_puzzle, "", square) and not solved("sudoku", open_puzzle, "", square)
     assert rewards.partly(["p"], ["12x4"], answer=["1234"]) == [0.75]

@@ -1,0 +1,55 @@
+"""Scores of answers to mini's tasks: functions in TRL's form."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from dllm_sampler.models.mini_tasks import TASKS, UNSEEN, boxes
+
+
+def solved(task: str, prompt: str, answer: str, text: str) -> bool:
+    """Whether `text` is right for the prompt; a lesson is judged as the task that its prompt names, or by `answer`.
+
+    task: of mini's; empty: an example of a user's data, judged by `answer`
+    """
+    tasks = TASKS | UNSEEN
+    found = tasks.get(task) or tasks.get(prompt.partition(":")[0]) if task else None
+    return text == answer if found is None else found.check(prompt, text)
+
+
+def correct(prompts: list[str], completions: list[str], task: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 for a right answer to one of mini's tasks, or for the very answer of a user's data; else 0."""
+    return [float(solved(*each)) for each in zip(task, prompts, answer, completions, strict=True)]
+
+
+def partly(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Share of the characters that are those of the right answer at their place; of use where only one is right."""
+    pairs = zip(completions, answer, strict=True)
+    return [sum(map(str.__eq__, text, right)) / max(len(text), len(right), 1) for text, right in pairs]
+
+
+def lines(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """Share of the eight rows and columns of a 4x4 latin square that hold 1 to 4 once each; 0 where a given differs."""
+    return [_filled(*each, boxed=False) for each in zip(prompts, completions, strict=True)]
+
+
+def units(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """The same of a 4x4 sudoku, of its four boxes too."""
+    return [_filled(*each, boxed=True) for each in zip(prompts, completions, strict=True)]
+
+
+def _filled(prompt: str, text: str, *, boxed: bool) -> float:
+    puzzle, rows = prompt.partition(": ")[2], text.split(", ")
+    same = len(text) == len(puzzle) and all(given in ("_", cell) for given, cell in zip(puzzle, text, strict=True))
+    if not same or [len(row) for row in rows] != [4] * 4:
+        return 0.0
+    found = [*rows, *("".join(column) for column in zip(*rows, strict=True)), *(boxes(rows) if boxed else ())]
+    return sum(sorted(unit) == list("1234") for unit in found) / len(found)
+
+
+def items(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """Share of a list's items that are those of the right answer, in any order."""
+    lists = zip((text.split(", ") for text in completions), (right.split(", ") for right in answer), strict=True)
+    pairs = [(Counter(one), Counter(other)) for one, other in lists]
+    return [(one & other).total() / max(one.total(), other.total()) for one, other in pairs]
