@@ -37,11 +37,11 @@ stages() {
 }
 # Seconds, file of what is printed, pytest's arguments; the failures are printed.
 tests() {
-  timeout "$1" python3 -m pytest -p no:cacheprovider -q "${@:3}" > "$out/$2" 2>&1
+  timeout -k 5 "$1" python3 -m pytest -p no:cacheprovider -q "${@:3}" > "$out/$2" 2>&1
   grep -E "^(FAILED|ERROR)|passed|failed|no tests ran" "$out/$2" | cut -c1-200 | tail -20
 }
 kernels() {
-  timeout "$1" python3 benchmarks/kernels.py --repeats 3 --json "$out/$2" "${@:3}" 2>&1 | tail -7
+  timeout -k 5 "$1" python3 benchmarks/kernels.py --repeats 3 --json "$out/$2" "${@:3}" 2>&1 | tail -7
 }
 
 case $part in

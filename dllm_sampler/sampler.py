@@ -105,7 +105,7 @@ class Sampler:
             self.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat, tokenizer
         )
         self.cuda_graph = cuda_graph
-        self._static: StaticEngine | None = None
+        self._static: list[StaticEngine] = []
         self._calls = dict[str, tuple[Sampler, Plugins]]()  # by the settings of a call
         self._told = set[str]()  # warnings that this sampler has given
         self.engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
@@ -394,13 +394,11 @@ class Sampler:
         )  # fmt: skip
 
     def engine(self, plugins: Plugins, samples: int = 1) -> Engine:
-        """What runs a generation; one that records steps is kept for the next, which may find them."""
-        made = graphs.engine(
+        """Return what runs a generation. One that records steps is kept for a later one, which may find them."""
+        return graphs.engine(
             self.denoiser, plugins, self.poll_every, self.kernels, self.noise, self.cuda_graph,
             (self.entropy, samples, self.compile), self._static,
         )  # fmt: skip
-        self._static = made if isinstance(made, StaticEngine) else self._static
-        return made
 
     @property
     def runtime(self) -> Runtime:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dllm_sampler.core import select
 from dllm_sampler.core.values import Canvas
 
 
@@ -35,4 +36,6 @@ def bell(sigma: float, longest: int, device: torch.device) -> tuple[Tensor, Tens
         offset = torch.where(offset % 2 == 0, offset // 2, -(offset // 2) - 1)  # 0, -1, 1, -2, 2, ...
         weight = torch.exp(-(offset.double() ** 2) / (2 * sigma**2))
         total = F.pad(weight.cumsum(0)[5::6], (1, 0))
-        return offset[:near].clone(), weight[:near].clone(), total
+        made = offset[:near].clone(), weight[:near].clone(), total
+    select.wait_for(device)
+    return made

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from threading import Lock
 
 import torch
 from torch import Tensor
+
+_ALONE = Lock()  # two threads would each make a tensor, and one of them would be freed again
 
 
 def arange(size: int, device: torch.device) -> Tensor:
@@ -26,13 +29,22 @@ def _line(size: int, device: torch.device) -> Tensor:
 
 @lru_cache(1024)
 def _view(size: int, device: torch.device) -> Tensor:
-    return _numbers(1 << max(0, size - 1).bit_length(), device)[:size]
+    with _ALONE:
+        return _numbers(1 << max(0, size - 1).bit_length(), device)[:size]
 
 
 @cache  # for good: a recorded step (`engine/graphs.py`) reads these tensors where they are
 def _numbers(size: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.arange(size, device=device)
+        made = torch.arange(size, device=device)
+    wait_for(device)
+    return made
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a tensor that is stored for good has its values: streams of other threads will read it, too."""
+    if device.type == "cuda" and torch.cuda.is_initialized() and not torch.compiler.is_compiling():
+        torch.cuda.current_stream(device).record_event().synchronize()
 
 
 def columns(chosen: Tensor, width: int) -> Tensor:

@@ -34,11 +34,13 @@ class Step:
     replay: repeats it
     after: the state's objects (not its numbers) after it, in the order of `PARTS`
     key: the state key after it
+    generation: the last one that repeated it, see `Buffers.generation`
     """
 
     replay: Callable[[], None]
     after: tuple[Any, ...]
     key: int
+    generation: int = 0
 
 
 class Buffers:
@@ -50,6 +52,7 @@ class Buffers:
 
     def __init__(self, fits: tuple[Hashable, ...]):
         self.fits = fits
+        self.generation = 0  # number of those that had the buffers before
         self.held: dict[Hashable, Any] = {}
         self.storages: set[int] = set()
         self.steps: dict[Hashable, Step | None] = {}  # None: run once, not recorded yet
@@ -62,10 +65,16 @@ class Buffers:
         tensors = (one for buffer in self.held.values() for one in _tensors(buffer))
         return sum(one.numel() * one.element_size() for one in tensors)
 
-    @property
-    def recorded(self) -> int:
-        """Number of recordings."""
-        return sum(step is not None for step in self.steps.values())
+    def make_room(self, most: int) -> bool:
+        """Forget the oldest recording that this generation has not repeated if there are `most`, for a new one.
+
+        Returns False if it has repeated all of them.
+        """
+        made = [(key, step.generation) for key, step in self.steps.items() if step is not None]
+        old = next((key for key, generation in made if generation < self.generation), None)
+        if len(made) >= most and old is not None:
+            del self.steps[old]
+        return len(made) < most or old is not None
 
     def copy_in(self, state: Generation) -> int:
         """Copy every tensor of `state` into its buffer, which takes its place in the state.

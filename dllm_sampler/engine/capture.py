@@ -33,6 +33,7 @@ class GraphRecorder:
         try:
             # A capture that failed cannot be ended either, and then leaves its stream the current one.
             with _ALONE, torch.cuda.stream(torch.cuda.current_stream()):
+                torch.cuda.current_blas_handle()  # of this thread: none can be made during a recording (pytorch 99397)
                 pool, stream, _ = self._pool(device)
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     run()

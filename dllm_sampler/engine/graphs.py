@@ -40,6 +40,7 @@ ROOM = 2**31  # bytes of buffers, beyond which the oldest go before new ones are
 LEAST = 16  # rows: a matrix unit multiplies as many at once
 MOST = 512  # entries of a pack up to which steps are recorded
 RECORDED = 64  # steps for one shape of canvas. A batch of 16 whose rows come and go needs some 25
+ENGINES = 4  # settings of a sampler whose recordings are kept, such as the block lengths that calls take turns with
 COUNTED = "A plug-in that counts steps in a plain number needs a recording for each: let it count in a tensor."
 
 
@@ -204,7 +205,10 @@ class StaticEngine(Engine):
     ):
         super().__init__(denoiser, plugins, poll_every, kernels, entropy, samples, compile)
         self.record, self.must = record, must
-        self.free: list[Buffers] = []  # of generations that are over, the latest last: one like it finds its recordings
+        self.origin = denoiser
+        self.settings = (plugins, poll_every, kernels, entropy, samples, compile, self.inference_mode)
+        # Of generations that are over, the latest last: one like it finds its recordings. Engines may share the list.
+        self.free: list[Buffers] = []
 
     def begin(self, canvas: Canvas) -> Generation:
         """See `Engine.begin`. Generations that overlap in time have buffers of their own."""
@@ -245,7 +249,7 @@ class StaticEngine(Engine):
             state.wanted = replace(state.wanted, sizes=sizes)
             if key not in steps:
                 steps[key] = None
-            elif state.buffers.recorded < RECORDED:
+            elif state.buffers.make_room(RECORDED):
                 step = steps[key] = self._recorded(state, self.record)
             else:
                 warn(f"{RECORDED} steps are recorded as CUDA graphs, and others run without. {COUNTED}")
@@ -253,6 +257,7 @@ class StaticEngine(Engine):
                 self._eager(state)
                 return
         step.replay()
+        step.generation = state.buffers.generation
         state.replayed(step)
 
     def poll(self, state: Generation) -> None:
@@ -301,11 +306,16 @@ class StaticEngine(Engine):
 
     def _found(self, canvas: Canvas) -> Buffers:
         """Free buffers for such a canvas and the weights where they are, or new ones, for which there is room then."""
-        fits = canvas.ids.shape, canvas.ids.device, model(self.denoiser)
-        self.free = [one for one in self.free if one.fits[1:] == fits[1:]]
+        device = canvas.ids.device
+        # A stream does not wait for another one, which may still work on buffers of a generation that was given up.
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        fits = (canvas.ids.shape, stream, self.record), device, model(self.denoiser)
+        self.free[:] = [one for one in self.free if one.fits[1:] == fits[1:]]
         for at in reversed(range(len(self.free))):
             if self.free[at].fits == fits:
-                return self.free.pop(at)
+                found = self.free.pop(at)
+                found.generation += 1
+                return found
         self._make_room(KEPT - 1, ROOM)
         return Buffers(fits)
 
@@ -352,13 +362,14 @@ def engine(
     noise: Noise,
     choice: bool | str,
     options: tuple[bool, int, bool],
-    last: StaticEngine | None,
+    kept: list[StaticEngine],
 ) -> Engine:
     """The engine of `Sampler(cuda_graph=...)`.
 
     Args:
         options: entropy, samples and compile, as `Engine` has them.
-        last: the one that recorded steps before, which is taken again where it can be.
+        kept: those that record for this denoiser, the latest last. One of the same settings is taken again. A new one
+            joins them, and all share the room for buffers.
 
     Raises:
         UserError: steps are to be recorded, and cannot be.
@@ -368,7 +379,11 @@ def engine(
         raise UserError("graph-unsupported", f"cuda_graph=true cannot be: {why}")
     if why is not None or choice is False:
         return Engine(denoiser, plugins, poll_every, kernels, *options)
-    same = plugins, kernels, options[1], inference_mode(denoiser)
-    if last is not None and (last.plugins, last.kernels, last.samples, last.inference_mode) == same:
-        return last
-    return StaticEngine(denoiser, plugins, poll_every, kernels, GraphRecorder(), choice is True, *options)
+    settings = (plugins, poll_every, kernels, *options, inference_mode(denoiser))
+    kept[:] = [one for one in kept if one.origin is denoiser]
+    found = next((one for one in kept if one.settings == settings), None)
+    if found is None:
+        found = StaticEngine(denoiser, plugins, poll_every, kernels, GraphRecorder(), choice is True, *options)
+        found.free = kept[-1].free if kept else found.free
+    kept[:] = [*(one for one in kept if one is not found), found][-ENGINES:]
+    return found

@@ -8,7 +8,7 @@ took from the first run, or a tensor that moved, shows as a wrong token. What is
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -119,6 +119,7 @@ class Letters:
     """A tokenizer for which a token is a letter."""
 
     pad_token_id = None
+    init_kwargs: ClassVar[dict[str, object]] = {}
 
     def decode(self, ids: list[int], **_: object) -> str:
         return "".join(chr(ord("a") + one) for one in ids)

@@ -115,8 +115,9 @@ def test_a_graph_repeats_the_step(pair: tuple[str, str]) -> None:
             Sampler(model, scheduler=scheduler, cache=cache, cuda_graph=True)
         return
     it = same(model, {}, {"cuda_graph": True}, scheduler=scheduler, cache=cache)
-    assert it._static is not None and it._static.record is not None
-    (kept,) = it._static.free
+    (engine,) = it._static
+    assert engine.record is not None
+    (kept,) = engine.free
     assert any(isinstance(step, Step) for step in kept.steps.values())
 
 

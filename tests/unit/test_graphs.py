@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from time import sleep
 from types import SimpleNamespace
 from typing import Any, cast
@@ -282,6 +284,74 @@ def test_a_plugin_that_counts_in_a_plain_number_is_not_recorded_without_end(monk
     assert all(torch.equal(one.tokens, found[0].tokens) for one in found)
 
 
+@pytest.mark.slow
+def test_answers_of_many_lengths_do_not_use_up_the_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a length that no call has any longer make room for those of a new one."""
+    monkeypatch.setattr("dllm_sampler.engine.graphs.RECORDED", 4)
+    it, engine = on_a_tape(4, scheduler="fixed")
+    for tokens in (5, 6, 7, 8, 9, 10):
+        for _ in range(2):
+            it.generate([[5] * 16], max_new_tokens=tokens)
+        before = engine.replays
+        it.generate([[5] * 16], max_new_tokens=tokens)
+        assert engine.replays - before == tokens
+        assert recordings(engine) <= 4
+
+
+def records_here(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """Samplers record steps on a tape, on a CPU too. Returns the recordings as they are made."""
+    made: list[Callable[[], None]] = []
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        made.append(taped(run))
+        return made[-1]
+
+    chosen = {"obstacle": lambda *_: None, "GraphRecorder": lambda: partial(record), "StaticEngine": Taped}
+    for name, value in chosen.items():
+        monkeypatch.setattr(f"dllm_sampler.engine.graphs.{name}", value)
+    return made
+
+
+def test_calls_that_take_turns_find_their_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training loop may call with many samples, and evaluate with one and with longer blocks."""
+    recorded, made = records_here(monkeypatch), []
+    options = {"cache": "dual", "scheduler": "fixed", "stop": "none", "temperature": 1.0}
+    it, plain = toys.sampler("llada", cuda_graph=True, **options), toys.sampler("llada", **options)
+    for seed in range(3):
+        for block_length, samples in ((4, 1), (8, 1), (8, 2)):
+            asked: Any = {"max_new_tokens": 16, "block_length": block_length, "samples": samples, "seed": seed}
+            found, expected = (one.generate(toys.PROMPTS[:1], **asked) for one in (it, plain))
+            assert torch.equal(found.tokens, expected.tokens)
+        made.append(len(recorded))
+    assert made[0] > 0 and made[1] == made[2]
+    assert all(engine.free is it._static[0].free for engine in it._static), "they share the room for buffers"
+
+
+@each("name", ["denoiser", "poll_every", "entropy"])
+def test_a_sampler_that_was_changed_records_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    records_here(monkeypatch)
+    it = toys.sampler("llada", cuda_graph=True)
+    first = it.engine(it.plugins)
+    assert it.engine(it.plugins) is first
+    setattr(it, name, {"denoiser": copy(it.denoiser), "poll_every": 3, "entropy": True}[name])
+    assert it.engine(it.plugins) is not first
+    assert (first in it._static) == (name != "denoiser"), "a model that is gone keeps no memory"
+
+
+def test_buffers_belong_to_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one does not wait for what a generation that was given up left there."""
+    it = toys.sampler()
+    engine, stream = StaticEngine(it.denoiser, it.plugins, 1), 1
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    canvas: Any = SimpleNamespace(ids=SimpleNamespace(shape=torch.Size([1, 9]), device=torch.device("cuda")))
+    first = engine._found(canvas)
+    engine.free.append(first)
+    stream = 2
+    assert engine._found(canvas) is not first
+    stream = 1
+    assert engine._found(canvas) is first
+
+
 def test_prompts_of_many_lengths_share_recordings() -> None:
     it, engine = on_a_tape(4, scheduler="fixed")
     made = []
@@ -316,6 +386,7 @@ def test_each_engine_has_a_pool_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     for record in (one, other, one):
         record(lambda: None)
     assert cuda.pools == [(1, 0), (1, 0), (2, 0), (2, 0), (1, 0)], "an empty graph opens each pool"
+    assert cuda.handles == [0, 2, 4], "a thread may never have multiplied, and cannot begin during a recording"
 
 
 @each("closes", [True, False])
@@ -359,12 +430,13 @@ class Cuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.made, self.closes = 0, True
         self.pools: list[tuple[int, int]] = []
+        self.handles: list[int] = []  # of cuBLAS, by the number of recordings before
         self.closed: list[tuple[str, int, tuple[int, int]]] = []
         graph = SimpleNamespace(replay=lambda: None)
         for name, value in {
             "graph_pool_handle": self.handle, "Stream": lambda *_: None, "CUDAGraph": lambda: graph,
             "current_device": lambda: 0, "current_stream": lambda *_: None, "stream": lambda _: nullcontext(),
-            "graph": self.graph,
+            "graph": self.graph, "current_blas_handle": lambda: self.handles.append(len(self.pools)),
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)

@@ -1,13 +1,34 @@
 """Choosing positions and tokens: ties, fillers, scores that are no numbers, and ways that were made fast."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+from types import SimpleNamespace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler.core import select, statistics
 from tests.sampling import each
+
+# Numbers that are made once
+
+
+def test_numbers_are_there_for_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share them, and a stream does not wait for the one on which they were made."""
+    made, waits, arange = [], [], torch.arange
+    event = SimpleNamespace(synchronize=lambda: waits.append(len(made)))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(record_event=lambda: event))
+    monkeypatch.setattr(torch, "arange", lambda size, device: made.append(size) or sleep(0.02) or arange(size))
+    device = torch.device("cuda", 77)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda size: select.arange(size, device), (33, 48, 64, 50)))
+    assert made == [64] and waits == [1]
+    assert len({one.untyped_storage().data_ptr() for one in found}) == 1
+
 
 # Choosing positions: ties, fillers and scores that are no numbers
 
