@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dllm_sampler.core import select
 from dllm_sampler.models.moe import MoE, MoeConfig, feed
 from dllm_sampler.models.yarn import Yarn
 
@@ -316,7 +317,8 @@ class Transformer(nn.Module):
                 exponents = torch.arange(0, size, 2, dtype=precise, device=device) / size  # [R/2]
                 found = 1.0 / self.config.rope_theta**exponents
                 found = found if yarn is None else yarn.stretched(found, self.config.rope_theta, size)
-            self._frequencies[device, precise] = found
+            select.wait_for(device)
+            self._frequencies.setdefault((device, precise), found)
         return self._frequencies[device, precise]
 
     def tie_weights(self) -> None:

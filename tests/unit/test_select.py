@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler.core import select, statistics
+from dllm_sampler.core import density, select, statistics
+from tests import toys
 from tests.sampling import each
 
 # Numbers that are made once
@@ -28,6 +29,17 @@ def test_numbers_are_there_for_every_stream(monkeypatch: pytest.MonkeyPatch) -> 
         found = list(pool.map(lambda size: select.arange(size, device), (33, 48, 64, 50)))
     assert made == [64] and waits == [1]
     assert len({one.untyped_storage().data_ptr() for one in found}) == 1
+
+
+def test_what_samplers_of_one_process_share_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frequencies belong to a model, which several samplers may have, and a bell to nobody."""
+    waits, cpu = [], torch.device("cpu")
+    monkeypatch.setattr(select, "wait_for", waits.append)
+    network = toys.transformer()
+    for _ in range(2):
+        network.rope(torch.arange(4)[None], torch.float32)
+        density.bell(1.2345, 7, cpu)
+    assert waits == [cpu, cpu]
 
 
 # Choosing positions: ties, fillers and scores that are no numbers
