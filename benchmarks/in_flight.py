@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from random import Random
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from circumstances import circumstances, report
@@ -32,12 +33,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from subjects import SIZES, check, subject
-from torch import Tensor
 
 from dllm_sampler import Answer, Sampler, config
-from dllm_sampler.core.protocols import Plan
-from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas, Query, Spent
+from dllm_sampler.engine.in_flight import Ended, RunningBatch
 from dllm_sampler.models.mini_tasks import TASKS
 
 WAYS: tuple[Literal["in_flight", "static"], ...] = ("in_flight", "static")
@@ -85,25 +83,6 @@ def prompts(name: str, count: int, mask_id: int) -> list[str] | list[list[int]]:
     return [random.choices(words, k=random.randint(most // 3, most)) for _ in range(count)]
 
 
-@dataclass(frozen=True)
-class Counting:
-    """A denoiser that counts the live rows of each forward."""
-
-    inner: Any
-    rows: list[int]
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.inner.spec
-
-    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        self.rows.append(int((~canvas.done).sum()))
-        return self.inner(canvas, query, plan)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.inner.head(hidden)
-
-
 def answers(
     one: Sampler, row: Row, given: Sequence[Any], tokens: list[int], way: Literal["in_flight", "static"]
 ) -> list[Answer]:
@@ -113,9 +92,14 @@ def answers(
 
 def count(one: Sampler, row: Row, given: Sequence[Any], tokens: list[int]) -> None:
     """What both ways compute, which warms them up."""
-    plain, one.denoiser = one.denoiser, Counting(one.denoiser, row.in_flight)
-    flown = answers(one, row, given, tokens, "in_flight")
-    one.denoiser = plain
+    step = RunningBatch.step
+
+    def counted(batch: RunningBatch) -> Ended | None:
+        row.in_flight.append(len(batch.lanes) - len(batch.free))
+        return step(batch)
+
+    with patch.object(RunningBatch, "step", counted):
+        flown = answers(one, row, given, tokens, "in_flight")
     stood = answers(one, row, given, tokens, "static")
     row.tokens, row.forwards = sum(answer.length for answer in flown), len(row.in_flight)
     row.nfe = [answer.nfe for answer in flown]
@@ -211,16 +195,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, cache, batch in product(options.schedulers, options.caches, options.batch):
         plugins = {"scheduler": rules[name], "cache": cache, "blocks": {"name": "fixed", "length": options.block}}
         if options.model == "mini":
-            one = plain = Sampler.from_pretrained("mini", **plugins)
+            one = Sampler.from_pretrained("mini", **plugins)
         else:
-            one = plain = Sampler(it.denoiser, stop="none", **plugins)
-        if options.graph:  # counting reads the device, which no recording may do
-            one = Sampler(it.denoiser, stop="none", cuda_graph=True, **plugins)
+            one = Sampler(it.denoiser, stop="none", cuda_graph=options.graph, **plugins)
         row = Row(name, cache, batch)
-        count(plain, row, given, tokens)
-        if options.graph:
-            for _ in range(2):  # a step of a size runs eagerly once, and is recorded when it comes again
-                clocked(one, row, given, tokens, options)
+        count(one, row, given, tokens)
+        if options.graph:  # a step of a size runs eagerly once, and is recorded when it comes again
+            clocked(one, row, given, tokens, options)
             row.seconds = {way: [] for way in WAYS}
         rows.append(row)
         samplers.append(one)
