@@ -37,6 +37,7 @@ def kinds(scheduler: Settings) -> list[tuple[str, object]]:
     return [(f"traits.{one.name}", getattr(traits, one.name)) for one in fields(traits)]
 
 
+@functools.cache  # many files ask, and each scheduler is built
 def one_of_each_kind() -> list[Any]:
     """Every scheduler under every one of its settings; slow are all but a sample that meets each value of each trait.
 
