@@ -80,6 +80,7 @@ def test_the_loss_by_hand(committed: bool) -> None:
         torch.testing.assert_close(one.grad, other.grad, atol=1e-12, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_counts_only_what_is_open_unless_told() -> None:
     """Positions already committed say nothing, or everything."""
     known = torch.tensor([[0.2, 0.8]]).repeat(50, 1)
