@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -11,11 +12,12 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dllm_sampler import config
 from dllm_sampler.errors import UserError, installing
-from dllm_sampler.models import loading, saving, weights
+from dllm_sampler.host import files
+from dllm_sampler.models import huggingface, loading, saving, weights
 from dllm_sampler.models import lora as adapters
 from dllm_sampler.models.adapter import has_adapter
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -26,7 +28,7 @@ from dllm_sampler.models.uniform import UniformLM
 from dllm_sampler.sampler import Sampler
 
 T = TypeVar("T")
-Model = str | Path | Mapping[str, Any] | Sampler
+Model = str | Path | Mapping[str, Any] | Sampler | PreTrainedModel
 ADAPTER = "adapter"  # folder of the adapters, inside that of the run
 SHARED = "model.decoder.layers", "model.encoder.language_model.layers"  # of DiffusionGemma, with the same weights
 FROZEN = (".router.", "vision")  # of DiffusionGemma: as its public recipe has it, and texts alone are learned
@@ -80,25 +82,35 @@ class Trainable(nn.Module):
 
     @classmethod
     def load(
-        cls, model: Model, dtype: str = "float32", lora: Any = None, seed: int = 0, *, uniform: bool = False
+        cls,
+        model: Model,
+        dtype: str = "float32",
+        lora: Any = None,
+        seed: int = 0,
+        *,
+        uniform: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> Self:
         """Load a model to train it.
 
         Args:
             model: as `Sampler.from_pretrained` takes it: a name, folder or hub id, or a dict with more settings. Or a
-                `Sampler`, whose model is used as it is.
+                `Sampler`, or a masked language model of transformers, which are used as they are.
             dtype: of the weights.
             lora: a configuration of peft; None: all weights learn.
             seed: of the adapters.
             uniform: take a model without a mask token, too.
+            tokenizer: of a model of transformers.
 
         Raises:
             UserError: nothing to load there, or a model that cannot be trained.
         """
-        if isinstance(model, Sampler):
-            if model.tokenizer is None:
-                raise UserError("tokenizer-missing", "the sampler has no tokenizer. Give it one.")
-            return cls(model.denoiser, model.tokenizer, repr(model), None, lora, seed)
+        if isinstance(model, Sampler | PreTrainedModel):
+            tokenizer = model.tokenizer if isinstance(model, Sampler) else tokenizer
+            if tokenizer is None:
+                raise UserError("tokenizer-missing", "the model has no tokenizer. Give it one (processing_class=).")
+            denoiser = model.denoiser if isinstance(model, Sampler) else huggingface.wrap(model, tokenizer)
+            return cls(denoiser, tokenizer, type(model).__name__, None, lora, seed)
         model = str(model) if isinstance(model, Path) else model
         named, settings = called(model), config.model(model)
         for name in UNTRAINABLE:
@@ -214,6 +226,11 @@ class Trainable(nn.Module):
             NotWrittenError: a file cannot be written.
         """
         source = self.denoiser.folder
+        if source is None and isinstance(self.inner, PreTrainedModel) and state is None:
+            network: Any = self.inner if self.adapter is None else adapters.merged(deepcopy(self.adapter))
+            files.write_folder(folder, network.save_pretrained)
+            files.write_folder(folder, self.tokenizer.save_pretrained)
+            return
         if source is None:
             raise UserError(
                 "model-not-found", "the model is from no checkpoint, so it has no format. Save it yourself."

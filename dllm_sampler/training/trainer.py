@@ -87,11 +87,12 @@ class DiffusionTrainer(Trainer):
     """A `Trainer` that learns from rows of prompts and answers, and measures answers to held-out prompts.
 
     Args:
-        model: as `Sampler.from_pretrained` takes it, or a `Sampler`.
+        model: as `Sampler.from_pretrained` takes it, a `Sampler`, or a masked language model of transformers.
         args: the settings.
         train_dataset: rows with a `prompt` and a `completion` (or `answer`), or with `messages`. A prompt is a text,
             token ids or messages.
         eval_dataset: the same, to measure on.
+        processing_class: the tokenizer of a model of transformers; others have theirs.
         peft_config: a `LoraConfig` of peft, whose adapters alone learn; None: all weights.
         columns: names of the columns, if they are others.
         metric: how answers are judged, see `Metric`.
@@ -113,6 +114,7 @@ class DiffusionTrainer(Trainer):
         args: DiffusionConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
+        processing_class: Any = None,
         *,
         peft_config: Any = None,
         columns: Columns | None = None,
@@ -122,7 +124,9 @@ class DiffusionTrainer(Trainer):
     ):
         args = args or self.config(output_dir="trained")
         columns = columns or Columns()
-        self.trained = Trainable.load(model, args.dtype, peft_config, args.seed, uniform=self.uniform)
+        self.trained = Trainable.load(
+            model, args.dtype, peft_config, args.seed, uniform=self.uniform, tokenizer=processing_class
+        )
         self.metric = Metric("metric", metric) if isinstance(metric, str) else metric
         self.examples = columns.examples(train_dataset, self.answers, "train_dataset")
         self.held = [] if eval_dataset is None else columns.examples(eval_dataset, self.answers, "eval_dataset")

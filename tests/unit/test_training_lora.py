@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoTokenizer, BertForMaskedLM
 
 from dllm_sampler import Sampler
 from dllm_sampler.models.adapter import WEIGHTS
@@ -126,6 +127,26 @@ def test_weights_in_halves_stay_as_they_are_and_adapters_learn(tmp_path: Path) -
     whole.save_model(str(tmp_path / "twice"))
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "twice"))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items()), "the model has its adapters still"
+
+
+def test_a_model_of_transformers_in_memory(tmp_path: Path) -> None:
+    """As it is, with its tokenizer; what is saved is merged, and the model has its adapters still."""
+    folder = tiny.write("bert", tmp_path / "m")
+    bert, tokenizer = BertForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    lora = peft.LoraConfig(r=2, lora_alpha=4)
+    run = trainer(
+        "sft",
+        bert,
+        tmp_path / "run",
+        processing_class=tokenizer,
+        peft_config=lora,
+        max_steps=1,
+        report_to="tensorboard",
+    )
+    run.train()
+    run.save_model()
+    assert len(run.trained.learned()) > 5 and any(tmp_path.glob("run/**/events*"))
+    assert Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("Hi", max_new_tokens=4).texts
 
 
 def test_refusals() -> None:

@@ -86,7 +86,9 @@ def arguments(kind: type[Any], output: Path, **changes: Any) -> Any:
 
 def trainer(kind: str, model: Any, output: Path, **changes: Any) -> DiffusionTrainer:
     data: dict[str, Any] = {"train_dataset": ROWS[:18], "eval_dataset": ROWS[18:20]}
-    data |= {name: changes.pop(name) for name in ("peft_config", "train_dataset", "callbacks") if name in changes}
+    data |= {
+        name: changes.pop(name) for name in ("peft_config", "train_dataset", "processing_class") if name in changes
+    }
     if kind == "sft":
         return MaskedDiffusionTrainer(model, arguments(MaskedDiffusionConfig, output, **changes), **data)
     if kind == "distill":
