@@ -156,6 +156,7 @@ def train_target(
     if args.should_save:
         files.write_folder(Path(args.output_dir), tokenizer.save_pretrained)
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # others read what the first process writes
 
 
 @dataclass
