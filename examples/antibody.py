@@ -49,12 +49,13 @@ CHAINS = {
     ),
 }
 SWEEPS: dict[str, list[dict[str, Any]]] = {
-    "fixed": [{"steps": steps} for steps in (32, 16, 8, 4, 2, 1)],
-    "threshold": [{"threshold": value} for value in (0.99, 0.9, 0.7, 0.4)],
-    "entropy": [{"entropy": value} for value in (0.1, 0.5, 1.0, 2.0)],
-    "factor": [{"factor": value} for value in (0.1, 0.5, 1.5, 4.0)],
+    "fixed": [{"steps": steps} for steps in (32, 8, 4, 2, 1)],
+    "threshold": [{"threshold": value} for value in (0.99, 0.9, 0.6)],
+    "entropy": [{"entropy": value} for value in (0.1, 0.5, 1.5)],
+    "factor": [{"factor": value} for value in (0.1, 0.5, 2.0)],
     "localleap": [{"threshold": one, "relaxed": low} for one, low in ((0.99, 0.9), (0.9, 0.75), (0.6, 0.4))],
 }
+Point = tuple[float, float, float]  # forwards, share recovered, share equal to one per step
 
 
 def convert(package: Path, folder: Path) -> Path:
@@ -83,54 +84,56 @@ def convert(package: Path, folder: Path) -> Path:
     return folder
 
 
-def windows(step: int) -> list[tuple[str, str]]:
-    """Return chains with a gap, and the residues that are missing."""
+def windows() -> list[tuple[str, str]]:
+    """Return two gaps of each chain, around its first and its third loop, and the residues that are missing."""
     found = []
     for chain in CHAINS.values():
-        for first in range(8, len(chain) - GAP, step):
+        for first in (20, len(chain) - GAP - 6):
             found.append((f"{chain[:first]}{{gap:{GAP}}}{chain[first + GAP :]}", chain[first : first + GAP]))
     return found
 
 
-def measure(
+def fill(
     sampler: Sampler, asked: Sequence[tuple[str, str]], scheduler: str, fields: dict[str, Any]
-) -> tuple[float, float]:
-    """Return the mean number of forwards, and the share of residues that are those of the chain."""
+) -> tuple[float, str]:
+    """Return the mean number of forwards, and the residues of all gaps, one after the other."""
     result = sampler.infill([text for text, _ in asked], scheduler={"name": scheduler, **fields})
-    gaps = [(gaps or [""])[0] for gaps in result.gaps or []]
-    right = sum(a == b for gap, (_, truth) in zip(gaps, asked, strict=True) for a, b in zip(gap, truth, strict=False))
-    return float(result.nfe.double().mean()), right / (GAP * len(asked))
+    return float(result.nfe.double().mean()), "".join((gaps or [""])[0] for gaps in result.gaps or [])
 
 
-def draw(found: dict[str, list[tuple[float, float]]], file: Path, count: int) -> None:
-    """Draw recovery against forwards, a line for each scheduler."""
+def share(one: str, other: str) -> float:
+    """Return the share of residues that are the same in two texts."""
+    return sum(a == b for a, b in zip(one, other, strict=True)) / len(other)
+
+
+def draw(found: dict[str, list[Point]], file: Path, count: int) -> None:
+    """Draw both shares against forwards, a line for each scheduler."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    for (name, points), marker in zip(found.items(), "os^Dv", strict=True):
-        forwards, shares = zip(*sorted(points), strict=True)
-        axes.plot(forwards, [100 * share for share in shares], marker=marker, markersize=5, linewidth=1.2, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
-    axes.set_xlabel(f"forwards for {GAP} residues, mean of {count}")
-    axes.set_ylabel("residues recovered, %")
-    axes.grid(color="0.9")
-    axes.legend(frameon=False)
+    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    for place, title, which in zip(axes, ("residues of the chain", "residues of one per step"), (1, 2), strict=True):
+        for (name, points), marker in zip(found.items(), "os^Dv", strict=True):
+            points = sorted(points)
+            shares = [100 * point[which] for point in points]
+            place.plot([point[0] for point in points], shares, marker=marker, markersize=4, linewidth=1.1, label=name)
+        place.set_xscale("log", base=2)
+        place.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+        place.set_xlabel(f"forwards for {GAP} residues, mean of {count} gaps")
+        place.set_ylabel(f"{title}, %")
+        place.grid(color="0.9")
+    axes[1].legend(frameon=False)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)
 
 
-def main(words: list[str] | None = None) -> dict[str, list[tuple[float, float]]]:
-    """Convert the model if that was not done, measure, draw, and return forwards and recovery by scheduler."""
+def main(words: list[str] | None = None) -> dict[str, list[Point]]:
+    """Convert the model if that was not done, measure, draw, and return the points of each scheduler."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--package", type=Path, default=Path("antiberty"), help="folder that antiberty was installed into"
-    )
+    parser.add_argument("--package", type=Path, default=Path("antiberty"), help="folder of pip's --target")
     parser.add_argument("--output", type=Path, default=Path("antibody"))
-    parser.add_argument("--step", type=int, default=40, help="residues from one gap of a chain to the next")
     options = parser.parse_args(words)
 
     model = options.output / "model"
@@ -139,13 +142,17 @@ def main(words: list[str] | None = None) -> dict[str, list[tuple[float, float]]]
     sampler = Sampler.from_pretrained(
         str(model), blocks="full", stop="none", cache="none", dtype="float32", device="cpu"
     )
-    asked = windows(options.step)
-    found: dict[str, list[tuple[float, float]]] = {}
+    asked = windows()
+    truth = "".join(missing for _, missing in asked)
+    plain, found = "", dict[str, list[Point]]()
     for scheduler, settings in SWEEPS.items():
         for fields in settings:
-            forwards, share = measure(sampler, asked, scheduler, fields)
-            found.setdefault(scheduler, []).append((forwards, share))
-            print(f"{scheduler} {fields}: {100 * share:.1f} % recovered in {forwards:.1f} forwards")
+            forwards, filled = fill(sampler, asked, scheduler, fields)
+            plain = plain or filled  # the first one is one per step
+            point = forwards, share(filled, truth), share(filled, plain)
+            found.setdefault(scheduler, []).append(point)
+            said = f"{100 * point[1]:.1f} % of the chain's residues, {100 * point[2]:.1f} % of those of one per step"
+            print(f"{scheduler} {fields}: {forwards:.1f} forwards, {said}", flush=True)
     draw(found, options.output / "antibody.png", len(asked))
     print(options.output / "antibody.png")
     return found

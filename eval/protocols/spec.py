@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from dllm_sampler import config
+from dllm_sampler.cli import user_files
 from dllm_sampler.errors import UserError, unknown
 
 GROUP = "suite/protocol"
@@ -133,18 +134,18 @@ class Protocol:
 
 
 def names() -> list[str]:
-    """Return the names of all protocols that are more than a list of settings."""
+    """Return the names of the packaged protocols that are more than a list of settings."""
     return [name for name in config.names(GROUP) if "variants" in config.entry(GROUP, name).settings]
 
 
 @cache
 def load(name: str) -> Protocol:
-    """Return a protocol.
+    """Return a protocol: a packaged one, or the user's of `./conf/suite/protocol`.
 
     Raises:
         UserError: there is none of this name, or its file has a field or a value that is unknown.
     """
-    entry = config.entry(GROUP, name)
+    entry = user_files.entry(GROUP, name)
     whole = dict(entry.settings)
     base, variants = whole.pop("tasks"), whole.pop("variants")
     shared, evidence = whole.pop("methods", {}), str(whole.pop("evidence"))

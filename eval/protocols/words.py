@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from dllm_sampler.cli.user_files import choices, entry
 from dllm_sampler.errors import unknown
 from dllm_sampler.eval.protocols import spec
 
@@ -13,7 +14,10 @@ PREFIX = "protocol/"
 
 def is_protocol(suite: str) -> bool:
     """Return True if a suite is a protocol, and not a list of sweeps."""
-    return suite.startswith(PREFIX) and suite.removeprefix(PREFIX) in spec.names()
+    name = suite.removeprefix(PREFIX)
+    if not suite.startswith(PREFIX) or name not in choices(spec.GROUP):
+        return False
+    return "variants" in entry(spec.GROUP, name).settings
 
 
 def lines(suite: str, words: Sequence[str]) -> list[list[str]]:

@@ -137,7 +137,7 @@ def points(found: Comparison, tasks: Sequence[str], rate: str) -> list[tuple[flo
 def cell_of(run: Run) -> Cell | None:
     """Return the cell of a run under a protocol, or None for other runs."""
     task = run.about["config"]["task"]
-    if not run.records or task.get("protocol") not in spec.names():
+    if not run.records or task.get("protocol") not in spec.names():  # the table has no rows of a user's protocol
         return None
     protocol = spec.load(task["protocol"])
     return protocol.cells.get((protocol.variant(None, task.get("variant")), task["task"]))

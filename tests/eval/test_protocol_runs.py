@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -188,6 +189,16 @@ def test_data_that_is_not_here_is_named_with_a_command(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=offline))
     with refused("hub-unreachable: hf download --repo-type dataset openai/gsm8k, task.data="):
         _ = job(["task=protocol", "task.protocol=fast-dllm", "task.task=gsm8k"]).identity
+
+
+def test_a_protocol_of_the_users_own(tmp_path, monkeypatch) -> None:
+    packaged = Path(str(files("dllm_sampler.conf"))) / "suite" / "protocol" / "llada-lm-eval.yaml"
+    (tmp_path / "conf" / "suite" / "protocol").mkdir(parents=True)
+    text = packaged.read_text().replace("length: 1024", "length: 64").replace("llada-lm-eval/base", "mine/all")
+    (tmp_path / "conf" / "suite" / "protocol" / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    (line,) = lines(["suite=protocol/mine", "task=gsm8k", "model=mini"])
+    assert {"task.protocol=mine", "task.variant=mine/all", "max_new_tokens=64"} <= set(line)
 
 
 def test_the_folder_of_packages_can_be_named(monkeypatch, tmp_path) -> None:
