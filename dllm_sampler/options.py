@@ -43,6 +43,7 @@ class SamplerOptions(TypedDict, total=False):
     top_p: float | None
     noise: Noise | None
     compat: bool
+    judge: str
     stop_token_ids: int | Sequence[int] | None
     max_steps: int | None
     poll_every: int
@@ -156,6 +157,11 @@ class Options:
         check_among(True, False, "step"),
     )
     compat: bool = option(False, "no token is barred, nor is the mask, as published", check_switch)
+    judge: str = option(
+        "draw",
+        "what plug-ins judge under a temperature: draw, the drawn tokens, as published; best, the likeliest ones",
+        check_among("draw", "best"),
+    )
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -39,6 +39,47 @@ NUMBERS = ("origin", "mask_id", "pad_id", "grid")
 
 
 @dataclass(frozen=True, repr=False)
+class Scores:
+    """Exact log-likelihoods of answers under a model and a sampler, in nats, on the CPU.
+
+    N is the length of the longest answer. A shorter one has 0 and step -1 after its end.
+    """
+
+    log_q: Tensor  # [B, N] float64 log-probability with which each token is drawn in the step that commits it
+    step_map: Tensor  # [B, N] forward that commits each token, from 0
+    nfe: Tensor  # [B] forwards
+    computed: Tensor  # [B] positions computed
+    lengths: Tensor  # [B] tokens of each answer
+
+    @staticmethod
+    def joined(parts: Sequence[Scores]) -> Scores:
+        """Return the scores of several batches as those of one."""
+        most = max(part.log_q.shape[1] for part in parts)
+        log_q = [F.pad(part.log_q, (0, most - part.log_q.shape[1])) for part in parts]
+        steps = [F.pad(part.step_map, (0, most - part.step_map.shape[1]), value=-1) for part in parts]
+        others = (torch.cat([getattr(part, name) for part in parts]) for name in ("nfe", "computed", "lengths"))
+        return Scores(torch.cat(log_q), torch.cat(steps), *others)
+
+    def __repr__(self) -> str:
+        return f"Scores({counted(len(self.nfe), 'answer')}, perplexity {self.perplexity:.6g})"
+
+    @property
+    def log_p(self) -> Tensor:
+        """`[B] float64` log-likelihood of each answer."""
+        return self.log_q.sum(1)
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the mean negative log-likelihood of a token, over the tokens of all answers."""
+        return float((-self.log_p.sum() / self.lengths.sum()).exp())
+
+    def steps(self, row: int = 0) -> list[list[int]]:
+        """Return the positions that each forward of a row commits."""
+        positions = self.step_map[row].tolist()
+        return [[at for at, one in enumerate(positions) if one == step] for step in range(int(self.nfe[row]))]
+
+
+@dataclass(frozen=True, repr=False)
 class Trace:
     """The history of a generation, on the CPU: rows left-padded, so that column `origin` is every row's first generated
     one."""

@@ -24,7 +24,7 @@ from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins, assemble, untrained
 from dllm_sampler.errors import UntrainedWarning, UserError
-from dllm_sampler.generation import batch, many
+from dllm_sampler.generation import batch, many, score
 from dllm_sampler.generation.runtime import Runtime
 from dllm_sampler.inputs import arguments, given
 from dllm_sampler.inputs.given import Piece, Pinned, Span
@@ -35,7 +35,7 @@ from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import compiled, guided, laid_out
 from dllm_sampler.models.rows import FunctionDenoiser, LogitsFunction
 from dllm_sampler.options import GenerateOptions, Progress, SamplerOptions, check_known, check_options, end_token_ids
-from dllm_sampler.result import Answer, Commits, Result
+from dllm_sampler.result import Answer, Commits, Result, Scores
 
 CALLS = 8  # different settings of calls whose plug-ins are stored: a guide may take long to build
 
@@ -52,6 +52,8 @@ class Sampler:
         tokenizer: None: token prompts only, and no texts.
         noise: where randomness comes from; counter-based by default.
         compat: let the mask id be chosen as a token (the position then stays masked), as published code does.
+        judge: `"draw"`: schedulers judge the tokens that a step drew, as published. `"best"`: they judge the best
+            tokens, and the drawn ones are written. It changes nothing without a temperature. See docs/likelihood.md.
         stop_token_ids: further end-of-text tokens, one id or several: an answer ends at any of them as it does at the
             model's own (`spec.eos_ids`).
         max_steps: give up after this many steps; None: the scheduler's own bound.
@@ -82,6 +84,7 @@ class Sampler:
         tokenizer: PreTrainedTokenizerBase | None = None,
         noise: Noise | None = None,
         compat: bool = False,
+        judge: str = "draw",
         stop_token_ids: int | Sequence[int] | None = None,
         max_steps: int | None = None,
         poll_every: int = 1,
@@ -102,8 +105,9 @@ class Sampler:
         self.max_steps, self.poll_every = max_steps, poll_every
         self.backend, self.entropy, self.compile = backend, entropy, bool(compile)
         self.plugins: Plugins = assemble(
-            self.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat, tokenizer
-        )
+            self.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat, tokenizer,
+            "best" if judge == "best" else "draw",
+        )  # fmt: skip
         self.cuda_graph = cuda_graph
         self._static: list[StaticEngine] = []
         self._calls = dict[str, tuple[Sampler, Plugins]]()  # by the settings of a call
@@ -392,6 +396,34 @@ class Sampler:
             self._runtime(options, block_length), prompts, every=every, max_new_tokens=max_new_tokens, seed=seed,
             stop_strings=stop_strings, forms=forms, prefix=prefix, suffix=suffix, pinned=pinned,
         )  # fmt: skip
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        answers: Piece | Sequence[Piece],
+        *,
+        max_new_tokens: int | None = None,
+        block_length: int | None = None,
+        batch_size: int = 8,
+        **options: Unpack[SamplerOptions],
+    ) -> Scores:
+        """Return the exact log-likelihood of answers under the model and this sampler. See docs/likelihood.md.
+
+        The canvas of a row has as many positions as its answer. Each row comes out as if it were alone.
+
+        Args:
+            prompts: as in `generate`. One prompt serves all answers.
+            answers: texts or token ids, one or several.
+            max_new_tokens: answers are padded with end-of-text tokens to this length. None scores them as they are.
+            block_length: shortcut for `blocks.length`.
+            batch_size: rows that are scored together.
+            options: as in `generate`. The law is that of `temperature`, `top_k`, `top_p` and other guides.
+
+        Raises:
+            UserError: a bad prompt or answer, or a sampler with several paths to an answer (code `score-inexact`).
+            NotFiniteError: the model returned NaN.
+        """
+        return score.scores(self._runtime(options, block_length), prompts, answers, max_new_tokens, batch_size)
 
     def engine(self, plugins: Plugins, samples: int = 1) -> Engine:
         """Return what runs a generation. One that records steps is kept for a later one, which may find them."""

@@ -179,8 +179,9 @@ def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen
         if fields := _fields(group, known, spec):
             body[group] = fields
     options = asdict(job.options)
-    names = ("block_length", "temperature", "top_k", "top_p", "stop_token_ids", "max_steps", "dtype", "compat", "chat")
-    body |= {name: options[name] for name in names if options[name] not in (None, False, "auto")}
+    names = ("block_length", "temperature", "top_k", "top_p", "stop_token_ids", "max_steps", "dtype", "compat", "judge")
+    defaults_of = (None, False, "auto", "draw")
+    body |= {name: options[name] for name in (*names, "chat") if options[name] not in defaults_of}
     body["max_new_tokens"] = job.max_new_tokens
     return f"# @package _global_\n# {MARK}: {told}; {unseen}.\n" + yaml.safe_dump(
         {"defaults": defaults, **body}, sort_keys=False, allow_unicode=True

@@ -28,6 +28,7 @@ class AdaBlock(Blocks):
     """
 
     sizes_on_open: ClassVar[bool] = True
+    judges_draws: ClassVar[bool] = True
 
     delimiters: tuple[int, ...] = (198,)
     threshold: float = 0.3

@@ -38,6 +38,7 @@ class MultiBlock(Blocks):
     """
 
     several: ClassVar[bool] = True
+    judges_draws: ClassVar[bool] = True  # where the scheduler ranks nothing, confidence says what a block commits
 
     length: int = 32
     add_threshold: float = 0.1

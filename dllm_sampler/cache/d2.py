@@ -45,6 +45,7 @@ class D2Cache(BaseCache):
 
     uses_padded_plan: ClassVar[bool] = True
     chooses: ClassVar[bool] = True
+    judges_draws: ClassVar[bool] = True
 
     masks: int = 32
     rollout: float = 0.1

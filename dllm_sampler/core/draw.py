@@ -123,6 +123,18 @@ class Draw:
         precise = torch.promote_types(choice.dtype, torch.float32)
         return self.head_rows.spread(torch.softmax(choice, -1, dtype=precise))
 
+    def log_law(self, logits: Tensor, token: Tensor) -> Tensor:
+        """`[B, K, Q] float64` log-probabilities that `token [B, K, Q]` is drawn with from `logits [B, K, Q, V]`.
+
+        A choice without noise draws the best token with probability 1.
+        """
+        choice, _ = self._rewritten(self.head_rows.pick(logits))
+        wanted = self.head_rows.pick(token)  # [R]
+        if not self.draws:
+            return self.head_rows.spread(torch.where(argmax(choice) == wanted, 0.0, -torch.inf).double())
+        found = choice.double().log_softmax(-1).gather(-1, wanted[:, None])[:, 0]
+        return self.head_rows.spread(found)
+
     def drawn(self, weight: Tensor) -> Tensor:
         """`[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`, whatever the guides say."""
         choice = self.head_rows.pick(weight).log()

@@ -265,11 +265,13 @@ class Blocks(PlugIn):
         sizes_on_open: The forward that opens a block may shorten it.
         several: Several blocks are open at once: no scheduler that remasks tokens or follows a schedule.
         hides: The columns after the open blocks are not seen: no cache that serves old masks.
+        judges_draws: Drawn tokens, or their confidence, decide where a block ends or what it commits.
     """
 
     sizes_on_open: ClassVar[bool] = False
     several: ClassVar[bool] = False
     hides: ClassVar[bool] = False
+    judges_draws: ClassVar[bool] = False
     part: int | None = None  # length of the parts in which blocks of the grid are decoded, counted as those are
 
     @property
@@ -490,11 +492,13 @@ class Cache:
         stores: It stores keys and values for later forwards. If false: It stores no keys and values.
         syncs: It reads the device inside a step: no CUDA graphs.
         shared: It has numbers for the whole batch: prompts are answered batch by batch, without CUDA graphs.
+        judges_draws: The confidence of drawn tokens decides what it computes.
     """
 
     stores: ClassVar[bool] = True
     syncs: ClassVar[bool] = False
     shared: ClassVar[bool] = False
+    judges_draws: ClassVar[bool] = False
 
     spec: ModelSpec  # of a live copy, as the fields below
     slots: Any = None  # keys and values of every column (`cache.slots.Slots`). None if nothing is stored

@@ -99,6 +99,11 @@ class Traits:
     scope: Literal["block", "answer", "model"] = "block"
     rare: tuple[RareTrait, ...] = ()
 
+    @property
+    def judges_draws(self) -> bool:
+        """True if the tokens that a step drew, or their confidence, decide where it commits."""
+        return self.ranks_by_confidence or self.has(JudgedTokens)
+
     def find(self, kind: type[Rare]) -> Rare | None:
         """Return the rare trait of this kind, or None."""
         return next((one for one in self.rare if isinstance(one, kind)), None)
@@ -184,6 +189,11 @@ class LeftToRightVerifier(RareTrait):
 @dataclass(frozen=True)
 class BatchState(RareTrait):
     """Numbers are kept for the whole batch: prompts are answered batch by batch."""
+
+
+@dataclass(frozen=True)
+class JudgedTokens(RareTrait):
+    """Which token a candidate is decides where it commits, with or without its confidence."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,12 @@ class Predictions(NamedTuple):
         return drift(now, old, then.norm.flatten(), at).view_as(index)
 
 
-def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str]) -> Readout:
-    """Statistics of `logits [..., V]` (overwritten unless needed) at `token [...]`; `current [...]` as in Readout.
+def measure(
+    logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str], written: Tensor | None = None
+) -> Readout:
+    """Statistics of `logits [..., V]` (overwritten unless needed) at `token [...]`.
+
+    `current [...]` and `written [...]` are as in Readout.
 
     A confidence close to 1 is kept apart from 1 by summing the *other* tokens' mass: p = own / (own + rest).
     """
@@ -62,7 +66,7 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
     standing = None if present is None or normaliser is None else _standing(weight, current, present, normaliser)
     return Readout(
         token=token,
-        confidence=probability(weight, token, held),
+        confidence=probability(weight, token, held or written is not None),
         margin=None if runner is None else runner[..., 0] - runner[..., 1],
         gap=None if best is None else best[..., 0] - best[..., 1],
         entropy=uncertain,
@@ -70,6 +74,8 @@ def measure(logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str
         current=standing,
         probabilities=weight if held else None,
         logits=kept if "logits" in needs else None,
+        written=written,
+        written_confidence=None if written is None else probability(weight, written, held),
     )
 
 

@@ -485,6 +485,10 @@ class TokenChoice(Protocol):
         """Return `[B, K, Q, V]` the probabilities that tokens are drawn with."""
         ...
 
+    def log_law(self, logits: Tensor, token: Tensor) -> Tensor:
+        """Return `[B, K, Q] float64` log-probabilities that `token [B, K, Q]` is drawn with."""
+        ...
+
     def drawn(self, weight: Tensor) -> Tensor:
         """Return `[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`, without guides."""
         ...
@@ -516,6 +520,8 @@ class Readout:
     probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; a scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
     draw: TokenChoice | None = None  # what the step's guides and noise choose from other logits
+    written: Tensor | None = None  # [B, K, Q] tokens to write in place of `token`, under judge="best"
+    written_confidence: Tensor | None = None  # [B, K, Q] float64 probability of `written`
 
     def under(self, candidate: Tensor) -> Readout:
         """Return the statistics under one candidate per row, `candidate [B]`, with K = 1."""
@@ -523,6 +529,9 @@ class Readout:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         tensors = {name: at_candidate(one, candidate) for name, one in values.items() if isinstance(one, Tensor)}
         return replace(self, **tensors, draw=draw)
+
+
+MEASURABLE = tuple(one.name for one in fields(Readout) if not one.name.startswith("written"))
 
 
 def at_candidate(values: Tensor, candidate: Tensor) -> Tensor:

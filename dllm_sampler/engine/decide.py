@@ -117,6 +117,8 @@ def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: 
     if progressed is not edit:
         check_edit("blocks", blocks, progressed, canvas, query)
     edit = progressed
+    if seen.written is not None and seen.written_confidence is not None:
+        edit = replace(edit, ids=seen.written[:, 0], confidence=seen.written_confidence[:, 0])
     failed_at, edit = canvas.reject_nonfinite(
         query.positions, edit, failed_at, seen.confidence, plugins.forbidden_token
     )

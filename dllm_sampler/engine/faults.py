@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from traceback import walk_tb
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Cache, Carry, Guide, Scheduler, Stop
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals
+from dllm_sampler.core.values import MEASURABLE, Canvas, Edit, Query, Readout, Refusals
 from dllm_sampler.errors import UserError
 
 # Fields of `Edit`, whether they are boolean, and whether they say something of each position or of each row.
@@ -112,7 +112,7 @@ def check_needs(error: Exception, again: Callable[[Readout], object], seen: Read
     """
     if "NoneType" not in str(error) and not isinstance(error, AssertionError):
         return
-    missing = {one.name: _Unlisted(one.name) for one in fields(Readout) if getattr(seen, one.name) is None}
+    missing = {name: _Unlisted(name) for name in MEASURABLE if getattr(seen, name) is None}
     try:
         again(replace(seen, **missing))
     except _UnlistedRead as read:

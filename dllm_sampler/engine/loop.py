@@ -8,12 +8,14 @@ from time import perf_counter
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 
 from dllm_sampler.core import packing
+from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Denoiser, Paced, Prefills
 from dllm_sampler.core.recorder import Recorder
-from dllm_sampler.core.spec import ChangingLength
-from dllm_sampler.core.values import Canvas
+from dllm_sampler.core.spec import ChangingLength, ModelSpec
+from dllm_sampler.core.values import Canvas, Readout
 from dllm_sampler.engine import decide, faults, readout
 from dllm_sampler.engine.capture import no_grad_on_device
 from dllm_sampler.engine.decide import Generation
@@ -127,14 +129,19 @@ class Engine:
         plan = state.cache.plan(canvas, wanted)
         hidden, spent = self.denoiser(canvas, wanted.query, plan)
         hidden = state.cache.restore(hidden, plan)
-        rule = readout.Rule(state.cache.spec, p.guides, self.needs, p.compat)
-        seen = readout.predict(self.denoiser, hidden, canvas, plan.head_rows, rule, self.kernels)
+        seen = self.read(hidden, canvas, plan.head_rows, state.cache.spec)
         try:
             self.maybe_compiled(decide.tell)(p, state, wanted.query, seen, spent)
         except Exception as error:
             faults.check_needs(error, lambda other: decide.tell(p, state, wanted.query, other, spent), seen)
             raise
         self.maybe_compiled(decide.ask)(p, state)
+
+    def read(self, hidden: Tensor, canvas: Canvas, head_rows: HeadRows, spec: ModelSpec) -> Readout:
+        """Return the statistics `[B, K, Q]` of hidden states `[R, D]`."""
+        p = self.plugins
+        rule = readout.Rule(spec, p.guides, self.needs, p.compat, p.judge == "best")
+        return readout.predict(self.denoiser, hidden, canvas, head_rows, rule, self.kernels)
 
     def ask_and_poll(self, state: Generation) -> None:
         """Ask for the next forward and read its sizes: before the first step, or after the canvas was changed."""

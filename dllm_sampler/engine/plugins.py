@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
@@ -29,6 +29,7 @@ from dllm_sampler.core.spec import (
     CausalQueries,
     ChangingLength,
     CommittedMasks,
+    LeftToRightVerifier,
     ModelSpec,
     PlannedCommits,
     ShadowRows,
@@ -44,11 +45,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Kind = TypeVar("Kind")
+Judge = Literal["draw", "best"]
 
 
 @dataclass(frozen=True)
 class Plugins:
-    """One of each kind, bound. `compat` lets the mask id be chosen, as published code does."""
+    """One of each kind, bound.
+
+    Args:
+        compat: let the mask id be chosen, as published code does.
+        judge: `draw` if plug-ins judge the tokens that a step draws. `best`: they judge the best ones.
+    """
 
     scheduler: Scheduler
     blocks: Blocks
@@ -57,6 +64,7 @@ class Plugins:
     guides: tuple[Guide, ...]
     compat: bool
     context: Context = field(repr=False, compare=False)  # without the scheduler
+    judge: Judge = "draw"
     paced: bool = field(init=False, repr=False, compare=False)  # the scheduler goes by the clock (`Paced`)
     foresees: bool = field(init=False, repr=False, compare=False)  # the cache must know what comes next (`Foresees`)
 
@@ -122,6 +130,7 @@ class Plugins:
             guides=tuple(guide.bind(others) for guide in self.guides),
             compat=self.compat,
             context=context,
+            judge=self.judge,
         )
         check(plugins)
         return plugins
@@ -139,6 +148,7 @@ def assemble(
     top_p: float | None,
     compat: bool,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    judge: Judge = "draw",
 ) -> Plugins:
     """Build every plug-in (`config.build` says what a spec may be) and refuse combinations that cannot work.
 
@@ -171,6 +181,7 @@ def assemble(
         guides=rule.guides(bound) if isinstance(rule, Tempered) else bound,
         compat=compat,
         context=context,
+        judge=judge,
     )
     check(plugins)
     if isinstance(plugins.cache, Wraps):
@@ -211,7 +222,7 @@ def check(plugins: Plugins) -> None:
                 f"{named(plugin)} needs {', '.join(unknown)}, which no readout has: there are"
                 f" {', '.join(sorted(FIELDS))}",
             )
-    why = next(chain(_obstacles(plugins), _of_guides(plugins.guides)), None)
+    why = next(chain(_obstacles(plugins), _of_guides(plugins.guides), _of_best(plugins)), None)
     if why is not None:
         raise UserError("plugins-incompatible", why)
 
@@ -313,6 +324,17 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"{scheduler} asks about states other than the canvas, and this model computes a finished block again, as"
             " context: use another scheduler, for example threshold"
         )
+
+
+def _of_best(plugins: Plugins) -> Iterator[str]:
+    """Yield what does not fit `judge="best"`, which writes drawn tokens in place of those that are judged."""
+    if plugins.judge != "best":
+        return
+    traits, scheduler = plugins.scheduler.traits, f"scheduler={named(plugins.scheduler)}"
+    if traits.drafts or traits.revises or traits.has(LeftToRightVerifier):
+        yield f"{scheduler} compares the tokens that it writes with later predictions. Remove judge=best."
+    if plugins.stop.fills:
+        yield f"stop={named(plugins.stop)} writes tokens that are not drawn. Remove judge=best, or use stop=prefix."
 
 
 def _of_several(scheduler: Scheduler, blocks: str) -> Iterator[str]:

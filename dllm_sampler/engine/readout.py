@@ -11,16 +11,16 @@ from torch import Tensor
 from dllm_sampler.core.draw import Barred, Draw, rewritten
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import HeadRows
-from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.protocols import Guide, is_random
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import digits, measure, significant
-from dllm_sampler.core.values import Canvas, Readout
+from dllm_sampler.core.values import MEASURABLE, Canvas, Readout
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.kernels.sampling import Sampling
 
 MEASURED = frozenset({"margin", "gap", "entropy", "logsumexp", "current"})  # the kernels measure these and confidence
 STORED = frozenset({"logits", "predictions"})  # the kernels can serve these only if logits are stored
-FIELDS = frozenset(one.name for one in fields(Readout)) | {"predictions"}  # what a plug-in may list in `needs`
+FIELDS = frozenset(MEASURABLE) | {"predictions"}  # what a plug-in may list in `needs`
 
 
 class Head(Protocol):
@@ -38,6 +38,7 @@ class Rule(NamedTuple):
     guides: tuple[Guide, ...]  # in the order of application
     needs: frozenset[str]  # fields of `Readout` beyond token and confidence
     compat: bool = False  # as in published code no token is barred: neither the mask nor an end token in a gap
+    judges_best: bool = False  # plug-ins see the best tokens, and drawn ones are written
 
 
 def predict(
@@ -98,7 +99,9 @@ def _sampling(
     rule: Rule,
 ) -> Sampling | None:
     """What makes a kernel choose and measure as `read` does; None: no kernel can."""
-    spec, guides, needs, compat = rule
+    spec, guides, needs, compat, judges_best = rule
+    if judges_best and is_random(guides):
+        return None
     if not needs <= MEASURED | STORED or len(guides) > 1 or canvas.layout.given is not None:
         return None
     mask_id = None if compat else spec.mask_id
@@ -128,7 +131,7 @@ def read(
         `[B, K, Q]` statistics; 0 where nothing is answered. Confidence is NaN where the model or a guide left NaN, +inf
         or no finite logit.
     """
-    spec, guides, needs, compat = rule
+    spec, guides, needs, compat, judges_best = rule
     barred = Barred(None) if compat else Barred(spec.mask_id, spec.eos_ids)
     measured = logits = barred.exclude(logits, canvas, head_rows)
     for guide in guides:
@@ -138,7 +141,10 @@ def read(
     law = any(guide.joint and guide.measures for guide in guides)
     bound = (measured != logits).any(-1) if law else None  # [R] answers of which a form says something
     token, sound = draw.chosen(logits)
-    seen = measure(measured, token, head_rows.pick(head_rows.query.ids), needs)
+    written = None
+    if judges_best and draw.draws:
+        token, written = draw.greedy().chosen(logits)[0], token
+    seen = measure(measured, token, head_rows.pick(head_rows.query.ids), needs, written)
     if sound is not None:  # without guides, what is measured is what is chosen from, and tells it already
         seen = replace(seen, confidence=seen.confidence.masked_fill(~sound, torch.nan))
     seen = seen if bound is None else round_for_ties(seen, bound, logits.dtype)

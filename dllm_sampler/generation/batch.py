@@ -118,7 +118,8 @@ def warn_of_copies(plugins: Plugins, found: Result, samples: int) -> None:
 
 def warn_of_bias(plugins: Plugins, samples: int) -> None:
     """Warn if likely tokens come more often than they are drawn: an unlikely one waits and is drawn again."""
-    if samples > 1 and plugins.scheduler.traits.ranks_by_confidence and is_random(plugins.guides):
+    judges_draws = plugins.scheduler.traits.ranks_by_confidence and plugins.judge == "draw"
+    if samples > 1 and judges_draws and is_random(plugins.guides):
         warn(ALIKE.format(samples, named(plugins.scheduler)))
 
 

@@ -7,7 +7,7 @@ import torch
 from dllm_sampler.core.checks import check_choice, check_count, check_number, check_share
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import rank, top
-from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.spec import JudgedTokens, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import SharedSteps, even_share
 from dllm_sampler.schedulers.score import Score, rate, score_needs
@@ -49,8 +49,10 @@ class Coherent(SharedSteps, Scheduler):
 
     @property
     def traits(self) -> Traits:
-        """By the mean distribution."""
-        return Traits(ranks_by_confidence=False, draws_order=self.score == "random", scheduled=True)
+        """A candidate must stay the same token to be supported."""
+        ranks, draws = self.score == "confidence", self.score == "random"
+        facts = Traits(ranks_by_confidence=ranks, draws_order=draws, scheduled=True)
+        return facts.adding(JudgedTokens())
 
     @property
     def needs(self) -> frozenset[str]:

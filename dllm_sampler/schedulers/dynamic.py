@@ -41,8 +41,10 @@ class DynamicThreshold(Threshold):
 
     @property
     def traits(self) -> Traits:
-        """Below the threshold the score decides."""
-        return replace(super().traits, draws_order=self.score == "random", scheduled=True)
+        """Below the threshold the score decides. From a threshold of 1 on it decides alone."""
+        ranks = self.threshold < 1 or self.score == "confidence"
+        facts = replace(super().traits, ranks_by_confidence=ranks, draws_order=self.score == "random")
+        return replace(facts, scheduled=True)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """KLASS: commit the tokens whose prediction is stable."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_choice, check_count, check_number
 from dllm_sampler.core.protocols import Carry, Context
-from dllm_sampler.core.spec import ModelSpec, with_bound_fields
+from dllm_sampler.core.spec import ModelSpec, Traits, with_bound_fields
 from dllm_sampler.core.statistics import Predictions
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -51,6 +51,11 @@ class Klass(FixedSteps):
     def bind(self, context: Context) -> Self:
         """Take the size of the vocabulary."""
         return with_bound_fields(self, model=context.spec)
+
+    @property
+    def traits(self) -> Traits:
+        """Confidence decides with any score."""
+        return replace(super().traits, ranks_by_confidence=True)
 
     @property
     def needs(self) -> frozenset[str]:

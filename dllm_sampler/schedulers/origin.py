@@ -1,6 +1,6 @@
 """Dream's `origin`: every mask is opened by chance, at the rate of the diffusion process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ class Origin(SharedSteps, Scheduler):
     @property
     def traits(self) -> Traits:
         """Chance decides."""
-        return Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False, scheduled=True)
+        facts = Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False, draws_order=True)
+        return replace(facts, scheduled=True)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` steps of the block when it was opened: a stop may shorten the canvas later."""

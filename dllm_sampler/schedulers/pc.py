@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Context
-from dllm_sampler.core.spec import with_bound_fields
+from dllm_sampler.core.spec import JudgedTokens, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.host.paths import expanded
@@ -39,6 +39,11 @@ class PositionCalibrated(FixedSteps):
         super().__post_init__()
         check_number("scheduler.decay", self.decay, finite=True)
         check_number("scheduler.alpha", self.alpha)
+
+    @property
+    def traits(self) -> Traits:
+        """A table makes the rank depend on the candidate."""
+        return super().traits if self.frequency is None else super().traits.adding(JudgedTokens())
 
     def bind(self, context: Context) -> Self:
         """Load the table for the model's vocabulary, once for a model.

@@ -34,8 +34,8 @@ class RandomOrder(SharedSteps, Scheduler):
     @property
     def traits(self) -> Traits:
         """Chance decides."""
-        facts = Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False, scheduled=True)
-        return facts.adding(PlannedCommits())
+        facts = Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False, draws_order=True)
+        return replace(facts, scheduled=True).adding(PlannedCommits())
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""

@@ -72,7 +72,7 @@ class SoftValueGuided(Choosing):
         if self.candidates == 1:
             return super().traits
         inner = super().traits.without(UniformNoise)
-        own = replace(inner, graph_safe=False, asks_block=False, scope="model")
+        own = replace(inner, graph_safe=False, asks_block=False, draws_order=True, scope="model")
         if not self.looks_ahead:
             return own
         return replace(own, drafts=True, scheduled=True).without(PlannedCommits)
@@ -85,7 +85,8 @@ class SoftValueGuided(Choosing):
         if self.reward is None:
             raise UserError("option-missing", "scheduler=svdd needs a reward: scheduler.reward=package.module:function")
         draws = is_random(bound.guides(context.guides))
-        if not draws and not bound.inner.traits.draws_order:
+        order = bound.inner.traits.draws_order and bound.inner.traits.asks_block  # else all candidates ask the same
+        if not draws and not order:
             raise UserError(
                 "candidates-identical",
                 f"scheduler=svdd chooses among candidates, and {named(self.inner)} draws nothing, so that all"

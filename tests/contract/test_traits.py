@@ -102,6 +102,7 @@ OWN: dict[type[Around], dict[str, object]] = {
     Choosing: {
         "graph_safe": False,  # a reward reads the device
         "asks_block": False,  # steps that are only looked at would be judged
+        "draws_order": True,  # it draws several steps, and takes one of them
         "scope": "model",  # a reward judges whole answers
     },
     Forking: {

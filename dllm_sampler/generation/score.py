@@ -1,0 +1,213 @@
+"""The exact log-likelihood of given answers under a model and a sampler (DUEL, arXiv 2603.01367).
+
+If drawn tokens do not decide where a step commits, an answer has one path through the sampler. `Scoring` follows that
+path: it writes the answer's tokens in place of draws, and records the log-probability that each would be drawn with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.naming import named
+from dllm_sampler.core.packing import HeadRows
+from dllm_sampler.core.protocols import is_random
+from dllm_sampler.core.spec import BatchState, ChangingLength, ModelSpec, Traits
+from dllm_sampler.core.values import FREE, Canvas, Readout
+from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.in_flight import Request
+from dllm_sampler.engine.loop import Engine
+from dllm_sampler.engine.plugins import Plugins
+from dllm_sampler.errors import UserError, counted
+from dllm_sampler.generation.runtime import Runtime
+from dllm_sampler.inputs import prompts as inputs
+from dllm_sampler.inputs.given import Piece, piece_ids
+from dllm_sampler.inputs.prompts import Prompt
+from dllm_sampler.result import Scores
+from dllm_sampler.stops.end_tokens import NoStop
+
+
+def scores(
+    runtime: Runtime,
+    prompts: Prompt | Sequence[Prompt],
+    answers: Piece | Sequence[Piece],
+    max_new_tokens: int | None,
+    batch_size: int,
+) -> Scores:
+    """Check the arguments of `Sampler.score`, and return the scores."""
+    check_count("batch_size", batch_size)
+    check_count("max_new_tokens", max_new_tokens, optional=True)
+    reason = next(reasons_against(runtime), None)
+    if reason is not None:
+        raise UserError("score-inexact", reason)
+    rows = _pairs(runtime, inputs.as_list(prompts), inputs.as_list(answers), max_new_tokens)
+    runtime = replace(runtime, noise=OnlyTokens(runtime.plugins))
+    found = [_batch(runtime, rows[at : at + batch_size]) for at in range(0, len(rows), batch_size)]
+    return Scores.joined(found)
+
+
+def reasons_against(runtime: Runtime) -> Iterator[str]:
+    """Yield reasons why the path of an answer would not give its exact likelihood."""
+    plugins, traits = runtime.plugins, runtime.plugins.scheduler.traits
+    scheduler = f"scheduler={named(plugins.scheduler)}"
+    if not isinstance(plugins.stop, NoStop):
+        yield f"stop={named(plugins.stop)} drops tokens that were drawn after an answer's end. Use stop=none."
+    if runtime.max_steps is not None:
+        yield f"max_steps={runtime.max_steps} may end an answer before it is complete. Remove it."
+    if plugins.compat:
+        yield "compat=true may draw the mask token, and draws again at that position later. Remove it."
+    if runtime.spec.mask_id is None or runtime.spec.encoder:
+        yield "this model has no mask token (uniform diffusion), and its noise is drawn. Use a masked-diffusion model."
+    for guide in plugins.guides:
+        if guide.joint or guide.vetoes:
+            yield f"guide={named(guide)} chooses the tokens of a step together. Remove it."
+    for fact in _facts(traits):
+        yield f"{scheduler} {fact}, so that an answer has many paths. Use scheduler=fixed with score=margin."
+    if not is_random(plugins.guides):
+        if traits.own_tokens:
+            yield f"{scheduler} writes other tokens than those of the step. Use scheduler=fixed with score=margin."
+        return  # without a temperature the best token is drawn, and judging it is judging the model
+    if plugins.judge == "best":
+        return
+    judging = {"scheduler": traits.judges_draws, "blocks": plugins.blocks.judges_draws}
+    judging["cache"] = plugins.cache.judges_draws
+    for kind, judges in judging.items():
+        if judges:
+            name = f"{kind}={named(getattr(plugins, kind))}"
+            yield f"{name} judges the tokens that a step drew. Set judge=best, or use another."
+
+
+def _facts(traits: Traits) -> Iterator[str]:
+    """Yield what gives an answer several paths, whatever is judged."""
+    if traits.draws_order:
+        yield "draws positions by chance"
+    if traits.revises:
+        yield "takes tokens back or replaces them"
+    if traits.drafts:
+        yield "drafts tokens and verifies them"
+    if traits.has(ChangingLength):
+        yield "changes the length of answers"
+    if traits.has(BatchState):
+        yield "keeps numbers for the whole batch"
+
+
+def _pairs(
+    runtime: Runtime, prompts: list[Any], answers: list[Any], max_new_tokens: int | None
+) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of each prompt and of its answer."""
+    spec, tokenizer = runtime.spec, runtime.tokenizer
+    if len(prompts) == 1:
+        prompts = prompts * len(answers)
+    if not answers or len(prompts) != len(answers):
+        raise UserError(
+            "length-mismatch",
+            f"There are {counted(len(prompts), 'prompt')} and {counted(len(answers), 'answer')}. Give as many, or one"
+            " prompt for all answers.",
+        )
+    found: list[tuple[list[int], list[int]]] = []
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), 1):
+        ids = piece_ids(answer, f"answer {number}", tokenizer, spec, masks=True)
+        if FREE in ids:
+            raise UserError("mask-token-given", f"answer {number} contains a mask. Replace it by a token.")
+        if not ids:
+            raise UserError("answer-empty", f"answer {number} is empty. Give it at least one token.")
+        if max_new_tokens is not None and len(ids) > max_new_tokens:
+            raise UserError(
+                "answer-too-long",
+                f"answer {number} has {counted(len(ids), 'token')}, more than max_new_tokens={max_new_tokens}. Raise"
+                " max_new_tokens.",
+            )
+        ids += [spec.eos_id] * ((max_new_tokens or 0) - len(ids))
+        runtime.plugins.blocks.lookahead(len(ids))
+        found.append((inputs.encode_one(prompt, tokenizer, spec, len(ids), number), ids))
+    return found
+
+
+def _batch(runtime: Runtime, rows: Sequence[tuple[list[int], list[int]]]) -> Scores:
+    """Return the scores of one batch of prompts and answers."""
+    plugins, like = runtime.plugins, runtime.engine()
+    canvas = runtime.canvas([Request(prompt, len(answer)) for prompt, answer in rows], 1, cuts=False)
+    whole = [prompt + answer for prompt, answer in rows]
+    answers = torch.tensor([row + [0] * (canvas.length + 1 - len(row)) for row in whole], device=canvas.ids.device)
+    engine = Scoring(runtime.denoiser, plugins, like.poll_every, like.kernels, answers)
+    *_, state = engine.run(canvas, runtime.bound(canvas.layout.longest))
+    if bool(state.canvas.masked.any()):
+        raise UserError(
+            "score-inexact",
+            f"scheduler={named(plugins.scheduler)} left masks in the answer. Use scheduler=fixed with score=margin.",
+        )
+    answer, recorder = canvas.answer(), state.recorder
+    return Scores(
+        log_q=engine.log_q.gather(1, answer).cpu(),
+        step_map=recorder.step_map.gather(1, answer).cpu(),
+        nfe=recorder.nfe.cpu(),
+        computed=recorder.computed.cpu(),
+        lengths=canvas.layout.new_tokens.cpu(),
+    )
+
+
+class Scoring(Engine):
+    """An engine for one batch, which writes given answers in place of draws.
+
+    Args:
+        answers: tokens `[B, L+1]`, prompt and answer of each row.
+    """
+
+    def __init__(self, denoiser: Any, plugins: Plugins, poll_every: int, kernels: Any, answers: Tensor):
+        super().__init__(denoiser, plugins, poll_every, kernels)
+        self.needs = self.needs | {"draw"}
+        self.answers = answers
+        self.log_q = torch.zeros(answers.shape, dtype=torch.float64, device=answers.device)  # [B, L+1]
+        self.predicted = self.log_q  # [B, L+1] log-probabilities of the answer's tokens in the last forward
+
+    def read(self, hidden: Tensor, canvas: Canvas, head_rows: HeadRows, spec: ModelSpec) -> Readout:
+        """See `Engine.read`. Adds the answer's tokens as those that are written."""
+        seen = super().read(hidden, canvas, head_rows, spec)
+        assert seen.draw is not None
+        positions = head_rows.query.positions
+        tokens = self.answers.gather(1, positions)[:, None]  # [B, 1, Q]
+        log_q = seen.draw.log_law(seen.draw.logits, tokens)
+        self.predicted = torch.zeros_like(self.log_q).scatter(1, positions, log_q[:, 0])
+        return replace(seen, written=tokens, written_confidence=log_q.exp())
+
+    def step(self, state: Generation) -> None:
+        """See `Engine.step`. Records the log-probability of each token that is written."""
+        before = state.canvas.masked
+        super().step(state)
+        self.log_q = torch.where(before & ~state.canvas.masked, self.predicted, self.log_q)
+
+
+@dataclass(frozen=True)
+class OnlyTokens:
+    """The noise of a path whose tokens are given: none for tokens. Other draws are refused.
+
+    Args:
+        plugins: what may draw, for the error.
+    """
+
+    plugins: Plugins
+
+    def tokens(self, canvas: Canvas, head_rows: HeadRows, vocab: int) -> Tensor:
+        """See `Noise.tokens`."""
+        return torch.zeros(1, vocab, device=canvas.ids.device)
+
+    def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
+        """See `Noise.order`."""
+        raise self._error()
+
+    def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
+        """See `Noise.uniform`."""
+        raise self._error()
+
+    def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        """See `Noise.ids`."""
+        raise self._error()
+
+    def _error(self) -> UserError:
+        names = " or ".join(f"{kind}={named(getattr(self.plugins, kind))}" for kind in ("scheduler", "cache"))
+        return UserError("score-inexact", f"{names} draws random numbers besides tokens. Use another.")
