@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 
 class WeightCopy(TrainerCallback):
-    """The copy `a = decay * a + (1 - decay) * w` of the weights w that learn, after every so many optimizer steps.
+    """A copy `a = decay * a + (1 - decay) * w` of the weights w that learn, moved every few optimizer steps.
 
     A trainer saves it in each checkpoint, and it is read back from it.
 

@@ -54,7 +54,7 @@ def certainty_loss(
     """Return cross-entropy, entropy of what is right, and share that is right, `[B]` each; 0 where there is none.
 
     Args:
-        logits: `[B, L, V]`, row i predicts token i; the mask token is no answer.
+        logits: `[B, L, V]`, row i predicts token i. The mask token is left out.
         ids: `[B, L]` the tokens.
         masked: `[B, L] bool` tokens that count.
         temperature: of the distribution whose entropy it is.

@@ -34,7 +34,7 @@ class Chunk:
     keys: Tensor  # bool [N, M] or [N, M, M]
     answers: Tensor  # [N, R] index among the M of each row that predicts a token
     mask_id: int
-    shared: tuple[Tensor, Tensor] | None = None  # [n] row among the N, and [n, Q] place among the R; None: their own
+    shared: tuple[Tensor, Tensor] | None = None  # [n] row of N, [n, Q] index of R
 
     @staticmethod
     def merged(keys: Tensor, found: Chunk) -> Chunk:

@@ -43,7 +43,7 @@ Usage: dllm-train train=NAME [train.FIELD=VALUE ...]
   dllm-sample model=my-mini scheduler=learn2pd "sort: Dan, Ada, Cal"
 
 Each trainer is a Trainer of transformers: any field of its TrainingArguments can be set.
-Checkpoints are saved on the way. The same command with train.resume=true goes on from
+Checkpoints are saved on the way. The same command with train.resume=true resumes from
 the last one, and comes to the same losses. What is finished is never written to.
 """
 ENDING = """
@@ -121,10 +121,10 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run `dllm-train`; returns its exit status.
 
     Args:
-        words: the command line without the program's name; None: that of the process.
+        words: the command line without the program's name. None stands for that of the process.
     """
     given = list(sys.argv[1:] if words is None else words)
-    interrupted = "interrupted; train.resume=true goes on from the last checkpoint"
+    interrupted = "interrupted. Set train.resume=true to resume from the last checkpoint."
     return ending("dllm-train", lambda: user_files.with_config_dir(given, _run), interrupted)
 
 

@@ -40,11 +40,11 @@ class Front:
     tasks: share of each of mini's tasks among the prompts
     held_out: examples that no training uses, to measure on. None chooses a tenth of `data`, and of mini's tasks a
         number of the task's
-    lora: `r`, `alpha`, `dropout` of adapters on the linear layers (needs peft); None: all weights learn
+    lora: `r`, `alpha`, `dropout` of adapters on the linear layers (needs peft). With None all weights learn
     rewards: weight of each: a name, or `package.module:function` in TRL's form
     prompts: examples that are answered before training; null: all
     output_dir: folder of the run and of its result
-    resume: go on from the last checkpoint in the folder, if there is one
+    resume: from the last checkpoint in the folder, if there is one
     seed: of everything that is drawn
     max_steps: optimizer steps
     per_device_train_batch_size: examples of a process and forward
@@ -84,7 +84,7 @@ class Front:
 
     @cached_property
     def metric(self) -> Metric:
-        """What judges answers."""
+        """The metric that judges answers."""
         return Metric("train.data.metric", self.source.metric)
 
     def arguments(self, kind: type[Arguments], **changes: Any) -> Arguments:
@@ -128,11 +128,11 @@ class Front:
         return drawn(self.tasks, args.seed, count), drawn(self.tasks, args.seed, self.held_out or most, held=True)
 
     def begin(self, folder: Path, resume: bool, finished: bool) -> None:
-        """Refuse a folder that has a run already; write the settings of this one when its checks are through.
+        """Refuse a folder that has a run already, or an unfinished one of other settings.
 
         Args:
             folder: of the run.
-            resume: go on with a run of the same settings, if there is one.
+            resume: an unfinished run of the same settings, if there is one.
             finished: the folder has the result of a run.
 
         Raises:

@@ -62,8 +62,8 @@ class Columns:
     """Names of the columns of a data set.
 
     prompt: text, token ids or chat messages
-    answer: text, or messages of which the first is the assistant's; None: `completion` or `answer`
-    messages: in place of both, the last of which is the assistant's
+    answer: text, or a list of the assistant's message. None stands for `completion` or `answer`
+    messages: in place of both; the last one is the assistant's
     chat: prompts are texts of a user that the tokenizer's chat template gets
     """
 

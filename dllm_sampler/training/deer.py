@@ -44,7 +44,7 @@ class DeerConfig(MaskedDiffusionConfig):
     """Settings of `DeerTrainer`.
 
     stage: `distill` (stage I) or `refine` (stage II)
-    separator: token after the cut; None: there is none
+    separator: token after the cut. With None there is none
     draft_length: proposals in a round: as many end tokens, less one, are learned after an answer
     least_t: stage I masks each token with probability t, uniform from here to 1
     longest, alpha: stage II masks the last R tokens, R uniform on 1..longest, and weighs the i-th of them alpha^(R-i)
@@ -72,7 +72,7 @@ class DeerTrainer(MaskedDiffusionTrainer):
     """A stage of the alignment of a drafter, on a target's answers to prompts.
 
     Stage I: the answers, cut at a random token, with a separator after the cut; masked-diffusion loss over the answer,
-    weight 1/t. Stage II: only the last R tokens are masked, and the one next to the text that a draft goes on from
+    weight 1/t. Stage II: only the last R tokens are masked, and the one next to the prefix of a draft
     weighs most. Learning rate, batch, range of t and the separator are not published. After an answer there are end
     tokens, as many as a draft may reach past it, and the cut may be among them.
     """
@@ -163,7 +163,7 @@ def train_target(
 class DeerRunConfig(DeerConfig):
     """Settings of `train=deer`: both stages, the target before them, and the report after them.
 
-    target: a causal LM with the drafter's tokenizer; None: train one, on right answers
+    target: a causal LM with the drafter's tokenizer. None trains one on right answers
     shape: fields of transformers' `LlamaConfig`, of the target that is trained
     target_steps, target_learning_rate: of its training
     answers: prompts that the target answers, greedily, for the drafter

@@ -33,7 +33,7 @@ def refine_mask(answer: Tensor, dice: Dice, longest: int, alpha: float) -> tuple
         answer: `[B, L] bool` tokens that may be masked.
         dice: of the rows.
         longest: R is uniform on 1..longest, but no more than there are.
-        alpha: base of the weights. The token next to the text that a draft goes on from weighs most.
+        alpha: base of the weights. The token next to the prefix of a draft weighs most.
     """
     drawn = 1 + (dice.one() * longest).long()[:, None]
     after = answer.flip(1).cumsum(1).flip(1) - 1  # R - i of the last R tokens

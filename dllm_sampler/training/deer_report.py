@@ -1,4 +1,4 @@
-"""What the drafters of a DEER run (arXiv 2512.15176) buy: each and plain decoding on the same prompts."""
+"""Figures of the drafters of a DEER run (arXiv 2512.15176) and of plain decoding, on the same prompts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def measured(
     draft_length: int,
     new_tokens: int,
 ) -> dict[str, Any]:
-    """Each drafter and plain decoding, prompt by prompt, in turns, so that they share the weather.
+    """Return figures of each drafter and of plain decoding, prompt by prompt, in turns.
 
     Args:
         sampler: makes one of a model and a temperature.
         target: what judges.
         drafters: model and separator of each.
         prompts: token ids.
-        right: how right the answer to the prompt of a number is; None: nobody knows.
+        right: returns how right the answer to a numbered prompt is. None leaves it out.
         temperatures: of each table.
         draft_length: tokens of a draft.
         new_tokens: longest answer.

@@ -207,7 +207,7 @@ def _splits(front: Front, args: FilterConfig, reference: Sampler) -> list[list[A
         for one in some:
             encode.prompt(one, args.new_tokens)
     elif tokenizer is None or tokenizer.get_vocab() != vocabulary():
-        raise UserError("option-missing", "there are no prompts. Set train.data or train.prompts_file.")
+        raise UserError("option-missing", "nothing to answer. Set train.data or train.prompts_file.")
     else:
         test, tasks = args.count // 10, dict.fromkeys(TASKS, 1.0)
         train, held = drawn(tasks, args.seed, args.count - test), drawn(tasks, args.seed, test, held=True)

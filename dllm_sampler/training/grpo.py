@@ -38,7 +38,7 @@ class TrajectoryGRPOConfig(DiffusionConfig):
     likelihood: `trajectory` scores every token by the state it was committed from (CJ-GRPO). `masked` scores all at
         once, with the whole answer and a share of the prompt masked (diffu-GRPO)
     mask_prompt: that share, drawn again for each iteration
-    transitions: score at most this many of each answer's; None: all
+    transitions: score at most this many of each answer's. None scores all
     scale_rewards: divide advantages by their group's deviation (GRPO; not CJ-GRPO)
     after_eos: tokens after the first end token count too, as in the official code
     num_iterations: optimizer steps on the same answers
@@ -105,7 +105,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
 
     Args:
         reward_funcs: functions in TRL's form, or names: see `rewards.find`.
-        reward_weights: of each; None: 1.
+        reward_weights: of each. With None each counts 1.
         others: see `DiffusionTrainer`.
     """
 

@@ -194,7 +194,7 @@ def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec) -> Chunk:
 
 
 def check(spec: ModelSpec, named: str) -> None:
-    """Refuse a model for which there is no such loss.
+    """Refuse a model without such a loss.
 
     Raises:
         UserError: it works block by block and says no block length.

@@ -71,7 +71,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
 
     The loss of an answer of R tokens is the sum over its hidden tokens of weight times cross-entropy, divided by R. A
     step's loss is the mean over its answers. What is hidden of an answer depends on the seed, the step and the answer
-    alone. There is no packing: an example is a row of its own.
+    alone. Examples are not packed: each is a row of its own.
     """
 
     config: ClassVar[type[DiffusionConfig]] = MaskedDiffusionConfig

@@ -93,7 +93,7 @@ class DiffusionTrainer(Trainer):
             token ids or messages.
         eval_dataset: the same, to measure on.
         processing_class: the tokenizer of a model of transformers; others have theirs.
-        peft_config: a `LoraConfig` of peft, whose adapters alone learn; None: all weights.
+        peft_config: a `LoraConfig` of peft, whose adapters alone learn. With None all weights learn.
         columns: names of the columns, if they are others.
         metric: how answers are judged, see `Metric`.
         options: others of `Trainer`.

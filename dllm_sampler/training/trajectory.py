@@ -39,7 +39,7 @@ class Trajectories:
         after_eos: they do (published CJ-GRPO code computes the mask that drops them and does not use it).
         shift: the model predicts token i from row i-1 (Dream).
         parallel: block-causal models only: states of different blocks that have the same number inside their block
-            share an item, behind a clean copy of the row (each block sees the clean blocks before it). As many items
+            share an item, after a clean copy of the row (each block sees the clean blocks before it). As many items
             as the slowest block has steps instead of one per step, each twice as long; the values are the same.
         single: one item per row with the whole answer masked, as diffu-GRPO scores it, in place of the states that
             were; `blank [B, L]` are prompt tokens masked besides.
@@ -113,7 +113,7 @@ class Trajectories:
 
     @property
     def copied(self) -> bool:
-        """Whether items have a clean copy of the row in front of the noisy one."""
+        """True if items have a clean copy of the row before the noisy one."""
         return self.parallel or self.blocks is not None
 
     @property
@@ -183,7 +183,7 @@ class Trajectories:
             noisy, positions = torch.cat([context, noisy], 1), torch.cat([positions] * 2, 1)
             keys = clean_and_noisy(block, real, seen, causal=self.blocks is not None)
             if self.blocks is not None:
-                # Padding stands before a causal row. It sees itself, at a position that exists: NaN would spread.
+                # Padding is before a causal row. It sees itself, at a position that exists: NaN would spread.
                 keys = keys | torch.eye(keys.shape[1], dtype=torch.bool)
                 positions = positions.clamp(min=0)
         tokens = ids.gather(1, columns)
@@ -203,7 +203,7 @@ class Trajectories:
         the next: no more than one chunk's activations are alive.
 
         model: the module as it is, a `Transformer` or one of transformers, or the sampler's denoiser (`chunk.scorable`)
-        chunks: those to score; None: all, of `batch_tokens` columns each
+        chunks: those to score. None stands for all, of `batch_tokens` columns each
         """
         spec = None if isinstance(model, nn.Module) else model.spec
         model = scorable(model)

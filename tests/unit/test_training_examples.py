@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from dllm_sampler import Sampler, config
 from tests import tiny
+from tests.eval.test_journeys import blocks, first
 
 FOLDER = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what is deprecated in transformers, but not yet in TRL
@@ -30,6 +31,13 @@ def test_a_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("Ada", max_new_tokens=8).texts
 
 
+def test_a_loop_of_ones_own() -> None:
+    """The step of the page, in plain torch."""
+    names: dict[str, Any] = {}
+    exec(first(blocks("training.md", "## A loop of your own"), "python", "MaskedLoss"), names)
+    assert float(names["value"]) > 0 and all(weight.grad is not None for weight in names["model"].parameters())
+
+
 @pytest.mark.slow
 def test_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two steps on mini; TRL scores a token by the prediction for it when the whole answer is masked."""
@@ -44,9 +52,9 @@ def test_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     )
     policy.masked.width = 4
     logits = policy(ids, there).logits
-    for row, (first, last) in enumerate(((2, 6), (0, 5))):
-        seen = ids[row, first:last].masked_fill(torch.arange(first, last) >= 4, denoiser.mask_id)
-        torch.testing.assert_close(logits[row, 3 : last - 1], denoiser.transformer(seen[None])[0, 4 - first :])
+    for row, (begin, last) in enumerate(((2, 6), (0, 5))):
+        seen = ids[row, begin:last].masked_fill(torch.arange(begin, last) >= 4, denoiser.mask_id)
+        torch.testing.assert_close(logits[row, 3 : last - 1], denoiser.transformer(seen[None])[0, 4 - begin :])
 
     assert 0 < trl_grpo.main(["--steps", "2", "--group", "4", "--output", str(tmp_path / "run")]) <= 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("step 2  reward 0.")

@@ -218,7 +218,7 @@ def test_a_killed_run_resumes(
         (["threshold=1.5"], "threshold must be between 0 and 1"),
         (["prompts_file={FEW}"], "there are 3 prompts. Give at least 10."),
         (["prompts_file={FEW}", "data={FEW}"], "train.data has prompts, too"),
-        ([], "there are no prompts. Set train.data"),
+        ([], "nothing to answer. Set train.data"),
     ],
 )
 def test_refusals(more: list[str], said: str, checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
