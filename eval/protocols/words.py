@@ -47,9 +47,8 @@ def lines(suite: str, words: Sequence[str]) -> list[list[str]]:
                 raise unknown(f"method of suite={suite}", method, methods)
             cell = protocol.cells[variant, task]
             fixed = ["task=protocol", f"task.protocol={name}", f"task.task={task}", f"task.variant={variant}"]
-            own = _override(
-                [f"max_new_tokens={cell.length}", *cell.settings], *protocol.words(variant, method, task), rest
-            )
+            common = [f"max_new_tokens={cell.length}", "oracle=false", *cell.settings]
+            own = _override(common, *protocol.words(variant, method, task), rest)
             found.append([f"model={model}", *fixed, *own, *rest])
     return found
 

@@ -138,6 +138,7 @@ def test_words_of_the_command_line_come_first() -> None:
         "task.variant=fast-dllm-llada/instruct",
     ]  # fmt: skip
     assert {"cache=prefix", "scheduler=threshold", "scheduler.threshold=0.9", "max_new_tokens=256"} <= set(plain)
+    assert "oracle=false" in plain
     (other,) = lines(["suite=protocol/fast-dllm", "task=gsm8k", "method=prefix", "scheduler=klass", "max_new_tokens=8"])
     assert {"cache=prefix", "scheduler=klass", "max_new_tokens=8"} <= set(other)
     assert not {"scheduler=threshold", "scheduler.threshold=0.9", "max_new_tokens=256"} & set(other)
