@@ -124,8 +124,9 @@ def draw(found: dict[str, list[Point]], file: Path, count: int) -> None:
         place.set_xlabel(f"forwards for {GAP} residues, mean of {count} gaps")
         place.set_ylabel(f"{title}, %")
         place.grid(color="0.9")
+    axes[0].set_ylim(60, 90)  # two standard errors of a share of 256 residues are 5 points
     axes[1].legend(frameon=False)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=120)
     pyplot.close(figure)
 
 
