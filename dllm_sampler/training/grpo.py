@@ -22,6 +22,7 @@ from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import policy, rewards
 from dllm_sampler.training.average import Reference
 from dllm_sampler.training.data import Row, columns_of
+from dllm_sampler.training.masked import Dice
 from dllm_sampler.training.policy import Goal
 from dllm_sampler.training.trainer import DiffusionConfig, DiffusionTrainer
 from dllm_sampler.training.trajectory import Trajectories, check, trajectories
@@ -248,15 +249,18 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
     def _view(self, result: Result, key: tuple[int, ...], update: int) -> Trajectories:
         """Return the part of the answers that one update scores."""
         args, spec = self.args, self.trained.spec
-        generator = torch.Generator().manual_seed(Random(self.seed_of("view", key, update)).getrandbits(62))
+        samples = range(args.num_generations)
+        dice = Dice([self.seed_of("view", number, at, update) for number in key for at in samples])
         blocks = self.rollouts.plugins.blocks.lookahead(args.new_tokens)
         common: dict[str, Any] = {"after_eos": args.after_eos, "blocks": blocks}
         if args.likelihood == "masked":
-            blank = torch.rand(result.trace.ids.shape, generator=generator) < args.mask_prompt
-            blank &= torch.arange(blank.shape[1]) < result.trace.origin
+            trace, column = result.trace, torch.arange(result.trace.ids.shape[1])
+            place = column - trace.begin[:, None]  # [B, L] in the row's own prompt
+            drawn = dice.uniform(trace.origin - trace.begin, len(column)).gather(1, place.clamp(min=0))
+            blank = (drawn < args.mask_prompt) & (place >= 0) & (column < trace.origin)
             return trajectories(result.trace, spec, single=True, blank=blank, **common)
         view = trajectories(result.trace, spec, **common)
-        return view if args.transitions is None else view.sample(args.transitions, generator)
+        return view if args.transitions is None else view.sample(args.transitions, dice)
 
     # What the user is told --------------------------------------------------------------------------------------------
 

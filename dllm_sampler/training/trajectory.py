@@ -27,6 +27,7 @@ from dllm_sampler.models.scorable import scorable
 from dllm_sampler.result import Trace
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.chunk import Chunk
+from dllm_sampler.training.masked import Dice
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,11 @@ class Trajectories:
         object.__setattr__(self, "valid", valid)
         object.__setattr__(self, "weight", weight)
 
-    def sample(self, steps: int, generator: torch.Generator) -> Self:
+    def sample(self, steps: int, dice: Dice) -> Self:
         """Draw at most `steps` transitions of each row, without replacement; weights count only those."""
         step = self.trace.step_map
-        chance = torch.rand(len(step), int(step.max()) + 1, generator=generator)  # [B, S]
-        there = torch.zeros_like(chance).scatter_add_(1, step.clamp(min=0), self.valid.float()) > 0
+        chance = dice.uniform(step.amax(1) + 1, int(step.max()) + 1)  # [B, S]
+        there = torch.zeros_like(chance).scatter_add_(1, step.clamp(min=0), self.valid.double()) > 0
         rank = chance.masked_fill(~there, 2).argsort(1).argsort(1)
         some = replace(self)
         some._select(self.valid & (rank < steps).gather(1, step.clamp(min=0)))
