@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,6 +67,8 @@ class Front:
     prompts: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    content: str | None = None  # a hash of the data, after they were read
+
     FIELDS = ("model", "data", "tasks", "held_out", "lora", "rewards", "prompts")
 
     @classmethod
@@ -122,6 +125,7 @@ class Front:
         if self.source.path is not None:
             processes = args.world_size
             train, held = self.source.load(args.seed, self.held_out, answers, most=most, processes=processes)
+            self.content = sha256(repr([(one.prompt, one.answer) for one in (*train, *held)]).encode()).hexdigest()
             return train[: self.prompts], held
         size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         count = self.prompts or max(steps or args.max_steps, 1) * size
@@ -150,7 +154,7 @@ class Front:
                 "run-unfinished", f"{folder} has an unfinished run. Set train.resume=true or another train.output_dir."
             )
         for key, value in load_json(path.read_text(encoding="utf-8")).items():
-            if value != self._facts.get(key):
+            if key != "content" and value != self._facts.get(key):
                 raise UserError(
                     "run-differs",
                     f"{folder} has an unfinished run with another train.{key}. Resume it as it was, or choose another"
@@ -158,8 +162,16 @@ class Front:
                 )
 
     def started(self, folder: Path) -> None:
-        """Write the settings of a run, whose checks are through, into its folder."""
+        """Write the settings of a run, whose checks are through, into its folder.
+
+        Raises:
+            UserError: it resumes, and the data have changed.
+        """
         if os.environ.get("RANK", "0") == "0":
+            path = folder / SETTINGS
+            if path.exists() and load_json(path.read_text(encoding="utf-8")).get("content") != self.content:
+                said = f"{folder} has a run on an older train.data={self.source.path}. Change train.output_dir."
+                raise UserError("run-differs", said)
             files.make_folder(folder)
             files.write(folder / SETTINGS, json.dumps(self._facts, indent=1) + "\n")
 
@@ -168,6 +180,7 @@ class Front:
         """The settings that a run which resumes must share."""
         own = {name: getattr(self, name) for name in self.FIELDS if name != "lora"}
         found = {**own, "lora": None if self.lora is None else [self.lora.r, self.lora.lora_alpha], **self.settings}
+        found["content"] = self.content
         return json.loads(json.dumps({key: value for key, value in found.items() if key not in FREE}))
 
     def model_at(self, folder: Path) -> Any:

@@ -132,8 +132,11 @@ def test_the_command_resumes_when_told(
 ) -> None:
     """A killed run, a run of other settings on top of it, the same again, and a finished one."""
 
+    data = tmp_path / "data.jsonl"
+    data.write_text(FACTS.read_text())
+
     def words(name: str, *more: str) -> list[str]:
-        given = [*COMMON, f"model={llada}", f"data={FACTS}", f"output_dir={tmp_path / name}", "save_steps=1", *more]
+        given = [*COMMON, f"model={llada}", f"data={data}", f"output_dir={tmp_path / name}", "save_steps=1", *more]
         return ["train=sft", *(f"train.{word}" for word in [*given, "eval_strategy=no", "eval_on_start=false"])]
 
     assert cli.main(words("whole")) == 0
@@ -154,6 +157,10 @@ def test_the_command_resumes_when_told(
     ):
         assert cli.main(words("parts", *more)) == 2
         assert said in capsys.readouterr().err
+    data.write_text("".join(FACTS.read_text().splitlines(True)[:20]))
+    assert cli.main(words("parts", "resume=true")) == 2
+    assert "has a run on an older train.data" in capsys.readouterr().err
+    data.write_text(FACTS.read_text())
     assert cli.main(words("parts", "resume=true", "report_to=none")) == 0
     assert history(tmp_path / "parts")[:-1] == history(tmp_path / "whole")[:-1]
     for key, tensor in load_file(tmp_path / "whole" / "model.safetensors").items():
@@ -301,6 +308,7 @@ def test_a_mismatch_of_the_rollouts_is_said(llada: Path, tmp_path: Path, capsys:
     assert len(log) == 3 and all(line["entropy"] > 0 and 0 < line["distinct"] <= 1 for line in log)
 
 
+@pytest.mark.slow
 def test_the_clip_of_a_second_iteration(llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both iterations learn from the same answers: the old log-probabilities are those of the first one's weights."""
     old, plain = list[Any](), Goal.loss
