@@ -128,8 +128,6 @@ class DistillTrainer(DiffusionTrainer):
         asked = torch.cat([halves.one, halves.other])
         rows = rows.some(torch.arange(len(some)).repeat(2))
         one = chunk(rows, asked | halves.future.repeat(2, 1), asked, spec).to(spec.device)
-        with self.attention():
-            logits = one.logits(model)
-            found = certainty_loss(logits, one.tokens, one.there, args.entropy_temperature, one.mask_id)
+        found = certainty_loss(one.logits(model), one.tokens, one.there, args.entropy_temperature, one.mask_id)
         self.note({name: float(value.detach().mean()) for name, value in zip(FIGURES, found, strict=True)})
         return (found[0] + args.certainty * found[1]).sum() / len(some)

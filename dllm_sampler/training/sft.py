@@ -135,8 +135,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         some: list[Row] = inputs["rows"]
         step = self.state.global_step if model.training else "held"
         dice = Dice([self.seed_of("noise", step, row.number) for row in some])
-        with self.attention():
-            loss = self.loss_of(model, some, dice)
+        loss = self.loss_of(model, some, dice)
         return (loss, None) if return_outputs else loss
 
     def loss_of(self, model: nn.Module, some: list[Row], dice: Dice) -> Tensor:

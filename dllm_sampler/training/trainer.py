@@ -245,6 +245,11 @@ class DiffusionTrainer(Trainer):
             logs |= means
         super().log(logs, *given, **named)
 
+    def training_step(self, *given: Any, **named: Any) -> Tensor:
+        """See `Trainer.training_step`: forward and backward, which may run layers again."""
+        with self.attention():
+            return super().training_step(*given, **named)
+
     def evaluation_loop(self, *given: Any, metric_key_prefix: str = "eval", **named: Any) -> EvalLoopOutput:
         """Measure held-out examples: their loss, and right answers, forwards and tokens per forward of a sampler."""
         with self.average.applied(), self.attention():
