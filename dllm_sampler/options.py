@@ -159,7 +159,7 @@ class Options:
     compat: bool = option(False, "no token is barred, nor is the mask, as published", check_switch)
     judge: str = option(
         "draw",
-        "what plug-ins judge under a temperature: draw, the drawn tokens, as published; best, the likeliest ones",
+        "rules judge the token that is drawn, as published; best: the likeliest one",
         check_among("draw", "best"),
     )
 

@@ -16,7 +16,7 @@ from dllm_sampler.check import toys
 Settings = dict[str, Any]
 
 SETTINGS: dict[str, list[Settings]] = {
-    "scheduler.threshold": [{}, {"threshold": 0.6}],
+    "scheduler.threshold": [{}, {"threshold": 0.6}, {"threshold": 0.6, "position_temperature": 0.5}],
     "scheduler.factor": [{}, {"factor": 0.7}],
     "scheduler.budgeted": [{"threshold": 0.7}, {"threshold": 0.5, "steps": 3}],
     "scheduler.fixed": [

@@ -36,8 +36,8 @@ SAME = (
 
 ALIKE = (
     "samples={}: the answers to a prompt differ less than the model's own draws, because scheduler={} chooses positions"
-    " by the confidence of the tokens that it drew. Use scheduler=random_order or scheduler=leftright for answers"
-    " without this bias."
+    " by the confidence of the tokens that it drew. Use scheduler=leftright for answers without this bias, or set"
+    " position_temperature=1 if the scheduler has it."
 )
 
 
@@ -118,8 +118,8 @@ def warn_of_copies(plugins: Plugins, found: Result, samples: int) -> None:
 
 def warn_of_bias(plugins: Plugins, samples: int) -> None:
     """Warn if likely tokens come more often than they are drawn: an unlikely one waits and is drawn again."""
-    judges_draws = plugins.scheduler.traits.ranks_by_confidence and plugins.judge == "draw"
-    if samples > 1 and judges_draws and is_random(plugins.guides):
+    traits, drawn = plugins.scheduler.traits, plugins.judge == "draw" and is_random(plugins.guides)
+    if samples > 1 and drawn and traits.ranks_by_confidence and not traits.draws_order:
         warn(ALIKE.format(samples, named(plugins.scheduler)))
 
 

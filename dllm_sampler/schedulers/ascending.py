@@ -1,17 +1,18 @@
 """ASS: step sizes that double."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.drawn_positions import DrawnPositions
 
 
 @dataclass(frozen=True)
-class AscendingSteps(Scheduler):
+class AscendingSteps(DrawnPositions):
     """Commit 1, 2, 4, ... positions per step, the surest first: log2 of the length in forwards.
 
     Source: ASS (ascending step size), arXiv 2509.23924. The step's number counts over the whole generation, so that
@@ -22,11 +23,12 @@ class AscendingSteps(Scheduler):
     @property
     def traits(self) -> Traits:
         """It counts the steps of the whole generation."""
-        return Traits(scope="answer", scheduled=True)
+        return replace(super().traits, scope="answer", scheduled=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         left, total = canvas.noise_left(), canvas.free_before(canvas.end)  # [B]
         last = canvas.step + 1 >= total.double().log2().floor().clamp(min=1)
         count = torch.where(last, left, torch.minimum(left, 2 ** canvas.step.clamp(max=40)))
-        return Edit(readout.token[:, 0], top(readout.confidence[:, 0], canvas.eligible(query.positions), count)), carry
+        order = self.order(canvas, query, readout.confidence[:, 0])
+        return Edit(readout.token[:, 0], top(order, canvas.eligible(query.positions), count)), carry

@@ -52,7 +52,7 @@ class BudgetedThreshold(SharedSteps, Threshold):
         quota = torch.where(opens, (left + planned - 1) // planned, carry[0])
         steps = torch.where(opens, planned, carry[2])
 
-        place = rank(sure, eligible)  # [B, Q]
+        place = rank(self.order(canvas, query, sure), eligible)  # [B, Q]
         considered = torch.minimum((quota + carry[1]).clamp(min=1), left)  # [B], a full block carries nothing on
         commit = eligible & (place < considered[:, None]) & ((sure >= self.threshold) | (place == 0))
         rejected = considered - commit.sum(1)  # and what was not asked

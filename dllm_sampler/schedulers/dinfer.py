@@ -35,5 +35,8 @@ class DInferThreshold(Threshold):
     def commit(self, canvas: Canvas, query: Query, token: Tensor, sure: Tensor) -> Edit:
         """The edit for candidates `token [B, Q]` and their probabilities `sure [B, Q]`."""
         eligible = canvas.eligible(query.positions)
+        if self.position_temperature:
+            commit = self.at_least_one(canvas, query, sure >= self.threshold, sure, eligible)
+            return Edit(token, commit, score=sure)
         best = sure.masked_fill(~eligible, -torch.inf).amax(1, keepdim=True)
         return Edit(token, eligible & (sure >= (best - self.slack).clamp(max=self.threshold)), score=sure)

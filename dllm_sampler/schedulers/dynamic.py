@@ -10,6 +10,7 @@ from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.budget import uniform_share
 from dllm_sampler.schedulers.score import Score, rate, score_needs
 from dllm_sampler.schedulers.threshold import Threshold
@@ -38,13 +39,18 @@ class DynamicThreshold(Threshold):
         super().__post_init__()
         check_count("scheduler.steps", self.steps, optional=True)
         check_choice("scheduler.score", self.score, Score)
+        if self.position_temperature and self.score != "confidence":
+            raise UserError(
+                "options-conflict",
+                f"scheduler.position_temperature draws by confidence, and scheduler.score={self.score}. Remove one.",
+            )
 
     @property
     def traits(self) -> Traits:
         """Below the threshold the score decides. From a threshold of 1 on it decides alone."""
         ranks = self.threshold < 1 or self.score == "confidence"
-        facts = replace(super().traits, ranks_by_confidence=ranks, draws_order=self.score == "random")
-        return replace(facts, scheduled=True)
+        draws = super().traits.draws_order or self.score == "random"
+        return replace(super().traits, ranks_by_confidence=ranks, draws_order=draws, scheduled=True)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -59,6 +65,7 @@ class DynamicThreshold(Threshold):
         """See `Scheduler.tell`."""
         length = torch.where(canvas.age == 0, canvas.stop - canvas.start, carry)
         score, eligible = rate(self.score, canvas, query, readout), canvas.eligible(query.positions)
+        score = self.order(canvas, query, score) if self.score == "confidence" else score
         commit = self.chosen(readout.confidence[:, 0], score, eligible, self.share(canvas, length))
         return Edit(readout.token[:, 0], commit), length
 

@@ -1,6 +1,6 @@
 """LLaDA2.1's token editing: committed tokens of the block may still be replaced."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,7 +45,7 @@ class TokenEditing(Threshold):
     @property
     def traits(self) -> Traits:
         """It replaces tokens."""
-        return Traits(asks="window", revises=self.edit < 1)
+        return replace(super().traits, asks="window", revises=self.edit < 1)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` editing steps made since the block was full."""
@@ -57,7 +57,7 @@ class TokenEditing(Threshold):
         inside = canvas.inside(at)
         eligible = inside & canvas.masked.gather(1, at)
         # Where enough masks exceed the threshold, the quota's best are among them.
-        fill = eligible & ((sure > self.threshold) | (rank(sure, eligible) < self.quota))
+        fill = eligible & ((sure > self.threshold) | (rank(self.order(canvas, query, sure), eligible) < self.quota))
 
         written = inside ^ eligible
         edits = written & (token != canvas.ids.gather(1, at)) & (sure > self.edit)

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 from dllm_sampler.core.checks import check_number
-from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import rank
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.drawn_positions import DrawnPositions
 
 
 @dataclass(frozen=True)
-class Factor(Scheduler):
+class Factor(DrawnPositions):
     """Commit the n surest masks of the block, with the largest n for which (n + 1)(1 - c_n) <= factor.
 
     Source: Fast-dLLM, arXiv 2505.22618. The paper's inequality is strict, the published code's is not; this is the
@@ -22,6 +23,7 @@ class Factor(Scheduler):
     factor: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_number("scheduler.factor", self.factor)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
@@ -30,5 +32,5 @@ class Factor(Scheduler):
         place = rank(sure, eligible)  # 0-based; n = place + 1
         # The bound rises with the rank and confidences fall, so the passing ranks are a prefix: no scan is needed.
         passes = (sure >= 1 - self.factor / (place + 2).double()) & eligible
-        count = passes.sum(1).clamp(min=1)
-        return Edit(readout.token[:, 0], eligible & (place < count[:, None])), carry
+        chosen = place < passes.sum(1, keepdim=True)
+        return Edit(readout.token[:, 0], self.at_least_one(canvas, query, chosen, sure, eligible)), carry

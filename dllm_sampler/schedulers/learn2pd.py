@@ -1,22 +1,23 @@
 """Learn2PD: a small network decides which predictions are final."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count, check_share
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.protocols import Carry, Context
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import ModelSpec, TrainedBlocks, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.models.filter import Layers, find, judge, load
 from dllm_sampler.schedulers.budget import SharedSteps, even_share
+from dllm_sampler.schedulers.drawn_positions import DrawnPositions
 
 
 @dataclass(frozen=True)
-class LearnedFilter(SharedSteps, Scheduler):
+class LearnedFilter(SharedSteps, DrawnPositions):
     """Commit the masks that a filter accepts on the block's confidences, and the step's share of the surest ones.
 
     Source: Learn2PD, arXiv 2509.25188. The filter maps the confidences of all positions of a block, committed ones
@@ -38,6 +39,7 @@ class LearnedFilter(SharedSteps, Scheduler):
     loaded: tuple[ModelSpec, Layers] | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_count("scheduler.steps", self.steps, optional=True)
         check_share("scheduler.threshold", self.threshold, "a probability")
 
@@ -61,7 +63,7 @@ class LearnedFilter(SharedSteps, Scheduler):
     def traits(self) -> Traits:
         """See `Scheduler.traits`."""
         trained = (TrainedBlocks(self.layers[0][0].shape[1]),) if self.layers else ()
-        return Traits(asks="window", rare=trained)
+        return replace(super().traits, asks="window", rare=trained)
 
     def init(self, canvas: Canvas) -> Carry:
         """The block's schedule, `[B, N]` its last confidences."""
@@ -74,7 +76,7 @@ class LearnedFilter(SharedSteps, Scheduler):
         known = carry[1].masked_fill((canvas.age == 0)[:, None], 1)
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         known, offset = lay_out(canvas, query.positions, sure, known)
-        accepted, surest = self.accepts(known, offset) & eligible, top(sure, eligible, share)
+        accepted, surest = self.accepts(known, offset) & eligible, top(self.order(canvas, query, sure), eligible, share)
         return Edit(readout.token[:, 0], accepted | surest), (plan, known)
 
     def accepts(self, known: Tensor, offset: Tensor) -> Tensor:

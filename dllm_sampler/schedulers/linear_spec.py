@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 import torch
@@ -41,6 +41,7 @@ class LinearSpec(Threshold):
     """
 
     threshold: float = 0.0
+    position_temperature: float = field(init=False, default=0.0)  # the verifier commits from the left
 
     @property
     def traits(self) -> Traits:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
-from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.threshold import Threshold
 
@@ -41,7 +40,8 @@ class LocalLeap(Threshold):
         # Neighbours are columns, not neighbours in the query: committed tokens between them count as distance.
         row = torch.zeros(canvas.ids.shape, device=sure.device).scatter_(1, query.positions, anchor.float())
         near = F.max_pool1d(row[:, None], 2 * self.radius + 1, 1, self.radius)[:, 0].gather(1, query.positions) > 0
-        return Edit(readout.token[:, 0], at_least_one(self.ready(anchor, near, sure), sure, eligible)), carry
+        ready = self.ready(anchor, near, sure)
+        return Edit(readout.token[:, 0], self.at_least_one(canvas, query, ready, sure, eligible)), carry
 
     def ready(self, anchor: Tensor, near: Tensor, sure: Tensor) -> Tensor:
         """`[B, Q] bool` what is committed: each `anchor`, and `near` one what is `sure` enough."""

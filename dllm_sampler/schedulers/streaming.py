@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.protocols import Carry, Context
-from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.spec import Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.core.visibility import visible
@@ -49,7 +48,8 @@ class StreamingThreshold(Threshold):
         """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         least = self.falling(canvas, query)[:, None]
-        return Edit(readout.token[:, 0], at_least_one(sure >= least, sure, eligible)), carry
+        commit = self.at_least_one(canvas, query, sure >= least, sure, eligible)
+        return Edit(readout.token[:, 0], commit), carry
 
     def falling(self, canvas: Canvas, query: Query) -> Tensor:
         """`[B] float64` the threshold of this step."""

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from dllm_sampler.core.checks import check_number
-from dllm_sampler.core.protocols import Carry, Scheduler
-from dllm_sampler.core.select import at_least_one
+from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.drawn_positions import DrawnPositions
 
 
 @dataclass(frozen=True)
-class Threshold(Scheduler):
+class Threshold(DrawnPositions):
     """Commit the masks of the block whose confidence reaches the threshold, and the surest one in any case.
 
     Source: Fast-dLLM, arXiv 2505.22618. "Reaches" is >=, as in the published code.
@@ -21,9 +21,11 @@ class Threshold(Scheduler):
     threshold: float = 0.9
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_number("scheduler.threshold", self.threshold, "a probability (above 1: one per step)")
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        return Edit(readout.token[:, 0], at_least_one(sure >= self.threshold, sure, eligible)), carry
+        commit = self.at_least_one(canvas, query, sure >= self.threshold, sure, eligible)
+        return Edit(readout.token[:, 0], commit), carry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -89,7 +90,19 @@ BY_BEST = {"ascending", "block_refine", "budgeted", "ccd", "certainty", "credit"
 BY_BEST |= {"eoser", "factor", "fixed", "hierarchical", "klass", "learn2pd", "localleap", "pc", "slowfast"}
 BY_BEST |= {"streaming", "threshold"}
 NEVER = {"daedal", "editing", "entropy_renoise", "fixed", "freedave", "hierarchical", "linear_spec", "lopa"}
-NEVER |= {"origin", "random_order", "rcr", "remdm", "rho_eos", "s2d2", "s2d2_editing", "ssd", "svdd", "wino"}
+NEVER |= {
+    "origin",
+    "random_order",
+    "rcr",
+    "remdm",
+    "rho_eos",
+    "s2d2",
+    "s2d2_editing",
+    "ssd",
+    "svdd",
+    "wino",
+    "threshold",
+}
 CAUTIOUS = "ccd"  # its second setting never finds two candidates that differ on four positions
 
 
@@ -290,3 +303,51 @@ def test_the_best_tokens_are_not_judged_where_written_ones_are_compared(options:
         toys.sampler(judge="best", temperature=1.0, **options)
     with refused("choice-unknown: judge"):
         toys.sampler(judge="worst")
+
+
+@each("heat", [0.5, 1.0, 3.0])
+def test_positions_are_drawn_in_proportion_to_a_power_of_confidence(heat: float) -> None:
+    toy, count = beds()[WAVES], 4000
+    rule = {"name": "threshold", "threshold": 2.0, "position_temperature": heat}
+    made = toy.sampler(scheduler=rule, judge="best").generate([[4]], max_new_tokens=4, samples=count)
+    weight = toy.table[-1].exp().amax(1) ** (1 / heat)  # of the state that is all masks
+    expected, first = weight / weight.sum(), (made.step_map == 0).double().mean(0)
+    assert ((first - expected).abs() < 4 * (expected * (1 - expected) / count).sqrt()).all()
+
+
+@each(
+    "rule",
+    [{"name": "factor", "factor": 0.1}, *({"name": it} for it in ("threshold", "dynamic", "credit", "slowfast"))],
+)
+def test_drawn_positions_keep_what_is_sure_and_commit_as_many(rule: Settings) -> None:
+    shared = {"stop": "none", "temperature": 1.0, "blocks": {"name": "fixed", "length": 8}}
+    plain, drawn = (
+        toys.sampler(scheduler={**rule, "position_temperature": heat}, **shared).generate(
+            toys.PROMPTS, max_new_tokens=8, max_steps=1
+        )
+        for heat in (0.0, 3.0)
+    )
+    assert torch.equal((plain.step_map == 0).sum(1), (drawn.step_map == 0).sum(1))
+    assert not torch.equal(plain.step_map, drawn.step_map)
+
+
+def test_drawn_positions_give_more_right_answers_at_equal_forwards() -> None:
+    names, found = ["Ada", "Ben", "Cal", "Dan", "Eve"], dict[float, tuple[int, float]]()
+    sampler = Sampler.from_pretrained("mini", temperature=1.0)
+    for heat in (0.0, 1.0):
+        rule = {"name": "threshold", "position_temperature": heat}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = sampler.generate("shuffle: " + ", ".join(names), samples=64, max_new_tokens=16, scheduler=rule)
+        assert made.texts is not None
+        right = {text for text in made.texts if sorted(text.split(", ")) == names}
+        found[heat] = len(right), float(made.nfe.double().mean())
+    assert found[0.0][0] < 30 and found[1.0][0] >= 36
+    assert found[1.0][1] <= found[0.0][1]
+
+
+def test_drawn_positions_want_confidence() -> None:
+    with refused("options-conflict: scheduler.score=margin"):
+        toys.sampler(scheduler={"name": "dynamic", "score": "margin", "position_temperature": 1.0})
+    with refused("score-inexact: scheduler=threshold draws positions"):
+        beds()[WAVES].score(scheduler={"name": "threshold", "position_temperature": 1.0}, judge="best")

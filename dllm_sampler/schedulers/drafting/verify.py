@@ -56,6 +56,7 @@ class Verifying(DynamicThreshold):
     """
 
     tempering: float = 1.0
+    position_temperature: float = field(init=False, default=0.0)  # a draft is made to be verified
     model: ModelSpec | None = field(init=False, default=None, repr=False, compare=False)
     draws: bool = field(init=False, default=True)  # whether tokens are drawn
 
