@@ -16,6 +16,7 @@ from dllm_sampler.cli.terminal import Column, ending, written
 from dllm_sampler.cli.user_files import about, choices, choices_of, with_config_dir
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval.jobs import EVAL, Job, Options, jobs
+from dllm_sampler.eval.passes import title
 from dllm_sampler.eval.protocols import programs
 from dllm_sampler.eval.report.headline import METHOD, interval
 from dllm_sampler.host.files import write as write_file
@@ -153,6 +154,10 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         column("score", 0, lambda one: f"{100 * (one['score'] or 0):.1f}"),
         column("95 %", 4, interval),
         *(column(name.replace("_", " "), 2, lambda one, n=name: number(one.get(n), ".4f")) for name in error),
+        *(
+            column(title(name), 3, lambda one, n=name: number(one.get(n), ".3g"))
+            for name in chosen_passes(comparison.passes, each)
+        ),
         column("valid", 1, lambda one: number(one["validity"], ".1f", 100)),
         column("tokens/forward", 0, lambda one: f"{one['answer_tokens_per_forward']:.2f}"),
         column("forwards", 7, lambda one: f"{one['nfe']:.1f}"),
@@ -174,6 +179,13 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         console.print(Text(f"{few} missing: the same command goes on"), soft_wrap=True)
     done = counted(len(found) - len(refused), "run")
     console.print(terminal.text(f"{done} in {found[0].options.output}", console), soft_wrap=True)
+
+
+def chosen_passes(names: Sequence[str], each: Sequence[Figures]) -> list[str]:
+    """Return the measures of several samples for a table: of pass@k and of pass@NFE the largest that all runs have."""
+    several = [figures for figures in each if any(name in figures for name in names)]
+    shared = [name for name in names if all(name in figures for figures in several)]
+    return list({name.rpartition("_")[0]: name for name in shared}.values())
 
 
 def show_published(comparison: Comparison, console: Console) -> None:

@@ -27,6 +27,7 @@ from dllm_sampler.eval.protocols.words import is_protocol
 from dllm_sampler.eval.protocols.words import lines as protocol_lines
 from dllm_sampler.eval.tasks.asked import Asked
 from dllm_sampler.eval.tasks.base import Task
+from dllm_sampler.eval.tasks.repeated import Repeated
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.options import option
 
@@ -34,12 +35,13 @@ _FIELD = "task."
 MOST_CONFIGURATIONS = 10_000  # of one sweep
 LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
 MOST_PROCESSES = 2**12
+MOST_SAMPLES = 2**12  # of a prompt
 # What changes no answer and no time, or only says where results go: a run is the same run with another of these.
 ELSEWHERE = ("output", "report", "workers", "device")
 # Options that came later: with these values a run is the run that it was without them.
 LATER = {
     "backend": "auto", "cuda_graph": False, "compile": False, "batching": "static", "guided": False,
-    "stop_token_ids": None, "poll_every": 1,
+    "stop_token_ids": None, "poll_every": 1, "samples": 1,
 }  # fmt: skip
 LATER_OF_MODEL = {"adapter": None}  # the same of settings of a model
 
@@ -65,6 +67,9 @@ class Options(options.Options):
     oracle: bool = option(True, "also count the forwards that perfect knowledge of each answer would need")
     report: str | None = option(
         None, "FILE.html: write a report of all runs in the output folder at the end", _check_path
+    )
+    samples: int = option(
+        1, "answers to each prompt, each under a seed of its own: for pass@k", partial(check_count, most=MOST_SAMPLES)
     )
     workers: int = option(
         1,
@@ -101,8 +106,8 @@ class Job:
         if task.count is not None and task.count < 1:
             raise UserError("option-range", f"task.count is {task.count}. Set at least 1.")
         if self.choices["task"] in own("task"):
-            return cast(Task, Asked(task, self.choices["task"]))
-        return task
+            task = cast(Task, Asked(task, self.choices["task"]))
+        return cast(Task, Repeated(task, self.options.samples)) if self.options.samples > 1 else task
 
     @property
     def max_new_tokens(self) -> int:

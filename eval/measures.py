@@ -20,16 +20,26 @@ class Measure:
     of: Callable[[Sequence[Record]], float | None]
 
 
-def summary(records: Sequence[Record], score: str | Callable[[Record], float]) -> dict[str, float | None]:
-    """Every measure of a run by name, and the 95 % intervals of score and tokens per forward.
+def summary(
+    records: Sequence[Record],
+    score: str | Callable[[Record], float],
+    prompts: Sequence[Sequence[Record]] | None = None,
+) -> dict[str, float | None]:
+    """Return every measure of a run by name, and the 95 % intervals of score and tokens per forward.
 
     Args:
         records: its samples, at least one.
         score: the name of the grade that counts, or what reads it.
+        prompts: the samples of each prompt, for intervals over prompts. None if each has one sample.
     """
     scores = [record.scores[score] if isinstance(score, str) else score(record) for record in records]
-    low, high = interval(scores)
-    slow, fast = bootstrap([record.answer for record in records], [record.nfe for record in records])
+    place = {id(record): value for record, value in zip(records, scores, strict=True)}
+    groups = [[record] for record in records] if prompts is None else prompts
+    low, high = interval([fmean(place[id(record)] for record in group) for group in groups])
+    slow, fast = bootstrap(
+        [sum(record.answer for record in group) for group in groups],
+        [sum(record.nfe for record in group) for group in groups],
+    )
     found: dict[str, float | None] = {
         "samples": float(len(records)),
         "score": fmean(scores),

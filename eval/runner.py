@@ -29,6 +29,7 @@ from dllm_sampler.eval.records import Record, encoded_again
 from dllm_sampler.eval.tasks.base import Answer as Graded
 from dllm_sampler.eval.tasks.base import Sample, Task
 from dllm_sampler.eval.tasks.formed import Demanded
+from dllm_sampler.generation.batch import warn_of_bias
 from dllm_sampler.inputs import prompts
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided, laid_out
@@ -120,6 +121,7 @@ class Runner:
         loading.warn_of_sampling(self.denoiser.spec, {**self.plugins, **self.guides})
         given: SamplerOptions = {**options.of_sampler(), **self.plugins}  # type: ignore[typeddict-item]
         self.sampler = Sampler(self.denoiser, tokenizer=self.tokenizer, **given)
+        warn_of_bias(self.sampler.plugins, options.samples)
         if options.guided:  # its forms are built: the oracle's samplers take them as they are
             bound = next(one for one in self.sampler.plugins.guides if isinstance(one, Demanded))
             self.plugins["guide"] = (*self.plugins["guide"][:-1], bound)

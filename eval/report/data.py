@@ -18,6 +18,7 @@ from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.folders import ABOUT, RunFolder
 from dllm_sampler.eval.jobs import LATER
 from dllm_sampler.eval.measures import summary
+from dllm_sampler.eval.passes import BOUNDS, passes
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.report import harness
 from dllm_sampler.host import files
@@ -40,7 +41,7 @@ class Run:
         """Every measure."""
         if self.counted is not None and self.counted.figures is not None:
             return self.counted.figures
-        return summary(self.records, self.about["score"]) | self.together
+        return summary(self.records, self.about["score"], self.prompts) | self.passes | self.together
 
     @property
     def is_measured(self) -> bool:
@@ -64,6 +65,27 @@ class Run:
     def together(self) -> Figures:
         """What the task says of all answers together, once all are there."""
         return self.about.get("measures") or {}
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Samples for each prompt, as the command asked for them."""
+        return int(self.about["config"].get("samples", 1))
+
+    @cached_property
+    def prompts(self) -> list[list[Record]]:
+        """The samples of each prompt."""
+        found: dict[int, list[Record]] = {}
+        for record in self.records:
+            found.setdefault(record.index // self.samples_per_prompt, []).append(record)
+        return list(found.values())
+
+    @cached_property
+    def passes(self) -> Figures:
+        """The measures of several samples for each prompt, over the prompts that have all of theirs."""
+        whole = [prompt for prompt in self.prompts if len(prompt) == self.samples_per_prompt]
+        if self.samples_per_prompt == 1 or not whole:
+            return {}
+        return dict(passes(whole, self.about["score"]))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -96,30 +118,27 @@ class Method:
         return str(next(iter(self.runs.values())).about["choices"]["cache"])
 
     def figures(self, tasks: Iterable[str]) -> Figures:
-        """Every measure over several tasks: the score is the mean of theirs, whatever their sizes; the others are of
-        all samples. The bounds of the score's interval follow from those of the tasks (MOVER). What a task says of all
-        its answers together is the mean over tasks, where each has it."""
+        """Return every measure over several tasks.
+
+        The score and the measures of several samples for each prompt are the mean of those of the tasks, whatever
+        their sizes. The bounds of their intervals follow from those of the tasks (MOVER). What a task says of all its
+        answers together is the mean over tasks, where each has it. All other measures are of all samples.
+        """
         runs = [self.runs[task] for task in tasks]
         everything = [record for run in runs for record in run.records]
         each = [run.figures for run in runs]
-        score = fmean(_number(one["score"]) for one in each)
-
-        def away(bound: str) -> float:
-            return math.sqrt(sum((_number(one["score"]) - _number(one[bound])) ** 2 for one in each)) / len(each)
-
         if any(run.counted is not None for run in runs):
             found = harness.pooled(each) if len(each) > 1 else dict(each[0])
         else:
             scored = {id(record): run.about["score"] for run in runs for record in run.records}
-            found = summary(everything, lambda record: record.scores[scored[id(record)]])
-        # Rounding must not carry a bound past the mean of the tasks' bounds, below 0 say.
-        low, high = (fmean(_number(one[name]) for one in each) for name in ("score_low", "score_high"))
-        bounds = {
-            "score_low": max(low, score - away("score_low")),
-            "score_high": min(high, score + away("score_high")),
-        }
+            prompts = [prompt for run in runs for prompt in run.prompts]
+            found = summary(everything, lambda record: record.scores[scored[id(record)]], prompts)
+        ends = tuple(f"_{end}" for end in BOUNDS)
+        means = [name for name in runs[0].passes if not name.endswith(ends) and all(name in run.passes for run in runs)]
+        for name in ("score", *means):
+            found |= _mean_of_tasks(each, name)
         shared = [name for name in runs[0].together if all(name in run.together for run in runs)]
-        return found | {"score": score, **bounds} | {name: _mean(run.together[name] for run in runs) for name in shared}
+        return found | {name: _mean(run.together[name] for run in runs) for name in shared}
 
 
 @dataclass(frozen=True)
@@ -170,6 +189,13 @@ class Comparison:
         """The names of what tasks say of all answers together."""
         found = [run.together for method in self.methods for run in method.runs.values()]
         return list(dict.fromkeys(name for one in found for name in one))
+
+    @cached_property
+    def passes(self) -> list[str]:
+        """The names of the measures of several samples for each prompt, without the ends of their intervals."""
+        found = [name for method in self.methods for run in method.runs.values() for name in run.passes]
+        names = [name for name in dict.fromkeys(found) if not name.endswith(tuple(f"_{end}" for end in BOUNDS))]
+        return sorted(names, key=_rank)
 
     @cached_property
     def reference(self) -> Method | None:
@@ -279,6 +305,29 @@ def _few(names: Sequence[str]) -> str:
 
 def _mean(values: Iterable[float | None]) -> float:
     return fmean(map(_number, values))
+
+
+def _mean_of_tasks(each: Sequence[Figures], name: str) -> Figures:
+    """Return the mean of a measure of several tasks, and the ends of its interval from theirs (MOVER)."""
+    values = [_number(one[name]) for one in each]
+    mean = fmean(values)
+    low, high = ([_number(one[f"{name}_{end}"]) for one in each] for end in BOUNDS)
+
+    def away(bounds: Sequence[float]) -> float:
+        return math.sqrt(sum((value - bound) ** 2 for value, bound in zip(values, bounds, strict=True))) / len(each)
+
+    # Rounding must not carry a bound past the mean of the tasks' bounds, for example below 0.
+    return {
+        name: mean,
+        f"{name}_low": max(fmean(low), mean - away(low)),
+        f"{name}_high": min(fmean(high), mean + away(high)),
+    }
+
+
+def _rank(name: str) -> tuple[str, int]:
+    """Return a key that sorts the measures of several samples: by kind, then by number."""
+    kind, _, number = name.rpartition("_")
+    return (kind, int(number)) if number.isdigit() else (name, 0)
 
 
 def _number(value: float | None) -> float:

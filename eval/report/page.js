@@ -273,13 +273,13 @@ function table() {
   find("csv").href = "data:text/csv;charset=utf-8," + encodeURIComponent(csv(names, view.figures));
   rows(find("table"), head, names.map(name => {
     const one = view.figures[name];
-    return [columns.map(({ name: column }) => column === "score" ? percent(one.score) : column === "interval" ? `${percent(one.score_low)} to ${percent(one.score_high)}` : value(name, column)), name, edge.has(name) ? "best" : ""];
+    return [columns.map(({ name: column, range }) => column === "score" ? percent(one.score) : column === "interval" ? `${percent(one.score_low)} to ${percent(one.score_high)}` : range && one[column] !== null ? `${say(one[column])} [${say(one[`${column}_low`])}, ${say(one[`${column}_high`])}]` : value(name, column)), name, edge.has(name) ? "best" : ""];
   }));
 }
 
 // The same figures as a CSV file, in full precision of the page, in the order of the table.
 function csv(names, figures) {
-  const columns = [...new Set(["samples", "score", "score_low", "score_high", ...data.measures.map(measure => measure.name)])];
+  const columns = [...new Set(["samples", "score", "score_low", "score_high", ...data.measures.flatMap(({ name, range }) => range ? [name, `${name}_low`, `${name}_high`] : [name])])];
   const cell = value => value === null || value === undefined ? "" : /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : String(value);
   const lines = names.map(name => [data.methods[name].label, ...columns.map(column => figures[name][column])]);
   return [["configuration", ...columns], ...lines].map(line => line.map(cell).join(",") + "\n").join("");

@@ -10,6 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from dllm_sampler.errors import counted
+from dllm_sampler.eval import passes
 from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.records import Record, finite
 from dllm_sampler.eval.report.data import RATES, Comparison, Run
@@ -74,11 +75,13 @@ def notes(found: Comparison) -> list[str]:
 def data(found: Comparison, replays: int) -> dict[str, Any]:
     """What the page's script works on."""
     index = {method.label: number for number, method in enumerate(found.methods)}
+    ranges = [f"{name}_{end}" for name in found.passes for end in passes.BOUNDS]
+    extra = [*found.passes, *ranges, *found.together]  # measures that not every run has
     views = {}
     for view, figures in found.figures.items():
         views[view] = {
             "tasks": found.views[view],
-            "figures": {index[label]: _rounded(one, found.together) for label, one in figures.items()},
+            "figures": {index[label]: _rounded(one, extra) for label, one in figures.items()},
             "front": {rate: sorted(index[label] for label in found.front(view, rate)) for rate in RATES},
             "oracle": found.oracle(view),
         }
@@ -98,6 +101,10 @@ def data(found: Comparison, replays: int) -> dict[str, Any]:
         "reference": index[found.reference.label] if found.reference else None,
         "rates": {rate: TITLES[rate] for rate in RATES},
         "measures": [
+            *(
+                {"name": name, "title": passes.title(name), "about": passes.about(name), "range": True}
+                for name in found.passes
+            ),
             *({"name": name, "title": name.replace("_", " "), "about": "of all answers"} for name in found.together),
             *({"name": one.name, "title": one.title, "about": one.about} for one in MEASURES),
         ],
@@ -121,8 +128,8 @@ def _finite(value: Any) -> Any:
     return finite(value) if isinstance(value, float) else value
 
 
-def _rounded(figures: dict[str, float | None], together: Sequence[str]) -> dict[str, float | None]:
-    found = {name: figures.get(name) for name in (*SHOWN, *together)}
+def _rounded(figures: dict[str, float | None], extra: Sequence[str]) -> dict[str, float | None]:
+    found = {name: figures.get(name) for name in (*SHOWN, *extra)}
     return {name: None if value is None else float(f"{value:.5g}") for name, value in found.items()}
 
 

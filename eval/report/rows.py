@@ -19,9 +19,9 @@ def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """A row for each run: names, figures, plug-ins, settings. All rows have the same columns in the same order.
 
     The columns are `configuration` and `task` (as in the report), `dependency`, `samples` and `missing` (how many are
-    there, and how many are to come), the measures, the mean of each other grade of the task (`grade.error_missing`),
-    the name of each group (`scheduler`, `cache` ...), each setting by
-    the name it has on the command line (`scheduler.threshold`), `folder`, and `refused` (why the run has no figures).
+    there, and how many are to come), `samples_per_prompt`, the measures, the mean of each other grade of the task
+    (`grade.error_missing`), the name of each group (`scheduler`, `cache` ...), each setting by the name it has on the
+    command line (`scheduler.threshold`), `folder`, and `refused` (why the run has no figures).
     What a run does not have is None.
     """
     shown = (*FIGURES, *(measure.name for measure in MEASURES))
@@ -30,8 +30,8 @@ def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
         figures = run.figures if run.is_measured else {}
         found.append(
             {"configuration": label.method, "task": label.task, "dependency": run.about["dependency"]}
-            | {"samples": run.samples, "missing": run.missing}
-            | {name: figures.get(name) for name in dict.fromkeys((*shown, *run.together))}
+            | {"samples": run.samples, "missing": run.missing, "samples_per_prompt": run.samples_per_prompt}
+            | {name: figures.get(name) for name in dict.fromkeys((*shown, *run.passes, *run.together))}
             | {f"grade.{name}": value for name, value in run.grades.items()}
             | {group: run.about["choices"][group] for group in GROUPS}
             | _settings(run.about["config"])
@@ -81,6 +81,6 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
             found |= {f"{group}.{name}": value[name] for name in ("path", "content") if name in value}
         elif group == "guide":
             found |= {f"guide.{one['name']}.{name}": leaf for one in value for name, leaf in leaves(one).items()}
-        else:
+        elif group != "samples":  # `samples` is how many there are. These are `samples_per_prompt`
             found[group] = value
     return found

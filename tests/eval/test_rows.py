@@ -52,7 +52,8 @@ def test_a_row_has_names_figures_and_settings() -> None:
     )
     first, second, third = found
     assert all(list(row) == list(first) for row in found)
-    assert list(first)[:6] == ["configuration", "task", "dependency", "samples", "missing", "score"]
+    names = ["configuration", "task", "dependency", "samples", "missing", "samples_per_prompt", "score"]
+    assert list(first)[:7] == names
     assert first["configuration"] == "threshold" and second["task"] == "sort"
     assert (first["score"], first["nfe"], first["samples"], first["scheduler.threshold"]) == (1.0, 2.0, 2, 0.9)
     assert (first["grade.error_missing"], second["grade.error_missing"]) == (0.25, 0.0)

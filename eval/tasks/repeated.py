@@ -1,0 +1,61 @@
+"""A task whose prompts are answered several times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dllm_sampler.eval.tasks.base import Answer, Sample, Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Repeated:
+    """The task with `times` samples for each prompt, one after the other. Everything else is the task's.
+
+    Args:
+        task: the task.
+        times: samples for each prompt. Sample i answers prompt `i // times`.
+    """
+
+    def __init__(self, task: Task, times: int):
+        self.task, self.times = task, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    @cached_property
+    def _once(self) -> Sequence[Sample]:
+        return self.task.samples()
+
+    def samples(self) -> Sequence[Sample]:
+        """Return all samples, those of a prompt next to each other."""
+        each = [one for one in self._once for _ in range(self.times)]
+        return [replace(one, index=index) for index, one in enumerate(each)]
+
+    def _of(self, sample: Sample) -> Sample:
+        """Return the task's own sample."""
+        return self._once[sample.index // self.times]
+
+    def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str | Sequence[Any]:
+        """Return the prompt of the task's own sample."""
+        return self.task.prompt(self._of(sample), tokenizer)
+
+    def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
+        """Return the grades of an answer to the task's own sample."""
+        return self.task.grade(self._of(sample), answer)
+
+    def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
+        """Return the task's measures of all answers."""
+        return self.task.together([self._of(sample) for sample in samples], answers)
+
+    def form(self, sample: Sample) -> str | None:
+        """Return the form of an answer to the task's own sample."""
+        return self.task.form(self._of(sample))
+
+    def source(self, sample: Sample) -> str | None:
+        """Return the source of the task's own sample."""
+        return self.task.source(self._of(sample))
