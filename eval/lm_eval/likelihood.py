@@ -76,6 +76,6 @@ def log_likelihood(
         logits = plan.head_rows.spread(denoiser.head(hidden_states))[:, 0]  # [rows, length, V]
         said = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         own = said.gather(-1, target.expand(rows, -1)[..., None])[..., 0].double()
-        weight = part / part.sum(1, keepdim=True) * length
+        weight = part.double() / part.sum(1, keepdim=True) * length
         total += float(torch.where(part, own * weight, 0.0).sum())
     return total / count

@@ -7,8 +7,9 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from math import inf
+from functools import cache, partial
+from itertools import product
+from math import comb, exp, inf, lcm, pi, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dllm_sampler.check.settings import SETTINGS, Settings, settings
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Readout
+from dllm_sampler.eval.lm_eval import likelihood
 from dllm_sampler.generation import score
 from dllm_sampler.generation.score import Scoring
 from dllm_sampler.result import Scores
@@ -351,3 +353,94 @@ def test_drawn_positions_want_confidence() -> None:
         toys.sampler(scheduler={"name": "dynamic", "score": "margin", "position_temperature": 1.0})
     with refused("score-inexact: scheduler=threshold draws positions"):
         beds()[WAVES].score(scheduler={"name": "threshold", "position_temperature": 1.0}, judge="best")
+
+
+RECORDS = [json.loads(line) for line in (Path(__file__).parent / "data" / "likelihood.jsonl").read_text().splitlines()]
+CHECKPOINTS = Path(__file__).parents[1] / "conformance" / "data"
+
+
+@cache
+def recorded(model: str, cfg_scale: float = 0.0) -> Sampler:
+    """Return a sampler of a recorded model, in float32."""
+    settings = {"name": str(CHECKPOINTS / model), "cfg_scale": cfg_scale}
+    return Sampler.from_pretrained(settings, dtype="float32", stop="none", temperature=1.0)
+
+
+@few("record", RECORDS, 3)
+def test_scores_of_networks_are_the_recorded_ones(record: dict[str, Any]) -> None:
+    prompts, answers = [record["prompt_ids"]], [record["answer_ids"]]
+    for wanted in record["duel"]:
+        rule, judge = {"name": "threshold", "threshold": wanted.get("threshold", 0)}, {"judge": "best"}
+        if wanted["rule"] != "threshold":
+            score = {"peak": "confidence"}.get(wanted["rule"], wanted["rule"])
+            rule = {"name": "fixed", "score": score, "steps": -(-len(answers[0]) // wanted["k"])}
+        blocks = "full" if wanted["block"] is None else {"name": "fixed", "length": wanted["block"]}
+        scores = recorded(record["model"]).score(prompts, answers, scheduler=rule, blocks=blocks, **judge)
+        assert scores.log_q[0].tolist() == pytest.approx(wanted["token_log_p"], abs=1e-4)
+        assert scores.steps() == wanted["steps"] and scores.nfe.tolist() == [wanted["nfe"]]
+
+
+@few("record", RECORDS, 3)
+def test_the_bound_by_masks_is_the_recorded_one(record: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, size = [row for batch in record["monte_carlo"]["masked"] for row in batch], len(record["answer_ids"])
+    drawn = torch.tensor([[at in row for at in range(size)] for row in rows])
+    monkeypatch.setattr(likelihood, "masks", lambda *_: drawn)
+    model = recorded(record["model"], record["monte_carlo"]["cfg_scale"]).denoiser
+    found = likelihood.log_likelihood(model, record["prompt_ids"], record["answer_ids"], len(rows))
+    assert found == pytest.approx(record["monte_carlo"]["value"], abs=1e-3)
+
+
+@each("bed", list(NUMBERS))
+def test_the_bound_by_masks_is_that_of_random_orders(bed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, expected = beds()[bed], NUMBERS[bed]["masked"]
+    size, model = toy.length, toy.sampler().denoiser
+    subsets = [subset for subset in product([False, True], repeat=size) if any(subset)]
+    often = lcm(*(comb(size, count) for count in range(1, size + 1)))  # each number of masks counts equally often
+    drawn = torch.tensor([row for row in subsets for _ in range(often // comb(size, sum(row)))])
+    monkeypatch.setattr(likelihood, "masks", lambda *_: drawn)
+    for answer, bound, law in zip(NUMBERS[bed]["strings"], expected["elbo"], expected["random order"], strict=True):
+        found = likelihood.log_likelihood(model, [toy.symbols + 1], answer, len(drawn), len(drawn))
+        assert found == pytest.approx(bound, abs=1e-9) and found <= law + 1e-9
+
+
+COUNT = 60_000
+EXACT_RULES = ["margin k=1", "margin k=2", "entropy k=1", "position k=1", "entropy bound 0.5", "threshold 0.6"]
+EXACT_RULES += ["peak k=1", "localleap 0.7/0.5 r1", "margin k=2 {'T': 0.7}"]
+
+
+def sampled(toy: duel.Bed, **options: Any) -> Tensor:
+    """Return the shares of all answers among many samples."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = toy.sampler(**options).generate([[toy.symbols + 1]], max_new_tokens=toy.length, samples=COUNT)
+    place = toy.symbols ** torch.arange(toy.length - 1, -1, -1)
+    return torch.bincount((made.tokens * place).sum(1), minlength=len(toy.answers)) / COUNT
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().sum() / 2)
+
+
+def by_chance(law: Tensor) -> float:
+    """Return the expected total variation between a law and as many samples of it."""
+    return float((law * (1 - law) * 2 / (pi * COUNT)).sqrt().sum() / 2)
+
+
+@few("rule", EXACT_RULES, 0)
+def test_samples_follow_the_scored_law(rule: str) -> None:
+    toy = beds()[WAVES]
+    options = duel.settings(rule, toy.length)
+    law = toy.score(**options).log_p.exp()
+    assert distance(sampled(toy, **options), law) < 1.5 * by_chance(law)
+
+
+@few("rule", ["peak k=1", "threshold 0.6", "localleap 0.7/0.5 r1"], 0)
+def test_rules_that_judge_draws_do_not_follow_that_law(rule: str) -> None:
+    toy, expected = beds()[WAVES], NUMBERS[WAVES]["drawn"][rule]
+    options = duel.settings(rule, toy.length)
+    law, shares = toy.score(**options).log_p.exp(), sampled(toy, **options | {"judge": "draw"})
+    assert distance(shares, law) == pytest.approx(expected["TV(law, peak score)"], abs=0.01)
+    for answer, log_p in zip(NUMBERS[WAVES]["strings"], expected["log law"], strict=True):
+        chance = exp(log_p)
+        found = float(shares[toy.answers.index(tuple(answer))])
+        assert found == pytest.approx(chance, abs=4 * sqrt(chance / COUNT) + 1e-5)
