@@ -41,9 +41,10 @@ ELSEWHERE = ("output", "report", "workers", "device")
 # Options that came later: with these values a run is the run that it was without them.
 LATER = {
     "backend": "auto", "cuda_graph": False, "compile": False, "batching": "static", "guided": False,
-    "stop_token_ids": None, "poll_every": 1, "samples": 1,
+    "stop_token_ids": None, "poll_every": 1, "samples": 1, "judge": "draw",
 }  # fmt: skip
 LATER_OF_MODEL = {"adapter": None}  # the same of settings of a model
+LATER_OF_SCHEDULER = {"position_temperature": 0.0}  # and of a scheduler
 
 
 def _check_path(name: str, path: str | None) -> None:
@@ -123,7 +124,9 @@ class Job:
             said["threads"] = None
         task = {**self.task, "canvas": self.max_new_tokens}  # of the task, unless the options say it for all tasks
         model = {name: value for name, value in self.model.items() if (name, value) not in LATER_OF_MODEL.items()}
-        whole = {"task": task, "model": model, **self.plugins, **said}
+        given = self.plugins["scheduler"].items()
+        scheduler = {name: value for name, value in given if (name, value) not in LATER_OF_SCHEDULER.items()}
+        whole = {"task": task, "model": model, **self.plugins, "scheduler": scheduler, **said}
         # The same settings are another run once the files that they name have changed.
         of_task = sources.digest(sources.files("task", self.task), self.built_task.content)
         if of_task is not None:

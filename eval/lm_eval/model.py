@@ -30,7 +30,7 @@ CANVAS = 256  # tokens of an answer where the task gives no limit
 
 
 class SamplerLM(LM):
-    """Answers with a `Sampler`; likelihoods by Monte Carlo.
+    """Answers with a `Sampler`. Likelihoods are exact under it, or bounds by Monte Carlo.
 
     Args:
         max_batch_size: of the harness, unused: memory is the user's to plan.
@@ -136,7 +136,7 @@ class SamplerLM(LM):
         return [answers[i] for i in range(len(requests))]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """A bound of each continuation's log-likelihood (nats), and whether greedy decoding gives it."""
+        """Return each continuation's log-likelihood (nats) or a bound of it, and whether greedy decoding gives it."""
         found = []
         for request in track(requests, "likelihoods", console=_console(), disable=disable_tqdm):
             prompt, answer = self._pair(*map(str, request.args))
@@ -146,7 +146,7 @@ class SamplerLM(LM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """A bound of whole texts' log-likelihoods, in windows of the model's context, one after the other."""
+        """Return whole texts' log-likelihoods or bounds of them, in windows of the context, one after the other."""
         found = []
         for request in track(requests, "likelihoods", console=_console(), disable=disable_tqdm):
             ids = self._plain(str(request.args[0]))
@@ -176,10 +176,15 @@ class SamplerLM(LM):
 
     def _likelihood(self, prompt: Sequence[int], answer: Sequence[int]) -> float:
         spec, s = self.sampler.denoiser.spec, self.settings
-        likelihood.check(spec)
+        if s.likelihood == "bound":
+            likelihood.check(spec)
+        elif not answer:
+            return 0.0
         if len(answer) >= spec.max_positions:
             raise UserError("context-exceeded", f"{len(answer)} tokens do not fit a context of {spec.max_positions}")
         prompt = prompt[-(spec.max_positions - len(answer)) :]
+        if s.likelihood == "exact":
+            return float(self.sampler.score([list(prompt)], [list(answer)]).log_p)
         batch = s.mc_batch_size or s.batch_size
         return likelihood.log_likelihood(self.sampler.denoiser, prompt, answer, s.mc_num, batch, s.seed)
 

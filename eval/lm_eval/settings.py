@@ -24,6 +24,7 @@ class Settings(options.Options):
 
     Args:
         pretrained: a model name, folder or hub id.
+        likelihood: `bound` by Monte Carlo, or `exact` under the sampler's own settings (`Sampler.score`).
         mc_num: masks drawn for a likelihood; the standard deviation falls with its root.
         mc_batch_size: masks per forward. None stands for `batch_size`.
         check_greedy: report too if one token per step, greedily, would give the text of a likelihood (a forward for
@@ -35,6 +36,7 @@ class Settings(options.Options):
 
     pretrained: str
     batch_size: int = option(1, "", partial(check_count, most=options.MOST_ROWS))
+    likelihood: str = option("bound", "", options.check_among("bound", "exact"))
     mc_num: int = option(128, "", check_count)
     mc_batch_size: int | None = option(None, "", partial(check_count, optional=True))
     check_greedy: bool = True

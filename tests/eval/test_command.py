@@ -23,7 +23,8 @@ from tests.sampling import each
 
 def test_options_that_came_later_leave_old_runs_their_names() -> None:
     (old,) = jobs(["task=mini"])
-    assert not {"backend", "cuda_graph", "compile"} & old.identity.keys()
+    assert not {"backend", "cuda_graph", "compile", "judge"} & old.identity.keys()
+    assert "position_temperature" not in old.identity["scheduler"]
     assert "batching" not in jobs(["task=mini", "batching=static"])[0].identity
     assert old.identity["batching"] == "in_flight", "runs of before were static"
     (new,) = jobs(["task=mini", "backend=torch", "compile=step"])

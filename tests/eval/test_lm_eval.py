@@ -196,6 +196,18 @@ def test_greedy_and_likelihood(model: Any) -> None:
     assert right > -1
 
 
+def test_exact_likelihoods_are_those_of_the_sampler() -> None:
+    exact = {"likelihood": "exact", "stop": "none", "temperature": 1.0, "scheduler": "leftright", "blocks": "full"}
+    model = SamplerLM(pretrained="mini", device="cpu", check_greedy=False, **exact)
+    pairs = [("reverse: Ada, Ben, Cal", text) for text in ("Cal, Ben, Ada", "Ada, Ben, Cal", "")]
+    (right, _), (wrong, _), (nothing, _) = model.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    expected = model.sampler.score(pairs[0][0], [pairs[0][1], pairs[1][1]]).log_p.tolist()
+    assert [right, wrong] == pytest.approx(expected) and nothing == 0
+    assert right > wrong + 5
+    with refused("choice-unknown: likelihood"):
+        parse({"pretrained": "mini", "likelihood": "near"})
+
+
 def test_rolling_scores_each_token_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "copy: " + ", ".join(["Ada", "Ben"] * 150)
     ids, size = model._plain(text), model.sampler.denoiser.spec.max_positions

@@ -370,12 +370,12 @@ def recorded(model: str, cfg_scale: float = 0.0) -> Sampler:
 def test_scores_of_networks_are_the_recorded_ones(record: dict[str, Any]) -> None:
     prompts, answers = [record["prompt_ids"]], [record["answer_ids"]]
     for wanted in record["duel"]:
-        rule, judge = {"name": "threshold", "threshold": wanted.get("threshold", 0)}, {"judge": "best"}
+        rule: Settings = {"name": "threshold", "threshold": wanted.get("threshold", 0)}
         if wanted["rule"] != "threshold":
             score = {"peak": "confidence"}.get(wanted["rule"], wanted["rule"])
             rule = {"name": "fixed", "score": score, "steps": -(-len(answers[0]) // wanted["k"])}
         blocks = "full" if wanted["block"] is None else {"name": "fixed", "length": wanted["block"]}
-        scores = recorded(record["model"]).score(prompts, answers, scheduler=rule, blocks=blocks, **judge)
+        scores = recorded(record["model"]).score(prompts, answers, scheduler=rule, blocks=blocks, judge="best")
         assert scores.log_q[0].tolist() == pytest.approx(wanted["token_log_p"], abs=1e-4)
         assert scores.steps() == wanted["steps"] and scores.nfe.tolist() == [wanted["nfe"]]
 
