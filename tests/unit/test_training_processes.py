@@ -222,7 +222,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_do_not_change_a_filter_or_a_drafter(tmp_path: Path) -> None:
     model = tiny.write("llada", tmp_path / "m")
-    filter = ["count=20", "block_length=4", "answer_batch_size=4", "against=[]", "max_steps=60"]
+    filter = ["count=20", "block_length=4", "answer_batch_size=4", "max_steps=60"]
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": 96}
     drafter = ["target_steps=4", "answers=8", "distill_steps=4", "refine_steps=4", "draft_length=4", "held_out=2"]
