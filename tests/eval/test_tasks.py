@@ -21,7 +21,8 @@ from dllm_sampler.eval.tasks.puzzles import sudokus
 from tests.refusals import refused
 from tests.sampling import each
 
-NAMES = [name for name in config.names("task") if name not in ("jsonl", "protocol")]  # which need data
+OTHERS = ("jsonl", "protocol", "unconditional")  # they need data, or repeat one prompt
+NAMES = [name for name in config.names("task") if name not in OTHERS]
 LINES = ("copy", "reverse", "sort", "shuffle", "replace_index", "replace_random", "insert_index", "insert_random",
          "remove_index", "remove_random")  # fmt: skip
 
