@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -45,20 +45,25 @@ class Scores:
     N is the length of the longest answer. A shorter one has 0 and step -1 after its end.
     """
 
+    tokens: Tensor  # [B, N] the answers
     log_q: Tensor  # [B, N] float64 log-probability with which each token is drawn in the step that commits it
     step_map: Tensor  # [B, N] forward that commits each token, from 0
     nfe: Tensor  # [B] forwards
     computed: Tensor  # [B] positions computed
     lengths: Tensor  # [B] tokens of each answer
+    prompt_lengths: Tensor  # [B]
 
     @staticmethod
     def joined(parts: Sequence[Scores]) -> Scores:
         """Return the scores of several batches as those of one."""
         most = max(part.log_q.shape[1] for part in parts)
-        log_q = [F.pad(part.log_q, (0, most - part.log_q.shape[1])) for part in parts]
-        steps = [F.pad(part.step_map, (0, most - part.step_map.shape[1]), value=-1) for part in parts]
-        others = (torch.cat([getattr(part, name) for part in parts]) for name in ("nfe", "computed", "lengths"))
-        return Scores(torch.cat(log_q), torch.cat(steps), *others)
+
+        def cat(name: str) -> Tensor:
+            tensors, fill = [getattr(part, name) for part in parts], -1 if name == "step_map" else 0
+            wide = [F.pad(one, (0, most - one.shape[1]), value=fill) if one.dim() == 2 else one for one in tensors]
+            return torch.cat(wide)
+
+        return Scores(**{one.name: cat(one.name) for one in fields(Scores)})
 
     def __repr__(self) -> str:
         return f"Scores({counted(len(self.nfe), 'answer')}, perplexity {self.perplexity:.6g})"

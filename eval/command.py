@@ -159,12 +159,15 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
             for name in chosen_passes(comparison.passes, each)
         ),
         column("valid", 1, lambda one: number(one["validity"], ".1f", 100)),
+        column("perplexity", 2, lambda one: number(one.get("perplexity"), ".4f")),
         column("tokens/forward", 0, lambda one: f"{one['answer_tokens_per_forward']:.2f}"),
         column("forwards", 7, lambda one: f"{one['nfe']:.1f}"),
         column("tokens/s", 6, lambda one: f"{one['tokens_per_second']:.0f}"),
         column("oracle's share", 8, lambda one: number(one["oracle_share"], ".0f", 100, " %")),
     ]
-    narrow = terminal.show_table([one for one in columns if one.title != "valid" or any(one.cells)], console)
+    narrow = terminal.show_table(
+        [one for one in columns if one.title not in ("valid", "perplexity") or any(one.cells)], console
+    )
     if rows:
         console.print(Text(f"{FRONT} {SURE}" if several else SURE), soft_wrap=True)
     if narrow:

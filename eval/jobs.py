@@ -42,6 +42,7 @@ ELSEWHERE = ("output", "report", "workers", "device")
 LATER = {
     "backend": "auto", "cuda_graph": False, "compile": False, "batching": "static", "guided": False,
     "stop_token_ids": None, "poll_every": 1, "samples": 1, "judge": "draw",
+    "measure": "generation",
 }  # fmt: skip
 LATER_OF_MODEL = {"adapter": None}  # the same of settings of a model
 LATER_OF_SCHEDULER = {"position_temperature": 0.0}  # and of a scheduler
@@ -59,6 +60,11 @@ class Options(options.Options):
     chat: bool = option(False, "send each text prompt as a user's message, through the model's chat template")
     guided: bool = option(
         False, "demand the form that the task gives for each answer: a regular expression, as by guide=regex"
+    )
+    measure: str = option(
+        "generation",
+        "likelihood: in place of answering, score the task's right answers (docs/likelihood.md)",
+        options.check_among("generation", "likelihood"),
     )
     output: str = option(
         "outputs/eval",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import exp
 from statistics import fmean
 
 from dllm_sampler.eval.records import Record
 from dllm_sampler.eval.statistics import bootstrap, interval, kendall, spearman
+
+LOG_LIKELIHOOD = "log_likelihood"  # a grade of measure=likelihood: nats, of the whole canvas
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,13 @@ def validity(records: Sequence[Record]) -> float | None:
     return _mean(said) if None not in said else None
 
 
+def perplexity(records: Sequence[Record]) -> float | None:
+    """Return exp of the mean negative log-likelihood of a token. None unless every answer was scored."""
+    known = [record.scores[LOG_LIKELIHOOD] for record in records if LOG_LIKELIHOOD in record.scores]
+    nats = -_ratio(known, (record.canvas for record in records))
+    return exp(min(nats, 700)) if len(known) == len(records) else None
+
+
 def recompute_share(records: Sequence[Record]) -> float:
     """Positions computed, over those of as many whole forwards: 1 without a cache."""
     whole = [record.nfe * (record.prompt_tokens + record.canvas) for record in records]
@@ -285,6 +295,7 @@ MEASURES = (
         "commits that a guide refused, mean per sample",
         lambda records: fmean(record.rejections for record in records),
     ),
+    Measure("perplexity", "perplexity", "of the task's right answers, exact under the sampler", perplexity),
     Measure("recompute_share", "recomputed", "positions computed over those of whole forwards", recompute_share),
     Measure("commits", "commits", "tokens written per sample, all", lambda records: fmean(r.commits for r in records)),
     Measure(

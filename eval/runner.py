@@ -24,6 +24,7 @@ from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import FAULTS, NotFiniteError, NotWrittenError, RowError, UserError
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import Job
+from dllm_sampler.eval.measures import LOG_LIKELIHOOD
 from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
 from dllm_sampler.eval.records import Record, encoded_again
 from dllm_sampler.eval.tasks.base import Answer as Graded
@@ -138,6 +139,10 @@ class Runner:
         Raises:
             NotFiniteError: the model returned NaN for a sample; the others have been yielded.
         """
+        if self.job.options.measure == "likelihood":
+            for batch in batches:
+                yield [self._scored(sample) for sample in batch if sample.index not in done]
+            return
         bad = None
         for answered in self.answered(batches, done):
             ready: list[Answered] = []
@@ -310,6 +315,54 @@ class Runner:
             finish_reason=given.finish_reason,
             valid=given.valid,
             rejections=given.rejections,
+        )
+
+    def _scored(self, sample: Sample) -> Record:
+        """Return the record of a right answer, as if it had been generated on the path that it was scored on.
+
+        Raises:
+            UserError: the task has no right answer, or the sampler no exact likelihood.
+        """
+        task, begun = self.job.built_task, time.perf_counter()
+        answer = task.reference(sample)
+        if answer is None:
+            raise UserError(
+                "option-not-applicable",
+                f"measure=likelihood: task={self.job.choices['task']} gives no right answer. Use task=mini.",
+            )
+        reset_memory(self.denoiser.spec.device)
+        (prompt,) = self._prompts([sample])
+        length, block_length = self.job.max_new_tokens, self.job.options.block_length
+        found = self.sampler.score([prompt], [answer], max_new_tokens=length, block_length=block_length)
+        tokens, steps, ends = found.tokens[0].tolist(), found.step_map[0].tolist(), self.sampler.spec.eos_ids
+        size = next((place for place, token in enumerate(tokens) if token in ends), None)
+        text = answer if isinstance(answer, str) else None
+        graded = Graded(text or "", tokens[:size], tokens, steps, int(found.nfe), self.tokenizer)
+        grades = {**task.grade(sample, graded), LOG_LIKELIHOOD: float(found.log_p)}
+        return Record(
+            index=sample.index,
+            seed=self.job.options.seed + sample.index,
+            prompt=sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt),
+            text=text,
+            scores={name: float(value) for name, value in grades.items()},
+            complete=True,
+            prompt_tokens=int(found.prompt_lengths),
+            canvas=len(tokens),
+            answer=len(tokens) if size is None else size + 1,
+            ended=size is not None,
+            text_tokens=encoded_again(text, self.tokenizer),
+            nfe=int(found.nfe),
+            rows=int(found.computed),
+            commits=len(tokens),
+            oracle_nfe=None,
+            tokens=tokens,
+            pieces=[self._piece(token) for token in tokens],
+            step_map=steps,
+            confidence=[round(one, 2) for one in found.log_q[0].exp().tolist()],
+            revisions=[],
+            seconds=round(time.perf_counter() - begun, 6),
+            batch=1,
+            peak_memory=peak_memory(self.denoiser.spec.device),
         )
 
     def _piece(self, token: int) -> str:

@@ -143,11 +143,13 @@ def _batch(runtime: Runtime, rows: Sequence[tuple[list[int], list[int]]]) -> Sco
         )
     answer, recorder = canvas.answer(), state.recorder
     return Scores(
+        tokens=answers.gather(1, answer).cpu(),
         log_q=engine.log_q.gather(1, answer).cpu(),
         step_map=recorder.step_map.gather(1, answer).cpu(),
         nfe=recorder.nfe.cpu(),
         computed=recorder.computed.cpu(),
         lengths=canvas.layout.new_tokens.cpu(),
+        prompt_lengths=canvas.layout.first.cpu(),
     )
 
 

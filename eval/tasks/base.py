@@ -76,6 +76,10 @@ class Task:
         """Measures by name that are of all answers together, where one by one does not tell."""
         return {}
 
+    def reference(self, sample: Sample) -> str | Sequence[int] | None:
+        """Return a right answer, text or token ids, for `measure=likelihood`. None if the task has none."""
+        return None
+
     def form(self, sample: Sample) -> str | None:
         """The regular expression that every answer to a sample matches, right or wrong; None: there is none."""
         return None

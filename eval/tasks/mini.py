@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import islice, permutations
 from math import log2
 from random import Random
 from typing import Any, ClassVar, Literal
@@ -23,8 +23,14 @@ MANY = ("shuffle", "insert randomly", "remove randomly", "replace randomly", "la
 
 def held_out_prompts(task: Operation, count: int, seed: int = 0) -> list[str]:
     """Draw prompts that training never saw, always the same ones for a seed (0: those of the model card)."""
+    return [prompt for prompt, _ in islice(held_out_examples(task, seed), count)]
+
+
+def held_out_examples(task: Operation, seed: int) -> Iterator[tuple[str, str]]:
+    """Draw the same prompts without end, each with a right answer."""
     rng = Random(f"card/{task.name}" + f"/{seed}" * bool(seed))
-    return [draw_example(task.draw, rng, held=True)[0] for _ in range(count)]
+    while True:
+        yield draw_example(task.draw, rng, held=True)
 
 
 @dataclass
@@ -54,6 +60,11 @@ class Mini(Task):
         """The card's prompts. The fact `c_bits` is C(Y|X) in bits of the law that training answers are drawn from."""
         prompts = held_out_prompts(TASKS[self.operation], self.count, self.seed)
         return [Sample(i, prompt, {"c_bits": c_bits(self.operation, prompt)}) for i, prompt in enumerate(prompts)]
+
+    def reference(self, sample: Sample) -> str:
+        """See `Task.reference`. It is drawn as the answers of training are."""
+        found = held_out_examples(TASKS[self.operation], self.seed)
+        return next(answer for prompt, answer in found if prompt == sample.prompt)
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """`exact_match`, and what is wrong with a list, each 0 or 1."""

@@ -52,6 +52,10 @@ class Repeated:
         """Return the task's measures of all answers."""
         return self.task.together([self._of(sample) for sample in samples], answers)
 
+    def reference(self, sample: Sample) -> str | Sequence[int] | None:
+        """Return the right answer to the task's own sample."""
+        return self.task.reference(self._of(sample))
+
     def form(self, sample: Sample) -> str | None:
         """Return the form of an answer to the task's own sample."""
         return self.task.form(self._of(sample))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ from rich.console import Console
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.errors import NoEffectWarning, RowError
-from dllm_sampler.eval import runner
+from dllm_sampler.eval import command, runner
+from dllm_sampler.eval.checked import parse
 from dllm_sampler.eval.folders import RunFolder
 from dllm_sampler.eval.jobs import jobs
 from dllm_sampler.eval.launch import end_with, launch, run_all
+from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.oracle import Oracle
 from dllm_sampler.eval.runner import History, Runner, Share, numbered
 from dllm_sampler.eval.tasks.base import Sample
+from dllm_sampler.models.mini_tasks import TASKS
 from dllm_sampler.sampler import Sampler
 from tests import toys
 from tests.refusals import refused
@@ -315,3 +319,21 @@ def test_sampling_values_of_a_checkpoint_are_named(checkpoint: Path, tmp_path: P
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoEffectWarning)
         Runner(drawn, "cpu")
+
+
+def test_right_answers_are_scored_in_place_of_answering(tmp_path: Path) -> None:
+    rule = ["scheduler=fixed", "scheduler.score=margin", "scheduler.steps=8", "stop=none", "temperature=1"]
+    words = ["task=formed", "task.operation=shuffle", "task.count=3", "measure=likelihood", "device=cpu"]
+    assert command.main([*words, *rule, f"output={tmp_path}"]) == 0
+    (file,) = tmp_path.glob("*/samples.jsonl")
+    records = [parse(line, None) for line in file.read_bytes().splitlines()]
+    options = {"scheduler": {"name": "fixed", "score": "margin", "steps": 8}, "stop": "none", "temperature": 1.0}
+    sampler = Sampler.from_pretrained("mini", **options)
+    texts = [one.text or "" for one in records]
+    right = [TASKS["shuffle"].check(one.prompt, text) for one, text in zip(records, texts, strict=True)]
+    scores = sampler.score([one.prompt for one in records], texts, max_new_tokens=32)
+    assert right == [True] * 3 and [one.nfe for one in records] == scores.nfe.tolist()
+    assert [one.scores["log_likelihood"] for one in records] == pytest.approx(scores.log_p.tolist(), rel=1e-4)
+    assert summary(records, "exact_match")["perplexity"] == pytest.approx(scores.perplexity, rel=1e-4)
+    assert summary([replace(records[0], scores={"exact_match": 1.0})], "exact_match")["perplexity"] is None
+    assert command.main(["task=markov", "task.count=1", *words[3:], *rule, f"output={tmp_path}"]) == 2
