@@ -333,6 +333,19 @@ def test_drawn_positions_keep_what_is_sure_and_commit_as_many(rule: Settings) ->
     assert not torch.equal(plain.step_map, drawn.step_map)
 
 
+def test_drawn_positions_of_a_row_do_not_depend_on_the_batch() -> None:
+    rule = {"name": "threshold", "threshold": 0.7, "position_temperature": 0.7}
+    sampler = toys.sampler(scheduler=rule, temperature=1.0, judge="best", stop="none")
+    together = sampler.generate(toys.PROMPTS, max_new_tokens=9, seed=5)
+    flying = {one.index: one for one in sampler.generate_many(toys.PROMPTS, batch_size=2, max_new_tokens=9, seed=5)}
+    for row, prompt in enumerate(toys.PROMPTS):
+        alone = sampler.generate([prompt], max_new_tokens=9, seed=5 + row)
+        flown = flying[row].trace
+        assert flown is not None
+        for step_map, tokens in ((alone.step_map[0], alone.tokens[0]), (flown.generated[0], flying[row].tokens)):
+            assert torch.equal(step_map, together.step_map[row]) and torch.equal(tokens, together.tokens[row])
+
+
 def test_drawn_positions_give_more_right_answers_at_equal_forwards() -> None:
     names, found = ["Ada", "Ben", "Cal", "Dan", "Eve"], dict[float, tuple[int, float]]()
     sampler = Sampler.from_pretrained("mini", temperature=1.0)
