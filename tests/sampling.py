@@ -122,7 +122,8 @@ def each(names: str | tuple[str, ...], cases: Iterable[Any]) -> Callable[[Callab
         @functools.wraps(inner)
         def run(*instance: Any, subtests: pytest.Subtests, **fixtures: Any) -> None:
             for number, case in enumerate(every):
-                with subtests.test("-".join(f"{value}"[:40] for value in case.values())), ExitStack() as stack:
+                name = "-".join(ascii(value)[:40] for value in case.values())  # half a character cannot be sent
+                with subtests.test(name), ExitStack() as stack:
                     found = {**fixtures, **case}
                     if "monkeypatch" in fixtures:
                         found["monkeypatch"] = stack.enter_context(pytest.MonkeyPatch.context())

@@ -43,7 +43,7 @@ class SuffixCache(Cache, ABC):
                 "option-type", f"cache.inner must be a Cache, for example PrefixCache(), not {self.inner!r}"
             )
         # The engine asks the wrapper, and the inner cache decides.
-        vars(self).update({name: getattr(self.inner, name) for name in ("stores", "syncs", "shared")})
+        vars(self).update({name: getattr(self.inner, name) for name in ("stores", "syncs", "shared", "judges_draws")})
 
     @abstractmethod
     def keeps(self, canvas: Canvas) -> Tensor:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import TrainerCallback
+
+from dllm_sampler.host import files
 
 
 class WeightCopy(TrainerCallback):
@@ -52,7 +54,7 @@ class WeightCopy(TrainerCallback):
         """Write the copy, if there is one, into a checkpoint. Collective: every process must call it; one writes."""
         whole = {name: _whole(tensor) for name, tensor in (self.copies or {}).items()}
         if write and whole:
-            save_file(whole, folder / f"{self.name}.safetensors")
+            files.write(folder / f"{self.name}.safetensors", save(whole))
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ DEARER = {
     "certainty": 47,  # the fixed schedule and every position's neighbourhood, in answers of their own lengths
     "credit": 58,  # remembered tokens of every position
     "daedal": 77,  # a sum over the answer, the least sure mask, and which rows have begun
-    "entropy_renoise": 63,  # a sort of entropies, and what it takes back
+    "entropy_renoise": 66,  # a sort of entropies, and what it takes back
     "eoser": 39,  # the scheduler inside, and a factor
     "freedave": 341,  # the scheduler inside, once for each of three drafts and the step after them
     "klass": 80,  # distributions of the last step, and the fixed schedule

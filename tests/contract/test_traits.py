@@ -26,6 +26,7 @@ from dllm_sampler.engine import layout
 from dllm_sampler.guides import Temperature
 from dllm_sampler.published import (
     ForcedFirst,
+    HidesPads,
     LeavesAtEnd,
     PublishedFreeDave,
     PublishedRhoEos,
@@ -63,6 +64,7 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     Lengthening: Lengthening,
     PublishedFreeDave: PublishedFreeDave,
     Forking: Forking,
+    HidesPads: HidesPads,
     LoPA: LoPA,
     LeavesAtEnd: LeavesAtEnd,
     Noted: Noted,

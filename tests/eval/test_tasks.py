@@ -277,7 +277,7 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "language_tool_python", None)
-    with refused("package-missing: language_tool_python, fluency_proxy"):
+    with refused("package-missing: task.grammar, language_tool_python"):
         task("words_easy", grammar="languagetool")
     with refused("choice-unknown: task.grammar"):
         task("words_easy", grammar="spacy")
