@@ -218,7 +218,7 @@ def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_trainer_s_page_says_what_each_field_is(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(["--help", f"train={name}"]) == 0
     page, given = flat(capsys.readouterr().out), dict(config.entry("train", name).settings)
-    target = resolve_callable(name, given.pop("_target_"))
+    target: Any = resolve_callable(name, given.pop("_target_"))
     meanings = explain.meanings(type("Fields", (Front, target.config), {}))
     assert given.keys() <= meanings.keys(), f"{name} has a field without a line in its docstring"
     assert all(f"train.{field}" in page and meanings[field] in page for field in given)
