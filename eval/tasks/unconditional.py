@@ -1,4 +1,4 @@
-"""Texts without a question, measured as SEDD, MDLM and their kind do: generative perplexity and entropy."""
+"""Texts without a question, measured as SEDD, MDLM and their kind do: generative perplexity, entropy and MAUVE."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 from dllm_sampler.host.paths import expanded
+from dllm_sampler.host.reading import load_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +47,8 @@ class Unconditional(Task):
         length: tokens of a sample.
         begin: text before each sample, which is not measured. None: the tokenizer's first-token mark.
         judge: a causal language model, FOLDER or ORG/NAME. Texts are encoded again with its tokenizer. None: no judge.
+        references: JSON lines, each with a `text` of the true law, at least `count` of them. With the judge they give
+            `mauve` (arXiv 2102.01454), by the package mauve-text with its defaults. None: no MAUVE.
         context: tokens that the judge reads at once, at most what its config allows. The first token of each piece is
             not measured.
     """
@@ -50,6 +58,7 @@ class Unconditional(Task):
     length: int = 1024
     begin: str | None = None
     judge: str | None = None
+    references: str | None = None
     context: int = 1024
 
     def __post_init__(self) -> None:
@@ -61,6 +70,13 @@ class Unconditional(Task):
                 "model-not-found",
                 f"Cannot find the folder task.judge={self.judge}. Name a checkpoint, or ORG/NAME of the hub.",
             )
+
+        if self.references is not None:
+            if self.judge is None:
+                raise UserError("option-missing", "task.references needs a judge. Set task.judge.")
+            if find_spec("mauve") is None:
+                raise _missing()
+            _ = self._references  # a mistake in them shows before hours of work
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -98,34 +114,95 @@ class Unconditional(Task):
         return {"score": float(bool(answer.text.strip())), "entropy": entropy(answer.ids)}
 
     def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Return the generative perplexity, if a judge is given and a text has two tokens."""
+        """Return the judge's measures: generative perplexity, and MAUVE if there are references."""
         if self.judge is None:
             return {}
-        losses = _losses(self.judge, [answer.text for answer in answers], self.context)
-        return {"generative_perplexity": math.exp(fmean(losses))} if losses else {}
+        judge, found = _Judge(self.judge, self.context), {}
+        texts = [answer.text for answer in answers]
+        if losses := [loss for text in texts for loss in judge.losses(text)]:
+            found["generative_perplexity"] = math.exp(fmean(losses))
+        if self.references is not None:
+            sides = [judge.features(texts), judge.features(self._references[: len(texts)])]
+            if all(len(side) for side in sides):
+                compared = _mauve().compute_mauve(*sides, max_text_length=self.context, verbose=False)
+                found["mauve"] = float(compared.mauve)
+        return found
+
+    @cached_property
+    def _references(self) -> list[str]:
+        assert self.references is not None
+        try:
+            lines = expanded("task.references", self.references).read_text(encoding="utf-8").split("\n")
+            texts = [str(load_json(line)["text"]) for line in lines if line.strip()]
+        except OSError as error:
+            raise UserError(
+                "file-unreadable", f"Cannot read task.references={self.references} ({error.strerror}). Check its path."
+            ) from None
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                "file-invalid",
+                f'task.references={self.references} is not JSON lines with a text each. Write {{"text": ...}} lines.',
+            ) from None
+        if len(texts) < self.count:
+            raise UserError(
+                "file-invalid",
+                f"task.references={self.references} has {len(texts)} texts for {self.count} samples. Add texts, or set"
+                " a smaller task.count.",
+            )
+        return texts
 
 
-def _losses(judge: str, texts: Sequence[str], context: int) -> list[float]:
-    """Return the loss of every token that follows another one, in nats."""
-    import torch  # with transformers, which the tasks' list does not wait for
-    from transformers import AutoModelForCausalLM
+def _missing() -> UserError:
+    return UserError("package-missing", "task.references needs MAUVE. Run pip install mauve-text.")
 
-    from dllm_sampler.models import huggingface, loading
 
-    folder = loading.find(judge, option="task.judge")
-    tokenizer = loading.load_tokenizer(folder)
-    if tokenizer is None:
-        raise UserError("tokenizer-missing", f"task.judge={judge} has no tokenizer. Name a checkpoint that has one.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = huggingface.pretrained(AutoModelForCausalLM, folder, "a causal language model", None).eval().to(device)
-    context = min(context, getattr(model.config, "max_position_embeddings", context))
-    found: list[float] = []
-    for text in texts:
-        for piece in pieces(tokenizer.encode(text, add_special_tokens=False), context):
-            if len(piece) < 2:
-                continue
-            ids = torch.tensor([piece], device=device)
-            with torch.inference_mode():
-                laws = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-            found += (-laws.gather(1, ids[0, 1:, None])[:, 0]).tolist()
-    return found
+def _mauve() -> Any:
+    try:
+        return import_module("mauve")
+    except ImportError:  # also of the packages that it needs
+        raise _missing() from None
+
+
+class _Judge:
+    """A causal language model that reads texts.
+
+    Args:
+        name: FOLDER or ORG/NAME.
+        context: tokens that it reads at once, at most what its config allows.
+    """
+
+    def __init__(self, name: str, context: int):
+        import torch  # with transformers, which the tasks' list does not wait for
+        from transformers import AutoModelForCausalLM
+
+        from dllm_sampler.models import huggingface, loading
+
+        folder = loading.find(name, option="task.judge")
+        tokenizer = loading.load_tokenizer(folder)
+        if tokenizer is None:
+            raise UserError("tokenizer-missing", f"task.judge={name} has no tokenizer. Name a checkpoint that has one.")
+        self.tokenizer = tokenizer
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = huggingface.pretrained(AutoModelForCausalLM, folder, "a causal language model", None)
+        self.model.eval().to(device)
+        self.context = min(context, getattr(self.model.config, "max_position_embeddings", context))
+
+    def _read(self, piece: Sequence[int]) -> Any:
+        import torch
+
+        with torch.inference_mode():
+            return self.model(input_ids=torch.tensor([piece], device=self.model.device), output_hidden_states=True)
+
+    def losses(self, text: str) -> list[float]:
+        """Return the loss of every token that follows another one in its piece, in nats."""
+        found: list[float] = []
+        for piece in pieces(self.tokenizer.encode(text, add_special_tokens=False), self.context):
+            if len(piece) > 1:
+                laws = self._read(piece).logits[0, :-1].float().log_softmax(-1)
+                found += [-float(law[token]) for law, token in zip(laws.cpu(), piece[1:], strict=True)]
+        return found
+
+    def features(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the last hidden state of the last token of each text that is not empty, as MAUVE has it."""
+        each = [self.tokenizer.encode(text)[: self.context] for text in texts if text]
+        return np.array([self._read(ids).hidden_states[-1][0, -1].float().cpu().numpy() for ids in each if ids])
