@@ -60,7 +60,7 @@ def located(name: str) -> Path:
         UserError: it is not installed; the message has the command that installs it.
     """
     target = folder() / name
-    if not target.is_dir():
+    if not (target / ".complete").exists():  # pip may have been stopped
         raise UserError("package-missing", f"This protocol needs {' '.join(PINNED[name])}. Run `{INSTALL}` once.")
     return target
 

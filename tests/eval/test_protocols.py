@@ -105,6 +105,14 @@ def test_programs(program, right):
     assert programs.passes(program, 0.3) is right
 
 
+def test_a_program_without_limits_does_not_run(monkeypatch, tmp_path):
+    program = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    monkeypatch.setattr(programs, "MEMORY", "much")
+    with refused("limits-unsupported: task.run_code"):
+        programs.passes(program)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.skipif(not programs.is_isolated(), reason="unshare -rn does not work here")
 def test_programs_have_no_network():
     call = "socket.create_connection(('1.1.1.1', 53), 1)"
