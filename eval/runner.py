@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -284,24 +284,19 @@ class Runner:
         graded = Graded(text or "", tokens[: answer - ended], tokens, steps, given.nfe, self.tokenizer)
         grades = self.job.built_task.grade(sample, graded)
         seconds, batch, peak = answered.times
-        return Record(
-            index=sample.index,
-            seed=self.job.options.seed + sample.index,
-            prompt=sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt),
-            text=text,
-            scores={name: float(value) for name, value in grades.items()},
+        return self._kept(
+            sample,
+            text,
+            grades,
+            tokens,
             complete=given.complete,
             prompt_tokens=trace.origin,
-            canvas=len(tokens),
             answer=answer,
             ended=ended,
-            text_tokens=encoded_again(text, self.tokenizer),
             nfe=given.nfe,
             rows=int(trace.rows[0]),
             commits=answered.commits,
             oracle_nfe=fewest,
-            tokens=tokens,
-            pieces=[self._piece(token) for token in tokens],
             step_map=steps,
             # two digits: the others depend on how many rows were multiplied together
             confidence=[round(one, 2) if step >= 0 else 0.0 for one, step in zip(sure, steps, strict=True)],
@@ -339,30 +334,42 @@ class Runner:
         text = answer if isinstance(answer, str) else None
         graded = Graded(text or "", tokens[:size], tokens, steps, int(found.nfe), self.tokenizer)
         grades = {**task.grade(sample, graded), LOG_LIKELIHOOD: float(found.log_p)}
-        return Record(
-            index=sample.index,
-            seed=self.job.options.seed + sample.index,
-            prompt=sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt),
-            text=text,
-            scores={name: float(value) for name, value in grades.items()},
+        return self._kept(
+            sample,
+            text,
+            grades,
+            tokens,
             complete=True,
             prompt_tokens=int(found.prompt_lengths),
-            canvas=len(tokens),
             answer=len(tokens) if size is None else size + 1,
             ended=size is not None,
-            text_tokens=encoded_again(text, self.tokenizer),
             nfe=int(found.nfe),
             rows=int(found.computed),
             commits=len(tokens),
             oracle_nfe=None,
-            tokens=tokens,
-            pieces=[self._piece(token) for token in tokens],
             step_map=steps,
             confidence=[round(one, 2) for one in found.log_q[0].exp().tolist()],
             revisions=[],
             seconds=round(time.perf_counter() - begun, 6),
             batch=1,
             peak_memory=peak_memory(self.denoiser.spec.device),
+        )
+
+    def _kept(
+        self, sample: Sample, text: str | None, grades: Mapping[str, float], tokens: list[int], **others: Any
+    ) -> Record:
+        """Return the record of a sample. Other fields of `Record` are given by name."""
+        return Record(
+            index=sample.index,
+            seed=self.job.options.seed + sample.index,
+            prompt=sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt),
+            text=text,
+            scores={name: float(value) for name, value in grades.items()},
+            canvas=len(tokens),
+            text_tokens=encoded_again(text, self.tokenizer),
+            tokens=tokens,
+            pieces=[self._piece(token) for token in tokens],
+            **others,
         )
 
     def _piece(self, token: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import names
 from dllm_sampler.models.family import Family
@@ -121,17 +123,7 @@ A2D_QWEN3 = Family(
     mask_token="<|mask|>",
 )
 
-A2D_QWEN2 = Family(
-    name="A2D-Qwen2",
-    model_type="a2d-qwen2",
-    read=_read_qwen2,
-    supported={"hidden_act": "silu"},
-    ignored=_A2D_IGNORED,
-    names=names.QWEN,
-    may_see_blocks=True,
-    end_of_turn="<|im_end|>",
-    mask_token="<|mask|>",
-)
+A2D_QWEN2 = replace(A2D_QWEN3, name="A2D-Qwen2", model_type="a2d-qwen2", read=_read_qwen2, names=names.QWEN)
 
 A2D_LLAMA = Family(
     name="A2D-Llama",
