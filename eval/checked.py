@@ -171,7 +171,7 @@ def _wrong(error: ValidationError) -> str:
     if one["type"] == "missing":
         return f"`{name}` is missing"
     if one["type"] == "unexpected_keyword_argument":
-        return f"this is no sample: it has `{name}`"
+        return f"`{name}` is unknown in a sample"
     what = f"`{name}`" if name else "it"
     return f"{what} should be {expected(error)}, not {_short(one['input'])}"
 

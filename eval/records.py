@@ -59,7 +59,7 @@ class Record:
     peak_memory: Count  # bytes: of the GPU during the batch or flight, else of the process so far
     # Files of earlier versions lack these.
     finish_reason: StrictStr | None = None  # see `dllm_sampler.result.FinishReason`
-    valid: StrictBool | None = None  # whether it is what the run's guide wants; None: no guide says
+    valid: StrictBool | None = None  # the answer is what the guide wants. None if no guide judges it
     rejections: Count = 0  # commits that the guide refused
 
     @property

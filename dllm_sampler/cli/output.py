@@ -30,7 +30,7 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def _other(path: Path) -> bool:
-    """Whether a file holds something other than samples: for example a model's config, or a schema."""
+    """Return True if a file holds something other than samples, for example a model's config or a schema."""
     if files.is_stream(path):
         return False
     try:

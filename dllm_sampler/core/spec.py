@@ -17,8 +17,8 @@ Rare = TypeVar("Rare", bound="RareTrait")
 # What a token sees: everything; its own block, on a grid, and earlier ones; or, in the active block, that block and all
 # before it, and before the active block nothing behind itself.
 Attention = Literal["bidirectional", "block_causal", "causal_context"]
-# Where the lines between blocks are, one every so many columns: counted from the row's first token; from the answer's
-# first token, towards both sides; or from that token on, so that the whole prompt is one block.
+# The token that blocks are counted from. text: the row's first one. answer: the answer's first one, in both directions.
+# whole_prompt: the answer's first one, and the prompt is one block.
 BlocksFrom = Literal["text", "answer", "whole_prompt"]
 
 

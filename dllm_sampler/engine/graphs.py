@@ -122,7 +122,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def model(denoiser: object) -> tuple[Hashable, ...]:
-    """What a recording takes for granted of the model: where its weights lie, the state of its modules, autocast."""
+    """Return the facts of a model that a recording relies on: addresses of weights, settings of modules, autocast."""
     found: list[Hashable] = []
     for network in networks(denoiser):
         kind = next((weight.device.type for weight in network.parameters()), "cpu")

@@ -94,7 +94,7 @@ class Pools:
 
 
 def _check_shares(name: str, shares: Sequence[float]) -> None:
-    """Refuse shares of which none can be drawn."""
+    """Refuse negative shares, and shares that sum to 0."""
     if not all(0 <= share < inf for share in shares) or not sum(shares) > 0:
         raise UserError("option-range", f"{name} must be numbers of at least 0, one of them above, not {list(shares)}")
 

@@ -9,9 +9,12 @@ from dllm_sampler.models.mini_tasks import TASKS, UNSEEN, boxes
 
 
 def solved(task: str, prompt: str, answer: str, text: str) -> bool:
-    """Whether `text` is right for the prompt; a lesson is judged as the task that its prompt names, or by `answer`.
+    """Return True if `text` is right for the prompt.
 
-    task: of mini's; empty: an example of a user's data, judged by `answer`
+    Args:
+        task: one of mini's tasks. A lesson is judged as the task that its prompt begins with. Empty for an example of a
+            user's data.
+        answer: the right text where no task judges.
     """
     tasks = TASKS | UNSEEN
     found = tasks.get(task) or tasks.get(prompt.partition(":")[0]) if task else None
@@ -19,7 +22,7 @@ def solved(task: str, prompt: str, answer: str, text: str) -> bool:
 
 
 def correct(prompts: list[str], completions: list[str], task: list[str], answer: list[str], **_: Any) -> list[float]:
-    """1 for a right answer to one of mini's tasks, or for the very answer of a user's data; else 0."""
+    """Return 1 for each completion that is `solved`, else 0."""
     return [float(solved(*each)) for each in zip(task, prompts, answer, completions, strict=True)]
 
 

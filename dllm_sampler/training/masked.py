@@ -70,7 +70,7 @@ class Dice:
         self._rows = [torch.Generator().manual_seed(Random(str(seed)).getrandbits(62)) for seed in seeds]
 
     def uniform(self, counts: Tensor, width: int) -> Tensor:
-        """Return `[B, width]` float64 numbers from 0 to 1, of which a row draws its `counts [B]`; the rest are 1."""
+        """Return `[B, width]` float64: each row draws its first `counts [B]` numbers from 0 to 1. The rest are 1."""
         found = torch.ones(len(self._rows), width, dtype=torch.float64)
         for row, (generator, count) in enumerate(zip(self._rows, counts.tolist(), strict=True)):
             found[row, :count] = torch.rand(count, generator=generator, dtype=torch.float64)

@@ -85,7 +85,7 @@ class MiniTrainer(Trainer):
         options: others of `Trainer`.
 
     Raises:
-        UserError: sizes that are no sizes, shares that are no shares.
+        UserError: a size or a share is out of range.
     """
 
     config: ClassVar[type[MiniConfig]] = MiniConfig

@@ -43,7 +43,7 @@ class Trainable(nn.Module):
         tokenizer: of the checkpoint.
         named: the user's word for the model.
         settings: as `config.model` returns them. None if the model was given as a `Sampler`.
-        lora: a configuration of peft; None: all weights learn.
+        lora: a configuration of peft. All weights learn if it is None.
         seed: of the adapters.
     """
 
@@ -97,7 +97,7 @@ class Trainable(nn.Module):
             model: as `Sampler.from_pretrained` takes it: a name, folder or hub id, or a dict with more settings. Or a
                 `Sampler`, or a masked language model of transformers, which are used as they are.
             dtype: of the weights.
-            lora: a configuration of peft; None: all weights learn.
+            lora: a configuration of peft. All weights learn if it is None.
             seed: of the adapters.
             uniform: take a model without a mask token, too.
             tokenizer: of a model of transformers.

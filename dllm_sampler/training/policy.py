@@ -23,7 +23,7 @@ class Goal:
 
     advantage: Tensor  # [N]
     weight: Tensor  # [N, L] sums to 1
-    old: Tensor | None  # [N, L] log-probability under the policy that sampled; None: under the present one
+    old: Tensor | None  # [N, L] log-probability under the policy that sampled. None for the present policy
     reference: Tensor | None  # [N, L] under the reference
 
     def loss(self, chunk: Chunk, logprob: Tensor, epsilon: float, beta: float) -> tuple[Tensor, Mapping[str, float]]:
