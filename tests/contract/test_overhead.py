@@ -79,7 +79,7 @@ def test_a_step_takes_few_operations(plugins: tuple[str, str, str], step: Any) -
 
 def test_the_page_has_the_counts(step: Any) -> None:
     page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
-    assert len(page.split()) <= 1500, "a page that is read; what was tried is in docs/experiments/kernels.md"
+    assert len(page.split()) <= 1500, "a page that is read; what was tried is in docs/experiments.md"
     for (rule, cache, stop), count in STEPS.items():
         assert (cache, stop) != ("dual", "prefix") or re.search(rf"\b{count}( operations)? \({rule}\)", page)
     found = step.operations("threshold", "dual", "prefix")
