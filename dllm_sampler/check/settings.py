@@ -44,6 +44,9 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.editing": [
         {"threshold": 0.5, "edit": 0.3, "extra": 3},
         {"threshold": 0.3, "edit": 0.2, "quota": 2, "extra": 1},
+        {"threshold": 0.5, "remask": "low_prob", "remask_threshold": 0.2, "remask_limit": 2, "extra": 3},
+        {"threshold": 0.3, "remask": "t2t_remask", "remask_threshold": 0.2, "remask_share": 1.0, "remask_limit": 2},
+        {"threshold": 0.5, "remask": "logit_diff", "remask_threshold": 0.05, "remask_limit": 2, "remask_share": 0.5},
     ],
     "scheduler.entropy": [{"entropy": 1.0}],
     "scheduler.entropy_bound": [{"gamma": 1.0}],

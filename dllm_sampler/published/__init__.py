@@ -21,7 +21,7 @@ from dllm_sampler.published.dllm import (
     RightPaddedDraws,
     StopTogether,
 )
-from dllm_sampler.published.editing import PublishedEditing
+from dllm_sampler.published.editing import PublishedEditing, PublishedRemasking, UnrefreshedBlocks
 from dllm_sampler.published.fixed import (
     AnyBlock,
     PublishedFactor,
@@ -122,6 +122,7 @@ __all__ = [
     "PublishedParallelDecoding",
     "PublishedPositionCalibrated",
     "PublishedPrefixCache",
+    "PublishedRemasking",
     "PublishedRhoEos",
     "PublishedRunningConfidence",
     "PublishedSelfVerified",
@@ -143,5 +144,6 @@ __all__ = [
     "StoresApart",
     "StrictEntropy",
     "SuffixDraws",
+    "UnrefreshedBlocks",
     "Unrolled",
 ]

@@ -1,9 +1,12 @@
-"""LLaDA2.1's token editing, as its code has it."""
+"""Token editing as the code of LLaDA2.1 and of T2M has it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
+from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.editing import TokenEditing
@@ -23,3 +26,43 @@ class PublishedEditing(TokenEditing):
             return edit, made
         left = canvas.eligible(query.positions).any(1)
         return replace(edit, keep_block=left & (made < self.extra)), made
+
+
+@dataclass(frozen=True)
+class PublishedRemasking(TokenEditing):
+    """A step that finds no committed token in the block forgets how often each was taken back.
+
+    Source: the code of T2M, arXiv 2604.18738. Meant for a block's first step, it also happens after all were taken
+    back: then `remask_limit` bounds nothing.
+
+    Args:
+        eos: a full block with this token ends at once, without the step that looks at it. None means no token.
+    """
+
+    eos: int | None = None
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, suspects = super().tell(canvas, query, readout, carry)
+        none = ~(canvas.inside(query.positions) & ~canvas.eligible(query.positions)).any(1, keepdim=True)
+        suspects = suspects._replace(taken=suspects.taken.masked_fill(none, 0))
+        if self.eos is None:
+            return edit, suspects
+        assert edit.keep_block is not None
+        after = canvas.apply(query.positions, edit)
+        ends = (after.in_block() & ~after.layout.frozen & (after.ids == self.eos)).any(1) & (after.noise_left() == 0)
+        return replace(edit, keep_block=edit.keep_block & ~ends), suspects
+
+
+@dataclass
+class UnrefreshedBlocks(BlockCausalCache):
+    """A finished block is stored by its last forward, although that filled its last masks.
+
+    Source: the code of T2M, arXiv 2604.18738, for blocks that `extra` ends.
+    """
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`."""
+        super().observe(canvas, query, edit, readout)
+        over = canvas.apply(query.positions, edit).block_over(edit)
+        self.clean = torch.where(over & ~canvas.done, canvas.grid_end(), self.clean)

@@ -16,10 +16,11 @@ from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide
 from dllm_sampler.core.values import Canvas, Noise
 from dllm_sampler.guides import Temperature, TopK, TopP
-from dllm_sampler.published import EarlyStop, PublishedEditing, StopAt
+from dllm_sampler.published import EarlyStop, PublishedEditing, PublishedRemasking, StopAt, UnrefreshedBlocks
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
-from tests.conformance.builder import Checkpoints, Setup, Unsupported
+from dllm_sampler.schedulers.editing import Suspicion
+from tests.conformance.builder import Checkpoints, Measured, Setup, Unsupported
 from tests.conformance.lines import Count, Line, Size
 
 NEVER = 1.0  # no probability is above it
@@ -87,6 +88,15 @@ class EditingArguments(Llada2Arguments):
     num_to_transfer: Size = 1
     editing_threshold: float = 0.5
     max_post_steps: Count = 16
+
+
+class RemaskingArguments(EditingArguments):
+    """What T2M's `generate` takes, and the attributes of its model. It leaves `editing_threshold` unused."""
+
+    remask_strategy: Suspicion = "low_prob"
+    remask_threshold: float | None = None
+    max_remask_per_pos: Count = 5
+    max_remask_ratio: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,33 @@ def llada2_1(line: Line, checkpoints: Checkpoints) -> Setup:
         compat=True,
     )
     return Setup(sampler, to_block_end(line, args.gen_length, args.block_length), cut=args.gen_length)
+
+
+def t2m(line: Line, checkpoints: Checkpoints) -> Setup:
+    """T2M's loop: LLaDA2.1's, in which suspect tokens of the block become masks again."""
+    args = line.arguments(RemaskingArguments)
+    if args.temperature > 0:
+        raise Unsupported("no order of draws is published for token editing")
+    denoiser = Measured(checkpoints.load(line.model, args.mask_id, args.eos_id))
+    sampler = Sampler(
+        denoiser,
+        scheduler=PublishedRemasking(
+            args.threshold,
+            quota=args.num_to_transfer,
+            extra=args.max_post_steps,
+            remask=args.remask_strategy,
+            remask_threshold=args.remask_threshold,
+            remask_limit=args.max_remask_per_pos,
+            remask_share=min(args.max_remask_ratio, 1.0),
+            eos=denoiser.spec.eos_id if args.eos_early_stop else None,
+        ),
+        blocks=FixedBlocks(args.block_length),
+        stop="block" if args.eos_early_stop else "none",
+        cache=UnrefreshedBlocks(),
+        compat=True,
+    )
+    tokens = to_block_end(line, args.gen_length, args.block_length)
+    return Setup(sampler, tokens, cut=args.gen_length, measured=denoiser)
 
 
 def _noise(line: Line) -> Noise:

@@ -73,6 +73,7 @@ SYSTEMS: dict[str, Builder] = {
     "s2d2": s2d2.generate,
     "llada2": block_causal.llada2,
     "llada2.1": block_causal.llada2_1,
+    "t2m": block_causal.t2m,
     "constrained_cfg": constrained.constrained,
     "svdd": svdd.recorded,
     "diffusion-gemma": diffusion_gemma.generate,

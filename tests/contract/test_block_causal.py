@@ -179,9 +179,11 @@ def test_the_shadows_of_a_block_causal_model_see_no_further() -> None:
     assert int(short.nfe) > int(generate("none", 11, [PROMPTS[3]], scheduler=wino | {"back": 0.0}).nfe)
 
 
-def test_editing_stays_inside_the_block() -> None:
-    editing = {"name": "editing", "threshold": 0.5, "edit": 0.3, "extra": 3}
-    plain, cached = (generate(cache, scheduler=editing) for cache in ("none", "block_causal"))
+@pytest.mark.parametrize("change", [{"edit": 0.3}, {"remask": "low_prob", "remask_limit": 2}])
+def test_editing_stays_inside_the_block(change: dict[str, Any]) -> None:
+    """The keys of a block that is left early, by `extra`, are those of its final tokens too."""
+    editing = {"name": "editing", "threshold": 0.5, "extra": 3}
+    plain, cached = (generate(cache, scheduler=editing | change) for cache in ("none", "block_causal"))
     assert_same(plain, cached)
     frozen = generate("block_causal", scheduler=editing | {"edit": 1.0})
     assert not torch.equal(frozen.tokens, cached.tokens), "nothing was edited"

@@ -1,10 +1,10 @@
-"""Certainty prior, CCD, token editing; bad values of all of them."""
+"""Certainty prior, CCD, token editing and remasking; bad values of all of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from dllm_sampler import Canvas, CounterNoise, Edit, Query, Readout, Sampler, UserError
 from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.core.density import bell
-from dllm_sampler.core.protocols import Scheduler
+from dllm_sampler.core.protocols import Scheduler, Stop
 from dllm_sampler.engine import layout
 from dllm_sampler.result import Result
 from dllm_sampler.schedulers.ccd import Coherent
@@ -30,7 +30,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_of_text import EndOfText
 from tests import toys
 from tests.sampling import each
-from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, play, run, same
+from tests.scripted import BLOCK, PROMPTS, TOKENS, Script, constant, history, play, run, same
 from tests.toys import MASK
 
 # Certainty prior
@@ -198,6 +198,94 @@ def test_editing_is_over_before_prefix_stops() -> None:
     assert result.tokens[0].tolist() == [2, 3]
 
 
+# Token editing that masks again
+
+
+def changes(*says: list[tuple[float, int]]) -> Script:
+    """Confidence and token of each position at each forward. The last one repeats."""
+    tables = [constant(*map(list, zip(*line, strict=True))) for line in says]  # pyright: ignore
+    return Script(lambda canvas: tables[min(int(canvas.step[0]), len(tables) - 1)].says(canvas), length=len(says[0]))
+
+
+def test_an_unlikely_token_becomes_a_mask_again() -> None:
+    """Position 0 gets 1 at once, which is unlikely beside the 3: a mask, then a 2."""
+    model = changes([(0.9, 1), (0.6, 3)], [(0.9, 2), (0.6, 3)])
+    opened, taken = model.history(TokenEditing(0.7, remask="low_prob", remask_threshold=0.3))
+    assert (opened, taken) == ([[0], [1], [0], []], [[], [0], [], []])
+    # What a step commits is judged by the next one only, and the probability must be below the bound.
+    bound = 0.1 / 6
+    opened, taken = model.history(TokenEditing(0.7, remask="low_prob", remask_threshold=bound - 1e-9))
+    assert (opened, taken) == ([[0], [1], []], [[], [], []])
+
+
+def test_another_token_must_be_surer_than_the_bound() -> None:
+    model = changes([(0.9, 1), (0.6, 3)], [(0.9, 2), (0.6, 3)], [(0.9, 2), (0.95, 4)])
+    assert model.history(TokenEditing(0.7, remask="t2t_remask"))[1] == [[], [], [1], [], []]
+    rule = TokenEditing(0.7, remask="t2t_remask", remask_threshold=0.8, remask_share=1.0)
+    assert model.history(rule)[1] == [[], [0], [1], [], []]
+
+
+def test_a_fall_is_seen_from_the_third_forward_on() -> None:
+    """Position 0 falls at the second forward, which has nothing to compare with, and at the third."""
+    model = changes([(0.9, 1), (0.6, 3)], [(0.5, 1), (0.6, 3)], [(0.15, 1), (0.6, 3)], [(0.9, 2), (0.6, 3)])
+    rule = TokenEditing(0.7, remask="logit_diff")
+    assert model.history(rule)[1] == [[], [], [0], [], []]
+    assert model.history(replace(rule, remask_threshold=0.36))[1][2] == []
+    # Position 1 is committed by the second forward, the first one that has a token to look at.
+    fallen = changes([(0.9, 1), (0.6, 3)], [(0.9, 1), (0.6, 3)], [(0.9, 1), (0.2, 3)])
+    assert fallen.history(rule)[1][2] == [1]
+
+
+def test_the_most_suspect_come_first() -> None:
+    """Four tokens, three of them suspect: a quarter of four is one, of which the least likely is taken."""
+    line = [(0.2, 1), (0.1, 1), (0.2, 1), (0.9, 1)]
+    model = changes([(0.9, 1)] * 4, line, [(0.9, 1)] * 4)
+    rule = TokenEditing(0.7, remask="low_prob", remask_threshold=0.3)
+    assert model.history(rule)[1][1] == [1]
+    assert model.history(replace(rule, remask_share=0.6))[1][1] == [0, 1]  # floor, and ties by position
+    assert model.history(replace(rule, remask_share=0.0))[1][1] == [1]  # at least one
+    assert model.history(replace(rule, remask_share=1.0))[1][1] == [0, 1, 2]
+
+
+@each("trigger", ["low_prob", "t2t_remask", "logit_diff"])
+def test_every_position_is_taken_back_at_most_so_often(trigger: Any) -> None:
+    """Never one that the same step commits, never the prompt, and the block ends within its bound."""
+    bound = {"low_prob": 0.9, "t2t_remask": 0.1, "logit_diff": 0.0}[trigger]
+    rule = TokenEditing(0.6, remask=trigger, remask_threshold=bound, remask_limit=3, remask_share=1.0, extra=2)
+    most = 0
+    for prompt in PROMPTS:
+        opened, taken = history(rule, prompt, blocks=FixedBlocks(BLOCK), stop="none")
+        counts = [sum(at in step for step in taken) for at in range(TOKENS)]
+        most = max(most, *counts)
+        assert not any(set(one) & set(other) for one, other in zip(opened, taken, strict=True))
+        assert len(opened) <= rule.bound(TOKENS)
+    assert most == 3
+
+
+@each("trigger", [("low_prob", 0.0), ("t2t_remask", 1.0), ("logit_diff", 1.0), ("low_prob", 0.9)])
+def test_without_suspects_it_looks_once_at_each_block(trigger: tuple[Any, float]) -> None:
+    name, bound = trigger
+    limit = 0 if bound == 0.9 else 5
+    found = run(TokenEditing(0.6, remask=name, remask_threshold=bound, remask_limit=limit))
+    plain = run(TokenEditing(0.6, 1.0))
+    assert torch.equal(found.tokens, plain.tokens)
+    blocks = torch.tensor([len(set(range(TOKENS)[::BLOCK])) for _ in PROMPTS])
+    assert torch.equal(found.nfe, plain.nfe + blocks)
+
+
+def test_what_a_stop_writes_has_no_history() -> None:
+    """The end token that a stop writes was not predicted there, so nothing has fallen."""
+
+    @dataclass(frozen=True)
+    class Writes(Stop):
+        def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+            second = (canvas.step == 1)[:, None] & (query.positions == 2)
+            return replace(edit, ids=edit.ids.masked_fill(second, 6), commit=edit.commit | second)
+
+    model = changes([(0.9, 1), (0.6, 3)], [(0.9, 1), (0.95, 3)], [(0.9, 1), (0.95, 3)])
+    assert model.history(TokenEditing(0.7, remask="logit_diff"), stop=Writes())[1] == [[], [], []]
+
+
 # Bad values
 
 WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
@@ -223,6 +311,10 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (CoherentMarginal, {"epsilon": float("nan")}, "scheduler.epsilon"),
     (TokenEditing, {"edit": -0.5}, "scheduler.edit"),
     (TokenEditing, {"extra": -1}, "scheduler.extra"),
+    (TokenEditing, {"remask": "often"}, "scheduler.remask must be low_prob, t2t_remask or logit_diff"),
+    (TokenEditing, {"remask_threshold": -0.1}, "scheduler.remask_threshold"),
+    (TokenEditing, {"remask_limit": -1}, "scheduler.remask_limit"),
+    (TokenEditing, {"remask_share": 1.1}, "scheduler.remask_share"),
 ]
 
 
