@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler.core import noise
-from dllm_sampler.errors import UserError
 from dllm_sampler.kernels import partial, readout, reference
 from dllm_sampler.kernels.sampling import Sampling
 from tests.kernels import readout_checks as checks
 from tests.kernels.readout_checks import INF
+from tests.refusals import refused
 from tests.sampling import crossed, sampled
 
 KERNELS = pytest.mark.parametrize("kernel", [readout.readout, reference.readout], ids=["triton", "torch"])
@@ -156,15 +156,15 @@ def test_no_rows() -> None:
 
 @KERNELS
 @pytest.mark.parametrize(
-    ("arguments", "word"),
+    ("arguments", "said"),
     [
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": 1.0}, "keys"),
-        ({"mask_id": 9}, "mask_id"),
+        ({"temperature": -1.0}, "option-range: temperature, -1.0"),
+        ({"temperature": 1.0}, "option-missing: temperature, keys"),
+        ({"mask_id": 9}, "token-outside-vocabulary: mask_id, 9"),
     ],
 )
-def test_mistakes_are_named(kernel: Any, arguments: dict[str, Any], word: str) -> None:
-    with pytest.raises(UserError, match=word):
+def test_mistakes_are_named(kernel: Any, arguments: dict[str, Any], said: str) -> None:
+    with refused(said):
         kernel(torch.zeros(2, 9), Sampling(**arguments))
-    with pytest.raises(UserError, match="neighbours"):
+    with refused("shape-mismatch: (2, 9)"):
         kernel(torch.zeros(9, 2).T)

@@ -1,12 +1,12 @@
 """Forms that cannot be built or met, and wrong settings: each is one sentence."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dllm_sampler import UserError
 from dllm_sampler.guides import Choices, JsonSchema, Regex
 from dllm_sampler.guides.forms import library
 from tests import toys
@@ -38,39 +38,39 @@ def test_hostile_patterns_end_in_a_sentence(pattern: str, said: str, monkeypatch
 @each(
     ("schema", "said"),
     [
-        ({"type": "integer", "enum": ["Ada"]}, '"Ada" among its values, which is not of its `type`'),
-        ({"type": "string", "const": 5}, "5 among its values"),
-        ({"type": "string", "format": "date", "maxLength": 10}, "`format` next to `maxLength`"),
-        ({"type": "string", "pattern": "[0-9]{4}", "maxLength": 10}, "`maxLength` next to `pattern`"),
-        ({"allOf": [{"type": "object"}], "properties": {"a": {}}}, "`allOf` next to `properties`"),
-        ({"$ref": "#/$defs/a", "type": "string"}, "`[$]ref` next to `type`"),
-        ({"type": "array", "prefixItems": [{}], "minItems": 3}, "`minItems` next to `prefixItems`"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "say `anyOf` if any may"),
-        ({"enum": []}, "an empty `enum`"),
-        ({"type": "object", "required": "a"}, "which is no list of names"),
-        ({"type": "object", "required": [["a"]]}, "which is no list of names"),
-        ({"type": "object", "properties": ["a"]}, "`properties`: .*, which is no object of schemas"),
-        ({"$defs": "a"}, "`[$]defs`: .*, which is no object of schemas"),
-        ({"anyOf": 2**70}, "`anyOf`: .*, which is no list of schemas"),
-        ({"enum": "abc"}, "`enum`: .*, which is no list of values"),
-        ({"$ref": 5}, "`[$]ref`: 5, which is no name"),
+        ({"type": "integer", "enum": ["Ada"]}, '"Ada", `type`'),
+        ({"type": "string", "const": 5}, "5, `type`"),
+        ({"type": "string", "format": "date", "maxLength": 10}, "`format`, `maxLength`"),
+        ({"type": "string", "pattern": "[0-9]{4}", "maxLength": 10}, "`maxLength`, `pattern`"),
+        ({"allOf": [{"type": "object"}], "properties": {"a": {}}}, "`allOf`, `properties`"),
+        ({"$ref": "#/$defs/a", "type": "string"}, "`$ref`, `type`"),
+        ({"type": "array", "prefixItems": [{}], "minItems": 3}, "`minItems`, `prefixItems`"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "`oneOf`, `anyOf`"),
+        ({"enum": []}, "`enum`"),
+        ({"type": "object", "required": "a"}, '`required`, "a"'),
+        ({"type": "object", "required": [["a"]]}, '`required`, [["a"]]'),
+        ({"type": "object", "properties": ["a"]}, '`properties`, ["a"]'),
+        ({"$defs": "a"}, '`$defs`, "a"'),
+        ({"anyOf": 2**70}, f"`anyOf`, {2**70}"),
+        ({"enum": "abc"}, '`enum`, "abc"'),
+        ({"$ref": 5}, "`$ref`, 5"),
         *(
-            ({"type": kind, word: bound}, f"`{word}`: .*, which is no whole number of at least 0")
+            ({"type": kind, word: bound}, f"`{word}`, {json.dumps(bound)}")
             for kind, what in (("string", "Length"), ("array", "Items"))
             for word in (f"min{what}", f"max{what}")
             for bound in ("2", 2.0, 2.5, -1, True, None)
         ),
-        ({"type": "string", "pattern": 5}, "`pattern`: 5, which is no pattern"),
-        ({"type": "string", "pattern": ["a"]}, "`pattern`: .*, which is no pattern"),
-        ({"type": "array", "minItems": 5, "maxItems": 2}, "`minItems` above `maxItems`, which no document meets"),
-        ({"type": "string", "minLength": 5, "maxLength": 2}, "`minLength` above `maxLength`"),
-        ({"type": 5}, "`type`: 5, which is no name of a type"),
-        ({"type": [{}]}, "`type`: .*, which is no name of a type"),
-        ({"format": []}, "`format`: .*, which is no name"),
+        ({"type": "string", "pattern": 5}, "`pattern`, 5"),
+        ({"type": "string", "pattern": ["a"]}, '`pattern`, ["a"]'),
+        ({"type": "array", "minItems": 5, "maxItems": 2}, "`minItems`, `maxItems`"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "`minLength`, `maxLength`"),
+        ({"type": 5}, "`type`, 5"),
+        ({"type": [{}]}, "`type`, [{}]"),
+        ({"format": []}, "`format`, []"),
     ],
 )
-def test_keywords_of_which_one_would_be_lost(schema: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_keywords_that_would_be_lost(schema: dict[str, Any], said: str) -> None:
+    with refused(f"form-invalid: {said}"):
         JsonSchema({"type": "object", "properties": {"inside": schema}, "required": ["inside"]}).expressions()
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dllm_sampler.errors import UserError
 from dllm_sampler.models import loading
 from dllm_sampler.models.adapted import SDAR, SDAR_MOE
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -184,18 +183,18 @@ FUSED = "model.layers.0.attention.query_key_value.weight"
 
 
 @each(
-    ("spoil", "sentence"),
+    ("spoil", "named"),
     [
-        (lambda t: t.pop(EXPERT), f"lacks tensors: {EXPERT}$"),
-        (lambda t: t.pop(FUSED), f"lacks tensors: {FUSED}$"),
-        (lambda t: t.update({EXPERT.replace("2", "4"): t[EXPERT].clone()}), "has unknown tensors: .*experts.4.up_proj"),
-        (lambda t: t.update({EXPERT: torch.ones(8, 15)}), r"wrongly shaped tensors: .*\[8, 15\] instead of \[8, 16\]"),
-        (lambda t: t.update({FUSED: torch.ones(32, 16)}), r"wrongly shaped .*\[32, 16\] instead of \[64, 16\]"),
+        (lambda t: t.pop(EXPERT), EXPERT),
+        (lambda t: t.pop(FUSED), FUSED),
+        (lambda t: t.update({EXPERT.replace("2", "4"): t[EXPERT].clone()}), "experts.4.up_proj"),
+        (lambda t: t.update({EXPERT: torch.ones(8, 15)}), f"{EXPERT}, [8, 15], [8, 16]"),
+        (lambda t: t.update({FUSED: torch.ones(32, 16)}), f"{FUSED}, [32, 16], [64, 16]"),
     ],
 )
-def test_damage_is_one_sentence(tmp_path: Path, spoil: Callable[[dict[str, Tensor]], object], sentence: str) -> None:
+def test_damage_is_refused(tmp_path: Path, spoil: Callable[[dict[str, Tensor]], object], named: str) -> None:
     save(tmp_path, "llada2", spoil)
-    with pytest.raises(UserError, match=sentence):
+    with refused(f"checkpoint-tensors: {named}"):
         loading.load(tmp_path, device="cpu")
 
 

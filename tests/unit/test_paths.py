@@ -1,6 +1,7 @@
 """Paths and JSON that cannot be: one sentence each, and no torch for what a command line says."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,9 @@ def test_elsewhere(path: str) -> None:
 
 def test_names_and_values_are_cut_in_sentences() -> None:
     for word in (f"scheduler={LONG}", f"seed={LONG}", f"dtype={LONG}", f"scheduler.{LONG}=3"):
-        with pytest.raises(UserError, match=r"a\.\.\. \(500\d characters\)"):
+        with pytest.raises(UserError) as error:
             settings([word])
+        assert re.search(r"a\.\.\. \(500\d characters\)", str(error.value))
     assert short("x" * 200) == "x" * 200 and short("x" * 201) == "x" * 100 + "... (201 characters)"
 
 
@@ -75,7 +77,8 @@ def test_json_in_too_many_brackets(line: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(line)
     with refused("json-invalid"):
         read_json(tmp_path / "config.json")
-    with pytest.raises(UserError, match=r"guide\.json_schema\.schema"):
+    code = "json-invalid" if line.startswith("{") else "file-unreadable"
+    with refused(f"{code}: guide.json_schema.schema"):
         Sampler.from_pretrained("mini", guide={"name": "json_schema", "schema": line})
 
 
