@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "core.values": ("Canvas", "Edit", "Query", "Readout"),
-    "speculative.deer": ("SpeculativeSampler",),
+    "generation.speculative": ("SpeculativeSampler",),
     "core.noise": ("CounterNoise", "ReplayNoise"),
     "core.protocols": ("Blocks", "Cache", "Context", "Denoiser", "Guide", "Scheduler", "Stop"),
     "core.spec": ("ModelSpec", "Traits"),

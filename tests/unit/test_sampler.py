@@ -435,6 +435,7 @@ def test_a_module_is_not_a_name() -> None:
 
 def test_names_that_can_be_imported() -> None:
     assert {*dllm_sampler.__all__} <= {*dir(dllm_sampler)}
+    assert all(getattr(dllm_sampler, name) is not None for name in dllm_sampler.__all__)
 
 
 def test_samples_that_are_the_same() -> None:
