@@ -31,7 +31,8 @@ your own in ./conf/GROUP/NAME.yaml or DIR/GROUP/NAME.yaml. Several groups can be
 
 exit status: 0 all was kept, 1 something was not, 2 a mistake in the words or in the YAML
 """
-TOYS = ("llada", "dream", "cfg", "causal", "context")  # toys; the last two are block-causal, and have a causal context
+# Toys. The last three are block-causal, have a causal context, and have no mask token.
+TOYS = ("llada", "dream", "cfg", "causal", "context", "uniform")
 Labelled = tuple[str | None, Any]  # a case, and what was added to the plainest plug-ins
 
 

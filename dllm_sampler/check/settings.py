@@ -54,6 +54,17 @@ SETTINGS: dict[str, list[Settings]] = {
         {"max_denoising_steps": 5, "entropy_bound": 1.0, "t_min": 1.0, "t_max": 2.0, "confidence_threshold": 1.5},
         {"max_denoising_steps": 4, "t_min": 0.0, "t_max": 0.0, "entropy_bound": 2.0, "stability_threshold": None},
     ],
+    "scheduler.discrete_ddim": [
+        {"max_denoising_steps": 5},
+        {"max_denoising_steps": 8, "corrector_steps": 1, "confidence_threshold": 1.5},
+        {
+            "max_denoising_steps": 9,
+            "corrector_steps": 3,
+            "corrector_k": 2,
+            "corrector_selection": "lowest_log_margin",
+            "confidence_threshold": None,
+        },
+    ],
     "scheduler.block_refine": [{"steps": 4}, {"steps": 9, "threshold": 0.6}],
     "scheduler.eoser": [{"low": 0.0}, {"low": 0.3, "progress": "step", "steps": 6}],
     "scheduler.daedal": [

@@ -32,11 +32,16 @@ FILTER_BLOCK = 6  # positions that it judges together: the block length of the s
 
 
 def transformer(
-    seed: int = 2, kv_heads: int = 4, sharp: float = 1.0, dtype: torch.dtype = torch.float64, layers: int = 2
+    seed: int = 2,
+    kv_heads: int = 4,
+    sharp: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+    layers: int = 2,
+    vocab: int = VOCAB,
 ) -> Transformer:
     """Random layers. Wide weights make the answers varied and the confidences anything from 0.1 to 1."""
     config = TransformerConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         hidden_size=32,
         intermediate_size=48,
         num_layers=layers,
@@ -76,7 +81,7 @@ def wrapped(model: Transformer, shift: bool = False) -> TransformerDenoiser:
 def denoiser(kind: str = "llada", device: str = "cpu", dtype: torch.dtype = torch.float64) -> Denoiser:
     """`llada`, `gqa` (two key heads for four), `dream` (logit shift), `cfg` (guided), `causal` (block-causal), `fast`
     (block-causal with a logit shift), `context` (blocks in a causal context), `in_blocks` (the same without it: the
-    prompt is a block)."""
+    prompt is a block), `uniform` (without the mask token)."""
     if kind == "in_blocks":
         given = denoiser("context", device, dtype)
         assert isinstance(given, TransformerDenoiser)
@@ -89,6 +94,8 @@ def denoiser(kind: str = "llada", device: str = "cpu", dtype: torch.dtype = torc
     if kind in ("causal", "fast"):
         model = wrapped(causal_transformer().to(device, dtype), shift=kind == "fast")
         return replace(model, attention="block_causal")
+    if kind == "uniform":
+        return TransformerDenoiser(transformer(vocab=VOCAB - 1).to(device, dtype), None, EOS)
     model = wrapped(transformer(kv_heads=2 if kind == "gqa" else 4).to(device, dtype), shift=kind == "dream")
     return guided(model, 1.5) if kind == "cfg" else model
 

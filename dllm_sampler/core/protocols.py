@@ -162,7 +162,7 @@ class Scheduler(PlugIn):
     """Decides which positions a step asks about and which predictions it commits.
 
     A frozen dataclass: its fields are its YAML. Abilities of a few schedulers are protocols: `Planner`, `Paced`,
-    `Tempered`. Facts that are true of a few are a `RareTrait`.
+    `Tempered`, `Corrects`. Facts that are true of a few are a `RareTrait`.
     """
 
     @property
@@ -255,6 +255,19 @@ class Tempered(Protocol):
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
         """Return the user's bound guides and the scheduler's own, in the order in which they apply."""
+        ...
+
+
+@runtime_checkable
+class Corrects(Protocol):
+    """A scheduler with forwards that correct tokens at the same noise, for models with self-conditioning."""
+
+    def conditions(self, canvas: Canvas) -> Tensor:
+        """Return `[B] bool` rows whose next forward is conditioned on this one. The others keep what conditioned it.
+
+        Args:
+            canvas: the state that this forward saw.
+        """
         ...
 
 

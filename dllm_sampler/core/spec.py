@@ -200,6 +200,8 @@ class JudgedTokens(RareTrait):
 class UniformNoise(RareTrait):
     """Random tokens are denoised too, the noise of models without a mask token (uniform diffusion)."""
 
+    masks: bool = True  # masks are denoised, too
+
 
 @dataclass(frozen=True)
 class CommittedMasks(RareTrait):

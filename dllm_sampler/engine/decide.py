@@ -10,10 +10,11 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dllm_sampler.core import packing
 from dllm_sampler.core.packing import ForwardRequest
-from dllm_sampler.core.protocols import Cache, Carry, Foresees, Paced, Planner
+from dllm_sampler.core.protocols import Cache, Carry, Corrects, Foresees, Paced, Planner
 from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals, Spent
 from dllm_sampler.engine.faults import check_edit, check_stopped, checked_answer, checked_settlement
@@ -163,4 +164,12 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
         state.recorder.move(canvas, resized)
         state.canvas = resized.applied(state.canvas)
     if seen.logits is not None and state.cache.spec.self_conditioning:
-        state.previous = seen.logits[:, 0].to(state.cache.spec.dtype)
+        state.previous = conditioning(plugins, canvas, state.previous, seen.logits[:, 0].to(state.cache.spec.dtype))
+
+
+def conditioning(plugins: Plugins, canvas: Canvas, before: Tensor | None, logits: Tensor) -> Tensor:
+    """Return `[B, W, V]` what the next forward is conditioned on: the step's `logits`, or what was `before`."""
+    if before is None or not isinstance(plugins.scheduler, Corrects):
+        return logits
+    before = pad(before, (0, 0, 0, logits.shape[1] - before.shape[1]))  # rows with a wider block may be done now
+    return torch.where(plugins.scheduler.conditions(canvas)[:, None, None], logits, before)

@@ -289,10 +289,16 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f" blocks=fixed with blocks.length={trained.length} (in SGLang and diffusers"
             f" block_length={trained.length}), or train for other blocks"
         )
-    if spec.mask_id is None and not traits.has(UniformNoise):
+    uniform = traits.find(UniformNoise)
+    if spec.mask_id is not None and uniform is not None and not uniform.masks:
+        yield (
+            f"{scheduler} denoises random tokens (uniform diffusion), and this model has a mask token: use"
+            " scheduler=origin"
+        )
+    if spec.mask_id is None and uniform is None:
         yield (
             f"{scheduler} fills masks, and this model has none, its noise are random tokens (uniform diffusion): use"
-            " scheduler=entropy_renoise or scheduler=block_refine"
+            " scheduler=entropy_renoise, scheduler=block_refine or scheduler=discrete_ddim"
         )
     if spec.encoder and _length(plugins.blocks, spec.block_length or 1) != spec.block_length:
         yield (

@@ -19,7 +19,7 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Carry, Guide, Scheduler
-from dllm_sampler.core.spec import BatchState, ChangingLength, ModelSpec, ShadowRows, Traits
+from dllm_sampler.core.spec import BatchState, ChangingLength, ModelSpec, ShadowRows, Traits, UniformNoise
 from dllm_sampler.core.values import FREE, Canvas, Query, Readout
 from dllm_sampler.engine import decide, faults, layout, readout
 from dllm_sampler.engine.plugins import Plugins, assemble
@@ -314,6 +314,8 @@ def reason(traits: Traits) -> str | None:
         return "it changes the length of the answer"
     if traits.has(ShadowRows):
         return "it adds shadow rows to the forward"
+    if traits.has(UniformNoise):
+        return "some of its forwards leave the model's self-conditioning as it was"
     if traits.drafts:
         return "it asks about several states in one forward"
     if traits.has(BatchState):

@@ -22,7 +22,7 @@ from dllm_sampler import config as configuration
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import described, named
-from dllm_sampler.core.protocols import Guide
+from dllm_sampler.core.protocols import Guide, Scheduler
 from dllm_sampler.core.spec import UniformNoise
 from dllm_sampler.errors import NotFiniteError, UserError, installing
 from dllm_sampler.host.functions import resolve_callable
@@ -160,7 +160,11 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         self.register_to_config(**given, _use_default_values=[])
         # The vocabulary is known when the first logits are there; a mistake should show before the model is loaded.
         known = max(mask_token_id or 0, *(end or 0 for end in ends), 0 if tokenizer is None else len(tokenizer))
-        noise = known + 1 if mask_token_id is None else mask_token_id
+        rule = configuration.build("scheduler", scheduler)
+        uniform = rule.traits.find(UniformNoise) if isinstance(rule, Scheduler) else None
+        noise = mask_token_id
+        if noise is None and (uniform is None or uniform.masks):
+            noise = known + 1
         self._rule = self._built(known + 2, noise, block_length, torch.device("cpu"))
         self._built_for: tuple[Any, ...] = ()
         self._reset(None)

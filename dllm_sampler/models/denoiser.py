@@ -39,7 +39,8 @@ class TransformerDenoiser:
 
     model: the module
     mask_id, eos_id, pad_id, eot_id: its special tokens; `eos_id` may be a sequence: each of them ends an answer, and
-        the first is the one that is written; `pad_id` is the first end token by default
+        the first is the one that is written; `pad_id` is the first end token by default; without a mask token, noise
+        is random tokens (uniform diffusion)
     shift: raw row i predicts the token at i + 1 (Dream)
     seeds: the row before a block predicts the block's first token (Nemotron-Labs-Diffusion)
     attention: what a token sees
@@ -55,7 +56,7 @@ class TransformerDenoiser:
     """
 
     model: nn.Module
-    mask_id: int
+    mask_id: int | None
     eos_id: int | Sequence[int]
     pad_id: int | None = None
     eot_id: int | None = None

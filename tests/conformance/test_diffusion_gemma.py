@@ -137,7 +137,10 @@ def assert_same_row(batch: Result, row: int, alone: Result) -> None:
     assert (batch.nfe[row], batch.trace.rows[row]) == (alone.nfe[0], alone.trace.rows[0])
 
 
-@pytest.mark.parametrize("scheduler", sampled([RENOISE, {"name": "block_refine", "steps": 5, "threshold": 0.5}]))
+DDIM = {"name": "discrete_ddim", "max_denoising_steps": 9, "corrector_steps": 1, "confidence_threshold": 4.0}
+
+
+@pytest.mark.parametrize("scheduler", sampled([DDIM, RENOISE, {"name": "block_refine", "steps": 5, "threshold": 0.5}]))
 def test_a_row_in_a_batch_is_the_row_alone(scheduler: dict[str, Any]) -> None:
     seeds = [4, 5, 6]
     batch = sampler(scheduler).generate(PROMPTS, max_new_tokens=40, seed=seeds)  # the last canvas is cut
@@ -146,8 +149,9 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: dict[str, Any]) -> None:
         assert_same_row(batch, row, sampler(scheduler).generate([prompt], max_new_tokens=40, seed=seeds[row]))
 
 
-def test_how_often_the_host_looks_changes_nothing() -> None:
-    often, rarely = (sampler(poll_every=n).generate(PROMPTS, max_new_tokens=40) for n in (1, 5))
+@pytest.mark.parametrize("scheduler", sampled([DDIM, RENOISE]))
+def test_how_often_the_host_looks_changes_nothing(scheduler: dict[str, Any]) -> None:
+    often, rarely = (sampler(scheduler, poll_every=n).generate(PROMPTS, max_new_tokens=40) for n in (1, 5))
     assert torch.equal(often.tokens, rarely.tokens)
     assert torch.equal(often.nfe, rarely.nfe)
     assert torch.equal(often.trace.rows, rarely.trace.rows)
@@ -170,7 +174,8 @@ def test_what_is_computed() -> None:
     assert result.trace.rows.tolist() == [int(result.nfe) * CANVAS + len(PROMPTS[0]) + CANVAS]
 
 
-def test_a_step_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheduler", sampled([DDIM, RENOISE]))
+def test_a_step_reads_nothing(scheduler: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     step, taken = Engine.step, []
 
     def under_watch(engine: Engine, state: Generation) -> None:
@@ -179,7 +184,7 @@ def test_a_step_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.append(state)
 
     monkeypatch.setattr(Engine, "step", under_watch)
-    result = sampler().generate(PROMPTS, max_new_tokens=2 * CANVAS)
+    result = sampler(scheduler).generate(PROMPTS, max_new_tokens=2 * CANVAS)
     assert len(taken) == int(result.nfe.max())
 
 

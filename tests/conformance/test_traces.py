@@ -56,6 +56,8 @@ SYSTEMS = {
     "constrained_cfg": 45,
     "svdd": 24,
     "diffusion-gemma": 5,
+    "discrete-ddim": 2,
+    "discrete-ddim/corrector": 5,
     "sdar/low_confidence_static": 3,
     "sdar/low_confidence_dynamic": 8,
     "sdar/sequential": 1,

@@ -128,7 +128,9 @@ def legal(**plugins: Any) -> bool:
 @functools.cache
 def _needs(name: str) -> str | None:
     setting = next(one for one in settings("scheduler") if one["name"] == name)
-    found = next((kind for kind in ("llada", "causal", "context") if legal(kind=kind, scheduler=setting)), "llada")
+    found = next(
+        (kind for kind in ("llada", "causal", "context", "uniform") if legal(kind=kind, scheduler=setting)), "llada"
+    )
     return None if found == "llada" else found
 
 

@@ -55,6 +55,7 @@ FIXED6 = {"name": "fixed", "length": 6}
 FILTER = {"name": "learn2pd", "filter": toys.FILTER}
 KLASS = {"name": "klass", "threshold": 0.3, "history": 1}
 RENOISE = {"name": "entropy_renoise", "max_denoising_steps": 6}
+DDIM = {"name": "discrete_ddim", "max_denoising_steps": 8}
 APD = {"name": "apd", "verifier": toys.verifier(), "max_lookahead": None}
 LEFTMOST = {"scheduler": "leftright"}
 WINO = {"name": "wino", "threshold": 0.3, "least": 2}
@@ -86,6 +87,11 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "scheduler.entropy_renoise": (
         {"scheduler": RENOISE | {"entropy_bound": 1.0}},
         {"scheduler": RENOISE | {"entropy_bound": 0.0}},
+        answers_differ,
+    ),
+    "scheduler.discrete_ddim": (
+        {"kind": "uniform", "scheduler": DDIM | {"corrector_steps": 1}},
+        {"kind": "uniform", "scheduler": DDIM},
         answers_differ,
     ),
     "scheduler.block_refine": (

@@ -60,7 +60,14 @@ def scene() -> Scene:
     return Scene(batch=8, block=32, vocab=640)  # the count does not depend on them
 
 
-ELSEWHERE = ("apd", "svdd", "s2d2", "s2d2_editing", "linear_spec")  # a verifier, a reward, a model of a kind
+ELSEWHERE = (
+    "apd",
+    "svdd",
+    "s2d2",
+    "s2d2_editing",
+    "linear_spec",
+    "discrete_ddim",
+)  # a verifier, a reward, a model of a kind
 METHODS = [name for name in config.names("scheduler") if name not in ELSEWHERE]
 
 

@@ -53,7 +53,7 @@ from tests import conformance, toys
 from tests.conformance.freedave import Noted, PublishedEager
 from tests.conformance.lopa import Rounds
 from tests.conformance.unmasking import AmongTop
-from tests.contract.cases import Settings, one_each
+from tests.contract.cases import Settings, one_each, toy_for
 
 WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     AmongTop: AmongTop,
@@ -311,4 +311,4 @@ def test_a_scheduler_that_says_so_asks_for_the_block(scheduler: Settings) -> Non
         with pytest.raises(UserError):
             FreeDave(inner)
         return
-    toys.sampler(scheduler=Watched(inner)).generate(toys.PROMPTS, max_new_tokens=17, seed=3)
+    toys.sampler(toy_for(scheduler), scheduler=Watched(inner)).generate(toys.PROMPTS, max_new_tokens=17, seed=3)

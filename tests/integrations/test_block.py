@@ -11,7 +11,7 @@ from dllm_sampler import config
 from dllm_sampler.integrations.block import BlockRule
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
-from tests.contract.cases import Settings, one_of_each_kind
+from tests.contract.cases import Settings, one_of_each_kind, toy_for
 from tests.integrations.engine import Request, serve
 from tests.refusals import refused
 from tests.sampling import crossed
@@ -49,6 +49,10 @@ def in_blocks(scheduler: Settings, tokens: int) -> Settings:
 @pytest.mark.parametrize("scheduler", one_of_each_kind())
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(None, marks=pytest.mark.slow)])
 def test_engine_decides_as_sampler_does(scheduler: Settings, temperature: float | None) -> None:
+    if toy_for(scheduler) == "uniform":
+        with refused(f"plugins-incompatible: scheduler={scheduler['name']}"):
+            rule({"name": scheduler["name"]})
+        return
     if config.build("scheduler", scheduler).traits.scope == "model":  # some of these do not run on this model at all
         with refused("engine-unsupported: scheduler="):
             rule(scheduler)

@@ -28,14 +28,14 @@ from tests.refusals import refused
 
 ROWS, LENGTH, VOCAB, STEPS = 2, 8, 16, 4
 MASK = VOCAB - 1
-UNIFORM = ("block_refine", "entropy_renoise")
+UNIFORM = ("block_refine", "discrete_ddim", "entropy_renoise")
 
 
 def names() -> list[str]:
     """Those that are not refused."""
     refused = ("learn2pd",)  # without a file it cannot be made
     found = [name for name in config.names("scheduler") if name not in refused]
-    return [name for name in found if name not in ("apd", "svdd") and scope(name) != "model"]
+    return [name for name in found if name not in ("apd", "svdd", "discrete_ddim") and scope(name) != "model"]
 
 
 def scope(name: str) -> str:

@@ -108,6 +108,7 @@ def seeds(seed: int) -> int:
     "rule",
     [
         {"name": "block_refine", "steps": STEPS, "threshold": 1.0},
+        {"name": "discrete_ddim", "max_denoising_steps": STEPS, "confidence_threshold": None},
         {
             "name": "entropy_renoise",
             "max_denoising_steps": STEPS,

@@ -21,12 +21,13 @@ from dllm_sampler.check.reads import _Operations
 from dllm_sampler.integrations import serving, sglang
 from dllm_sampler.integrations.settings import Sampling
 from tests import toys
-from tests.contract.cases import Settings, one_of_each_kind
+from tests.contract.cases import Settings, one_of_each_kind, toy_for
 from tests.integrations.sglang_stubs import Request, Server, algorithm
 from tests.integrations.test_block import LENGTH, PROMPTS, causal, in_blocks
 from tests.sampling import crossed, sampled
 
 LOCAL = [one for one in one_of_each_kind() if config.build("scheduler", one.values[0]).traits.scope == "block"]
+LOCAL = [one for one in LOCAL if toy_for(one.values[0]) != "uniform"]
 PER_BLOCK = 4
 
 

@@ -31,8 +31,9 @@ def rows() -> Iterator[tuple[str, str, str]]:
     """A line for each scheduler of `conf/`, under its defaults."""
     for name in config.names("scheduler"):
         scheduler: Scheduler = config.build("scheduler", name)
-        masks = serves(scheduler)
-        yield f"`{name}`", masks, masks if scheduler.traits.has(UniformNoise) else "no: it fills masks"
+        uniform = scheduler.traits.find(UniformNoise)
+        masks = serves(scheduler) if uniform is None or uniform.masks else "no: it denoises random tokens"
+        yield f"`{name}`", masks, "no: it fills masks" if uniform is None else serves(scheduler)
 
 
 def serves(scheduler: Scheduler) -> str:

@@ -108,7 +108,8 @@ def methods(setup: Setup) -> dict[str, Plugins]:
     AdaBlock may end a block at a comma, which `mini` has for the line break of other models.
     """
     blocks, steps = {"name": "fixed", "length": setup.block_length}, max(1, setup.max_new_tokens // 4)
-    found: dict[str, Plugins] = {name: {"scheduler": name} for name in config.names("scheduler")}
+    masked = [name for name in config.names("scheduler") if name != "discrete_ddim"]  # that one has no use for masks
+    found: dict[str, Plugins] = {name: {"scheduler": name} for name in masked}
     found |= {f"{name} steps={steps}": {"scheduler": {"name": name, "steps": steps}} for name in ONE_PER_STEP}
     inner = {"_target_": config.entry("scheduler", "fixed").settings["_target_"], "steps": steps}
     ada = {"name": "adablock", "length": setup.block_length, "delimiters": [vocabulary()[", "]]}

@@ -33,7 +33,7 @@ def grammar(tmp_path: Path) -> str:
 
 
 def schedulers() -> list[str]:
-    return [name for name in config.names("scheduler") if name not in ("apd", "learn2pd", "svdd")]
+    return [name for name in config.names("scheduler") if name not in ("apd", "discrete_ddim", "learn2pd", "svdd")]
 
 
 FIRST = {one["name"]: one for one in reversed(settings("scheduler"))}

@@ -91,7 +91,17 @@ EXACT = {"ccd_marginal", "dus", "dynamic", "entropy", "entropy_bound", "fixed", 
 BY_BEST = {"ascending", "block_refine", "budgeted", "ccd", "certainty", "credit", "d2f", "dinfer", "dus", "dynamic"}
 BY_BEST |= {"eoser", "factor", "fixed", "hierarchical", "klass", "learn2pd", "localleap", "pc", "slowfast"}
 BY_BEST |= {"streaming", "threshold"}
-NEVER = {"daedal", "editing", "entropy_renoise", "fixed", "freedave", "hierarchical", "linear_spec", "lopa"}
+NEVER = {
+    "daedal",
+    "discrete_ddim",
+    "editing",
+    "entropy_renoise",
+    "fixed",
+    "freedave",
+    "hierarchical",
+    "linear_spec",
+    "lopa",
+}
 NEVER |= {
     "origin",
     "random_order",
