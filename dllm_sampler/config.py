@@ -329,7 +329,8 @@ def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
 def _hints(target: Any) -> dict[str, Any]:
     """The types of what `target` is called with: a dataclass's fields, or the annotations of `__init__`."""
     try:
-        return get_type_hints(target if is_dataclass(target) or not inspect.isclass(target) else target.__init__)
+        typed = target if is_dataclass(target) or not inspect.isclass(target) else target.__init__
+        return get_type_hints(typed, include_extras=True)
     except NameError:  # a type imported for the type checker only: nothing to check against
         return {}
 
@@ -359,7 +360,9 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
     except ValidationError as error:
         number = any(one["type"] == "string_type" and isinstance(one["input"], int | float) for one in error.errors())
         quote = "; a number in quotes is a string" if number else ""
-        raise UserError("option-type", f"{what} should be {expected(error)}, not {short(repr(value))}{quote}") from None
+        ranges = all(one["type"].startswith(("greater_than", "less_than", "finite_number")) for one in error.errors())
+        code = "option-range" if ranges else "option-type"
+        raise UserError(code, f"{what} should be {expected(error)}, not {short(repr(value))}{quote}") from None
 
 
 def expected(error: ValidationError) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from dllm_sampler import Result, Sampler
 from dllm_sampler.training.policy import advantages
-from dllm_sampler.training.trajectory import check, trajectories
+from dllm_sampler.training.trajectory import Trajectories, check
 
 PROMPTS = ["latin: 1_3_, _3_1, 2___, _41_", "latin: 12__, __1_, 2__3, _3__", "shuffle: Ada, Ben, Cal, Dan"]
 
@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> float:
         prompts = [prompt for prompt in PROMPTS for _ in range(options.group)]
         scores = torch.tensor(reward(prompts, result.texts or []), dtype=torch.float64)
         advantage = advantages(scores, options.group, scale=False)
-        view = trajectories(result.trace, spec)  # each token with the state it was committed from
+        view = Trajectories(result.trace, spec)  # each token with the state it was committed from
         optimizer.zero_grad()
         for chunk in view.chunks(batch_tokens=8192):  # no more activations than of one chunk
             logprob, _ = chunk.score(model)

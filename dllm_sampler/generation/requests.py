@@ -126,10 +126,14 @@ class Arguments:
                 prompt.answer, runtime.tokenizer, runtime.spec, f"prompt {number}", alone=before is None
             )
             max_new_tokens = len(given)
-            ids = [] if before is None else encode_one(before, runtime.tokenizer, runtime.spec, len(given), number)
+            ids = (
+                []
+                if before is None
+                else encode_one(before, runtime.tokenizer, runtime.spec, len(given), f"prompt {number}")
+            )
         else:
             self.check_answer(max_new_tokens, form)
-            ids = encode_one(prompt, runtime.tokenizer, runtime.spec, max_new_tokens, number)
+            ids = encode_one(prompt, runtime.tokenizer, runtime.spec, max_new_tokens, f"prompt {number}")
             given = self.given.answer(index, max_new_tokens)
         if self.max_length is not None and len(ids) + max_new_tokens > self.max_length:
             raise UserError(

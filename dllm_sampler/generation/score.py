@@ -124,7 +124,7 @@ def _pairs(
             )
         ids += [spec.eos_id] * ((max_new_tokens or 0) - len(ids))
         runtime.plugins.blocks.lookahead(len(ids))
-        found.append((inputs.encode_one(prompt, tokenizer, spec, len(ids), number), ids))
+        found.append((inputs.encode_one(prompt, tokenizer, spec, len(ids), f"prompt {number}"), ids))
     return found
 
 

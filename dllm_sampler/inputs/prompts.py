@@ -75,75 +75,69 @@ def encode(
     given = as_list(prompts)
     if not given:
         raise UserError("prompt-missing", "There is no prompt. Give at least one.")
-    return [encode_one(prompt, tokenizer, spec, max_new_tokens, number) for number, prompt in enumerate(given, first)]
+    return [
+        encode_one(prompt, tokenizer, spec, max_new_tokens, f"prompt {number}")
+        for number, prompt in enumerate(given, first)
+    ]
 
 
 def encode_one(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, max_new_tokens: int, number: int
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, max_new_tokens: int, name: str
 ) -> list[int]:
-    """Return the checked token ids of one prompt. Errors name it by its `number`.
+    """Return the checked token ids of one prompt. Errors call it `name`, for example `prompt 1`.
 
     Raises:
-        UserError: naming the prompt by its number and what is wrong with it.
+        UserError: naming the prompt and what is wrong with it.
     """
     check_new_tokens(max_new_tokens, spec)
-    ids = _ids(prompt, tokenizer, number)
+    ids = _ids(prompt, tokenizer, name)
     if not ids:
-        raise UserError("prompt-empty", f"prompt {number} is empty. Give it at least one token.")
+        raise UserError("prompt-empty", f"{name} is empty. Give it at least one token.")
     bad = [token for token in ids if not 0 <= token < spec.vocab_size]
     if bad:
         raise UserError(
-            "token-outside-vocabulary", f"prompt {number} has token id {bad[0]}. The vocabulary has {spec.vocab_size}."
+            "token-outside-vocabulary", f"{name} has token id {bad[0]}. The vocabulary has {spec.vocab_size}."
         )
     if spec.mask_id in ids:
         where = f"at position {ids.index(spec.mask_id)}"
-        raise UserError(
-            "mask-token-given", f"prompt {number} has the mask token (id {spec.mask_id}) {where}. Remove it."
-        )
+        raise UserError("mask-token-given", f"{name} has the mask token (id {spec.mask_id}) {where}. Remove it.")
     if len(ids) + max_new_tokens > spec.max_positions:
         raise UserError(
             "context-exceeded",
-            f"prompt {number} has {len(ids)} tokens, too many with max_new_tokens={max_new_tokens}. The context is"
+            f"{name} has {len(ids)} tokens, too many with max_new_tokens={max_new_tokens}. The context is"
             f" {spec.max_positions}.",
         )
     return ids
 
 
-def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, number: int) -> list[int]:
+def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> list[int]:
     if isinstance(prompt, Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
-            raise UserError(
-                "prompt-type", f"prompt {number} must be 1-D token ids, not {prompt.dim()}-D {prompt.dtype}"
-            )
+            raise UserError("prompt-type", f"{name} must be 1-D token ids, not {prompt.dim()}-D {prompt.dtype}")
         return prompt.tolist()
     if isinstance(prompt, BYTES):
-        raise UserError("prompt-type", f"prompt {number} is bytes. Give text, for example by bytes.decode().")
+        raise UserError("prompt-type", f"{name} is bytes. Give text, for example by bytes.decode().")
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(isinstance(t, int) for t in prompt):
         if any(isinstance(t, bool) for t in prompt):
-            raise UserError("prompt-type", f"prompt {number} has true or false among its token ids. Give numbers.")
+            raise UserError("prompt-type", f"{name} has true or false among its token ids. Give numbers.")
         return list(prompt)
     text = isinstance(prompt, str)
     if not text and not isinstance(prompt, Sequence):
-        raise UserError(
-            "prompt-type", f"prompt {number} must be text, token ids or messages, not {type(prompt).__name__}"
-        )
+        raise UserError("prompt-type", f"{name} must be text, token ids or messages, not {type(prompt).__name__}")
     for at, message in () if text else enumerate(prompt, 1):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise UserError(
-                "messages-invalid", f"prompt {number} must be text, token ids, or have 'role' and 'content'"
-            )
+            raise UserError("messages-invalid", f"{name} must be text, token ids, or have 'role' and 'content'")
         if not isinstance(message["content"], str):
             raise UserError(
-                "messages-invalid", f"prompt {number}: message {at} must be text, not {short(repr(message['content']))}"
+                "messages-invalid", f"{name}: message {at} must be text, not {short(repr(message['content']))}"
             )
     if tokenizer is None:
-        raise UserError("tokenizer-missing", f"prompt {number} is text and there is no tokenizer. Give token ids.")
+        raise UserError("tokenizer-missing", f"{name} is text and there is no tokenizer. Give token ids.")
     if not text:
-        name = f"prompt {number}"
         return text_ids(chat_text(prompt, tokenizer, name), tokenizer, name, special=False)  # the template has its own
     if not prompt.strip():
-        raise UserError("prompt-empty", f"prompt {number} is empty. Give it at least one token.")
-    return text_ids(prompt, tokenizer, f"prompt {number}")
+        raise UserError("prompt-empty", f"{name} is empty. Give it at least one token.")
+    return text_ids(prompt, tokenizer, name)
 
 
 def chat_text(

@@ -32,15 +32,17 @@ class WeightCopy(TrainerCallback):
         self.name, self.decay, self.every = name, decay, every
         self.copies: dict[str, Tensor] | None = None  # None before training
 
+    @torch.no_grad()
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Copy the weights, or read the copy of the checkpoint that the run resumes from."""
         self._model = model
         self.copies = {name: weight.detach().clone() for name, weight in model.learned().items()}
         file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / f"{self.name}.safetensors"
-        if state.global_step and file.exists():
-            with torch.no_grad():
-                for name, tensor in load_file(file).items():
-                    self.copies[name].copy_(_like(tensor, self.copies[name]))
+        for name, tensor in load_file(file).items() if state.global_step and file.exists() else ():
+            copy = self.copies[name]
+            if isinstance(copy, DTensor):
+                tensor = distribute_tensor(tensor.to(copy.to_local().device), copy.device_mesh, copy.placements)
+            copy.copy_(tensor)
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -52,9 +54,11 @@ class WeightCopy(TrainerCallback):
 
     def save(self, folder: Path, write: bool) -> None:
         """Write the copy, if there is one, into a checkpoint. Collective: every process must call it; one writes."""
-        whole = {name: _whole(tensor) for name, tensor in (self.copies or {}).items()}
+        spread: dict[str, Any] = {**(self.copies or {})}
+        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in spread.items()}
         if write and whole:
-            files.write(folder / f"{self.name}.safetensors", save(whole))
+            tensors = {name: one.cpu().contiguous() for name, one in whole.items()}
+            files.write(folder / f"{self.name}.safetensors", save(tensors))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -78,22 +82,5 @@ class WeightCopy(TrainerCallback):
             self.copies[name].copy_(held)
 
 
-class Average(WeightCopy):
-    """The moving average of the weights."""
-
-
 class Reference(WeightCopy):
     """The policy that a divergence is measured from."""
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a tensor in main memory, gathered from all processes if it is spread over them. Collective then."""
-    full: Any = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().cpu().contiguous()
-
-
-def _like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return a whole tensor where and as `other` is: spread over processes, or not."""
-    if isinstance(other, DTensor):
-        return distribute_tensor(tensor.to(other.to_local().device), other.device_mesh, other.placements)
-    return tensor.to(other.device)

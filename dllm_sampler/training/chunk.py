@@ -60,8 +60,13 @@ class Chunk:
             moved["shared"] = tuple(each.to(device) for each in self.shared)
         return replace(self, **moved)
 
+    def scatter(self, values: Tensor, target: Tensor) -> None:
+        """Write `values [n, Q]` of the tokens asked about to their places in `target`, `[rows, columns]` on the CPU."""
+        row = self.row[:, None].expand_as(self.there)[self.there]
+        target[row.cpu(), self.columns[self.there].cpu()] = values[self.there].to(target)
+
     def logits(self, model: nn.Module | Denoiser) -> Tensor:
-        """`[n, Q, V]` of the tokens asked about, in float32 at least.
+        """Return `[n, Q, V]` of the tokens asked about, in float32 at least.
 
         model: as `scorable` takes it. It is called as usual: gradients flow as usual.
         """

@@ -9,20 +9,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from safetensors import SafetensorError
 
-from dllm_sampler import config
-from dllm_sampler.cli import compose, threads, user_files
+from dllm_sampler.cli import compose, user_files
 from dllm_sampler.cli.explain import listing
 from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import ending, say, show
 from dllm_sampler.cli.user_files import about
 from dllm_sampler.cli.words import quoted
+from dllm_sampler.core.checks import check_switch
 from dllm_sampler.errors import NotWrittenError, UserError, first_line, unknown
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.host.paths import expanded
@@ -91,14 +90,11 @@ class Command:
         from dllm_sampler.training.command import Front  # takes seconds to import
 
         settings = dict(self.settings)
-        resume = config.check(f"train={self.name}", _resume, {"resume": settings.pop("resume", False)})["resume"]
+        resume = settings.pop("resume", False)
+        check_switch("train.resume", resume)
         if not sys.stderr.isatty():  # a bar is for a terminal; in a file it would be a line a step
             settings.setdefault("disable_tqdm", True)
-        front = Front.of(self.name, settings)
-        if self.threads == AUTO:
-            threads.choose(AUTO, _parameters(front.model), "cpu" if settings.get("use_cpu") else _device())
-        else:
-            threads.choose(self.threads, None, "")
+        front = Front.of(self.name, settings, self.threads)
         folder = settings["output_dir"]
         try:
             with redirect_stdout(sys.stderr):  # where transformers prints its log
@@ -111,10 +107,6 @@ class Command:
             if type(error).__module__ == "builtins":
                 raise UserError("option-range", f"train={self.name}: {first_line(error)}") from error
             raise
-
-
-def _resume(resume: bool = False) -> None:
-    """Have the signature of the field."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -218,29 +210,6 @@ def _help(name: str) -> None:
     say(console, f"train={name}: {about('train', name)}")
     listing(console, "train", type("Fields", (Front, cls.config), {}), settings)
     say(console, "Any other field of transformers' TrainingArguments can be set too.")
-
-
-def _device() -> str:
-    from dllm_sampler.models.loading import as_device
-
-    return str(as_device("auto"))
-
-
-def _parameters(model: Any) -> int | None:
-    """Return about how many parameters a model has. Returns None if it cannot be known yet."""
-    from dllm_sampler.models import loading, weights
-
-    if isinstance(model, Mapping) and "hidden_size" in model:  # a shape, of a model that begins at random
-        layers, size, inner = (model.get(name) for name in ("num_layers", "hidden_size", "intermediate_size"))
-        if not (isinstance(layers, int) and isinstance(size, int) and isinstance(inner, int)):
-            return None  # the trainer says what is wrong
-        return layers * size * (4 * size + 3 * inner)
-    try:
-        settings = config.model(model)
-        folder = loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))
-        return sum(map(prod, weights.shapes(folder).values()))
-    except (UserError, TypeError):  # the trainer says what is wrong, or has no model of ours
-        return None
 
 
 def _to_the_letter(word: str, defaults: Mapping[str, Any]) -> str:

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import TrainerCallback, TrainingArguments
+from torch import nn
+from transformers import TrainingArguments
 
 from dllm_sampler import config
+from dllm_sampler.cli import threads
 from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.host import files
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.inputs.metrics import Metric
 from dllm_sampler.models import saving
-from dllm_sampler.training.data import Data, Example, drawn
-from dllm_sampler.training.model import check_masks, lora_config
+from dllm_sampler.options import AUTO
+from dllm_sampler.sampler import Sampler
+from dllm_sampler.training.data import Data, Example, check_tokenizer, drawn
+from dllm_sampler.training.model import Trainable, lora_config
 
-__all__ = ["Front", "check_masks", "last_checkpoint"]
 SETTINGS = "train.json"  # in the folder of a run
 # A run that resumes may change these; anything else would make it another run.
 FREE = (
     "output_dir", "max_steps", "save_steps", "save_total_limit", "logging_steps", "report_to", "answer_batch_size",
     "batch_tokens", "activation_checkpointing", "gradient_checkpointing", "fsdp", "fsdp_config", "use_cpu",
 )  # fmt: skip
-Arguments = TypeVar("Arguments", bound=TrainingArguments)
+T = TypeVar("T", bound=TrainingArguments)
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Front:
     tasks: share of each of mini's tasks among the prompts
     held_out: examples that no training uses, to measure on. None chooses a tenth of `data`, and of mini's tasks a
         number of the task's
-    lora: `r`, `alpha`, `dropout` of adapters on the linear layers (needs peft). With None all weights learn
+    lora: fields of peft's `LoraConfig`, of adapters on the linear layers. With None all weights learn
     rewards: weight of each: a name, or `package.module:function` in TRL's form
     prompts: examples that are answered before training; null: all
     output_dir: folder of the run and of its result
@@ -62,23 +65,23 @@ class Front:
     data: Mapping[str, Any] = field(default_factory=dict)
     tasks: Mapping[str, float] = field(default_factory=dict)
     held_out: int | None = None
-    lora: Any = None
+    lora: Mapping[str, Any] | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
     prompts: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-
+    threads: int | str = AUTO
     content: str | None = None  # a hash of the data, after they were read
 
     FIELDS = ("model", "data", "tasks", "held_out", "lora", "rewards", "prompts")
 
     @classmethod
-    def of(cls, name: str, settings: Mapping[str, Any]) -> Front:
+    def of(cls, name: str, settings: Mapping[str, Any], threads: int | str = AUTO) -> Front:
         """Return the settings of a YAML of `conf/train`, checked as far as they are not the trainer's."""
         own = {key: value for key, value in settings.items() if key in cls.FIELDS}
-        checked = config.check(f"train={name}", cls, own)
-        checked["lora"] = lora_config(own.get("lora"))
         rest = {key: value for key, value in settings.items() if key not in cls.FIELDS}
-        return cls(name, **{"model": None, **checked}, settings=rest)
+        found = cls(name, **{"model": None, **config.check(f"train={name}", cls, own)}, settings=rest, threads=threads)
+        _ = found.peft_config
+        return found
 
     @cached_property
     def source(self) -> Data:
@@ -90,7 +93,12 @@ class Front:
         """The metric that judges answers."""
         return Metric("train.data.metric", self.source.metric)
 
-    def arguments(self, kind: type[Arguments], **changes: Any) -> Arguments:
+    @cached_property
+    def peft_config(self) -> Any:
+        """The configuration of the adapters, checked."""
+        return lora_config(self.lora)
+
+    def arguments(self, kind: type[T], **changes: Any) -> T:
         """Return the arguments of a trainer, each field checked.
 
         Args:
@@ -102,14 +110,29 @@ class Front:
         """
         given = {**self.settings, **changes}
         if changes:
-            known = kind.__dataclass_fields__
-            given = {key: value for key, value in given.items() if key in known}
+            given = {key: value for key, value in given.items() if key in kind.__dataclass_fields__}
         try:
             return kind(**config.check(f"train={self.name}", kind, given))
         except UserError:
             raise
         except (ValueError, TypeError, ImportError) as error:  # what transformers refuses
             raise UserError("option-range", f"train={self.name}: {first_line(error)}") from None
+
+    def sampler(self, args: Any, dtype: str | None = None, **options: Any) -> Sampler:
+        """Return a sampler of the model, and set the threads of torch for it.
+
+        Raises:
+            UserError: the model has no mask token, or does not read mini's tasks where these are learned.
+        """
+        trained = Trainable.load(self.model, dtype)
+        if self.source.path is None:
+            check_tokenizer(trained.tokenizer, trained.named)
+        self.choose_threads([trained], args.device)
+        return Sampler(trained.to(args.device).denoiser, tokenizer=trained.tokenizer, **options)
+
+    def choose_threads(self, networks: Iterable[nn.Module], device: object) -> None:
+        """Set the threads of torch for some networks."""
+        threads.choose(self.threads, threads.parameters(networks), str(device))
 
     def examples(
         self, args: Any, answers: bool, most: int, steps: int | None = None
@@ -154,7 +177,7 @@ class Front:
                 "run-unfinished", f"{folder} has an unfinished run. Set train.resume=true or another train.output_dir."
             )
         for key, value in load_json(path.read_text(encoding="utf-8")).items():
-            if key != "content" and value != self._facts.get(key):
+            if value != self._facts.get(key):
                 raise UserError(
                     "run-differs",
                     f"{folder} has an unfinished run with another train.{key}. Resume it as it was, or choose another"
@@ -162,25 +185,16 @@ class Front:
                 )
 
     def started(self, folder: Path) -> None:
-        """Write the settings of a run, whose checks are through, into its folder.
-
-        Raises:
-            UserError: it resumes, and the data have changed.
-        """
+        """Write the settings of a run, whose checks are through, into its folder."""
         if os.environ.get("RANK", "0") == "0":
-            path = folder / SETTINGS
-            if path.exists() and load_json(path.read_text(encoding="utf-8")).get("content") != self.content:
-                said = f"{folder} has a run on an older train.data={self.source.path}. Change train.output_dir."
-                raise UserError("run-differs", said)
             files.make_folder(folder)
             files.write(folder / SETTINGS, json.dumps(self._facts, indent=1) + "\n")
 
     @property
     def _facts(self) -> dict[str, Any]:
-        """The settings that a run which resumes must share."""
-        own = {name: getattr(self, name) for name in self.FIELDS if name != "lora"}
-        found = {**own, "lora": None if self.lora is None else [self.lora.r, self.lora.lora_alpha], **self.settings}
-        found["content"] = self.content
+        """The settings that a run which resumes must share, the content of the data among them."""
+        own = {name: getattr(self, name) for name in self.FIELDS}
+        found = {**own, **self.settings, "data": {**self.data, "content": self.content}}
         return json.loads(json.dumps({key: value for key, value in found.items() if key not in FREE}))
 
     def model_at(self, folder: Path) -> Any:
@@ -195,33 +209,23 @@ class Front:
             UserError: whatever is wrong with the settings, the model or the data.
         """
         args: Any = self.arguments(trainer.config)
-        folder = Path(args.output_dir)
-        last = last_checkpoint(args.output_dir) if resume else None
+        folder, last = Path(args.output_dir), last_checkpoint(args.output_dir) if resume else None
         args.eval_on_start = args.eval_on_start and last is None
-        self.begin(folder, resume, saving.finished(folder))
         train, held = self.examples(args, trainer.answers, trainer.most_held_out)
+        self.begin(folder, resume, saving.finished(folder))
         more: dict[str, Any] = {}
         if self.rewards:
             more = {"reward_funcs": [*self.rewards], "reward_weights": [*self.rewards.values()]}
         made = trainer(
-            self.model, args=args, train_dataset=train, eval_dataset=held, peft_config=self.lora, metric=self.metric,
-            callbacks=[_Started(self)], **more,
+            self.model, args=args, train_dataset=train, eval_dataset=held, peft_config=self.peft_config,
+            metric=self.metric, **more,
         )  # fmt: skip
+        self.choose_threads([made.trained], args.device)
+        self.started(folder)
         made.train(resume_from_checkpoint=last)
         made.save_model()
         made.save_state()
         return folder
-
-
-class _Started(TrainerCallback):
-    """Writes the settings of a run when its trainer is built, and so its checks are through."""
-
-    def __init__(self, front: Front):
-        self._front = front
-
-    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write them."""
-        self._front.started(Path(args.output_dir))
 
 
 def last_checkpoint(folder: str) -> str | None:

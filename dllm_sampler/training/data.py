@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import datasets
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
@@ -16,7 +17,6 @@ from dllm_sampler.cli import inputs
 from dllm_sampler.core.checks import check_number, is_whole
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError, first_line, unknown
-from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.inputs import prompts
 from dllm_sampler.inputs.metrics import Metric
@@ -28,7 +28,6 @@ from dllm_sampler.training.masked import Pair
 JSON = (".jsonl", ".json")
 TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 WHOLE = "train"  # the split of what has no splits
-MOST = 10_000  # files of a data set
 ANSWERS = ("completion", "answer")  # names of the column, the first as TRL calls it
 
 
@@ -38,7 +37,7 @@ class Example:
 
     where: the line it is from, or the task
     prompt: as a sampler takes it
-    answer: the right text. None if nobody says. Of mini's tasks one right answer of several
+    answer: the right text, or its tokens. None if nobody says. Of mini's tasks one right answer of several
     task: of mini's tasks, the name; else empty
     fields: all that the line says
     """
@@ -58,76 +57,6 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Names of the columns of a data set.
-
-    prompt: text, token ids or chat messages
-    answer: text, or a list of the assistant's message. None stands for `completion` or `answer`
-    messages: in place of both; the last one is the assistant's
-    chat: prompts are texts of a user that the tokenizer's chat template gets
-    """
-
-    prompt: str = "prompt"
-    answer: str | None = None
-    messages: str = "messages"
-    chat: bool = False
-
-    def example(self, where: str, line: Any, answers: bool) -> Example:
-        """Return the example of a line.
-
-        Args:
-            where: what errors call the line.
-            line: a mapping.
-            answers: it must have an answer.
-
-        Raises:
-            UserError: naming the line and what is wrong with it.
-        """
-        if not isinstance(line, Mapping):
-            raise UserError("example-invalid", f'{where} must be like {{"{self.prompt}": ..., "completion": ...}}')
-        if line.get(self.messages) is None and line.get(self.prompt) is None:
-            there = ", ".join(map(str, line)) or "none"
-            raise UserError(
-                "example-invalid",
-                f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there}). Name yours:"
-                " train.data.prompt=COLUMN and train.data.answer=COLUMN, or train.data.messages=COLUMN.",
-            )
-        names = ANSWERS if self.answer is None else (self.answer,)
-        answer = next((line[name] for name in names if line.get(name) is not None), None)
-        if line.get(self.messages) is not None:
-            prompt = inputs.prompt({"messages": line[self.messages]}, where)
-            assert isinstance(prompt, list)
-            last: Any = prompt[-1]
-            if last["role"] == "assistant":
-                prompt, answer = prompt[:-1], last["content"]
-        else:
-            given = line[self.prompt]
-            kind = "messages" if isinstance(given, list) and given and isinstance(given[0], Mapping) else "prompt"
-            prompt = inputs.prompt({kind: given}, where)
-            prompt = inputs.as_chat(prompt) if self.chat else prompt
-        if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], Mapping):
-            answer = answer[0].get("content")
-        if is_whole(answer):  # a column of numbers in a table
-            answer = str(answer)
-        if not prompt:
-            raise UserError("example-invalid", f"{where} has an empty prompt. Write one or remove the line.")
-        tokens = isinstance(answer, list) and all(map(is_whole, answer))
-        if answers and not (answer and (isinstance(answer, str) or tokens)):
-            raise UserError("example-invalid", f"{where} has no answer. Fill its column {' or '.join(names)}.")
-        return Example(where, prompt, answer, fields=dict(line))
-
-    def examples(self, rows: Iterable[Any], answers: bool, named: str) -> list[Example]:
-        """Return the examples of all rows of a data set; examples stay as they are."""
-        found = [
-            row if isinstance(row, Example) else self.example(f"row {number} of {named}", row, answers)
-            for number, row in enumerate(rows)
-        ]
-        if not found:
-            raise UserError("nothing-to-learn", f"{named} is empty. Give it at least one example.")
-        return found
-
-
-@dataclass(frozen=True)
 class Row:
     """An example in tokens: one row of a batch.
 
@@ -139,6 +68,17 @@ class Row:
     example: Example | None
     prompt: Sequence[int]
     answer: Sequence[int] = ()
+
+
+def examples(rows: Iterable[Any], answers: bool, named: str) -> list[Example]:
+    """Return the examples of all rows of a data set; examples stay as they are. `answers`: each must have one."""
+    found = [
+        row if isinstance(row, Example) else Data().example(f"row {number} of {named}", row, answers)
+        for number, row in enumerate(rows)
+    ]
+    if not found:
+        raise UserError("nothing-to-learn", f"{named} is empty. Give it at least one example.")
+    return found
 
 
 def columns_of(examples: Sequence[Example]) -> dict[str, list[Any]]:
@@ -177,13 +117,16 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, named: str) -> No
 
 
 @dataclass(frozen=True)
-class Data(Columns):
+class Data:
     """The settings `train.data`.
 
     path: a JSON Lines file; a table (.csv, .parquet); a folder or a hub id that the package datasets loads
     subset, split: of a data set, as `datasets.load_dataset` takes them; a file has neither
     test: another file, or another split, to measure on. None draws what is measured from the examples
-    prompt, answer, messages, chat: see `Columns`
+    prompt: column of the prompt: text, token ids or chat messages
+    answer: column of the answer: text, or a list of the assistant's message. None: `completion` or `answer`
+    messages: column in place of both; the last message is the assistant's
+    chat: prompts are texts of a user that the tokenizer's chat template gets
     metric: how answers are judged: `exact_match`, `contains`, `regex` or `package.module:function`
     """
 
@@ -191,6 +134,10 @@ class Data(Columns):
     subset: str | None = None
     split: str = WHOLE
     test: str | None = None
+    prompt: str = "prompt"
+    answer: str | None = None
+    messages: str = "messages"
+    chat: bool = False
     metric: str = "exact_match"
 
     @classmethod
@@ -201,11 +148,6 @@ class Data(Columns):
             UserError: an unknown field, or a value of the wrong type.
         """
         return cls(**config.check("train.data", cls, settings))
-
-    @property
-    def columns(self) -> Columns:
-        """The names of the columns."""
-        return Columns(**{one.name: getattr(self, one.name) for one in fields(Columns)})
 
     def load(
         self, seed: int, held_out: int | None, answers: bool, *, most: int = 64, processes: int = 1
@@ -224,8 +166,6 @@ class Data(Columns):
         """
         assert self.path is not None
         metric = Metric("train.data.metric", self.metric)
-        if self.subset is not None and _is_file(self.path):
-            raise UserError("option-not-applicable", f"train.data={self.path} is a file. Remove train.data.subset.")
         train, held = self._examples(self.path, self.split, answers), list[Example]()
         if self.test is not None:
             held = self._examples(*((self.test, WHOLE) if _is_file(self.test) else (self.path, self.test)), answers)
@@ -233,8 +173,7 @@ class Data(Columns):
         if held_out is None:
             held_out = min(most, len(shuffled) if held else max(processes, len(shuffled) // 10))
         kept = shuffled[:held_out]
-        if self.test is None:
-            # A prompt that is there twice is held out twice.
+        if self.test is None:  # a prompt that is there twice is held out twice
             known = {repr(one.prompt) for one in kept}
             train = [one for one in train if repr(one.prompt) not in known]
         if not train:
@@ -253,11 +192,9 @@ class Data(Columns):
 
     def _examples(self, path: str, split: str, answers: bool) -> list[Example]:
         file = expanded("train.data", path)
-        if split != WHOLE and _is_file(path):
-            raise UserError(
-                "option-not-applicable",
-                f"train.data={path} is a file without splits. Use train.data.test, not train.data.split.",
-            )
+        if _is_file(path) and (split != WHOLE or self.subset is not None):
+            said = f"train.data={path} is a file. Use train.data.test, not train.data.split or train.data.subset."
+            raise UserError("option-not-applicable", said)
         if file.is_file() and not _is_file(path):
             endings = ", ".join((*JSON, *TABLES))
             raise UserError("file-name", f"train.data={path} has another ending than {endings}. Rename or convert it.")
@@ -266,8 +203,7 @@ class Data(Columns):
                 with file.open(encoding="utf-8") as opened:
                     lines = inputs.records(opened, path)
             else:
-                rows = self._table(file, path, split)
-                lines = [(f"{path} {split} example {i}", line) for i, line in enumerate(rows, 1)]
+                lines = [(f"{path} {split} example {i}", row) for i, row in enumerate(self._table(file, split), 1)]
         except UserError:
             raise
         except Exception as error:  # whatever datasets, the network or the disk raise
@@ -276,26 +212,66 @@ class Data(Columns):
             raise UserError("file-unreadable", f"cannot read train.data {named}: {reason}") from None
         if not lines:
             raise UserError("nothing-to-learn", f"train.data={path} has no examples. Name another file or split.")
-        return [self.columns.example(where, line, answers) for where, line in lines]
+        return [self.example(where, line, answers) for where, line in lines]
 
-    def _table(self, file: Path, path: str, split: str) -> Any:
+    def _table(self, file: Path, split: str) -> Any:
         """Return the rows of a table or a data set. No code of it is run."""
-        import datasets  # takes a second to import
-
         if file.suffix in TABLES:
             return datasets.load_dataset(TABLES[file.suffix], data_files=str(file), split=WHOLE)
         if (file / "dataset_info.json").is_file() and split == WHOLE:
             return datasets.load_from_disk(str(file))
         if (file / "dataset_dict.json").is_file():
             return datasets.load_from_disk(str(file))[split]
-        if file.is_dir() and next(islice(files.under(file, "*"), MOST, None), None):  # it would look at each
-            raise ValueError(f"the folder has more than {MOST} files. Name that of the data set.")
-        return datasets.load_dataset(str(file) if file.is_dir() else path, self.subset, split=split)
+        return datasets.load_dataset(str(file) if file.is_dir() else str(self.path), self.subset, split=split)
+
+    def example(self, where: str, line: Any, answers: bool) -> Example:
+        """Return the example of a line.
+
+        Args:
+            where: what errors call the line.
+            line: a mapping.
+            answers: it must have an answer.
+
+        Raises:
+            UserError: naming the line and what is wrong with it.
+        """
+        given = line if isinstance(line, Mapping) else {}
+        chat, prompt = given.get(self.messages), given.get(self.prompt)
+        if chat is None and prompt is None:
+            there = ", ".join(map(str, given)) or "none"
+            raise UserError(
+                "example-invalid",
+                f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there}). Name yours:"
+                " train.data.prompt=COLUMN and train.data.answer=COLUMN, or train.data.messages=COLUMN.",
+            )
+        names = ANSWERS if self.answer is None else (self.answer,)
+        answer: Any = next((given[name] for name in names if given.get(name) is not None), None)
+        if chat is None and not _is_chat(prompt):
+            prompt = inputs.prompt({"prompt": prompt}, where)
+            prompt = inputs.as_chat(prompt) if self.chat else prompt
+        else:
+            prompt = inputs.prompt({"messages": prompt if chat is None else chat}, where)
+            if chat is not None and prompt[-1]["role"] == "assistant":  # pyright: ignore
+                prompt, answer = prompt[:-1], prompt[-1]["content"]  # pyright: ignore
+        if _is_chat(answer) and len(answer) == 1:
+            answer = answer[0].get("content")
+        if is_whole(answer):  # a column of numbers in a table
+            answer = str(answer)
+        if not prompt:
+            raise UserError("example-invalid", f"{where} has an empty prompt. Write one or remove the line.")
+        tokens = isinstance(answer, list) and all(map(is_whole, answer))
+        if answers and not (answer and (isinstance(answer, str) or tokens)):
+            raise UserError("example-invalid", f"{where} has no answer. Fill its column {' or '.join(names)}.")
+        return Example(where, prompt, answer, fields=dict(given))
 
 
 def _is_file(path: str) -> bool:
     """Return True if a path names a file of lines or a table, and no data set."""
     return Path(path).suffix in (*JSON, *TABLES)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 @dataclass(frozen=True)
@@ -327,75 +303,36 @@ class Encoder:
             )
         return prompt, answer
 
+    def prompt(self, example: Example, new_tokens: int | None) -> list[int]:
+        """Return the tokens of a prompt that leaves room for `new_tokens`. With None it may be of any length."""
+        spec = replace(self.spec, max_positions=sys.maxsize) if new_tokens is None else self.spec
+        return prompts.encode_one(
+            example.prompt, self.tokenizer, spec, new_tokens or 1, f"the prompt of {example.where}"
+        )
+
     def pair(self, example: Example) -> Pair:
         """Return the tokens of prompt and answer, however many these are."""
-        if _is_chat(example):
-            prompt, answer = self._chat(example)
+        prompt, answer, where = self.prompt(example, None), example.answer, f"the answer of {example.where}"
+        if isinstance(answer, list):  # token ids stay as they are: a target may write the mask token, too
+            ids = answer
         else:
-            prompt = self._ids(example.prompt, example.where)
-            answer = self._answer(example.answer, example.where)
-        taken = isinstance(example.answer, list)  # token ids: a target's answer may have a mask token, too
-        self._check_tokens(prompt if taken else [*prompt, *answer], example.where)
-        ended = taken or answer[-1] in self.spec.eos_ids  # a chat template may have ended it
-        return prompt, answer if ended else [*answer, self.spec.eos_id]
+            text = self._turn(example) if _is_chat(example.prompt) else answer
+            ids = prompts.text_ids(text, self.tokenizer, where, special=False)
+        wrong = [token for token in ids if not 0 <= token < self.spec.vocab_size]
+        if ids is not answer:
+            wrong += [token for token in ids if token == self.spec.mask_id]
+        if wrong or not ids:
+            said = f"has the token {wrong[0]}, which a model cannot write" if wrong else "has no tokens"
+            raise UserError("example-invalid", f"{where} {said}. Change it or remove the line.")
+        ended = ids is answer or ids[-1] in self.spec.eos_ids  # a chat template may have ended it
+        return prompt, ids if ended else [*ids, self.spec.eos_id]
 
-    def prompt(self, example: Example, new_tokens: int) -> list[int]:
-        """Return the tokens of a prompt alone, whose answer is to be sampled.
-
-        Raises:
-            UserError: naming the line and what is wrong with it.
-        """
-        if _is_chat(example):
-            messages: Any = example.prompt
-            ids = self._chat_ids(prompts.chat_text(messages, self.tokenizer, example.where))
-        else:
-            ids = self._ids(example.prompt, example.where)
-        self._check_tokens(ids, example.where)
-        if len(ids) + new_tokens > self.spec.max_positions:
-            raise UserError(
-                "example-too-long",
-                f"the prompt of {example.where} has {len(ids)} tokens, with new_tokens={new_tokens} more than the"
-                f" model's context of {self.spec.max_positions}. Remove the line or lower new_tokens.",
-            )
-        return ids
-
-    def _check_tokens(self, ids: Sequence[int], where: str) -> None:
-        mask = self.spec.mask_id
-        bad = [token for token in ids if not 0 <= token < self.spec.vocab_size or token == mask]
-        if bad:
-            what = "the mask token" if bad[0] == mask else f"a token outside the model's {self.spec.vocab_size}"
-            raise UserError("example-invalid", f"{where} has {what} (id {bad[0]}) in its prompt or answer. Remove it.")
-
-    def _ids(self, prompt: object, where: str) -> list[int]:
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise UserError("example-invalid", f"{where} has an empty prompt. Write one or remove the line.")
-            return prompts.text_ids(prompt, self.tokenizer, where)
-        assert isinstance(prompt, list)
-        return list(prompt)
-
-    def _answer(self, text: str | list[int], where: str) -> list[int]:
-        if isinstance(text, list):
-            return text
-        found = prompts.text_ids(text, self.tokenizer, f"the answer of {where}", special=False)
-        if not found:
-            raise UserError("example-invalid", f"the answer of {where} has no tokens. Write one or remove the line.")
-        return found
-
-    def _chat(self, example: Example) -> tuple[list[int], list[int]]:
-        """Return messages by the chat template: the answer is what it writes after the beginning of the assistant's."""
+    def _turn(self, example: Example) -> str:
+        """Return what the chat template writes after the beginning of the assistant's message."""
         where, messages = example.where, list[Any](example.prompt)
         begun = prompts.chat_text(messages, self.tokenizer, where)
         turn = {"role": "assistant", "content": example.answer}
         whole = prompts.chat_text([*messages, turn], self.tokenizer, where, begin=None)
         if not whole.startswith(begun):
             raise UserError("chat-template-failed", f"{where}: this chat template cannot write an answer. Give texts.")
-        return self._chat_ids(begun), self._answer(whole[len(begun) :], where)
-
-    def _chat_ids(self, text: str) -> list[int]:
-        encoded: Any = self.tokenizer(text, add_special_tokens=False)
-        return list(encoded["input_ids"])
-
-
-def _is_chat(example: Example) -> bool:
-    return isinstance(example.prompt, list) and bool(example.prompt) and isinstance(example.prompt[0], Mapping)
+        return whole.removeprefix(begun)

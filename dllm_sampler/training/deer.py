@@ -3,40 +3,71 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from dllm_sampler.core.checks import check_choice
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.host import files
 from dllm_sampler.models import saving
 from dllm_sampler.result import Speculation
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training import command
-from dllm_sampler.training.command import Front
-from dllm_sampler.training.data import Encoder, Row, check_tokenizer
-from dllm_sampler.training.deer_losses import distill_mask, refine_mask, stage_loss
-from dllm_sampler.training.deer_report import measured
-from dllm_sampler.training.masked import Dice, collate
-from dllm_sampler.training.model import called
+from dllm_sampler.training.command import Front, last_checkpoint
+from dllm_sampler.training.data import Encoder, Row
+from dllm_sampler.training.masked import Dice, Masks, Rows, chunk, collate, draw, weighted
 from dllm_sampler.training.sft import MaskedDiffusionConfig, MaskedDiffusionTrainer
-from dllm_sampler.training.trainer import DiffusionConfig
+from dllm_sampler.training.trainer import Count, DiffusionConfig, Positive
 
 LLAMA = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
+
+
+def refine_masks(rows: Rows, dice: Dice, longest: int, alpha: float) -> Masks:
+    """Return the masks of stage II: the last R tokens of an answer, the i-th of them of weight alpha^(R-i), i = 1..R.
+
+    Args:
+        rows: tokens of their answers are hidden.
+        dice: of the rows.
+        longest: R is uniform on 1..longest, but no more than there are.
+        alpha: base of the weights. The token next to the prefix of a draft weighs most.
+    """
+    drawn = 1 + (dice.one() * longest).long()[:, None]
+    after = rows.answer.flip(1).cumsum(1).flip(1) - 1  # R - i of the last R tokens
+    hidden = rows.answer & (after < drawn)
+    return Masks(hidden, torch.where(hidden, rows.share * alpha ** after.clamp(min=0).double(), 0))
+
+
+def stage_loss(network: nn.Module, rows: Rows, masks: Masks, spec: ModelSpec) -> Tensor:
+    """Return the weighted nats of the masked tokens.
+
+    Args:
+        network: the drafter, called as a `Transformer`.
+        rows: prompts and answers, separators included.
+        masks: of the answers.
+        spec: of the drafter. A block-causal one sees the blocks before as they are here, masks included, since a draft
+            masks them all at once.
+    """
+    one = chunk(rows, masks.hidden, masks.hidden, replace(spec, attention="bidirectional", seeds=False))
+    if spec.attention == "block_causal":
+        assert spec.block_length is not None
+        seen = block_causal(one.positions, one.positions, spec.block_length)
+        one = replace(one, keys=one.keys[:, None] & seen)
+    return weighted(network, one, masks.weight, spec)
 
 
 @dataclass
@@ -50,22 +81,12 @@ class DeerConfig(MaskedDiffusionConfig):
     longest, alpha: stage II masks the last R tokens, R uniform on 1..longest, and weighs the i-th of them alpha^(R-i)
     """
 
-    stage: str = "distill"
+    stage: Literal["distill", "refine"] = "distill"
     separator: str | None = None
-    draft_length: int = 32
-    least_t: float = 0.05
-    longest: int = 96
-    alpha: float = 1.01
-
-    counts: ClassVar[tuple[str, ...]] = (*DiffusionConfig.counts, "draft_length", "longest")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("stage", self.stage, Literal["distill", "refine"])
-        if not 0 < self.least_t <= 1:
-            raise UserError("option-range", f"least_t must be above 0 and at most 1, not {self.least_t}")
-        if not 0 < self.alpha < math.inf:
-            raise UserError("option-range", f"alpha must be a number above 0, not {self.alpha}")
+    draft_length: Count = 32
+    least_t: Annotated[float, Field(gt=0, le=1)] = 0.05
+    longest: Count = 96
+    alpha: Positive = 1.01
 
 
 class DeerTrainer(MaskedDiffusionTrainer):
@@ -81,13 +102,12 @@ class DeerTrainer(MaskedDiffusionTrainer):
     uniform: ClassVar[bool] = False
 
     def rows(self, args: Any) -> tuple[list[Row], list[Row]]:
-        """See `DiffusionTrainer.rows`."""
-        spec = self.trained.spec
-        if spec.attention == "causal_context":
+        """Check the model and the separator, and encode prompts and answers."""
+        if self.trained.spec.attention == "causal_context":
             raise UserError(
                 "model-not-trainable", f"train.model={self.trained.named} has a causal context and cannot draft blocks"
             )
-        self._after = separator_ids(self.trained.denoiser, self.trained.tokenizer, args.separator)
+        self._after = separator_ids(self.trained.spec, self.trained.tokenizer, args.separator)
         return super().rows(args)
 
     def loss_of(self, model: nn.Module, some: list[Row], dice: Dice) -> Tensor:
@@ -95,12 +115,12 @@ class DeerTrainer(MaskedDiffusionTrainer):
         args, spec = self.args, self.trained.spec
         cuts = [self._cut(row, float(at)) for row, at in zip(some, dice.one(), strict=True)]
         rows = collate([(row.prompt, cut) for row, cut in zip(some, cuts, strict=True)], spec.eos_id)
-        answer = rows.answer & (torch.arange(rows.ids.shape[1]) < rows.length[:, None] - len(self._after))
+        learned = replace(rows, length=rows.length - len(self._after))
         if args.stage == "distill":
-            hidden, weight = distill_mask(answer, dice, args.least_t)
+            (masks,) = draw(learned, None, dice, complementary=False, inverse=True, floor=args.least_t)
         else:
-            hidden, weight = refine_mask(answer, dice, args.longest, args.alpha)
-        return stage_loss(model, rows, answer, hidden, weight, spec)
+            masks = refine_masks(learned, dice, args.longest, args.alpha)
+        return stage_loss(model, rows, masks, spec)
 
     def _cut(self, row: Row, place: float) -> list[int]:
         """Return an answer and the end tokens after it up to a `place` from 0 to 1, and the separator."""
@@ -111,7 +131,7 @@ class DeerTrainer(MaskedDiffusionTrainer):
         return [*whole[: 1 + int(place * len(whole))], *self._after]
 
 
-def separator_ids(denoiser: Any, tokenizer: Any, separator: str | None) -> list[int]:
+def separator_ids(spec: ModelSpec, tokenizer: Any, separator: str | None) -> list[int]:
     """Return the ids of a separator: one, or none.
 
     Raises:
@@ -119,44 +139,14 @@ def separator_ids(denoiser: Any, tokenizer: Any, separator: str | None) -> list[
     """
     if separator is None:
         return []
-    found, spec = tokenizer.get_vocab().get(separator), denoiser.spec
+    found = tokenizer.get_vocab().get(separator)
     if found is None or found in (spec.mask_id, *spec.eos_ids):
         usual = (token for token in tokenizer.all_special_tokens if token != separator)
         raise unknown("separator", separator, [*usual, "another token of the model's", "null"])
     return [found]
 
 
-def train_target(
-    args: Any, spec: Any, shape: Mapping[str, Any], tokenizer: Any, rows: Sequence[Row], resume: bool
-) -> None:
-    """Train a small Llama on right answers, and save it into `args.output_dir`.
-
-    Args:
-        args: of its training.
-        spec: of the drafter, whose tokens it has.
-        shape: fields of transformers' `LlamaConfig`.
-        tokenizer: of both.
-        rows: prompts and answers.
-        resume: from the last checkpoint.
-    """
-    ends = {
-        "bos_token_id": None,
-        "eos_token_id": [*spec.eos_ids] if spec.other_eos_ids else spec.eos_id,
-        "pad_token_id": None,
-    }
-
-    def batch(some: list[Row]) -> dict[str, Tensor]:
-        found = collate([(row.prompt, row.answer) for row in some], spec.eos_id)
-        return {"input_ids": found.ids, "labels": found.ids.masked_fill(~found.answer, -100)}
-
-    made = partial(LlamaForCausalLM, LlamaConfig(vocab_size=spec.vocab_size, **ends, **shape))
-    data: Any = [*rows]
-    trainer = Trainer(model_init=made, args=args, train_dataset=data, data_collator=batch)
-    trainer.train(resume_from_checkpoint=command.last_checkpoint(args.output_dir) if resume else None)
-    if args.should_save:
-        files.write_folder(Path(args.output_dir), tokenizer.save_pretrained)
-    trainer.save_model()
-    trainer.accelerator.wait_for_everyone()  # others read what the first process writes
+# The whole run -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -173,14 +163,12 @@ class DeerRunConfig(DeerConfig):
 
     target: str | None = None
     shape: dict[str, Any] = field(default_factory=dict)
-    target_steps: int = 1500
+    target_steps: Count = 1500
     target_learning_rate: float = 2e-3
-    answers: int = 1000
+    answers: Count = 1000
     temperature: float = 0.6
-    distill_steps: int = 600
-    refine_steps: int = 300
-
-    counts: ClassVar[tuple[str, ...]] = (*DeerConfig.counts, "target_steps", "answers", "distill_steps", "refine_steps")
+    distill_steps: Count = 600
+    refine_steps: Count = 300
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -192,10 +180,7 @@ class DeerRunConfig(DeerConfig):
 
 
 class DeerRun:
-    """The whole of `train=deer`: the stages that are not done yet, and a report.
-
-    front: model, data and settings of the command
-    """
+    """The whole of `train=deer`: the stages that are not done yet, and a report."""
 
     config: ClassVar[type[DeerRunConfig]] = DeerRunConfig
     most_held_out: ClassVar[int] = 60
@@ -209,31 +194,28 @@ class DeerRun:
         """
         args: Any = front.arguments(cls.config)
         folder = Path(args.output_dir)
+        examples, held = front.examples(args, args.target is None, cls.most_held_out, args.target_steps)
         front.begin(folder, resume, (folder / "report.json").exists())
-        command.check_masks(front.model)
-        start = Sampler.from_pretrained(front.model, device=args.device, dtype=args.dtype)
+        start = front.sampler(args, args.dtype)
         tokenizer, spec = start.tokenizer, start.denoiser.spec
         assert tokenizer is not None
-        if front.source.path is None:
-            check_tokenizer(tokenizer, called(front.model))
-        separator_ids(start.denoiser, tokenizer, args.separator)
-        examples, held = front.examples(args, args.target is None, cls.most_held_out, args.target_steps)
+        separator_ids(spec, tokenizer, args.separator)
         longest = int(args.shape.get("max_position_embeddings", spec.max_positions))
         if args.target is not None:
             longest = SpeculativeSampler(start, args.target, draft_length=0).spec.max_positions
-        encode = Encoder(
-            tokenizer, replace(spec, max_positions=min(spec.max_positions, longest)), min(spec.max_positions, longest)
-        )
-        prompts = [encode.prompt(one, args.new_tokens) for one in (*held, *examples)]
+        longest = min(spec.max_positions, longest)
+        encode = Encoder(tokenizer, replace(spec, max_positions=longest), longest)
+        prompts, asked = ([encode.prompt(one, args.new_tokens) for one in some] for some in (examples, held))
         rows = [Row(at, one, *encode(one)) for at, one in enumerate((*examples, *held))] if args.target is None else []
         front.started(folder)
         target = args.target or str(folder / "target")
         if args.target is None and not saving.finished(folder / "target"):
-            changes = {"max_steps": args.target_steps, "learning_rate": args.target_learning_rate}
-            plain = front.arguments(TrainingArguments, output_dir=str(folder / "target"), bf16=False, **changes)
+            changes = {"max_steps": args.target_steps, "learning_rate": args.target_learning_rate, "bf16": False}
+            plain = front.arguments(TrainingArguments, output_dir=target, **changes)
             train_target(plain, spec, args.shape, tokenizer, rows[: len(examples)], resume)
-        pairs = _answers(folder / "answers.json", start, target, prompts[len(held) :][: args.answers], args)
+        pairs = _answers(folder / "answers.json", start, target, prompts[: args.answers], args)
         model: Any = front.model
+        drafters: dict[str, tuple[Any, str | None]] = {"before": (model, None)}
         for stage, name, steps in (
             ("distill", "distilled", args.distill_steps),
             ("refine", "drafter", args.refine_steps),
@@ -241,10 +223,11 @@ class DeerRun:
             place = folder / name
             if not saving.finished(place):
                 own = front.arguments(DeerConfig, output_dir=str(place), stage=stage, max_steps=steps)
-                trainer = DeerTrainer(model, own, pairs, peft_config=front.lora)
-                trainer.train(resume_from_checkpoint=command.last_checkpoint(str(place)) if resume else None)
+                trainer = DeerTrainer(model, own, pairs, peft_config=front.peft_config)
+                trainer.train(resume_from_checkpoint=last_checkpoint(str(place)) if resume else None)
                 trainer.save_model()
             model = front.model_at(place)
+            drafters["distilled" if stage == "distill" else "refined"] = model, args.separator
         if not PartialState().is_main_process:
             return folder / "drafter"
 
@@ -252,21 +235,48 @@ class DeerRun:
             texts, ids = result.texts or [""], result.tokens[0, : result.lengths[0]].tolist()
             return held[number].right(texts[0], ids, front.metric)
 
-        drafters: dict[str, tuple[Any, str | None]] = {"before": (front.model, None)}
-        drafters["distilled"] = front.model_at(folder / "distilled"), args.separator
-        drafters["refined"] = front.model_at(folder / "drafter"), args.separator
         known = right if all(one.answer is not None for one in held) else None
-        load = partial(_sampler, device=args.device, dtype=args.dtype)
-        limits = {"draft_length": args.draft_length, "new_tokens": args.new_tokens}
-        report = measured(load, target, drafters, prompts[: len(held)], known, (0.0, args.temperature), **limits)
-        files.write(
-            folder / "report.json", json.dumps({"decoding": report, "settings": front.settings}, indent=1) + "\n"
-        )
+        report = {}
+        for temperature in (0.0, args.temperature):
+            load = partial(Sampler.from_pretrained, temperature=temperature, device=args.device, dtype=args.dtype)
+            arms = {"plain": SpeculativeSampler(load(front.model), target, draft_length=0)}
+            for name, (drafter, separator) in drafters.items():
+                options: dict[str, Any] = {"draft_length": args.draft_length, "separator": separator}
+                arms[name] = SpeculativeSampler(load(drafter), target, **options)
+            report[f"temperature {temperature:g}"] = measured(arms, asked, known, args.new_tokens)
+        whole = {"decoding": report, "settings": front.settings}
+        files.write(folder / "report.json", json.dumps(whole, indent=1) + "\n")
         return folder / "drafter"
 
 
-def _sampler(model: Any, temperature: float | None, **options: Any) -> Sampler:
-    return Sampler.from_pretrained(model, temperature=temperature, **options)
+def train_target(
+    args: Any, spec: ModelSpec, shape: Mapping[str, Any], tokenizer: Any, rows: Sequence[Row], resume: bool
+) -> None:
+    """Train a small Llama on right answers, and save it into `args.output_dir`.
+
+    Args:
+        args: of its training.
+        spec: of the drafter, whose tokens it has.
+        shape: fields of transformers' `LlamaConfig`.
+        tokenizer: of both.
+        rows: prompts and answers.
+        resume: from the last checkpoint.
+    """
+    ends = [*spec.eos_ids] if spec.other_eos_ids else spec.eos_id
+    tokens = {"vocab_size": spec.vocab_size, "bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
+
+    def batch(some: list[Row]) -> dict[str, Tensor]:
+        found = collate([(row.prompt, row.answer) for row in some], spec.eos_id)
+        return {"input_ids": found.ids, "labels": found.ids.masked_fill(~found.answer, -100)}
+
+    made = partial(LlamaForCausalLM, LlamaConfig(**tokens, **shape))
+    data: Any = [*rows]
+    trainer = Trainer(model_init=made, args=args, train_dataset=data, data_collator=batch)
+    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir) if resume else None)
+    if args.should_save:
+        files.write_folder(Path(args.output_dir), tokenizer.save_pretrained)
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # others read what the first process writes
 
 
 def _answers(path: Path, start: Sampler, target: str, prompts: Sequence[list[int]], args: Any) -> list[dict[str, Any]]:
@@ -285,3 +295,37 @@ def _answers(path: Path, start: Sampler, target: str, prompts: Sequence[list[int
             files.write(path, json.dumps(rows) + "\n")
         state.wait_for_everyone()
     return json.loads(path.read_text())
+
+
+def measured(
+    arms: Mapping[str, SpeculativeSampler],
+    prompts: Sequence[list[int]],
+    right: Callable[[int, Speculation], float] | None,
+    new_tokens: int,
+) -> dict[str, Any]:
+    """Return figures of some arms, one of them `plain`, on the same prompts in turns.
+
+    right: returns how right the answer to a numbered prompt is. None leaves it out
+    """
+    results: dict[str, list[Speculation]] = {name: [] for name in arms}
+    seconds = dict.fromkeys(arms, 0.0)
+    for number, prompt in enumerate(prompts):
+        for name, arm in arms.items():
+            begun = time.process_time()
+            results[name].append(arm.generate(prompt, max_new_tokens=new_tokens, seed=number))
+            seconds[name] += time.process_time() - begun
+    report = {}
+    for name, found in results.items():
+        rounds = sum(int(result.nfe.sum()) for result in found)
+        accepted = sum(int(result.accepted.clamp(min=0).sum()) for result in found)
+        same = [one.texts == other.texts for one, other in zip(found, results["plain"], strict=True)]
+        report[name] = {
+            "mean_accepted": round(accepted / rounds, 3),
+            "tokens_per_round": round(sum(int(result.lengths.sum()) for result in found) / rounds, 3),
+            "rounds": rounds / len(found),
+            "cpu_seconds": round(seconds[name], 3),
+            "speed_up": round(seconds["plain"] / seconds[name], 3),
+            **({} if right is None else {"right": sum(map(right, range(len(found)), found)) / len(found)}),
+            "same_answer": sum(same) / len(same),
+        }
+    return report

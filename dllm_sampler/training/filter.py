@@ -1,45 +1,135 @@
-"""The trainer of a Learn2PD filter (arXiv 2509.25188): which predictions of a model are already final?"""
+"""The trainer of a Learn2PD filter (arXiv 2509.25188): which predictions of a model are already final?
+
+It learns from the model's own answers, replayed to see when each token was final.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from accelerate import PartialState
+from safetensors.torch import load_file
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import Trainer, TrainingArguments
+from tqdm import tqdm
+from transformers import Trainer
 
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.cli import inputs
-from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
+from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.models.filter import Layers, about, judge
-from dllm_sampler.models.mini_tasks import TASKS
-from dllm_sampler.models.mini_tokenizer import vocabulary
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.training.command import SETTINGS, Front, check_masks
-from dllm_sampler.training.data import Encoder, Example, drawn
-from dllm_sampler.training.replay import Records, collect
-from dllm_sampler.training.trainer import say
+from dllm_sampler.schedulers.learn2pd import lay_out
+from dllm_sampler.training.command import Front
+from dllm_sampler.training.data import Encoder
+from dllm_sampler.training.trainer import Arguments, Count, Positive, Share, say
 
 # Where training starts: logit SLOPE (c - CENTRE), a threshold on the confidence c of each position by itself.
 SLOPE, CENTRE = 40.0, 0.9
 
 
+class Records(NamedTuple):
+    """A model's predictions of a block, one row per forward: `[R, N]` each."""
+
+    known: Tensor  # float32 confidence of each position's candidate; 1 after the block's end
+    final: Tensor  # bool: the candidate is the token of the reference
+    open: Tensor  # bool: still noise
+    there: Tensor  # bool: inside the block
+
+    @staticmethod
+    def join(parts: Sequence[Records]) -> Records:
+        """Return all rows of several, on the CPU."""
+        return Records(*(torch.cat(each).cpu() for each in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class Replay(Scheduler):
+    """Decode towards a known answer: commit every candidate that is right, and write down what was to be seen.
+
+    Where no new candidate is right the rest of the block is written from the answer. The published procedure makes
+    one more forward there, which says the same again.
+
+    Args:
+        answer: `[B, N]` the reference of each row of the batch.
+        size: positions per block.
+    """
+
+    answer: Tensor
+    size: int
+    seen: list[Records] = field(default_factory=list)
+
+    @property
+    def traits(self) -> Traits:
+        """The traits of a scheduler that sees its block."""
+        return Traits(asks="window")
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """Write down the block, and commit what is right."""
+        at, eligible = query.positions, canvas.eligible(query.positions)  # [B, Q]
+        answer = self.answer.gather(1, (at - canvas.layout.first[:, None]).clamp(0, self.answer.shape[1] - 1))
+        right = readout.token[:, 0] == answer
+        blank = torch.ones(at.shape[0], self.size, device=at.device)
+        live = ~canvas.done
+        known, offset = lay_out(canvas, at, readout.confidence[:, 0], blank)
+        there = torch.zeros_like(torch.cat([blank, blank[:, :1]], 1)).scatter(1, offset, 1.0)[:, : self.size] > 0
+        final, open_ = (lay_out(canvas, at, each, blank)[0] > 0 for each in (right, eligible))
+        self.seen.append(Records(known[live], final[live], (open_ & there)[live], there[live]))
+        new = eligible & right
+        return Edit(answer, new | (eligible & ~new.any(1, keepdim=True))), carry
+
+
+def collect(
+    reference: Sampler, prompts: Sequence[Prompt], new_tokens: int, size: int, batch: int, folder: Path
+) -> Records:
+    """Return the records of some prompts, those of each batch of answers from a file of the folder if it is there.
+
+    The processes share the batches; the records are the same however many there are.
+
+    Args:
+        reference: decodes one token per step, in blocks of `size`.
+        prompts: to be answered.
+        new_tokens: of each answer.
+        size: positions per block.
+        batch: prompts decoded together.
+        folder: of this run.
+    """
+    state, names = PartialState(), [folder / f"{first}.safetensors" for first in range(0, len(prompts), batch)]
+    for at in tqdm(range(state.process_index, len(names), state.num_processes), folder.name, disable=None):
+        if not names[at].exists():
+            found = replay(reference, [*prompts[at * batch : (at + 1) * batch]], new_tokens, size)
+            files.make_folder(folder)
+            files.write(names[at], serialise(found._asdict()))
+    state.wait_for_everyone()
+    return Records.join([Records(**load_file(name)) for name in names])
+
+
+def replay(reference: Sampler, prompts: list[Prompt], new_tokens: int, size: int) -> Records:
+    """Return the records of one batch: its answers one token per step, then again towards them."""
+    trace = reference.generate(prompts, max_new_tokens=new_tokens).trace
+    towards = Replay(trace.ids[:, trace.origin :].to(reference.device), size)
+    Sampler(
+        reference.denoiser, scheduler=towards, blocks=reference.plugins.blocks, stop="none",
+        tokenizer=reference.tokenizer,
+    ).generate(prompts, max_new_tokens=new_tokens)  # fmt: skip
+    return Records.join(towards.seen)
+
+
 @dataclass
-class FilterConfig(TrainingArguments):
+class FilterConfig(Arguments):
     """Settings of `FilterTrainer`, and of `train=filter`.
 
-    prompts_file: text or JSONL file of prompts. None takes those of `data` or, where it names none, the tasks of
-        `mini`, each as often; their test prompts are used in no training
-    count: prompts used at most; a tenth of them validates, another tests
     new_tokens, block_length: of each answer; a filter is good for one block length
     answer_batch_size: prompts decoded together
     depth: linear layers
@@ -48,27 +138,14 @@ class FilterConfig(TrainingArguments):
     threshold: of the filter's output, for the reported precision and recall
     """
 
-    prompts_file: str | None = None
-    count: int = 7000
-    new_tokens: int = 32
-    block_length: int = 32
-    answer_batch_size: int = 64
-    depth: int = 2
+    new_tokens: Count = 32
+    block_length: Count = 32
+    answer_batch_size: Count = 64
+    depth: Count = 2
     committed: bool = False
-    caution: float = 3.0
-    threshold: float = 0.96
+    caution: Positive = 3.0
+    threshold: Share = 0.96
     per_device_train_batch_size: int = 1  # all records
-    remove_unused_columns: bool = False
-    dataloader_pin_memory: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("count", "new_tokens", "block_length", "answer_batch_size", "depth"):
-            check_count(name, getattr(self, name), 10 if name == "count" else 1)
-        if not 0 < self.caution < float("inf"):
-            raise UserError("option-range", f"caution must be a number above 0, not {self.caution}")
-        if not 0 <= self.threshold <= 1:
-            raise UserError("option-range", f"threshold must be between 0 and 1, not {self.threshold}")
 
 
 class Filter(nn.Module):
@@ -100,22 +177,24 @@ class FilterTrainer(Trainer):
     """Trains a filter on all records at once; `best` are the layers with the least loss on the validation records."""
 
     config: ClassVar[type[FilterConfig]] = FilterConfig
+    most_held_out: ClassVar[int] = 700
     args: Any
 
     def __init__(self, args: FilterConfig, training: Records, validation: Records, **options: Any):
-        self.best, self.least = Filter(training.known.shape[1], args.depth).layers(), float("inf")
+        filter = Filter(training.known.shape[1], args.depth)
+        self.best, self.least = filter.layers(), float("inf")
         steps: Any = [training] * (args.max_steps * args.world_size)
         held: Any = [validation]
         super().__init__(
-            model=Filter(training.known.shape[1], args.depth), args=args, train_dataset=steps, eval_dataset=held,
-            data_collator=lambda rows: {"records": rows[0]}, **options,
+            model=filter, args=args, train_dataset=steps, eval_dataset=held,
+            data_collator=lambda rows: rows[0]._asdict(), **options,
         )  # fmt: skip
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the mean cross-entropy of the filter, see `loss`."""
-        records = inputs["records"].to(self.args.device)
+        records = Records(**inputs)
         return loss(model(records.known), records, self.args.committed, self.args.caution)
 
     def prediction_step(
@@ -123,10 +202,10 @@ class FilterTrainer(Trainer):
     ) -> tuple[Tensor, None, None]:
         """Return the loss of the validation records."""
         with torch.no_grad():
-            return self.compute_loss(model, inputs), None, None
+            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
-        """See `Trainer.evaluate`; the best layers so far are kept."""
+        """Return the figures, and keep the layers if they are the best so far."""
         found = super().evaluate(*given, **named)
         if found["eval_loss"] < self.least:
             filter: Any = self.accelerator.unwrap_model(self.model)
@@ -146,79 +225,43 @@ class FilterTrainer(Trainer):
         """
         args: Any = front.arguments(FilterConfig)
         path = Path(args.output_dir) / "filter.safetensors"
+        records = path.with_name("records")  # and the settings of the run: the folder may be the model's
         if path.exists():
             raise UserError("file-overwrite", f"{path} already exists. Choose another train.output_dir or remove it.")
-        front.begin(path.parent, resume, finished=False)
-        check_masks(front.model)
-        reference = Sampler.from_pretrained(
-            front.model, device=args.device, scheduler=FixedSteps(), blocks=FixedBlocks(args.block_length), stop="none"
-        )
-        splits = _splits(front, args, reference)
-        records = path.with_name("records.safetensors")
-        front.started(path.parent)
-        texts = [[str(prompt) for prompt in split] for split in splits]
-        run = {"model": str(front.model), "prompts": texts}
-        run |= {name: getattr(args, name) for name in ("new_tokens", "block_length", "answer_batch_size")}
-        training, validation, test = collect(
-            reference, splits, args.new_tokens, args.block_length, args.answer_batch_size, records, run
-        )
+        train, held = front.examples(args, False, cls.most_held_out)
+        front.begin(records, resume, finished=False)
+        plugins: dict[str, Any] = {"scheduler": FixedSteps(), "blocks": FixedBlocks(args.block_length), "stop": "none"}
+        reference = front.sampler(args, **plugins)
+        tokenizer, spec = reference.tokenizer, reference.denoiser.spec
+        assert tokenizer is not None
+        encode, tenth = Encoder(tokenizer, spec, spec.max_positions), max(1, len(train) // 9)
+        for one in (*train, *held):
+            encode.prompt(one, args.new_tokens)
+        if len(train) <= tenth:
+            raise UserError("nothing-to-learn", f"there are {len(train)} prompts to learn from. Give at least 2.")
+        front.started(records)
+        training, validation, test = (
+            collect(
+                reference, [one.prompt for one in part], args.new_tokens, args.block_length, args.answer_batch_size,
+                records / name,
+            )
+            for name, part in (("training", train[tenth:]), ("validation", train[:tenth]), ("test", held))
+        )  # fmt: skip
         trainer = cls(args, training, validation)
         trainer.train()
         if not trainer.is_world_process_zero():
             return path
         report = {
             "settings": {**front.settings, "model": front.model},
-            "records": {"training": len(training), "validation": len(validation), "test": len(test)},
+            "records": {"training": len(training.known), "validation": len(validation.known), "test": len(test.known)},
             "validation_loss": trainer.least,
             "test": judged(trainer.best, test, args.threshold),
         }
         files.write(path.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
-        write(path, trainer.best, about(reference.denoiser.spec, args.block_length))
-        records.unlink()
-        (path.parent / SETTINGS).unlink()
+        write(path, trainer.best, about(spec, args.block_length))
+        shutil.rmtree(records)
         say(", ".join(f"{name} {value:.4f}" for name, value in report["test"].items()))
         return path
-
-
-def fit(training: Records, validation: Records, **settings: Any) -> tuple[Layers, float]:
-    """Return a filter for some records, the best on the validation records, and its loss there.
-
-    settings: fields of `FilterConfig`
-    """
-    usual: dict[str, Any] = {"output_dir": "filter", "max_steps": 2000, "learning_rate": 1e-2, "weight_decay": 0.1}
-    usual |= {"eval_strategy": "steps", "eval_steps": 50, "eval_on_start": True, "save_strategy": "no"}
-    trainer = FilterTrainer(FilterConfig(**{**usual, **settings}), training, validation)
-    trainer.train()
-    return trainer.best, trainer.least
-
-
-def _splits(front: Front, args: FilterConfig, reference: Sampler) -> list[list[Any]]:
-    """Return prompts to train, validate and test with."""
-    if args.prompts_file is not None and front.data.get("path") is not None:
-        raise UserError("options-conflict", "train.data has prompts, too. Remove train.prompts_file.")
-    tokenizer, spec = reference.tokenizer, reference.denoiser.spec
-    if args.prompts_file is not None:
-        given = inputs.read([], args.prompts_file, None).prompts
-        some = [Example(f"prompt {number}", prompt, None) for number, prompt in enumerate(given, 1)]
-    elif front.data.get("path") is not None:
-        assert tokenizer is not None
-        train, held = front.source.load(args.seed, 1, False)
-        some, encode = [*held, *train], Encoder(tokenizer, spec, spec.max_positions)
-        for one in some:
-            encode.prompt(one, args.new_tokens)
-    elif tokenizer is None or tokenizer.get_vocab() != vocabulary():
-        raise UserError("option-missing", "nothing to answer. Set train.data or train.prompts_file.")
-    else:
-        test, tasks = args.count // 10, dict.fromkeys(TASKS, 1.0)
-        train, held = drawn(tasks, args.seed, args.count - test), drawn(tasks, args.seed, test, held=True)
-        return [[one.prompt for one in part] for part in (train[test:], train[:test], held)]
-    generator = torch.Generator().manual_seed(args.seed)
-    some = [some[at] for at in torch.randperm(len(some), generator=generator).tolist()][: args.count]
-    if len(some) < 10:
-        raise UserError("nothing-to-learn", f"there are {len(some)} prompts. Give at least 10.")
-    tenth = len(some) // 10
-    parts = some[2 * tenth :], some[tenth : 2 * tenth], some[:tenth]
-    return [[one.prompt for one in part] for part in parts]
 
 
 def write(path: Path, layers: Layers, facts: Mapping[str, Any]) -> None:
@@ -253,5 +296,5 @@ def judged(layers: Layers, records: Records, threshold: float) -> dict[str, floa
         "recall": float(right.sum() / final.sum().clamp(min=1)),
         "false_positive_rate": float(wrong.sum() / other.sum().clamp(min=1)),
         "final": float(final.sum() / records.open.sum().clamp(min=1)),
-        "records": float(len(records)),
+        "records": float(len(records.known)),
     }

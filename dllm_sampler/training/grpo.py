@@ -5,27 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from accelerate.utils import gather_object
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from dllm_sampler.core.checks import check_choice, check_count, check_share
+from dllm_sampler.core.naming import named
 from dllm_sampler.errors import UserError
 from dllm_sampler.result import Result
-from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import policy, rewards
 from dllm_sampler.training.average import Reference
 from dllm_sampler.training.data import Row, columns_of
 from dllm_sampler.training.masked import Dice
 from dllm_sampler.training.policy import Goal
-from dllm_sampler.training.trainer import DiffusionConfig, DiffusionTrainer
-from dllm_sampler.training.trajectory import Trajectories, check, trajectories
+from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Positive, Share
+from dllm_sampler.training.trajectory import Trajectories, check
 
 PATIENCE = 10  # steps in a row without a single score before the run ends
 
@@ -49,33 +49,23 @@ class TrajectoryGRPOConfig(DiffusionConfig):
     batch_tokens: columns of a forward, which bound its memory
     """
 
-    num_generations: int = 6
+    num_generations: Annotated[int, Field(ge=2)] = 6
     rollout: dict[str, Any] = field(default_factory=lambda: {"scheduler": "fixed", "temperature": 1.0})
-    likelihood: str = "trajectory"
-    mask_prompt: float = 0.0
-    transitions: int | None = None
+    likelihood: Literal["trajectory", "masked"] = "trajectory"
+    mask_prompt: Share = 0.0
+    transitions: Count | None = None
     scale_rewards: bool = False
     after_eos: bool = False
-    num_iterations: int = 1
-    epsilon: float = 0.5
-    beta: float = 0.0
-    ref_model_sync_steps: int = 64
-    batch_tokens: int = 8192
+    num_iterations: Count = 1
+    epsilon: Positive = 0.5
+    beta: Number = 0.0
+    ref_model_sync_steps: Annotated[int, Field(ge=0)] = 64
+    batch_tokens: Count = 8192
 
     samplers: ClassVar[tuple[str, ...]] = ("evaluation", "rollout")
-    counts: ClassVar[tuple[str, ...]] = (*DiffusionConfig.counts, "num_iterations", "batch_tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("num_generations", self.num_generations, 2)
-        check_count("ref_model_sync_steps", self.ref_model_sync_steps, 0)
-        check_count("transitions", self.transitions, optional=True)
-        check_choice("likelihood", self.likelihood, Literal["trajectory", "masked"])
-        check_share("mask_prompt", self.mask_prompt)
-        if not self.epsilon > 0 or not self.beta >= 0:
-            raise UserError(
-                "option-range", f"epsilon must be above 0 and beta at least 0, not {self.epsilon}, {self.beta}"
-            )
         if not self.rollout.get("temperature"):
             raise UserError("option-range", "rollout.temperature must be above 0: answers must differ")
         if self.save_strategy == "steps" and self.save_steps % self.num_iterations:
@@ -92,7 +82,7 @@ class Rollout:
 
     result: Result
     advantage: Tensor  # [N]
-    there: Tensor  # [N] bool: samples with a score
+    weight: Tensor  # [N, 1] 1 / (samples with a score), or 0 for one without
     reference: list[Tensor]  # log-probabilities under the reference, of each iteration; empty without one
     old: list[Tensor]  # the same under the policy that sampled; empty with a single iteration
 
@@ -124,8 +114,8 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         **named: Any,
     ):
         listed = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else [*reward_funcs]
-        weights = [1.0] * len(listed) if reward_weights is None else [*reward_weights]
         found = [(one, rewards.find(one)) if isinstance(one, str) else (one.__name__, one) for one in listed]
+        weights = [1.0] * len(found) if reward_weights is None else reward_weights
         self._rewards = {name: (one, weight) for (name, one), weight in zip(found, weights, strict=True)}
         args = args or TrajectoryGRPOConfig("trained")
         self.reference = Reference("reference", 0.0, args.ref_model_sync_steps)
@@ -143,18 +133,16 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         self.train_dataset = [*islice(self._stream(size), self.args.max_steps * size)]
 
     def rows(self, args: TrajectoryGRPOConfig) -> tuple[list[Row], list[Row]]:
-        """See `DiffusionTrainer.rows`. Rewards are tried on two right answers."""
+        """Check and encode the prompts, the sampler, and the rewards on two right answers."""
         train, held = super().rows(args)
         some = self.examples[:2]
         texts = [one.answer if isinstance(one.answer, str) else "" for one in some]
-        columns: dict[str, list[Any]] = {"completion_ids": [self._ids(text) for text in texts]}
-        rewards.check(self._rewards, [one.prompt for one in some], texts, columns | columns_of(some))
-        check(Sampler(self.trained.denoiser, tokenizer=self.trained.tokenizer, **args.rollout))
+        tokens: Any = self.trained.tokenizer(texts, add_special_tokens=False)
+        columns = {"completion_ids": [*tokens["input_ids"]], **columns_of(some)}
+        for name, (reward, _) in self._rewards.items():
+            rewards.call(name, reward, [one.prompt for one in some], texts, columns)
+        check(self.sampler(**args.rollout))
         return train, held
-
-    def _ids(self, text: str) -> list[int]:
-        encoded: Any = self.trained.tokenizer(text, add_special_tokens=False)
-        return list(encoded["input_ids"])
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         """Return the rows in their order, which is that of the steps."""
@@ -184,14 +172,14 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         if update == 0:
             self._rollouts[key] = self._roll_out(model, some)
         rollout = self._rollouts[key] if update + 1 < args.num_iterations else self._rollouts.pop(key)
-        moot = not rollout.there.any() or (not rollout.advantage.any() and not args.beta)
+        moot = not rollout.weight.any() or (not rollout.advantage.any() and not args.beta)
         if moot and args.world_size == 1:  # others would wait for this one's gradients
             return torch.zeros((), device=args.device)
         model.train()
         view, trace = self._view(rollout.result, key, update), rollout.result.trace
-        weight = view.weight * (rollout.there / rollout.there.sum().clamp(min=1))[:, None]
+        weight = view.weight * rollout.weight / self.current_gradient_accumulation_steps
         old, reference = (each[update] if each else None for each in (rollout.old, rollout.reference))
-        goal = Goal(rollout.advantage, weight / self.current_gradient_accumulation_steps, old, reference)
+        goal = Goal(rollout.advantage, weight, old, reference)
         learner = torch.zeros_like(trace.logprob)
         total, figures = torch.zeros((), device=args.device), {"clipped": 0.0, "kl": 0.0}
         parts = self.together(view.parts(args.batch_tokens))
@@ -205,10 +193,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
             if counts:
                 total += loss.detach()
                 figures |= {name: figures[name] + value for name, value in found.items()}
-                at = chunk.there
-                learner[chunk.row[:, None].expand_as(at)[at].cpu(), chunk.columns[at].cpu()] = logprob.detach()[at].to(
-                    learner
-                )
+                chunk.scatter(logprob.detach(), learner)
         self.note(figures)
         if update == 0:
             self._note_mismatch(policy.mismatch(trace.logprob, learner, view.valid))
@@ -224,17 +209,16 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         columns: dict[str, list[Any]] = {"completion_ids": ids} | columns_of(repeated)
         scores = rewards.judge(self._rewards, [one.prompt for one in repeated], result.texts or [], columns)
         advantage = policy.advantages(scores.total, group, args.scale_rewards)
-        self._report(scores, advantage, result)
         key = tuple(row.number for row in some)
         views = [self._view(result, key, update) for update in range(args.num_iterations)]
+        self._report(scores, advantage, result, views[0])
         # A single update starts at the policy that sampled: its ratios are 1, and what made them is the graph itself.
-        old = self._score(model, views) if len(views) > 1 else []
-        reference = list[Tensor]()
+        old, reference = self._score(model, views) if len(views) > 1 else [], list[Tensor]()
         if args.beta:
-            away = self.reference.applied() if self.trained.adapter is None else self.trained.without_adapters()
-            with away:
+            with self.reference.applied() if self.trained.adapter is None else self.trained.without_adapters():
                 reference = self._score(model, views)
-        return Rollout(result, advantage, ~scores.total.isnan(), reference, old)
+        there = (~scores.total.isnan()).double()
+        return Rollout(result, advantage, (there / there.sum().clamp(min=1))[:, None], reference, old)
 
     def _score(self, model: nn.Module, views: list[Trajectories]) -> list[Tensor]:
         """Return log-probabilities of each view, computed once if the views are the same."""
@@ -252,21 +236,21 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         samples = range(args.num_generations)
         dice = Dice([self.seed_of("view", number, at, update) for number in key for at in samples])
         blocks = self.rollouts.plugins.blocks.lookahead(args.new_tokens)
-        common: dict[str, Any] = {"after_eos": args.after_eos, "blocks": blocks}
+        view = Trajectories(result.trace, spec, after_eos=args.after_eos, blocks=blocks)
         if args.likelihood == "masked":
             trace, column = result.trace, torch.arange(result.trace.ids.shape[1])
             place = column - trace.begin[:, None]  # [B, L] in the row's own prompt
             drawn = dice.uniform(trace.origin - trace.begin, len(column)).gather(1, place.clamp(min=0))
             blank = (drawn < args.mask_prompt) & (place >= 0) & (column < trace.origin)
-            return trajectories(result.trace, spec, single=True, blank=blank, **common)
-        view = trajectories(result.trace, spec, **common)
+            return replace(view, single=True, blank=blank)
         return view if args.transitions is None else view.sample(args.transitions, dice)
 
     # What the user is told --------------------------------------------------------------------------------------------
 
-    def _report(self, scores: rewards.Scores, advantage: Tensor, result: Result) -> None:
+    def _report(self, scores: rewards.Scores, advantage: Tensor, result: Result, view: Trajectories) -> None:
         """Note figures of the answers, and write sentences if something is wrong."""
-        step, there = self.state.global_step + 1, ~scores.total.isnan()
+        step, there, entropy = self.state.global_step + 1, ~scores.total.isnan(), result.trace.entropy
+        assert entropy is not None
         for trouble in scores.troubles:
             self.say(f"step {step}: {trouble}")
         self._unscored = 0 if any(gather_object([bool(there.any())])) else self._unscored + 1
@@ -283,7 +267,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
                 "unscored": int((~there).sum()),
                 "equal_groups": flat,
                 "distinct": policy.distinct(result, self.args.num_generations),
-                "entropy": policy.entropy(result.trace, self.trained.spec.eos_ids),
+                "entropy": float(entropy[view.valid].double().mean()),
                 "rollout_nfe": float(result.nfe.double().mean()),
                 "rollout_tokens": float(result.lengths.double().mean()),
             }
@@ -292,7 +276,13 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
     def _note_mismatch(self, found: dict[str, float]) -> None:
         """Note how far the policy that sampled is from the one that learns; say it once if it is more than rounding."""
         self.note(found)
-        sentence = policy.mismatch_sentence(found, self.rollouts, self.args.bf16)
-        if sentence and self.args.likelihood == "trajectory" and not self._told_mismatch:
-            self._told_mismatch = True
-            self.say(f"step {self.state.global_step + 1}: {sentence}")
+        rounding = 5e-2 if self.args.bf16 else 1e-3  # mean distance of log-probabilities that is not worth a sentence
+        if self._told_mismatch or self.args.likelihood == "masked" or not found or found["ratio_log"] <= rounding:
+            return
+        self._told_mismatch = True
+        self.say(
+            f"step {self.state.global_step + 1}: the policy that samples is not the one that learns (rollout"
+            f" cache={named(self.rollouts.plugins.cache)}): importance ratio of a token {found['ratio']:.3g}"
+            f" ({found['ratio_least']:.3g} to {found['ratio_most']:.3g}), divergence {found['ratio_kl']:.2g} nats. An"
+            " exact cache has none."
+        )

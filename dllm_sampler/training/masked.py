@@ -11,7 +11,7 @@ Letters: B rows, L columns, Q tokens asked about in a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -44,6 +44,11 @@ class Rows:
     def answer(self) -> Tensor:
         """`[B, L] bool` columns that are learned."""
         return self.there & (torch.arange(self.ids.shape[1]) >= self.prompt[:, None])
+
+    @property
+    def share(self) -> Tensor:
+        """`[B, 1] float64` what each token counts in the mean over the tokens of an answer, then over the rows."""
+        return 1 / (self.answer.sum(1, keepdim=True).double() * len(self.ids))
 
     def some(self, rows: Tensor) -> Rows:
         """Return some of the rows, with no more columns than they need."""
@@ -89,27 +94,6 @@ class Masks:
     weight: Tensor  # [B, L] float64, 0 where nothing is hidden
 
 
-@dataclass(frozen=True)
-class MaskedLoss:
-    """The loss of masked diffusion, or of block diffusion.
-
-    spec: of the model
-    complementary, inverse: see `draw`
-    """
-
-    spec: ModelSpec
-    complementary: bool
-    inverse: bool
-
-    def __call__(self, network: nn.Module, rows: Rows, dice: Dice) -> Tensor:
-        """Return the mean over the rows of their weighted cross-entropies, in one forward."""
-        options = {"complementary": self.complementary, "inverse": self.inverse}
-        draws = draw(rows, blocks(rows, self.spec), dice, **options)
-        rows = rows.some(torch.arange(len(rows.ids)).repeat(len(draws)))
-        masks = Masks(torch.cat([one.hidden for one in draws]), torch.cat([one.weight for one in draws]))
-        return weighted(network, chunk(rows, masks.hidden, masks.hidden, self.spec), masks.weight, self.spec)
-
-
 def weighted(network: nn.Module, one: Chunk, weight: Tensor, spec: ModelSpec) -> Tensor:
     """Return the sum of the cross-entropies of a forward, each times its column's `weight [B, L]`."""
     weight = torch.where(one.there, weight.gather(1, one.columns), 0).to(spec.device)
@@ -121,45 +105,47 @@ def blocks(rows: Rows, spec: ModelSpec) -> Tensor | None:
     """Return `[B, L]` the block of each column, -1 for a prompt in a causal context.
 
     Returns None for a bidirectional model.
+
+    Raises:
+        UserError: the model works block by block and says no block length.
     """
     if spec.attention == "bidirectional":
         return None
-    assert spec.block_length is not None
+    if spec.block_length is None:
+        raise UserError("model-not-trainable", "the model has blocks without a length. Set model.block_length.")
     column = torch.arange(rows.ids.shape[1]).expand_as(rows.ids)
     if spec.attention == "block_causal":
         return column // spec.block_length
     return torch.where(column < rows.prompt[:, None], -1, (column - rows.prompt[:, None]) // spec.block_length)
 
 
-def draw(rows: Rows, block: Tensor | None, dice: Dice, *, complementary: bool, inverse: bool) -> list[Masks]:
-    """Hide tokens of the answers, each by itself with probability p = (1 - FLOOR) t + FLOOR, t uniform on [0, 1].
+def draw(
+    rows: Rows, block: Tensor | None, dice: Dice, *, complementary: bool, inverse: bool, floor: float = FLOOR
+) -> list[Masks]:
+    """Hide tokens of the answers, each by itself with probability p = (1 - floor) t + floor, t uniform on [0, 1].
 
     Args:
         rows: tokens of their answers are hidden.
         block: `[B, L]` of each column; each block has a ratio t. None gives each row one.
         dice: of the rows.
-        complementary: draw a second time, and hide the rest of the answer; p then ends at 1 - FLOOR.
+        complementary: draw a second time, and hide the rest of the answer; p then ends at 1 - floor.
         inverse: a token counts 1/p, so that the loss is a bound of the negative log-likelihood; else 1.
+        floor: least probability of a mask.
 
     Returns:
         One draw or two. The weights of a token divide by the length of its answer, by the rows, and by the draws.
     """
-    count, width = rows.ids.shape
+    width = rows.ids.shape[1]
     block = torch.zeros_like(rows.ids) if block is None else block.clamp(min=0)  # [B, L]
     last = block.gather(1, rows.length[:, None] - 1)[:, 0]  # [B] blocks beyond it are padding
     ratio = dice.uniform(last + 1, int(last.max()) + 1).gather(1, block.minimum(last[:, None]))
-    chance = FLOOR + (1 - (1 + complementary) * FLOOR) * ratio
+    chance = floor + (1 - (1 + complementary) * floor) * ratio
     hidden = dice.uniform(rows.length, width) < chance
-    share = 1 / (rows.answer.sum(1, keepdim=True).double() * count * (1 + complementary))  # [B, 1]
-    found = [_masks(rows, hidden, share / chance if inverse else share.expand(-1, width))]
-    if complementary:
-        found.append(_masks(rows, ~hidden, share / (1 - chance) if inverse else share.expand(-1, width)))
-    return found
-
-
-def _masks(rows: Rows, hidden: Tensor, weight: Tensor) -> Masks:
-    hidden = hidden & rows.answer
-    return Masks(hidden, torch.where(hidden, weight, 0))
+    share = rows.share / (1 + complementary)
+    parts = [(hidden, chance), (~hidden, 1 - chance)] if complementary else [(hidden, chance)]
+    return [
+        Masks(at & rows.answer, torch.where(at & rows.answer, share / p if inverse else share, 0)) for at, p in parts
+    ]
 
 
 def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec) -> Chunk:
@@ -193,45 +179,47 @@ def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec) -> Chunk:
     return Chunk(numbers, columns, there, tokens, noisy, positions, keys, answers, spec.mask_id)
 
 
-def check(spec: ModelSpec, named: str) -> None:
-    """Refuse a model without such a loss.
-
-    Raises:
-        UserError: it works block by block and says no block length.
-    """
-    if spec.attention != "bidirectional" and spec.block_length is None:
-        raise UserError("model-not-trainable", f"train.model={named} has blocks without a block length")
-
-
-def padded(
-    pairs: Sequence[Pair], eos: int, padding: str | int, block_length: int, most: int, *, own: bool = False
-) -> list[Pair]:
-    """Return the pairs with end tokens after their answers, which are learned like them.
+def padded(pairs: Sequence[Pair], spec: ModelSpec, padding: str | int, most: int) -> Rows:
+    """Return a batch of pairs, with end tokens after their answers, which are learned like them.
 
     Args:
         pairs: answers that end in an end token already.
-        eos: that token.
+        spec: the model.
         padding: `longest` makes all rows as long as the longest of them (LLaDA). `block` fills a row's last block.
             `none` adds nothing. A number is the length of each answer.
-        block_length: of `block`, in columns from the row's first; with `own` from the answer's.
         most: columns of a row.
     """
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    own = spec.attention == "causal_context" or spec.encoder  # blocks begin with the answer
     found: list[Pair] = []
     for prompt, answer in pairs:
         length = len(answer)
         if padding == "longest":
             length = longest - len(prompt)
         elif padding == "block":
-            length += -(length if own else len(prompt) + length) % block_length
+            length += -(length if own else len(prompt) + length) % (spec.block_length or 1)
         elif padding != "none":
             length = max(length, int(padding))
-        found.append((prompt, [*answer, *[eos] * (min(length, most - len(prompt)) - len(answer))]))
-    return found
+        found.append((prompt, [*answer, *[spec.eos_id] * (min(length, most - len(prompt)) - len(answer))]))
+    return collate(found, spec.eos_id)
 
 
-def cut(rows: Rows, share: float, dice: Dice) -> Rows:
-    """Cut a `share` of the answers, each with its tail, at a random length from 1 on (LLaDA's pre-training: 0.01)."""
-    chosen = dice.one() < share
-    length = rows.prompt + 1 + (dice.one() * (rows.length - rows.prompt)).long()
-    return replace(rows, length=torch.where(chosen, length.minimum(rows.length), rows.length))
+@dataclass(frozen=True)
+class MaskedLoss:
+    """The loss of masked diffusion, or of block diffusion.
+
+    spec: of the model
+    complementary, inverse: see `draw`
+    """
+
+    spec: ModelSpec
+    complementary: bool
+    inverse: bool
+
+    def __call__(self, network: nn.Module, rows: Rows, dice: Dice) -> Tensor:
+        """Return the mean over the rows of their weighted cross-entropies, in one forward."""
+        block = blocks(rows, self.spec)
+        draws = draw(rows, block, dice, complementary=self.complementary, inverse=self.inverse)
+        rows = rows.some(torch.arange(len(rows.ids)).repeat(len(draws)))
+        masks = Masks(torch.cat([one.hidden for one in draws]), torch.cat([one.weight for one in draws]))
+        return weighted(network, chunk(rows, masks.hidden, masks.hidden, self.spec), masks.weight, self.spec)

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer
 
 from dllm_sampler import config
-from dllm_sampler.core.checks import check_count, check_number
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import saving
 from dllm_sampler.models.mini_export import export
@@ -23,6 +23,7 @@ from dllm_sampler.models.mini_pools import Batch, Pools
 from dllm_sampler.models.mini_tokenizer import MASK, build_tokenizer
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.training.command import Front, last_checkpoint
+from dllm_sampler.training.trainer import Arguments, Number
 
 SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
 
@@ -57,7 +58,7 @@ class _Stream(IterableDataset[Batch]):
 
 
 @dataclass
-class MiniConfig(TrainingArguments):
+class MiniConfig(Arguments):
     """Settings of `MiniTrainer`.
 
     model: fields of `TransformerConfig` other than the vocabulary's size
@@ -66,15 +67,9 @@ class MiniConfig(TrainingArguments):
     """
 
     model: dict[str, Any] = field(default_factory=dict)
-    init_std: float = 0.05
-    embedding_std: float = 1.0
+    init_std: Number = 0.05
+    embedding_std: Number = 1.0
     data: dict[str, Any] = field(default_factory=dict)
-    dataloader_pin_memory: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("init_std", "embedding_std"):
-            check_number(f"train.{name}", getattr(self, name), finite=True)
 
 
 class MiniTrainer(Trainer):
@@ -141,6 +136,7 @@ class MiniTrainer(Trainer):
         folder = Path(args.output_dir)
         front.begin(folder, resume, saving.finished(folder))
         trainer = cls(args)
+        front.choose_threads([trainer.network], args.device)
         front.started(folder)
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir) if resume else None)
         trainer.save_model()

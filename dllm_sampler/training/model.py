@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dllm_sampler import config
 from dllm_sampler.errors import UserError, installing
 from dllm_sampler.host import files
-from dllm_sampler.models import huggingface, loading, saving, weights
+from dllm_sampler.models import huggingface, loading, saving
 from dllm_sampler.models import lora as adapters
 from dllm_sampler.models.adapter import has_adapter
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.diffusion_gemma import MODEL_TYPE, DiffusionGemmaDenoiser
+from dllm_sampler.models.diffusion_gemma import DiffusionGemmaDenoiser
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.models.uniform import UniformLM
@@ -38,6 +38,8 @@ UNTRAINABLE = ("quantize", "device_map", "cfg_scale", "adapter")  # settings of 
 class Trainable(nn.Module):
     """A network in training, called as a `Transformer` is: `(ids, positions=, keys=, rows=)` to logits.
 
+    `inner` is the network as its checkpoint has it, and `adapter` the model of peft around it, or None.
+
     Args:
         denoiser: samples from the network as it is now.
         tokenizer: of the checkpoint.
@@ -46,6 +48,9 @@ class Trainable(nn.Module):
         lora: a configuration of peft. All weights learn if it is None.
         seed: of the adapters.
     """
+
+    inner: Any
+    adapter: Any
 
     def __init__(
         self,
@@ -60,31 +65,26 @@ class Trainable(nn.Module):
         if not isinstance(denoiser, TransformerDenoiser | MaskedLMDenoiser | DiffusionGemmaDenoiser):
             raise UserError("model-not-trainable", f"{type(denoiser).__name__} cannot be trained. Give a checkpoint.")
         gemma = isinstance(denoiser, DiffusionGemmaDenoiser)
-        self.inner: Any = denoiser.transformer if isinstance(denoiser, TransformerDenoiser) else denoiser.model
-        for name, weight in self.inner.named_parameters():
+        inner: Any = denoiser.transformer if isinstance(denoiser, TransformerDenoiser) else denoiser.model
+        for name, weight in inner.named_parameters():
             # Routers' biases balance the experts in pre-training, by counts and not by gradients.
             if name.endswith("router.bias") or (gemma and any(part in name for part in FROZEN)):
                 weight.requires_grad_(False)
-        self.adapter: Any = None if lora is None else adapters.attach(self.inner, lora, seed, SHARED if gemma else None)
+        adapter = None if lora is None else adapters.attach(inner, lora, seed, SHARED if gemma else None)
+        vars(self).update(inner=inner, adapter=adapter)  # parts of the network, and no modules beside it
         if isinstance(denoiser, MaskedLMDenoiser):
             self.network: nn.Module = denoiser.module()
         else:
-            self.network = UniformLM(self.inner) if gemma else self.inner
+            self.network = UniformLM(inner) if gemma else inner
         self.denoiser, self.tokenizer, self.named = denoiser, tokenizer, named
         self._settings, self._lora, self._seed = settings, lora, seed
         self._keys_to_ignore_on_save = sorted(self.state_dict().keys() - self.learned().keys())
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("inner", "adapter"):  # they are parts of the network, and no modules beside it
-            vars(self)[name] = value
-        else:
-            super().__setattr__(name, value)
 
     @classmethod
     def load(
         cls,
         model: Model,
-        dtype: str = "float32",
+        dtype: str | None = "float32",
         lora: Any = None,
         seed: int = 0,
         *,
@@ -96,7 +96,7 @@ class Trainable(nn.Module):
         Args:
             model: as `Sampler.from_pretrained` takes it: a name, folder or hub id, or a dict with more settings. Or a
                 `Sampler`, or a masked language model of transformers, which are used as they are.
-            dtype: of the weights.
+            dtype: of the weights. None: as stored.
             lora: a configuration of peft. All weights learn if it is None.
             seed: of the adapters.
             uniform: take a model without a mask token, too.
@@ -105,36 +105,27 @@ class Trainable(nn.Module):
         Raises:
             UserError: nothing to load there, or a model that cannot be trained.
         """
-        if isinstance(model, Sampler | PreTrainedModel):
-            tokenizer = model.tokenizer if isinstance(model, Sampler) else tokenizer
-            if tokenizer is None:
-                raise UserError("tokenizer-missing", "the model has no tokenizer. Give it one (processing_class=).")
-            denoiser = model.denoiser if isinstance(model, Sampler) else huggingface.wrap(model, tokenizer)
-            return cls(denoiser, tokenizer, type(model).__name__, None, lora, seed)
-        model = str(model) if isinstance(model, Path) else model
-        named, settings = called(model), config.model(model)
-        for name in UNTRAINABLE:
-            if settings.pop(name):
-                raise UserError("option-not-applicable", f"train.model has {name}, for sampling only. Remove it.")
-        if settings["causal_context"] is False:
-            raise UserError("option-not-applicable", "train.model has causal_context=false. Remove it.")
-        if has_adapter(loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))):
-            raise UserError(
-                "adapter-unsupported",
-                f"train.model={named} has an adapter. Merge it first, by merge_and_unload of peft.",
-            )
-        if not uniform:
-            check_masks(model)
-        if dtype == "bfloat16" and lora is None:
-            raise UserError(
-                "options-conflict",
-                "train.dtype=bfloat16 rounds small updates of all weights away. Use it with train.lora, or set"
-                " train.bf16=true, which computes in bfloat16.",
-            )
-        denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=torch.device("cpu"))
+        named, settings = called(model), None
+        if isinstance(model, Sampler):
+            denoiser, tokenizer = model.denoiser, model.tokenizer
+        elif isinstance(model, PreTrainedModel):
+            denoiser = None if tokenizer is None else huggingface.wrap(model, tokenizer)
+        else:
+            settings = config.model(model)
+            adapted = has_adapter(loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code"))))
+            unfit = [name for name in UNTRAINABLE if settings.pop(name)] + ["adapter"] * adapted
+            unfit += ["causal_context=false"] if settings["causal_context"] is False else []
+            if unfit:
+                said = f"train.model={named} has {unfit[0]}, for sampling only. Remove it, or merge an adapter."
+                raise UserError("option-not-applicable", said)
+            settings["dtype"] = dtype
+            denoiser, tokenizer = loading.load(**settings, device=torch.device("cpu"))
         if tokenizer is None:
-            raise UserError("tokenizer-missing", f"train.model={named} has no tokenizer. Add its files.")
-        return cls(denoiser, tokenizer, named, {**settings, "dtype": dtype}, lora, seed)
+            said = f"train.model={named} has no tokenizer. Add its files, or give it as processing_class."
+            raise UserError("tokenizer-missing", said)
+        if not uniform and denoiser is not None and denoiser.spec.mask_id is None:
+            raise UserError("mask-token-missing", f"train.model={named} has no mask token. Use train=sft.")
+        return cls(denoiser, tokenizer, named, settings, lora, seed)
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """Return what the network does."""
@@ -226,35 +217,28 @@ class Trainable(nn.Module):
             NotWrittenError: a file cannot be written.
         """
         source = self.denoiser.folder
-        if source is None and isinstance(self.inner, PreTrainedModel) and state is None:
-            network: Any = self.inner if self.adapter is None else adapters.merged(deepcopy(self.adapter))
-            files.write_folder(folder, network.save_pretrained)
-            files.write_folder(folder, self.tokenizer.save_pretrained)
-            return
         if source is None:
-            raise UserError(
-                "model-not-found", "the model is from no checkpoint, so it has no format. Save it yourself."
-            )
-        hub = None
-        if self._settings is not None and not Path(str(self._settings["path"])).expanduser().is_dir():
-            hub = str(self._settings["path"])
+            if not isinstance(self.inner, PreTrainedModel) or state is not None:
+                raise UserError(
+                    "model-not-found", "the model is from no checkpoint, so it has no format. Save it yourself."
+                )
+            network: Any = self.inner if self.adapter is None else adapters.merged(deepcopy(self.adapter))
+            for part in (network, self.tokenizer):
+                files.write_folder(folder, part.save_pretrained)
+            return
+        weight = str(self.spec.dtype).removeprefix("torch.")
+        settings = self._settings or {"path": str(source), "mask_id": self.spec.mask_id, "dtype": weight}
+        hub = None if Path(str(settings["path"])).expanduser().is_dir() else str(settings["path"])
         network = self.inner
-        if self.adapter is not None or state is not None:
-            made = self._again(source)
+        if self.adapter is not None or state is not None:  # another one, in main memory
+            denoiser, _ = loading.load(**settings, device=torch.device("cpu"))
+            made = Trainable(denoiser, self.tokenizer, self.named, settings, self._lora, self._seed)
             made.load_state_dict(self.state_dict() if state is None else state)
             network = made.inner
             if made.adapter is not None:
                 adapters.save(made.adapter, source, hub or str(source.resolve()), folder / ADAPTER)
                 network = adapters.merged(made.adapter)
         saving.save(network, source, folder, hub)
-
-    def _again(self, source: Path) -> Trainable:
-        """Return the model as it was loaded, in main memory."""
-        weight = str(self.spec.dtype).removeprefix("torch.")
-        settings = self._settings or {"path": str(source), "mask_id": self.spec.mask_id, "dtype": weight}
-        denoiser, tokenizer = loading.load(**settings, device=torch.device("cpu"))
-        assert tokenizer is not None
-        return Trainable(denoiser, tokenizer, self.named, self._settings, self._lora, self._seed)
 
 
 def _layers(network: nn.Module) -> Iterator[nn.Module]:
@@ -266,45 +250,23 @@ def _layers(network: nn.Module) -> Iterator[nn.Module]:
             yield from _layers(child)
 
 
-def check_masks(model: str | Mapping[str, Any]) -> None:
-    """Refuse a model for a task that masks tokens, before it is loaded.
-
-    Raises:
-        UserError: it has no mask token, or there is nothing to load.
-    """
-    settings = config.model(model)
-    folder = loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))
-    path = folder / "config.json"
-    if path.is_file() and weights.read_json(path).get("model_type") == MODEL_TYPE:
-        raise UserError("mask-token-missing", f"train.model={called(model)} has no mask token. Use train=sft.")
-
-
-def called(model: str | Mapping[str, Any]) -> str:
+def called(model: Model) -> str:
     """Return the user's word for a model."""
+    if isinstance(model, Sampler | PreTrainedModel):
+        return type(model).__name__
     return str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)
 
 
-# Adapters -------------------------------------------------------------------------------------------------------------
-
-
 def lora_config(settings: Mapping[str, Any] | None) -> Any:
-    """Return peft's configuration of `r`, `alpha` and `dropout`. Returns None for None.
+    """Return peft's configuration of adapters. Returns None for None.
 
     Raises:
-        UserError: a field is missing or out of range, or peft is missing.
+        UserError: a field that peft does not have, or peft is missing.
     """
     if settings is None:
         return None
-    if set(settings) != {"r", "alpha", "dropout"}:
-        raise UserError("option-type", f"train.lora needs r, alpha and dropout, or is null, not {dict(settings)}")
-    if not (settings["r"] >= 1 and float(settings["r"]).is_integer()):
-        raise UserError("option-range", f"train.lora.r must be a whole number of at least 1, not {settings['r']}")
-    if not settings["alpha"] > 0:
-        raise UserError("option-range", f"train.lora.alpha must be a number above 0, not {settings['alpha']}")
-    if not 0 <= settings["dropout"] < 1:
-        raise UserError("option-range", f"train.lora.dropout must be from 0 to below 1, not {settings['dropout']}")
     if find_spec("peft") is None:
         raise UserError("package-missing", f"train.lora needs the package peft: {installing('train')}")
     from peft import LoraConfig  # takes seconds to import
 
-    return LoraConfig(r=int(settings["r"]), lora_alpha=settings["alpha"], lora_dropout=settings["dropout"])
+    return LoraConfig(**config.check("train.lora", LoraConfig, settings))

@@ -8,13 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.ends import is_end
-from dllm_sampler.core.naming import named
-from dllm_sampler.result import Result, Trace
-from dllm_sampler.sampler import Sampler
+from dllm_sampler.result import Result
 from dllm_sampler.training.chunk import Chunk
-
-ROUNDING = {False: 1e-3, True: 5e-2}  # with bf16: mean distance of log-probabilities that is not worth a sentence
 
 
 @dataclass(frozen=True)
@@ -84,18 +79,6 @@ def distinct(result: Result, group: int) -> float:
     return sum(len(set(some)) / len(some) for some in groups) / len(groups)
 
 
-def entropy(trace: Trace, end_ids: tuple[int, ...]) -> float:
-    """Return the mean over the tokens up to the first end token of each answer: nats of the prediction it is from.
-
-    trace: with a recorded entropy.
-    """
-    assert trace.entropy is not None
-    there = (trace.step_map >= 0) & (trace.gone < 0)
-    ends = is_end(trace.ids, end_ids) & there
-    there &= ends.cumsum(1) - ends.long() == 0
-    return float(trace.entropy[there].double().mean()) if there.any() else 0.0
-
-
 def mismatch(sampled: Tensor, learner: Tensor, there: Tensor) -> dict[str, float]:
     """Return importance ratios of tokens, learner over sampler, before anything is learned from them.
 
@@ -120,14 +103,3 @@ def mismatch(sampled: Tensor, learner: Tensor, there: Tensor) -> dict[str, float
         "ratio_log": float(away.abs().mean()),
         "ratio_kl": float((ratio - 1 - away).mean()),
     }
-
-
-def mismatch_sentence(found: Mapping[str, float], rollouts: Sampler, bf16: bool) -> str | None:
-    """Return a sentence for the user about a mismatch. Returns None if it is rounding."""
-    if not found or found["ratio_log"] <= ROUNDING[bf16]:
-        return None
-    return (
-        f"the policy that samples is not the one that learns (rollout cache={named(rollouts.plugins.cache)}):"
-        f" importance ratio of a token {found['ratio']:.3g} ({found['ratio_least']:.3g} to {found['ratio_most']:.3g}),"
-        f" divergence {found['ratio_kl']:.2g} nats; an exact cache has none"
-    )

@@ -1,4 +1,4 @@
-"""Rewards in TRL's form: `reward(prompts, completions, **columns) -> list[float | None]`, and advantages from them."""
+"""Rewards in TRL's form: `reward(prompts, completions, **columns) -> list[float | None]`, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from dllm_sampler.models.mini_rewards import correct, items, lines, partly, unit
 from dllm_sampler.schedulers.rewards import listed
 
 Reward = Callable[..., Sequence[float | None]]
-
-
 REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly, "lines": lines, "units": units, "items": items}
 
 
 def find(name: str) -> Reward:
-    """A reward by its name, or by `package.module:function`.
+    """Return a reward by its name, or by `package.module:function`.
 
     Raises:
         UserError: there is none.
@@ -34,6 +32,27 @@ def find(name: str) -> Reward:
     return resolve_callable("the reward", name)
 
 
+def call(name: str, reward: Reward, prompts: Sequence[Any], completions: list[str], columns: Mapping[str, Any]) -> Any:
+    """Return what a reward says of N completions: a number, or None where it does not apply, for each.
+
+    Raises:
+        UserError: it raises, or returns something else.
+    """
+    try:
+        given = listed(reward(prompts=prompts, completions=completions, **columns))
+        values = [None if one is None else float(one) for one in given]
+    except (Exception, SystemExit) as error:  # whatever a user's function raises
+        raise UserError(
+            "function-failed",
+            f"reward {name} failed on {len(completions)} answers ({type(error).__name__}: {error}). It is called as"
+            " reward(prompts=..., completions=..., **columns) and returns a number or None for each.",
+        ) from error
+    if len(values) != len(completions):
+        said = f"reward {name} gave {len(values)} numbers for {len(completions)} answers. Return one for each."
+        raise UserError("function-result", said)
+    return values
+
+
 @dataclass(frozen=True)
 class Scores:
     """What rewards said of a batch."""
@@ -43,60 +62,28 @@ class Scores:
     troubles: list[str]  # sentences for the log
 
 
-def check(
-    rewards: Mapping[str, tuple[Reward, float]],
-    prompts: Sequence[Any],
-    completions: list[str],
-    columns: Mapping[str, list[Any]],
-) -> None:
-    """Try the rewards on a few right answers, before anything is learned.
-
-    Raises:
-        UserError: one raises, or gives something else than a number or None for each answer.
-    """
-    for name, (reward, _) in rewards.items():
-        try:
-            given = listed(reward(prompts=prompts, completions=completions, **columns))
-            for one in given:
-                float(0 if one is None else one)
-        except (Exception, SystemExit) as error:  # whatever a user's function raises
-            raise UserError(
-                "function-failed",
-                f"reward {name} failed on {len(completions)} right answers ({type(error).__name__}: {error}): it is"
-                " called as reward(prompts=..., completions=..., **columns) and returns a number or None for each",
-            ) from error
-        if len(given) != len(completions):
-            raise UserError(
-                "function-result", f"reward {name} gave {len(given)} numbers for {len(completions)} answers"
-            )
-
-
 def judge(
     rewards: Mapping[str, tuple[Reward, float]],
     prompts: Sequence[Any],
     completions: list[str],
-    columns: Mapping[str, list[Any]],
+    columns: Mapping[str, Any],
 ) -> Scores:
-    """Weighted sum of the rewards of N completions.
+    """Return the weighted sum of the rewards of N completions.
 
     `None` means that a reward does not apply to a sample, and adds nothing. A sample has no score where a reward
-    raises, returns something else than one number each, or a number that is not finite, or where none applies.
+    fails or returns a number that is not finite, or where none applies.
     """
     total = torch.zeros(len(completions), dtype=torch.float64)
     judged = torch.zeros(len(completions), dtype=torch.bool)
     means, troubles = {}, []
     for name, (reward, weight) in rewards.items():
         try:
-            given = listed(reward(prompts=prompts, completions=completions, **columns))
-            values = torch.tensor([0.0 if one is None else float(one) for one in given], dtype=torch.float64)
-        except (Exception, SystemExit) as error:  # whatever a user's function raises
-            troubles.append(f"reward {name} failed ({type(error).__name__}: {error}): the batch has no score")
+            given = call(name, reward, prompts, completions, columns)
+        except UserError as error:
+            troubles.append(f"{error} The batch has no score.")
             total.fill_(torch.nan)
             continue
-        if len(given) != len(completions):
-            troubles.append(f"reward {name} gave {len(given)} numbers for {len(completions)} answers: no score")
-            total.fill_(torch.nan)
-            continue
+        values = torch.tensor([0.0 if one is None else one for one in given], dtype=torch.float64)
         applies = torch.tensor([one is not None for one in given], dtype=torch.bool)
         bad = applies & ~values.isfinite()
         if bad.any():

@@ -6,31 +6,52 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from accelerate.utils import gather_object
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from dllm_sampler.core.checks import check_count
+from dllm_sampler import config
 from dllm_sampler.errors import NotFiniteError, UserError, counted, unknown
 from dllm_sampler.inputs.metrics import Metric
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.options import SamplerOptions
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.average import Average, WeightCopy
-from dllm_sampler.training.data import Columns, Encoder, Row, check_tokenizer
+from dllm_sampler.training.average import WeightCopy
+from dllm_sampler.training.data import Encoder, Row, check_tokenizer, examples
 from dllm_sampler.training.model import Model, Trainable
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass
-class DiffusionConfig(TrainingArguments):
+class Arguments(TrainingArguments):
+    """transformers' `TrainingArguments`. Fields besides these are checked by their types."""
+
+    fsdp: bool | str | None = None  # pyright: ignore[reportIncompatibleVariableOverride] (transformers takes both)
+    remove_unused_columns: bool = False
+    dataloader_pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        usual = {one.name for one in fields(TrainingArguments)}
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in usual}
+        config.check("", type(self), own)
+
+
+@dataclass
+class DiffusionConfig(Arguments):
     """transformers' `TrainingArguments`, and what all trainers here have besides.
 
     dtype: of the weights: `float32` or `float64`; `bfloat16` where adapters learn
@@ -40,26 +61,16 @@ class DiffusionConfig(TrainingArguments):
     average: decay of a moving average of the weights, which is what is measured and saved; 0: the weights themselves
     """
 
-    dtype: str = "float32"
-    new_tokens: int = 128
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    new_tokens: Count = 128
     evaluation: dict[str, Any] = field(default_factory=dict)
-    answer_batch_size: int = 16
-    average: float = 0.0
-    fsdp: bool | str | None = None  # pyright: ignore[reportIncompatibleVariableOverride] (transformers takes both)
-    remove_unused_columns: bool = False
-    dataloader_pin_memory: bool = False
+    answer_batch_size: Count = 16
+    average: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     samplers: ClassVar[tuple[str, ...]] = ("evaluation",)  # fields that are settings of a sampler
-    counts: ClassVar[tuple[str, ...]] = ("new_tokens", "answer_batch_size")  # fields that are whole numbers from 1 on
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.counts:
-            check_count(name, getattr(self, name))
-        if not 0 <= self.average < 1:
-            raise UserError("option-range", f"average must be from 0 to below 1, not {self.average}")
-        if self.dtype not in ("float32", "float64", "bfloat16"):
-            raise unknown("dtype", self.dtype, ("float32", "float64", "bfloat16"))
         for name in self.samplers:
             for option in getattr(self, name):
                 if option not in SamplerOptions.__annotations__:
@@ -94,7 +105,6 @@ class DiffusionTrainer(Trainer):
         eval_dataset: the same, to measure on.
         processing_class: the tokenizer of a model of transformers; others have theirs.
         peft_config: a `LoraConfig` of peft, whose adapters alone learn. With None all weights learn.
-        columns: names of the columns, if they are others.
         metric: how answers are judged, see `Metric`.
         options: others of `Trainer`.
 
@@ -117,28 +127,31 @@ class DiffusionTrainer(Trainer):
         processing_class: Any = None,
         *,
         peft_config: Any = None,
-        columns: Columns | None = None,
         metric: Metric | str = "exact_match",
         callbacks: Sequence[TrainerCallback] = (),
         **options: Any,
     ):
         args = args or self.config(output_dir="trained")
-        columns = columns or Columns()
+        if args.dtype == "bfloat16" and peft_config is None:
+            raise UserError(
+                "options-conflict",
+                "train.dtype=bfloat16 rounds small updates of all weights away. Use it with train.lora, or set"
+                " train.bf16=true, which computes in bfloat16.",
+            )
+        self.examples = examples(train_dataset, self.answers, "train_dataset")
+        self.held = [] if eval_dataset is None else examples(eval_dataset, self.answers, "eval_dataset")
         self.trained = Trainable.load(
             model, args.dtype, peft_config, args.seed, uniform=self.uniform, tokenizer=processing_class
         )
         self.metric = Metric("metric", metric) if isinstance(metric, str) else metric
-        self.examples = columns.examples(train_dataset, self.answers, "train_dataset")
-        self.held = [] if eval_dataset is None else columns.examples(eval_dataset, self.answers, "eval_dataset")
         if self.examples[0].task:
             check_tokenizer(self.trained.tokenizer, self.trained.named)
         self._figures: dict[str, list[float]] = {}
-        self.average = Average("average", args.average)
+        self.average = WeightCopy("average", args.average)
         self.copies: list[WeightCopy] = [self.average, *(one for one in callbacks if isinstance(one, WeightCopy))]
         for name in args.samplers:
             self.sampler(**getattr(args, name))  # a mistake in one shows here
         self.train_rows, held_rows = self.rows(args)
-        more: list[TrainerCallback] = [FiniteGradients(), *([self.average] if args.average else []), *callbacks]
         super().__init__(
             model=self.trained,
             args=args,
@@ -146,7 +159,7 @@ class DiffusionTrainer(Trainer):
             train_dataset=self.train_rows,  # pyright: ignore[reportArgumentType] (a list is a data set by position)
             eval_dataset=held_rows or None,  # pyright: ignore[reportArgumentType]
             processing_class=self.trained.tokenizer,
-            callbacks=more,
+            callbacks=[FiniteGradients(), *([self.average] if args.average else []), *callbacks],
             **options,
         )
         self.model_accepts_loss_kwargs = False  # a loss is the mean over its rows
@@ -226,6 +239,11 @@ class DiffusionTrainer(Trainer):
                 raise NotFiniteError(answer.nfe, [answer.index + 1])
         return found
 
+    def shared(self, items: Sequence[Any]) -> tuple[list[Any], range]:
+        """Return the items of this process, and their numbers, which are seeds: whichever process has an item."""
+        numbers = range(self.args.process_index, len(items), self.args.world_size)
+        return [items[at] for at in numbers], numbers
+
     def together(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
         """Return each item that takes a forward, with True. Processes that share the weights make as many forwards:
         those with fewer items get their last one again, with False."""
@@ -237,16 +255,13 @@ class DiffusionTrainer(Trainer):
     def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
         """Add the figures of the steps since the last line, and hand the line on."""
         if "loss" in logs:
-            means = {name: sum(some) / len(some) for name, some in self._figures.items()}
+            means = gather_object([{name: sum(some) / len(some) for name, some in self._figures.items()}])
             self._figures.clear()
-            if self.args.world_size > 1:
-                all_means = gather_object([means])
-                means = {name: sum(one[name] for one in all_means) / len(all_means) for name in means}
-            logs |= means
+            logs |= {name: sum(one[name] for one in means) / len(means) for name in means[0]}
         super().log(logs, *given, **named)
 
     def training_step(self, *given: Any, **named: Any) -> Tensor:
-        """See `Trainer.training_step`: forward and backward, which may run layers again."""
+        """Run forward and backward, which may run layers again, with the same kernels of attention."""
         with self.attention():
             return super().training_step(*given, **named)
 
@@ -260,22 +275,19 @@ class DiffusionTrainer(Trainer):
 
     def measured(self) -> dict[str, float]:
         """Return right answers, forwards and tokens per forward on held-out prompts, those of all processes."""
-        rank, ranks = self.args.process_index, self.args.world_size
-        mine = self.held[rank::ranks]
-        seeds = range(rank, rank + len(mine) * ranks, ranks)  # a prompt has one, whichever process answers it
+        mine, seeds = self.shared(self.held)
         answers = self.answered(self.sampler(**self.args.evaluation), [one.prompt for one in mine], [*seeds])
         known = [(one, answer) for one, answer in zip(mine, answers, strict=True) if one.answer is not None]
-        right = [one.right(answer.text or "", _tokens(answer), self.metric) for one, answer in known]
+        right = [
+            one.right(answer.text or "", answer.tokens[: answer.length].tolist(), self.metric) for one, answer in known
+        ]
         counts = [sum(right), len(right), sum(one.nfe for one in answers), sum(one.length for one in answers)]
         total, count, nfe, tokens = (sum(some) for some in zip(*gather_object([counts]), strict=True))
         found = {"nfe": nfe / len(self.held), "tokens_per_forward": tokens / nfe}
         return {"right": total / count, **found} if count else found
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model in its family's original format; a checkpoint on the way has what learns in full precision.
-
-        See `Trainer.save_model`.
-        """
+        """Write the model in its family's own format; a checkpoint on the way has what learns in full precision."""
         if _internal_call and output_dir is not None:
             super().save_model(output_dir, _internal_call)
             for copy in self.copies:
@@ -296,7 +308,3 @@ class DiffusionTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push nothing on the way: the hub gets the family's format, from `save_model` after training."""
-
-
-def _tokens(answer: Answer) -> list[int]:
-    return answer.tokens[: answer.length].tolist()

@@ -51,8 +51,7 @@ class UniformLoss:
         (masks,) = masked.draw(rows, block, dice, complementary=False, inverse=False)
         other = (dice.uniform(rows.length, rows.ids.shape[1]) * self.spec.vocab_size).long()
         again = dice.one() < self.self_conditioning
-        share = 1 / (rows.answer.sum(1, keepdim=True).double() * len(rows.ids))  # [B, 1]
-        return Noise(torch.where(masks.hidden, other, rows.ids), masks.hidden, share * rows.answer, again)
+        return Noise(torch.where(masks.hidden, other, rows.ids), masks.hidden, rows.share * rows.answer, again)
 
     def __call__(self, network: nn.Module, rows: Rows, dice: Dice) -> Tensor:
         """Return the mean over the rows of the cross-entropies of their answers' tokens."""

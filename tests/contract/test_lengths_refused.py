@@ -9,7 +9,7 @@ import pytest
 from dllm_sampler import Sampler, UserError
 from dllm_sampler.core.values import FREE
 from dllm_sampler.inputs.prompts import Infill
-from dllm_sampler.training.trajectory import check, trajectories
+from dllm_sampler.training.trajectory import Trajectories, check
 from tests import toys
 from tests.contract.cases import settings
 from tests.refusals import refused
@@ -59,4 +59,4 @@ def test_tokens_behind_a_gap_are_refused_and_training_too() -> None:
     with refused("trajectories-unsupported: scheduler=daedal"):
         check(sampler)
     with refused("trace-not-scorable"):
-        trajectories(sampler.generate(toys.PROMPTS, max_new_tokens=8).trace, sampler.denoiser.spec)
+        Trajectories(sampler.generate(toys.PROMPTS, max_new_tokens=8).trace, sampler.denoiser.spec)

@@ -11,7 +11,7 @@ import torch
 from dllm_sampler import Infill, Result, Sampler
 from dllm_sampler.core.values import FREE
 from dllm_sampler.result import FIELDS
-from dllm_sampler.training.trajectory import trajectories
+from dllm_sampler.training.trajectory import Trajectories
 from tests import toys
 from tests.refusals import refused
 from tests.sampling import each, few
@@ -215,7 +215,7 @@ def test_stacked_answers_of_several_lengths_are_scored_as_they_were_sampled() ->
     assert stacked.tokens.shape == (len(lengths), 12)
     trace, spec = stacked.trace, sampler.denoiser.spec
     assert trace.seen(0).sum(1).tolist() == [len(p) + n for p, n in zip(toys.PROMPTS, lengths, strict=True)]
-    view = trajectories(trace, spec)
+    view = Trajectories(trace, spec)
     scored = view.log_probabilities(sampler.denoiser.transformer)  # pyright: ignore[reportAttributeAccessIssue]
     learnt = (trace.step_map >= 0) & (torch.arange(12 + trace.origin) < trace.origin + stacked.lengths[:, None])
     torch.testing.assert_close(scored[learnt], trace.logprob[learnt])

@@ -63,19 +63,27 @@ def test_the_library_sets_none(checkpoint: Path) -> None:
 
 
 @each(("said", "expected"), [([], 1), (["threads=3"], 3)])
-def test_every_command(said: list[str], expected: int, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command(
+    said: list[str], expected: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main([*words, *said, "copy: Ada"]) == 0
     assert torch.get_num_threads() == expected
     torch.set_num_threads(7)
     assert evaluate(["task.count=1", "max_new_tokens=8", "device=cpu", "oracle=false", *said]) == 0
     assert torch.get_num_threads() == expected
     for name, more in (("mini", []), ("sft", ["train.tasks={copy: 1}"])):
-        seen: list[int] = []
         cls = training.read([f"train={name}", *more]).target
-        monkeypatch.setattr(cls, "command", lambda *_, seen=seen: seen.append(torch.get_num_threads()))
+
+        def stop(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cls, "train", stop)
         torch.set_num_threads(7)
-        assert training.main([f"train={name}", "train.use_cpu=true", *more, *said]) == 0
-        assert seen == [expected]
+        assert (
+            training.main([f"train={name}", "train.use_cpu=true", f"train.output_dir={tmp_path / name}", *more, *said])
+            == 130
+        )
+        assert torch.get_num_threads() == expected
 
 
 def test_a_worker_goes_by_the_users_variables_and_not_by_joblibs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from dllm_sampler.models.mini_export import export
 from dllm_sampler.models.mini_tokenizer import build_tokenizer
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.training import cli, deer
-from dllm_sampler.training.deer_losses import distill_mask, refine_mask, stage_loss
-from dllm_sampler.training.masked import Dice, Rows, collate
+from dllm_sampler.training.deer import refine_masks, stage_loss
+from dllm_sampler.training.masked import Dice, Masks, Rows, collate, draw
 from tests import tiny, toys
 from tests.sampling import sampled
 from tests.unit.test_training_families import gradients, same, sees, trained
@@ -110,9 +111,9 @@ def test_a_run_that_was_cut_ends_where_an_uninterrupted_one_does(
 
 def test_mistakes(start: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for word, sentence in (
-        ("train.distill_steps=0", "distill_steps must be a whole number of at least 1, not 0"),
-        ("train.least_t=0", "least_t must be above 0"),
-        ("train.alpha=-1", "alpha must be a number above 0"),
+        ("train.distill_steps=0", "distill_steps should be greater than or equal to 1, not 0"),
+        ("train.least_t=0", "least_t should be greater than 0"),
+        ("train.alpha=-1", "alpha should be greater than 0"),
         ("+train.tasks.sing=1", "unknown task 'sing'"),
         ("train.separator=SEP", "unknown separator 'SEP', did you mean '[SEP]'"),
         ("train.shape={hidden_size: 7}", "train.shape lacks intermediate_size, num_hidden_layers"),
@@ -125,48 +126,45 @@ def test_mistakes(start: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.
         assert len(error.splitlines()) == 1
 
 
-ANSWER = torch.tensor([[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]]).bool()
+def stage_one(rows: Rows, dice: Dice, least: float) -> Masks:
+    return draw(rows, None, dice, complementary=False, inverse=True, floor=least)[0]
 
 
 def test_stage_two_masks_the_last_tokens_and_weighs_the_first_of_them_most() -> None:
-    seen = set()
+    rows, seen = collate([([1], [2] * 3), ([1] * 2, [2] * 4)], 0), set()
     for seed in range(40):
-        masked, weight = refine_mask(ANSWER, Dice([seed, -1 - seed]), 3, 2.0)
-        for row, last in zip(masked.tolist(), (3, 5), strict=True):
-            count = sum(row)
-            assert row == [last - count < place <= last for place in range(6)]
+        masks = refine_masks(rows, Dice([seed, -1 - seed]), 3, 2.0)
+        for row, last, answer in zip(range(2), (4, 6), (3, 4), strict=True):
+            count = int(masks.hidden[row].sum())
+            assert masks.hidden[row].tolist() == [last - count <= place < last for place in range(6)]
+            weights = masks.weight[row, last - count : last] * answer * 2
+            assert weights.tolist() == pytest.approx([2.0**power for power in reversed(range(count))])
             seen.add(count)
-        assert weight[0, 1:4].tolist() == [4, 2, 1]
-        assert weight[1, 2:].tolist() == [8, 4, 2, 1]
     assert seen == {1, 2, 3}
 
 
 def test_stage_one_weighs_by_the_masked_share() -> None:
-    answer = torch.ones(3000, 50, dtype=torch.bool)
-    answer[:, :10] = False
-    masked, weight = distill_mask(answer, Dice(range(3000)), 0.05)
-    t = 1 / weight[:, 0]
-    assert (t >= 0.05).all()
-    assert (t <= 1).all()
-    assert abs(float(t.mean()) - 0.525) < 0.015
-    assert not masked[:, :10].any()
-    share = masked[:, 10:].double().mean(1)
-    assert float((share - t).abs().mean()) < 0.08
-    assert abs(float((share - t).mean())) < 0.01
+    rows = collate([([1] * 10, [2] * 40)] * 3000, 0)
+    masks = stage_one(rows, Dice(range(3000)), 0.05)
+    t = 1 / (masks.weight.amax(1) * 40 * 3000)
+    t, share = t[masks.hidden.any(1)], masks.hidden[:, 10:].double().mean(1)[masks.hidden.any(1)]
+    assert float(t.min()) >= 0.05 and float(t.max()) <= 1 and abs(float(t.mean()) - 0.525) < 0.02
+    assert not masks.hidden[:, :10].any()
+    assert float((share - t).abs().mean()) < 0.08 and abs(float((share - t).mean())) < 0.01
 
 
 def test_stage_two_unweighted_over_the_whole_answer_is_stage_one() -> None:
-    network = toys.transformer()
+    network, spec = toys.transformer(), toys.denoiser().spec
     ids = torch.randint(0, toys.MASK, (2, 6), generator=torch.Generator().manual_seed(1))
-    rows = Rows(ids, torch.tensor([1, 2]), torch.tensor([6, 6]))  # behind the first answer two separators
-    one = distill_mask(ANSWER, Dice([0, 1]), 1.0)  # t = 1
-    two = refine_mask(ANSWER, Dice([0, 1]), 10**9, 1.0)
-    assert torch.equal(one[0], two[0])
-    losses = [stage_loss(network, rows, ANSWER, *each, toys.denoiser().spec).item() for each in (one, two)]
-    assert losses[0] == losses[1] > 0
+    rows = Rows(ids, torch.tensor([1, 2]), torch.tensor([6, 6]))
+    learned = replace(rows, length=torch.tensor([4, 6]))  # behind the first answer two separators
+    one, two = stage_one(learned, Dice([0, 1]), 1.0), refine_masks(learned, Dice([0, 1]), 10**9, 1.0)
+    losses = [stage_loss(network, rows, each, spec).item() for each in (one, two)]
+    assert torch.equal(one.hidden, two.hidden) and losses[0] == losses[1] > 0
     # by hand: the mean over the rows of the mean over their answers, masked whole
-    logits = network(ids.masked_fill(ANSWER, toys.MASK)).log_softmax(-1).gather(2, ids[..., None])[..., 0]
-    assert losses[0] == pytest.approx(-sum(row[at].mean().item() for row, at in zip(logits, ANSWER, strict=True)) / 2)
+    logits = network(ids.masked_fill(learned.answer, toys.MASK)).log_softmax(-1).gather(2, ids[..., None])[..., 0]
+    means = [row[at].mean().item() for row, at in zip(logits, learned.answer, strict=True)]
+    assert losses[0] == pytest.approx(-sum(means) / 2)
 
 
 @pytest.mark.parametrize("name", sampled([name for name in tiny.EVERY if name != "nemotron-labs-diffusion"]))
@@ -176,18 +174,18 @@ def test_the_loss_of_every_family(name: str, tmp_path: Path) -> None:
     spec = it.denoiser.spec
     assert spec.mask_id is not None
     rows = collate([([7, 9, 30], [41, 5, 5, 6, 12, 3, 8, 2, 9, 50]), ([3] * 6, [11, 13, 50])], spec.eos_id)
-    answer = rows.answer & (torch.arange(rows.ids.shape[1]) < rows.length[:, None] - 1)
-    for corrupt in (partial(distill_mask, least=0.05), partial(refine_mask, longest=5, alpha=1.5)):
-        masked, weight = corrupt(answer, Dice([2, 3]))
-        loss = stage_loss(it.network, rows, answer, masked, weight, spec)
+    learned = replace(rows, length=rows.length - 1)
+    for corrupt in (partial(stage_one, least=0.05), partial(refine_masks, longest=5, alpha=1.5)):
+        masks = corrupt(learned, Dice([2, 3]))
+        loss = stage_loss(it.network, rows, masks, spec)
         found, expected = gradients(it, loss), torch.zeros((), dtype=torch.float64)
         for row in range(2):
             end = int(rows.length[row])
-            ids = rows.ids[row, :end].masked_fill(masked[row, :end], spec.mask_id)
+            ids = rows.ids[row, :end].masked_fill(masks.hidden[row, :end], spec.mask_id)
             logits = it.network(ids[None], keys=sees(it, end))[0].log_softmax(-1)
             logits = logits.roll(1, 0) if spec.shift else logits
-            for at in masked[row].nonzero()[:, 0].tolist():
-                expected = expected - weight[row, at] * logits[at, rows.ids[row, at]] / (2 * int(answer[row].sum()))
+            for at in masks.hidden[row].nonzero()[:, 0].tolist():
+                expected = expected - masks.weight[row, at] * logits[at, rows.ids[row, at]]
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-10)
         same(found, gradients(it, expected))
 
@@ -204,13 +202,9 @@ def test_what_is_learnt_is_what_is_drafted(name: str, tmp_path: Path) -> None:
     logits = speculative._draft(run.text, [new - 1], run).logits
     assert logits is not None
     rows = collate([([7, 9, 30, 4, 4], [*range(10, 9 + new), 50])], spec.eos_id)
-    masked = rows.answer & (torch.arange(rows.ids.shape[1]) < rows.length[:, None] - 1)
-    each = torch.stack(
-        [
-            stage_loss(it.network, rows, masked, masked, 1.0 * (torch.arange(12) == at)[None], spec)
-            for at in range(5, 11)
-        ]
-    )
+    masked = replace(rows, length=rows.length - 1).answer
+    weights = [(torch.arange(12) == at)[None].double() / (new - 1) for at in range(5, 11)]
+    each = torch.stack([stage_loss(it.network, rows, Masks(masked, weight), spec) for weight in weights])
     log = logits[0].log_softmax(-1)
     expected = torch.stack([-log[at, 10 + at] for at in range(new - 1)]) / (new - 1)
     assert spec.mask_id is not None
@@ -260,7 +254,7 @@ def test_adapters_of_a_drafter(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     model, data = tiny.write("llada", tmp_path / "m"), tmp_path / "data.jsonl"
     data.write_text(FACTS.read_text())
-    more = ["train.lora={r: 2, alpha: 4, dropout: 0.1}", "train.bf16=true", f"train.data={data}"]
+    more = ["train.lora={r: 2, lora_alpha: 4, lora_dropout: 0.1}", "train.bf16=true", f"train.data={data}"]
     assert cli.main(on_facts(tmp_path / "run", model, *more, "train.gradient_checkpointing=true")) == 0
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "drafter"))
     changed = {key for key in before if not torch.equal(before[key], after[key])}

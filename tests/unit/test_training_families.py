@@ -14,7 +14,7 @@ from dllm_sampler.training.certainty import certainty_loss, split
 from dllm_sampler.training.masked import Dice, Rows, chunk, collate
 from dllm_sampler.training.model import Trainable
 from dllm_sampler.training.policy import Goal
-from dllm_sampler.training.trajectory import check, trajectories
+from dllm_sampler.training.trajectory import Trajectories, check
 from tests import tiny
 from tests.refusals import refused
 from tests.sampling import crossed, sampled
@@ -36,7 +36,7 @@ def test_what_was_sampled_is_what_is_scored(name: str, tmp_path: Path) -> None:
     it = trained(name, tmp_path / name, blocks=4)
     sampler = Sampler(it.denoiser, scheduler="random_order", temperature=1.0, stop="none")
     trace = sampler.generate(PROMPTS, max_new_tokens=9, seed=1).trace
-    view = trajectories(trace, it.denoiser.spec, after_eos=True, blocks=4)
+    view = Trajectories(trace, it.denoiser.spec, after_eos=True, blocks=4)
     found = view.log_probabilities(it.network)
     assert int(view.valid.sum()) == 27
     torch.testing.assert_close(found[view.valid], trace.logprob[view.valid].double(), atol=1e-10, rtol=1e-9)
@@ -54,13 +54,13 @@ def test_a_causal_context_in_blocks_of_any_length(length: int | None, tmp_path: 
     sampler = Sampler(it.denoiser, scheduler=rule, blocks=blocks, cache="block_causal", temperature=1.0, stop="none")
     check(sampler)
     trace = sampler.generate(PROMPTS, max_new_tokens=9, samples=3, seed=1).trace
-    view = trajectories(trace, it.denoiser.spec, after_eos=True, blocks=length or 9)
+    view = Trajectories(trace, it.denoiser.spec, after_eos=True, blocks=length or 9)
     found = view.log_probabilities(it.network, 100)
     torch.testing.assert_close(found[view.valid], trace.logprob[view.valid].double(), atol=1e-10, rtol=1e-9)
     with refused("trajectories-unsupported: blocks=ascending"):
         check(Sampler(it.denoiser, scheduler="ascending", blocks="ascending", temperature=1.0))
     with refused("option-missing: blocks="):
-        trajectories(trace, it.denoiser.spec)
+        Trajectories(trace, it.denoiser.spec)
 
 
 def by_hand(it: Trainable, ids: Tensor, prompt: int) -> Tensor:
@@ -119,7 +119,7 @@ def test_the_gradient_of_rewards(name: str, likelihood: str, tmp_path: Path) -> 
     blank = torch.zeros_like(trace.ids, dtype=torch.bool)
     if single:
         blank[2:4, trace.origin - 3] = True  # a token of the second prompt is hidden too
-    view = trajectories(trace, spec, single=single, blank=blank if single else None, blocks=4)
+    view = Trajectories(trace, spec, single=single, blank=blank if single else None, blocks=4)
     generator = torch.Generator().manual_seed(5)
     noise = [0.3 * torch.randn(trace.ids.shape, generator=generator, dtype=torch.float64) for _ in range(2)]
     now = view.log_probabilities(it.network)

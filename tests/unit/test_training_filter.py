@@ -13,14 +13,29 @@ from dllm_sampler import Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.models.filter import judge, load
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.training import cli, replay
-from dllm_sampler.training.filter import Filter, fit, judged, loss
-from dllm_sampler.training.replay import Records, Replay
+from dllm_sampler.training import cli, filter
+from dllm_sampler.training.filter import (
+    Filter,
+    FilterConfig,
+    FilterTrainer,
+    Records,
+    Replay,
+    judged,
+    loss,
+)
 from tests import tiny
 from tests.sampling import each, sampled
 
 FACTS = Path(__file__).parents[2] / "examples" / "facts.jsonl"
-QUIET: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_steps": 10**6}
+
+
+def fit(training: Records, validation: Records, **settings: Any) -> tuple[Any, float]:
+    """A filter for some records, and its loss."""
+    usual: dict[str, Any] = {"learning_rate": 2e-2, "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    usual |= {"eval_strategy": "steps", "eval_steps": 50, "eval_on_start": True, "save_strategy": "no"}
+    trainer = FilterTrainer(FilterConfig("filter", **{**usual, **settings}), training, validation)
+    trainer.train()
+    return trainer.best, trainer.least
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +58,7 @@ def records(count: int, seed: int) -> Any:
 @pytest.mark.slow
 def test_learns_a_threshold() -> None:
     """It then accepts what the threshold rule accepts."""
-    layers, loss = fit(records(1000, 0), records(200, 1), max_steps=1000, learning_rate=2e-2, weight_decay=0.0, **QUIET)
+    layers, loss = fit(records(1000, 0), records(200, 1), max_steps=1000)
     assert loss < 0.05
     fresh = records(200, 2)
     agree = (judge(layers, fresh.known).sigmoid() > 0.5) == fresh.final
@@ -89,9 +104,7 @@ def test_counts_only_what_is_open_unless_told() -> None:
     final = torch.tensor([[True, False]]).repeat(50, 1)
     one = Records(known, final, open_, there)
     logit = {
-        committed: judge(
-            fit(one, one, max_steps=300, learning_rate=2e-2, committed=committed, caution=1.0, **QUIET)[0], known[:1]
-        )[0]
+        committed: judge(fit(one, one, max_steps=300, committed=committed, caution=1.0)[0], known[:1])[0]
         for committed in (False, True)
     }
     assert logit[False][0] > 2
@@ -105,10 +118,9 @@ def test_caution_accepts_less() -> None:
     known = torch.full((60, 2), 0.9)
     everywhere = torch.ones_like(known, dtype=torch.bool)
     one = Records(known, (torch.arange(60) % 3 > 0)[:, None].expand(60, 2), everywhere, everywhere)
-    chance = [
-        float(judge(fit(one, one, max_steps=400, caution=caution, **QUIET)[0], known[:1]).sigmoid().mean())
-        for caution in (1, 4)
-    ]
+    options: dict[str, Any] = {"max_steps": 400, "learning_rate": 1e-2, "weight_decay": 0.1}
+    layers = [fit(one, one, caution=caution, **options)[0] for caution in (1, 4)]
+    chance = [float(judge(each, known[:1]).sigmoid().mean()) for each in layers]
     assert chance == pytest.approx([2 / 3, 1 / 3], abs=0.02)
 
 
@@ -141,21 +153,29 @@ def test_replay_ends_at_the_answer(checkpoint: Path) -> None:
     assert torch.equal(result.tokens, reference.tokens)
     assert (result.nfe < 10).all()
     seen = Records.join(towards.seen)
-    assert len(seen) == int(result.nfe.sum())
+    assert len(seen.known) == int(result.nfe.sum())
     assert (seen.open & ~seen.there).sum() == 0
     assert int((~seen.there).sum()) > 0  # the last block is short
     assert (seen.known[~seen.there] == 1).all()
 
 
 def words(output: Path, model: Path, *more: str) -> list[str]:
-    given = [f"output_dir={output}", f"model={model}", "count=20", "new_tokens=10", "block_length=4", "caution=1.0"]
+    given = [
+        f"output_dir={output}",
+        f"model={model}",
+        "prompts=18",
+        "held_out=2",
+        "new_tokens=10",
+        "block_length=4",
+        "caution=1.0",
+    ]
     given += ["answer_batch_size=4", "threshold=0.8", "max_steps=60", "learning_rate=3e-3"]
     return ["train=filter", *(f"train.{word}" for word in [*given, "use_cpu=true", *more])]
 
 
 def test_run(checkpoint: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "made" / "run"
-    given = words(output, checkpoint, f"prompts_file={prompts}")
+    given = words(output, checkpoint, f"data={prompts}")
     assert cli.main(given) == 0
     printed, path = capsys.readouterr(), output / "filter.safetensors"
     assert printed.out == f"{path}\n"
@@ -187,23 +207,23 @@ def test_a_killed_run_resumes(
     checkpoint: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Nothing is collected twice, and the same filter comes out."""
-    assert cli.main(words(tmp_path / "whole", checkpoint, f"prompts_file={prompts}")) == 0
-    output, calls, plain = tmp_path / "parts", list[int](), replay.replay
+    assert cli.main(words(tmp_path / "whole", checkpoint, f"data={prompts}")) == 0
+    output, calls, plain = tmp_path / "parts", list[int](), filter.replay
 
     def killed(*arguments: Any) -> Any:
         if calls.append(0) or len(calls) == 4:
             raise KeyboardInterrupt
         return plain(*arguments)
 
-    given = words(output, checkpoint, f"prompts_file={prompts}")
+    given = words(output, checkpoint, f"data={prompts}")
     with monkeypatch.context() as patch:
-        patch.setattr(replay, "replay", killed)
+        patch.setattr(filter, "replay", killed)
         assert cli.main(given) == 130
     for more, said in ((), "unfinished run"), (("train.resume=true", "train.new_tokens=8"), "train.new_tokens"):
         assert cli.main([*given, *more]) == 2
         assert said in capsys.readouterr().err
     done = list[int]()
-    monkeypatch.setattr(replay, "replay", lambda *arguments: done.append(0) or plain(*arguments))
+    monkeypatch.setattr(filter, "replay", lambda *arguments: done.append(0) or plain(*arguments))
     assert cli.main([*given, "train.resume=true"]) == 0
     assert len(done) == 6 - 3  # 16 training prompts in batches of 4, and two more of 2
     whole, parts = (tmp_path / name / "filter.safetensors" for name in ("whole", "parts"))
@@ -213,17 +233,16 @@ def test_a_killed_run_resumes(
 @each(
     ("more", "said"),
     [
-        (["count=9"], "count must be a whole number of at least 10"),
-        (["caution=0.0"], "caution must be a number above 0"),
-        (["threshold=1.5"], "threshold must be between 0 and 1"),
-        (["prompts_file={FEW}"], "there are 3 prompts. Give at least 10."),
-        (["prompts_file={FEW}", "data={FEW}"], "train.data has prompts, too"),
-        ([], "nothing to answer. Set train.data"),
+        (["depth=0"], "depth should be greater than or equal to 1"),
+        (["caution=0.0"], "caution should be greater than 0"),
+        (["threshold=1.5"], "threshold should be less than or equal to 1"),
+        (["data={FEW}", "held_out=2"], "there are 1 prompts to learn from"),
+        (["data.path=null"], "lacks mini's tokenizer"),
     ],
 )
 def test_refusals(more: list[str], said: str, checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
-    few = tmp_path / "few.txt"
-    few.write_text("copy : Ada\n" * 3)
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(json.dumps({"prompt": f"copy : {name}"}) + "\n" for name in ("Ada", "Ben", "Cal")))
     given = [word.replace("{FEW}", str(few)) for word in more]
     assert cli.main(words(tmp_path / "run", checkpoint, *given)) == 2
     assert said in capsys.readouterr().err
@@ -232,6 +251,6 @@ def test_refusals(more: list[str], said: str, checkpoint: Path, tmp_path: Path, 
 @pytest.mark.slow
 def test_tasks_of_mini(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a few seconds; right answers are counted, too."""
-    few = ["count=28", "max_steps=50", "answer_batch_size=14", "block_length=32", "new_tokens=32"]
+    few = ["prompts=25", "held_out=3", "max_steps=50", "answer_batch_size=14", "block_length=32", "new_tokens=32"]
     assert cli.main(words(tmp_path / "run", Path("mini"), *few)) == 0
     assert json.loads((tmp_path / "run" / "filter.json").read_text())["records"]["test"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.training import masked
-from dllm_sampler.training.masked import Dice, MaskedLoss, Masks, Pair, Rows, collate, cut, draw, padded
+from dllm_sampler.training.masked import Dice, MaskedLoss, Masks, Pair, Rows, collate, draw, padded
 from dllm_sampler.training.model import Trainable
 from tests import tiny, toys
 from tests.refusals import refused
@@ -133,27 +133,18 @@ def test_complementary_masks_hide_every_token_once() -> None:
     [("longest", [10, 10, 10]), ("none", [10, 8, 10]), ("block", [12, 8, 12]), (3, [10, 9, 10]), (20, [23, 24, 21])],
 )
 def test_end_tokens_behind_answers(padding: Any, lengths: list[int]) -> None:
-    found = padded(PAIRS, 99, padding, 4, 24)
-    assert [len(prompt) + len(answer) for prompt, answer in found] == lengths
-    for (prompt, answer), (before, text) in zip(found, PAIRS, strict=True):
-        assert prompt == before and list(answer[: len(text)]) == text and set(answer[len(text) :]) <= {99}
-    assert max(len(prompt) + len(answer) for prompt, answer in padded(PAIRS, 99, 500, 4, 24)) == 24
-
-
-def test_answers_are_cut_at_random_lengths() -> None:
-    rows = collate([([1] * 2, [2] * 6)] * 3000, 0)
-    assert torch.equal(cut(rows, 0.0, dice(rows)).length, rows.length)
-    length = cut(rows, 0.5, dice(rows)).length - 2
-    assert sorted(set(length.tolist())) == [1, 2, 3, 4, 5, 6]
-    shares = [float((length == one).double().mean()) for one in range(1, 6)]
-    assert shares == pytest.approx([0.5 / 6] * 5, abs=0.02)
+    spec = replace(toys.denoiser().spec, block_length=4)
+    found = padded(PAIRS, spec, padding, 24)
+    assert found.length.tolist() == lengths
+    for ids, length, (prompt, answer) in zip(found.ids.tolist(), lengths, PAIRS, strict=True):
+        whole = [*prompt, *answer]
+        assert ids[: len(whole)] == whole and set(ids[len(whole) : length]) <= {spec.eos_id}
+    assert int(padded(PAIRS, spec, 500, 24).length.max()) == 24
 
 
 def test_a_model_without_such_a_loss_is_refused() -> None:
-    spec: ModelSpec = toys.denoiser("causal").spec
     with refused("model-not-trainable"):
-        masked.check(spec, "toy")
-    masked.check(toys.denoiser("dream").spec, "toy")
+        masked.blocks(collate(PAIRS, 0), toys.denoiser("causal").spec)
 
 
 def test_the_mask_token_is_a_word_of_the_loss(tmp_path: Path) -> None:

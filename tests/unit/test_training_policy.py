@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dllm_sampler.training import policy
 from dllm_sampler.training.chunk import Chunk
 from dllm_sampler.training.policy import Goal
-from dllm_sampler.training.trajectory import Trajectories, trajectories
+from dllm_sampler.training.trajectory import Trajectories
 from tests import toys
 
 
@@ -81,25 +81,11 @@ def test_distinct_answers_by_hand() -> None:
     assert policy.distinct(result, 2) == pytest.approx((1 / 2 + 1 + 1 / 2) / 3)
 
 
-def test_entropy_is_that_of_the_tokens_that_count() -> None:
-    trace = toys.sampler(temperature=1.0, entropy=True).generate(toys.PROMPTS[:2], max_new_tokens=9).trace
-    ids = trace.ids.clone()
-    ids[0, trace.origin + 3] = toys.EOS
-    trace = replace(trace, ids=ids)
-    assert trace.entropy is not None
-    answers, found = ids[:, trace.origin :].tolist(), []
-    for row, answer in enumerate(answers):
-        length = answer.index(toys.EOS) + 1 if toys.EOS in answer else len(answer)
-        found += trace.entropy[row, trace.origin : trace.origin + length].tolist()
-    assert len(found) < 18
-    assert policy.entropy(trace, (toys.EOS,)) == pytest.approx(sum(found) / len(found))
-
-
 @pytest.fixture(scope="module")
 def view() -> Trajectories:
     sampler = toys.sampler(scheduler={"name": "threshold", "threshold": 0.6}, temperature=1.0)
     trace = sampler.generate(toys.PROMPTS[:2], max_new_tokens=13, samples=3).trace
-    return trajectories(trace, sampler.denoiser.spec, after_eos=True)
+    return Trajectories(trace, sampler.denoiser.spec, after_eos=True)
 
 
 def gradient(model: nn.Module, view: Trajectories, goal: Goal, budget: int, beta: float) -> tuple[float, Tensor, dict]:

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 
 from dllm_sampler import Sampler
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.training.trajectory import trajectories
+from dllm_sampler.training.trajectory import Trajectories
 from tests import tiny, toys
 from tests.refusals import refused
 from tests.unit.test_training_runs import FACTS, history
@@ -32,7 +32,7 @@ def sampled_and_scored(module: Any, prompts: list[list[int]]) -> tuple[Tensor, T
     trace = sampler.generate(prompts, max_new_tokens=12, samples=2, seed=4).trace
     assert torch.equal(torch.get_rng_state(), before)
     assert module.training and all(p.grad is None and p.requires_grad for p in module.parameters())
-    (chunk,) = trajectories(trace, sampler.denoiser.spec, after_eos=True).chunks(10**6)
+    (chunk,) = Trajectories(trace, sampler.denoiser.spec, after_eos=True).chunks(10**6)
     chunk.score(module)[0].sum().backward()
     grad = next(iter(module.parameters())).grad
     return trace.ids, trace.logprob, grad.full_tensor() if hasattr(grad, "full_tensor") else grad
@@ -132,13 +132,13 @@ COMMON = [
 POLICY = ["num_generations=3", "rollout={temperature: 4.0}", "rewards={run:letters: 1}", "beta=0.1", "batch_tokens=96"]
 POLICY += ["ref_model_sync_steps=1"]
 TASKS = {
-    "sft": ["padding=block", "block_length=8", "average=0.5"],
+    "sft": ["padding=16", "average=0.5"],
     "cjgrpo": [*POLICY, "average=0.5", "transitions=4"],
     "grpo": [*POLICY, "num_iterations=3", "save_steps=3"],
     "distill": ["prompts=8", "keep=false", "block_length=4", "teacher={}", "average=0.5"],
 }
 FSDP = ["fsdp=true", "fsdp_config={version: 2, state_dict_type: FULL_STATE_DICT}"]
-LORA = ["lora={r: 2, alpha: 4, dropout: 0}"]
+LORA = ["lora={r: 2, lora_alpha: 4}"]
 
 
 def run(folder: Path, launcher: list[str], task: str, output: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -223,7 +223,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_do_not_change_a_filter_or_a_drafter(tmp_path: Path) -> None:
     model = tiny.write("llada", tmp_path / "m")
-    filter = ["count=20", "block_length=4", "answer_batch_size=4", "max_steps=60"]
+    filter = ["prompts=18", "held_out=2", "block_length=4", "answer_batch_size=4", "max_steps=60"]
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": 96}
     drafter = ["target_steps=4", "answers=8", "distill_steps=4", "refine_steps=4", "draft_length=4", "held_out=2"]

@@ -42,10 +42,10 @@ def test_rewards_add_up() -> None:
 @pytest.mark.parametrize(
     ("reward", "message", "unscored"),
     [
-        (broken, r"reward r0 failed \(RuntimeError: no judge\): the batch has no score", 3),
+        (broken, r"reward r0 failed on 3 answers \(RuntimeError: no judge\)", 3),
         (lambda **_: [1.0], "gave 1 numbers for 3 answers", 3),
         (lambda **_: [1.0, math.nan, math.inf], "not finite for 2 answers", 2),
-        (lambda **_: ["high"] * 3, "failed .ValueError", 3),
+        (lambda **_: ["high"] * 3, "failed on 3 answers .ValueError", 3),
     ],
 )
 def test_rewards_that_fail_say_so(reward: Any, message: str, unscored: int) -> None:

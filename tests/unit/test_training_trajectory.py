@@ -16,7 +16,7 @@ from dllm_sampler.errors import RandomScoreWarning
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.huggingface import MaskedLM, MaskedLMDenoiser
 from dllm_sampler.training.masked import Dice
-from dllm_sampler.training.trajectory import Trajectories, check, trajectories
+from dllm_sampler.training.trajectory import Trajectories, check
 from tests import toys
 from tests.refusals import refused
 from tests.sampling import sampled
@@ -44,12 +44,11 @@ def rollout(kind: str = "llada", **plugins: Any) -> Trace:
 def test_the_same_weights_give_what_was_recorded(kind: str, stop: str) -> None:
     """For every token that counts, whatever is packed into a forward; and side by side, where attention allows it."""
     trace, spec = rollout(kind, stop=stop), toys.denoiser(kind).spec
-    for parallel in (False, True) if kind in ("causal", "fast") else (False,):
-        found = trajectories(trace, spec, after_eos=True, parallel=parallel, blocks=6)
-        assert torch.equal(found.valid, (trace.step_map >= 0) & (trace.gone < 0))
-        for budget in (1, 100, 10**6):
-            again = found.log_probabilities(network(kind), budget)
-            torch.testing.assert_close(again, torch.where(found.valid, trace.logprob, 0), atol=1e-13, rtol=0)
+    found = Trajectories(trace, spec, after_eos=True, blocks=6)
+    assert torch.equal(found.valid, (trace.step_map >= 0) & (trace.gone < 0))
+    for budget in (1, 100, 10**6):
+        again = found.log_probabilities(network(kind), budget)
+        torch.testing.assert_close(again, torch.where(found.valid, trace.logprob, 0), atol=1e-13, rtol=0)
 
 
 def test_float32_within_its_precision() -> None:
@@ -57,7 +56,7 @@ def test_float32_within_its_precision() -> None:
     sampler = Sampler(TransformerDenoiser(model, toys.MASK, toys.EOS), temperature=1.0)
     trace = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS).trace
     assert trace.logprob.dtype == torch.float32
-    found = trajectories(trace, sampler.denoiser.spec, after_eos=True)
+    found = Trajectories(trace, sampler.denoiser.spec, after_eos=True)
     torch.testing.assert_close(
         found.log_probabilities(model), torch.where(found.valid, trace.logprob, 0), atol=1e-5, rtol=0
     )
@@ -94,7 +93,7 @@ def test_models_of_transformers_are_scored_as_they_are() -> None:
     model = masked_lm()
     denoiser = MaskedLMDenoiser(model, toys.MASK, toys.EOS, toys.EOS)
     trace = Sampler(denoiser, temperature=1.0).generate(toys.PROMPTS, max_new_tokens=TOKENS).trace
-    found = trajectories(trace, denoiser.spec, after_eos=True)
+    found = Trajectories(trace, denoiser.spec, after_eos=True)
     right = torch.where(found.valid, trace.logprob, 0)
     for one in (model, Around(model), MaskedLM(model), denoiser):
         torch.testing.assert_close(found.log_probabilities(one), right, atol=1e-12, rtol=0)
@@ -116,7 +115,7 @@ def test_functions_are_scored_as_they_are() -> None:
         vocab_size=toys.VOCAB, mask_id=toys.MASK, eos_id=toys.EOS, dtype="float64", temperature=1.0,
     )  # fmt: skip
     trace = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS).trace
-    found = trajectories(trace, sampler.denoiser.spec, after_eos=True)
+    found = Trajectories(trace, sampler.denoiser.spec, after_eos=True)
     for one in (sampler.denoiser, model, toys.denoiser("llada")):
         again = found.log_probabilities(one)
         torch.testing.assert_close(again, torch.where(found.valid, trace.logprob, 0), atol=1e-12, rtol=0)
@@ -125,7 +124,7 @@ def test_functions_are_scored_as_they_are() -> None:
 
 
 def test_scores_of_dropout_warn_once() -> None:
-    found = trajectories(rollout(), toys.denoiser().spec)
+    found = Trajectories(rollout(), toys.denoiser().spec)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for dropout in (0.0, 0.1):
@@ -139,21 +138,12 @@ def test_scores_of_dropout_warn_once() -> None:
     assert sentence.startswith("the model that is scored is in train mode with dropout (model.bert.")
 
 
-def test_side_by_side_saves_forwards() -> None:
-    trace = rollout("causal", scheduler="fixed")
-    serial, parallel = (trajectories(trace, toys.denoiser("causal").spec, parallel=each) for each in (False, True))
-    assert torch.equal(serial.weight, parallel.weight), "every block and step is still its own transition"
-    assert len(parallel.items()) < len(serial.items()) / 2
-    with refused("trace-not-scorable"):
-        trajectories(rollout(), toys.denoiser().spec, parallel=True)
-
-
 @pytest.mark.parametrize("kind", sampled(["llada", "dream", "causal"]))
 def test_what_sees_the_same_is_computed_once(kind: str) -> None:
     """Four samples of a prompt begin with one state: their values are those of each row alone."""
     sampler = toys.sampler(kind, scheduler="fixed", temperature=1.0)
     trace = sampler.generate(toys.PROMPTS, samples=4, max_new_tokens=TOKENS).trace
-    found = trajectories(trace, toys.denoiser(kind).spec, after_eos=True)
+    found = Trajectories(trace, toys.denoiser(kind).spec, after_eos=True)
     one = found.chunk(found.items())
     states = {(int(row) // 4, *trace.state(int(step))[row].tolist()) for row, step in found.items().tolist()}
     assert len(one.ids) == len(states) < len(found.items()) - 3 * len(toys.PROMPTS) + 1
@@ -170,7 +160,7 @@ def test_what_sees_the_same_is_computed_once(kind: str) -> None:
 
 def test_weights_by_hand() -> None:
     """Mean over the tokens of a transition, then over the transitions of a row; nothing behind the first end token."""
-    end = toys.EOS
+    end, spec = toys.EOS, toys.denoiser().spec
     trace = replace(
         rollout().row(0),
         ids=torch.tensor([[5, 1, 2, 3, end, 4, end]]),
@@ -179,25 +169,23 @@ def test_weights_by_hand() -> None:
         begin=torch.tensor([0]),
         origin=1,
     )
-    some = Trajectories(trace, end)
+    some = Trajectories(trace, spec)
     third = 1 / 6
     assert some.weight.tolist()[0] == pytest.approx([0, 1 / 2, third, third, third, 0, 0])
     assert some.items().tolist() == [[0, 0], [0, 2]], "step 1 has nothing that counts"
-    whole = Trajectories(trace, end, after_eos=True)
+    whole = Trajectories(trace, spec, after_eos=True)
     ninth = 1 / 9
     assert whole.weight.tolist()[0] == pytest.approx([0, third, ninth, ninth, ninth, 1 / 3, third])
-    assert Trajectories(trace, end, single=True).weight.tolist()[0] == pytest.approx([0, *[1 / 4] * 4, 0, 0])
+    assert Trajectories(trace, spec, single=True).weight.tolist()[0] == pytest.approx([0, *[1 / 4] * 4, 0, 0])
     drawn = whole.sample(1, Dice([0]))
     assert len(drawn.items()) == 1
     assert float(drawn.weight.sum()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_gradients(parallel: bool) -> None:
+def test_gradients() -> None:
     """By finite differences, and the same however it is cut into forwards."""
-    kind = "causal" if parallel else "llada"
-    model = toys.causal_transformer() if parallel else toys.transformer()
-    found = trajectories(rollout(kind), toys.denoiser(kind).spec, parallel=parallel)
+    model = toys.transformer()
+    found = Trajectories(rollout(), toys.denoiser().spec)
 
     def total(budget: int, backward: bool) -> float:
         value = 0.0
@@ -250,4 +238,4 @@ def test_samplers_that_are_refused(plugins: dict[str, Any], message: str) -> Non
 
 def test_a_revised_trace_is_refused() -> None:
     with refused("trace-not-scorable"):
-        trajectories(rollout(scheduler={"name": "remdm"}), toys.denoiser().spec)
+        Trajectories(rollout(scheduler={"name": "remdm"}), toys.denoiser().spec)

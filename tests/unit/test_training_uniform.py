@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 FACTS = Path(__file__).parents[2] / "examples" / "facts.jsonl"
 END = 285
-LORA: dict[str, float] = {"r": 2, "alpha": 4, "dropout": 0}
+LORA: dict[str, float] = {"r": 2, "lora_alpha": 4}
 # More than the 16 tokens of a sliding window before a canvas of 16, answers of several canvases, and one of one token.
 ROWS: Rows = collate([([5, 6, 7] * 7, [8, 9] * 19 + [END]), ([9] * 3, [3, 4, END]), ([1], [END])], END)
 
