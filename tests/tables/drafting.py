@@ -13,8 +13,6 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 from random import Random
-from statistics import median
-from time import perf_counter
 
 import torch
 from rich.console import Console
@@ -155,74 +153,23 @@ def run(subject: Subject, scheduler: Settings, cache: str | Settings, start: int
     return sampler.generate(subject.prompts[start : start + subject.batch], max_new_tokens=CANVAS)
 
 
-def counts(chosen: Sequence[Subject], found: Sequence[Agreement]) -> str:
-    """The table of equality: per model, the rows compared and those that differ."""
-    rows = []
-    for subject in chosen:
-        own = [one for one in found if one.subject == subject.name]
-        total, equal = sum(one.rows for one in own), sum(one.equal for one in own)
-        caches = ", ".join(
-            f"`{cache}`" if isinstance(cache, str) else f"`{cache['name']}` ({cache['store_pass']})"
-            for cache in subject.caches
-        )
-        rows.append([subject.name, str(len(subject.prompts)), caches, str(total), str(total - equal)])
-    return markdown.table(["model", "prompts", "caches, by turns (eager: `none`)", "rows compared", "differ"], rows)
-
-
 def savings(found: Sequence[Agreement]) -> str:
     """The table of forwards saved on one model."""
-    cells = {(one.base, one.draft): f"{100 * (1 - one.after / one.before):.0f} %" for one in found}
+    cells = {(one.base, one.draft): f"{100 * (1 - one.after / one.before):.0f}" for one in found}
     return markdown.table(["", *BASES], [[draft, *(cells[base, draft] for base in BASES)] for draft in DRAFTS])
-
-
-def cost(model: str, prompts: Sequence[str], base: str, cache: str, device: str) -> str:
-    """Forwards, positions computed and time by the number of branches, one prompt at a time."""
-    drafts: dict[str, Settings] = {"alone": BASES[base]}
-    drafts |= {str(draft): {"name": "freedave", "inner": BASES[base], "draft": draft} for draft in range(1, 9)}
-    loaded = Sampler.from_pretrained(model, device=device)
-    samplers = {
-        name: Sampler(loaded.denoiser, tokenizer=loaded.tokenizer, scheduler=spec, cache=cache, stop="none")
-        for name, spec in drafts.items()
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in drafts}
-    nfe, rows, ratio = dict.fromkeys(drafts, 0), dict.fromkeys(drafts, 0), {}
-    shown = track([prompts[0], *prompts], "timing", console=Console(stderr=True), transient=True)
-    for number, prompt in enumerate(shown):
-        for name, sampler in samplers.items():  # in turns, so that a busy machine slows all alike
-            begun = perf_counter()
-            result = sampler.generate(prompt, max_new_tokens=CANVAS, block_length=CANVAS)
-            if number:  # the first one warms up
-                seconds[name].append(perf_counter() - begun)
-                nfe[name], rows[name] = nfe[name] + int(result.nfe), rows[name] + int(result.trace.rows)
-    for name in drafts:
-        ratio[name] = median(a / b for a, b in zip(seconds["alone"], seconds[name], strict=True))
-    return markdown.table(
-        ["branches", "forwards", "positions computed", "ms per forward", "times as fast"],
-        [
-            [
-                name,
-                f"{nfe[name] / len(prompts):.1f}",
-                f"{rows[name] / len(prompts):.0f}",
-                f"{1000 * sum(seconds[name]) / nfe[name]:.2f}",
-                f"{ratio[name]:.2f}",
-            ]
-            for name in drafts
-        ],
-    )
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(
         prog=COMMAND,
-        description="Compare every drafting method with the scheduler inside, time them, write docs/drafting.md.",
+        description="Compare every drafting method with the scheduler inside and write docs/drafting.md.",
         epilog="A cut run goes on from the comparisons in --output. Exit status: 0; 1: some row differs;"
         " 2: a mistake in the arguments",
     )
     add = parser.add_argument
     add("--model", default="mini", help="a model that answers mini's tasks (mini)")
     add("--prompts", type=positive, default=15, metavar="N", help="prompts per task that are compared (15)")
-    add("--timed", type=positive, default=24, metavar="N", help="prompts that are timed (24)")
     add("--threads", type=positive, default=1, metavar="N", help="of torch (1)")
     add("--docs", type=Path, default=PAGE, metavar="FILE", help="document whose figures are replaced")
     add("--output", type=Path, default=OUTPUT, metavar="DIR", help=f"comparisons, kept until deleted ({OUTPUT})")
@@ -238,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = subjects(options.model, options.prompts)
     done = store(options)
     found = [one for subject in chosen for one in compare(subject, done)]
-    text = content(options, chosen, found)
+    text = content(options.model, found)
     files.write(options.docs, markdown.fill(markdown.read(options.docs, SECTION), SECTION, text))
     print(text)
     return int(any(one.equal < one.rows for one in found))
@@ -256,29 +203,15 @@ def kept(found: Agreement) -> dict[str, object]:
     return {"found": asdict(found)}
 
 
-def content(options: argparse.Namespace, chosen: Sequence[Subject], found: Sequence[Agreement]) -> str:
-    """What stands in the document."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    spread = [held_out_prompts(task, 1 + i)[i] for i in range(options.timed) for task in TASKS.values()]
-    parts = [
-        f"Each drafting method around each scheduler below, in ragged batches of up to {BATCH} that take the caches"
-        f" by turns, {CANVAS} tokens in blocks of {BLOCK}, float64: tokens, order of commits, and never more forwards.",
-        counts(chosen, found),
-        f"Forwards saved on {options.model}:",
-        savings([one for one in found if one.subject == options.model]),
-    ]
-    for base, under in (("fixed", "dual"), ("fixed", "none"), ("threshold 0.9", "dual")):
-        parts.append(
-            f"{options.model} on {device}, float32, {options.timed} prompts one at a time, {CANVAS} tokens in one"
-            f" block; inside: {base}; cache={under}; threads: {options.threads}. Wall time, the median of ratios."
-        )
-        parts.append(cost(options.model, spread[: options.timed], base, under, device))
-    if device == "cpu":
-        parts.append(
-            "There was no GPU: how long a step of a large model takes there by the number of branches was not measured"
-            " (`python benchmarks/branches.py --model llada-8b`)."
-        )
-    return "\n\n".join(parts)
+def content(model: str, found: Sequence[Agreement]) -> str:
+    """What the document's section contains."""
+    rows, equal = sum(one.rows for one in found), sum(one.equal for one in found)
+    models = ", ".join(dict.fromkeys(one.subject for one in found))
+    about = (
+        f"Of {rows:,} rows ({models}; float64) {rows - equal} differ from the scheduler inside in tokens or order, or"
+        f" take more forwards. Forwards saved on {model}, %, {CANVAS} tokens in blocks of {BLOCK}:"
+    )
+    return "\n\n".join([about, savings([one for one in found if one.subject == model]), f"Made by `{COMMAND}`."])
 
 
 if __name__ == "__main__":

@@ -3,15 +3,14 @@
     python -m tests.tables.engines
     python -m tests.tables.engines --docs docs/engines.md
 
-The first column of engines is for models with a mask token (LLaDA2, SDAR), the second for uniform diffusion
-(DiffusionGemma).
+The table is for models with a mask token (LLaDA2, SDAR), the sentence after it for uniform diffusion (DiffusionGemma).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dllm_sampler import config
@@ -24,20 +23,25 @@ from tests.tables import markdown
 
 COMMAND = "python -m tests.tables.engines"
 SECTION = "engines"
-HEAD = ("scheduler", "SGLang, and `LLaDA2Pipeline` of diffusers", "`DiffusionGemmaPipeline` of diffusers")
+HEAD = ("SGLang, and `LLaDA2Pipeline` of diffusers", "schedulers")
 
 
-def rows() -> Iterator[tuple[str, str, str]]:
-    """A line for each scheduler of `conf/`, under its defaults."""
+def answers() -> tuple[dict[str, list[str]], list[str]]:
+    """Return the schedulers of `conf/` by what becomes of them under their defaults, and those of uniform diffusion."""
+    found: dict[str, list[str]] = {"yes": []}
+    uniform = []
     for name in config.names("scheduler"):
         scheduler: Scheduler = config.build("scheduler", name)
-        uniform = scheduler.traits.find(UniformNoise)
-        masks = serves(scheduler) if uniform is None or uniform.masks else "no: it denoises random tokens"
-        yield f"`{name}`", masks, "no: it fills masks" if uniform is None else serves(scheduler)
+        noise = scheduler.traits.find(UniformNoise)
+        answer = serves(scheduler) if noise is None or noise.masks else "no: it denoises random tokens"
+        found.setdefault(answer, []).append(f"`{name}`")
+        if noise is not None and serves(scheduler) == "yes":
+            uniform.append(f"`{name}`")
+    return found, uniform
 
 
 def serves(scheduler: Scheduler) -> str:
-    """What becomes of a scheduler in an engine that shows one block."""
+    """Say what becomes of a scheduler in an engine that shows one block."""
     why = reason(scheduler.traits)
     if why is not None:
         return f"no: {why}"
@@ -46,7 +50,10 @@ def serves(scheduler: Scheduler) -> str:
 
 def content() -> str:
     """The table as Markdown, with the command that makes it."""
-    return f"`{COMMAND} --docs docs/engines.md`; under default settings.\n\n{markdown.table(HEAD, rows())}"
+    found, uniform = answers()
+    table = markdown.table(HEAD, ((answer, ", ".join(names)) for answer, names in found.items()))
+    others = f"`DiffusionGemmaPipeline` of diffusers runs {', '.join(uniform)}; the others fill masks."
+    return f"{table}\n\n{others} Under default settings; made by `{COMMAND} --docs docs/engines.md`."
 
 
 @command(COMMAND)

@@ -20,13 +20,13 @@ def test_its_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong:
             self.count = count
 
         def rows(self) -> Iterator[tuple[bool, list[str]]]:
-            yield False, ["4", "all", str(self.count), "0", "12.0"]
+            yield False, ["`s2d2`, all", str(self.count), "0, 12.0"]
 
         def linear(self) -> Iterator[tuple[bool, list[str]]]:
-            yield wrong, ["8", "0.9", str(self.count), "1", "7.0"]
+            yield wrong, ["`linear_spec`", str(self.count), "1, 7.0"]
 
     monkeypatch.setattr(verified, "Subject", Found)
     page = tmp_path / "page.md"
     page.write_text(f"before\n<!-- {verified.SECTION} -->\nstale\n<!-- /{verified.SECTION} -->\nafter\n")
     assert verified.main(["--prompts", "5", "--docs", str(page)]) == int(wrong)
-    assert "stale" not in page.read_text() and "| 8 | 0.9 | 5 | 1 | 7.0 |" in page.read_text()
+    assert "stale" not in page.read_text() and "| `linear_spec` | 5 | 1, 7.0 |" in page.read_text()
