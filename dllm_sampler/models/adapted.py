@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dllm_sampler.errors import UserError
 from dllm_sampler.models import names
 from dllm_sampler.models.family import Family
-from dllm_sampler.models.fields import Fields, shown
+from dllm_sampler.models.fields import Fields, config_error, shown
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.reading import QWEN_IGNORED, experts, own_head_dim, read_qwen
 from dllm_sampler.models.transformer import TransformerConfig
@@ -22,9 +21,7 @@ def _read_sdar_moe(fields: Fields, normalise: bool = False) -> TransformerConfig
     layers, stride = fields.depth("num_hidden_layers"), fields.length("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(one) is int and 0 <= one < layers for one in dense):
-        raise UserError(
-            "checkpoint-config-invalid", f"{fields.source}: mlp_only_layers must be below {layers}, not {shown(dense)}"
-        )
+        raise config_error(fields.source, f"mlp_only_layers must be below {layers}, not {shown(dense)}")
     moe = experts(
         fields,
         expert_size=fields.size("moe_intermediate_size"),

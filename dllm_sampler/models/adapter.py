@@ -89,9 +89,7 @@ def merge(network: nn.Module, folder: Path, family: Family | None = None) -> Non
     """
     raw = weights.read_json(folder / CONFIG)
     if find_spec("peft") is None:
-        raise UserError(
-            "package-missing", f"{folder} is an adapter, which needs the package peft: {installing('train')}"
-        )
+        raise UserError("package-missing", f"The adapter {folder} needs the package peft. Run {installing('train')}.")
     tensors = _tensors(folder)
     if isinstance(network, Transformer):
         assert family is not None
@@ -115,7 +113,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     file = folder / WEIGHTS
     if not file.is_file():
         pickles = sorted(found.name for found in folder.glob("adapter_model.*"))
-        other = f", only {pickles[0]}: convert it to safetensors" if pickles else ": copy it there"
+        other = f", only {pickles[0]}. Convert that to safetensors." if pickles else ". Copy it there."
         raise UserError("adapter-invalid", f"{folder} has no {WEIGHTS}{other}")
     try:
         return load_file(file)
@@ -131,7 +129,10 @@ def _modules(tensors: Collection[str], known: set[str], folder: Path) -> set[str
         while module and module not in known:
             module = module.rpartition(".")[0]
         if not module:
-            raise UserError("adapter-incompatible", f"{folder / WEIGHTS}: no layer is {name}. Name its own model.")
+            raise UserError(
+                "adapter-incompatible",
+                f"{folder / WEIGHTS}: no layer is {name}. Name the adapter's model.",
+            )
         touched.add(module)
     return touched
 
@@ -244,10 +245,12 @@ def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor],
     except UserError:
         raise
     except Exception as error:  # peft raises many kinds for a config that does not fit
-        raise UserError("adapter-incompatible", f"peft cannot merge {folder} ({first_line(error)})") from None
+        raise UserError(
+            "adapter-incompatible", f"peft cannot merge {folder} ({first_line(error)}). Name the adapter's own model."
+        ) from None
     left = next((name for name, _ in merged.named_modules() if re.search(r"lora_|modules_to_save", name)), None)
     if left is not None:
-        raise UserError("adapter-unsupported", f"peft cannot merge {folder}: it is more than weights ({left})")
+        raise UserError("adapter-unsupported", f"{folder} adds the module {left}, which cannot be merged. Use LoRA.")
     return merged
 
 

@@ -30,7 +30,7 @@ class Verifier:
     Args:
         model: one that keeps keys and values of all tokens, without a sliding window shorter than the canvas.
         spec: the diffusion model's.
-        folder: its checkpoint, for its tokenizer; None: unknown.
+        folder: its checkpoint, for its tokenizer, if known.
         name: the option by which the user gave it.
     """
 
@@ -47,7 +47,7 @@ class Verifier:
 
     @property
     def guides(self) -> tuple[Guide, ...]:
-        """What keeps the diffusion model to tokens that the verifier knows."""
+        """The guide that keeps the diffusion model to tokens that the verifier knows."""
         return (KnownTokens(self.vocab_size),) if self.vocab_size < self.spec.vocab_size else ()
 
     @property
@@ -57,7 +57,7 @@ class Verifier:
 
     @cached_property
     def tail(self) -> bool:
-        """Whether the model can be asked for the logits of the last rows alone."""
+        """True if the model can compute the logits of the last rows alone."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     def begin(self, canvas: Canvas) -> Reading:
@@ -118,7 +118,7 @@ class Reading(Cache):
         self.at: Tensor | None = None  # [B, N] the columns that are being read
 
     def logits(self, canvas: Canvas, ids: Tensor, first: Tensor, width: int) -> Tensor:
-        """What the verifier expects at `width` columns of each row.
+        """Return the verifier's logits at `width` columns of each row.
 
         Args:
             ids: `[B, L+1]` the text with its draft.
@@ -126,10 +126,10 @@ class Reading(Cache):
             width: how many.
 
         Returns:
-            `[B, width, V]`, V the verifier's own; void behind the end of the canvas.
+            `[B, width, V]` for the verifier's V tokens. They mean nothing after the end of the canvas.
         """
-        # The row that predicts a column is the one before it. Once, all that stands before the drafts comes along:
-        # the prompt, and what an answer was given to begin with.
+        # The row that predicts a column is the one before it. The first call also reads everything before the drafts:
+        # the prompt, and the given tokens at the beginning of an answer.
         before = canvas.length if canvas.layout.given is not None else canvas.length - canvas.layout.shortest
         back = 1 if self.slots else before
         last = self.columns - 1

@@ -26,7 +26,7 @@ class GuidedDenoiser:
     The two branches count as one pass (a doubled batch) over twice the rows.
 
     denoiser: the model, with a mask token
-    scale: guidance strength; 0 is no guidance
+    scale: guidance strength. 0 means no guidance
     """
 
     denoiser: Denoiser
@@ -109,7 +109,8 @@ def compiled(denoiser: Denoiser) -> Denoiser:
     if isinstance(denoiser, GuidedDenoiser):
         return replace(denoiser, denoiser=compiled(denoiser.denoiser))
     if not isinstance(denoiser, TransformerDenoiser):
-        raise UserError("compile-unsupported", f"compile=true cannot reach inside {type(denoiser).__name__}")
+        kind = type(denoiser).__name__
+        raise UserError("compile-unsupported", f"compile=true does not support {kind}. Compile your module yourself.")
     return replace(denoiser, compile=True)
 
 
@@ -122,7 +123,7 @@ def guided(denoiser: Denoiser, scale: float) -> Denoiser:
     if not 0 <= scale < float("inf"):
         raise UserError("option-range", f"cfg_scale is {scale}. Set a number of at least 0.")
     if scale > 0 and denoiser.spec.mask_id is None:
-        raise UserError("mask-token-missing", "cfg_scale needs a mask token, which hides the prompt")
+        raise UserError("mask-token-missing", "cfg_scale needs a mask token to hide the prompt. Remove cfg_scale.")
     return GuidedDenoiser(denoiser, float(scale)) if scale > 0 else denoiser
 
 

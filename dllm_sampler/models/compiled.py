@@ -17,14 +17,14 @@ class Parts:
     """One layer, as `LayerParts`.
 
     layer: the module
-    together: `[T]` tokens that choose their experts together (`Layer.mlp`); None: none do
+    together: `[T]` tokens that choose their experts together (`Layer.mlp`), if any do
     """
 
     layer: Layer
     together: Tensor | None = None
 
     def call(self, part: Callable[..., Any], *arguments: Any) -> Any:
-        """What a method of the layer returns."""
+        """Call a method of the layer."""
         return part(self.layer, *arguments)
 
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:

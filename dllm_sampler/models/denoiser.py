@@ -48,7 +48,7 @@ class TransformerDenoiser:
     block_length: blocks the model was trained on, where that is one length
     device: where inputs go; by default where the embedding is (accelerate's offloading hides that)
     folder: of the checkpoint it was loaded from
-    kernels: run the layers wherever they can (`models.fused`); None: the layers' modules. The sampler sets it
+    kernels: run the layers wherever they can (`models.fused`). By default the layers' modules run. The sampler sets it
     compile: `torch.compile` the parts of the layers, in place of kernels
 
     Raises:
@@ -88,7 +88,7 @@ class TransformerDenoiser:
 
     @property
     def spec(self) -> ModelSpec:
-        """What the loop must know; dtype and device are the module's at this moment."""
+        """Properties for the loop. The dtype and the device are the module's at this moment."""
         model = self.transformer
         config, weight = model.config, model.embed.weight
         device, dtype = self.device or weight.device, weight.dtype
@@ -119,7 +119,7 @@ class TransformerDenoiser:
 
     @property
     def inference_mode(self) -> bool:
-        """Whether steps may run in `torch.inference_mode`, whose tensors autograd cannot use later.
+        """True if steps may run in `torch.inference_mode`, whose tensors autograd cannot use later.
 
         False where tensors of a forward outlive it: buffers of a sharded, wrapped or offloaded module, what a hook or
         a parametrisation keeps, and autocast's copies of weights.
@@ -158,7 +158,9 @@ class TransformerDenoiser:
     def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
         """The same for a cache that drives layers on the padded form."""
         if query.ids.shape[1] > 1 or query.leave_one_out:
-            raise UserError("cache-incompatible", f"cache={named(plan.cache)} takes plain queries only. Use another.")
+            raise UserError(
+                "cache-incompatible", f"cache={named(plan.cache)} takes plain queries only. Use cache=none."
+            )
         columns = predictors(canvas, query.positions, self)  # [B, Q]
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
         hidden = self.transformer(
@@ -200,7 +202,7 @@ def check_tokens(size: int, **tokens: int | None) -> None:
     for name, token in tokens.items():
         if token is not None and not 0 <= token < size:
             raise UserError(
-                "token-outside-vocabulary", f"{name} {shown(token)} is outside the vocabulary of {size} tokens"
+                "token-outside-vocabulary", f"{name} {shown(token)} is not below the vocabulary's {size}. Correct it."
             )
 
 

@@ -1,6 +1,6 @@
 """DiffusionGemma through transformers' own class: a causal encoder reads the text so far, a decoder denoises a canvas.
 
-Uniform diffusion: there is no mask token, noise is a random token. Encoder and decoder share their weights. The decoder
+Uniform diffusion: noise is a random token, not a mask token. Encoder and decoder share their weights. The decoder
 sees the encoder's keys and values of everything before the active block, and the block itself in both directions.
 """
 
@@ -24,7 +24,7 @@ from dllm_sampler.core.visibility import visible
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import huggingface, weights
 from dllm_sampler.models.denoiser import check_tokens, checked_ends
-from dllm_sampler.models.fields import Fields, end_tokens
+from dllm_sampler.models.fields import Fields, config_error, end_tokens, unsupported_error
 
 if TYPE_CHECKING:
     from transformers import DiffusionGemmaForBlockDiffusion, PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ class Memory:
     def __init__(self, layers: int, canvas: Canvas):
         self.layers = [SimpleNamespace(keys=None, values=None) for _ in range(layers)]
         self.upto = torch.zeros_like(canvas.layout.first)  # [B] columns before this are encoded
-        self.width = canvas.length - canvas.layout.shortest  # most columns that a row's encoding can be behind
+        self.width = canvas.length - canvas.layout.shortest  # most columns that a row may have to encode
         self.size = canvas.ids.shape[1]
         self.columns = canvas.ids[:, :0]  # [B, W] where the pass that runs writes
 
@@ -101,7 +101,7 @@ class DiffusionGemmaDenoiser:
 
     @property
     def spec(self) -> ModelSpec:
-        """What the loop must know; layers differ in their heads, so caches that store cannot serve it."""
+        """Properties for the loop. Layers differ in their heads, so caches that store cannot serve it."""
         text, first = self.text, self.text.per_layer_config[0]
         eos_id, *others = end_ids(self.eos_id)
         return ModelSpec(
@@ -185,7 +185,7 @@ class DiffusionGemmaDenoiser:
         return memory, fresh.sum(1)
 
     def _reads(self, canvas: Canvas, query: Query, columns: Tensor) -> list[tuple[str, Tensor]]:
-        """What the block sees: the text before it, in sliding layers just the end of that, and itself."""
+        """Return what the block sees: itself and the text before it, in sliding layers only the end of that."""
         key, start, seen = canvas.columns(), canvas.start[:, None], visible(canvas, query)
         text = seen & (key < start)  # [B, L+1]
         near = text & (key > start - self.text.sliding_window)
@@ -230,7 +230,7 @@ def load(
     try:
         from transformers import DiffusionGemmaForBlockDiffusion
     except ImportError:
-        raise UserError("package-missing", f"{folder} needs a transformers with DiffusionGemma (5.23)") from None
+        raise UserError("package-missing", f"{folder} needs DiffusionGemma. Install transformers 5.23.") from None
     _check_numbers(folder / "config.json")
     model = huggingface.pretrained(
         DiffusionGemmaForBlockDiffusion,
@@ -255,29 +255,23 @@ def _check_numbers(source: Path) -> None:
     whole, own = Fields(raw, str(source)), Fields(text, f"{source}: text_config")
     for fields, key in ((own, "final_logit_softcapping"), (own, "sliding_window"), (whole, "canvas_length")):
         if key in fields.raw and fields.raw[key] is None:
-            raise UserError("checkpoint-config-invalid", f"{fields.source}: {key} must be a positive number, not null")
+            raise config_error(fields.source, f"{key} must be a positive number, not null")
     own.number("final_logit_softcapping", 30.0, most=1e6)
     own.length("sliding_window", default=512)
     context, canvas = own.length("max_position_embeddings", default=131_072), whole.length("canvas_length", default=256)
     if canvas > context:
-        raise UserError(
-            "checkpoint-config-invalid", f"{source}: canvas_length={canvas} exceeds the context of {context}"
-        )
+        raise config_error(source, f"canvas_length={canvas} exceeds the context of {context}")
     experts = own.get("num_experts")
     if experts is not None and own.size("top_k_experts") > own.size("num_experts"):
-        raise UserError("checkpoint-config-invalid", f"{own.source}: top_k_experts is above num_experts={experts}")
+        raise config_error(own.source, f"top_k_experts is above num_experts={experts}")
     rope, kinds = text.get("rope_parameters"), {"full_attention", "sliding_attention"}
     if isinstance(rope, dict) and kinds & rope.keys():  # else transformers puts them there
         for kind in sorted(kinds):
             given = rope.get(kind)
             if not isinstance(given, dict) or not isinstance(given.get("rope_type"), str):
-                raise UserError(
-                    "checkpoint-config-invalid", f"{own.source}: rope_parameters has no {kind} with a rope_type"
-                )
+                raise config_error(own.source, f"rope_parameters has no {kind} with a rope_type")
             if given["rope_type"] != "proportional" and given.get("partial_rotary_factor", 1) != 1:
-                raise UserError(
-                    "checkpoint-config-invalid", f"{own.source}: rope_parameters of {kind} need rope_type=proportional"
-                )
+                raise config_error(own.source, f"rope_parameters of {kind} need rope_type=proportional")
 
 
 def wrap(
@@ -294,7 +288,7 @@ def wrap(
     """
     text: Any = model.config.text_config
     if text.use_bidirectional_attention == "all":
-        raise UserError("checkpoint-unsupported", "a bidirectional encoder in DiffusionGemma is not implemented")
+        raise unsupported_error("text_config", "use_bidirectional_attention=all")
     sources = {
         "generation_config.json": model.generation_config,
         "config.json": model.config,
@@ -303,7 +297,7 @@ def wrap(
     }
     listed = tuple(end_tokens({place: getattr(one, "eos_token_id", None) for place, one in sources.items()}))
     if not listed:
-        raise UserError("end-token-missing", "this DiffusionGemma names no end token: nothing could end an answer")
+        raise UserError("end-token-missing", "The model has no end-of-text token. Set eos_token_id in config.json.")
     turn = None if tokenizer is None else tokenizer.get_vocab().get(END_OF_TURN)
     ends = end_ids((turn, *listed)) if turn is not None and turn in listed else listed
     pad_id = text.pad_token_id if is_whole(text.pad_token_id) else ends[0]

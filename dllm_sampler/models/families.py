@@ -24,7 +24,7 @@ from dllm_sampler.models.adapted import (
     STABLE_DIFFCODER,
 )
 from dllm_sampler.models.family import Family
-from dllm_sampler.models.fields import Fields
+from dllm_sampler.models.fields import Fields, config_error
 from dllm_sampler.models.nemotron import NEMOTRON
 from dllm_sampler.models.reading import QWEN_IGNORED, experts, own_head_dim, read_qwen, rotary, whole_rope
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
@@ -65,9 +65,7 @@ def _read_llada_moe(fields: Fields) -> TransformerConfig:
     theta, rotary_dim = rotary(fields, head_dim, 1.0)
     frequency = fields.get("moe_layer_freq", [1] * layers)
     if not isinstance(frequency, list) or len(frequency) != layers or not all(one in (0, 1) for one in frequency):
-        raise UserError(
-            "checkpoint-config-invalid", f"{fields.source}: moe_layer_freq needs 0 or 1 for {layers} layers"
-        )
+        raise config_error(fields.source, f"moe_layer_freq needs 0 or 1 for {layers} layers")
     expert = fields.size("expert_intermediate_size")
     return read_qwen(
         fields,
@@ -94,7 +92,7 @@ def _read_llada2(fields: Fields) -> TransformerConfig:
     layers, head_dim = fields.depth("num_hidden_layers"), own_head_dim(fields)
     theta, rotary_dim = rotary(fields, head_dim, 0.5)
     if fields.length("rotary_dim", default=rotary_dim or head_dim) != (rotary_dim or head_dim):
-        raise UserError("checkpoint-config-invalid", f"{fields.source}: rotary_dim and partial_rotary_factor differ")
+        raise config_error(fields.source, "rotary_dim and partial_rotary_factor differ")
     groups, top_groups = fields.size("n_group", default=1), fields.size("topk_group", default=1)
     pool = 0 if fields.get("expert_capacity") is None else fields.size("expert_capacity")  # of LLaDA2.2: no groups then
     dense, expert = fields.count("first_k_dense_replace"), fields.size("moe_intermediate_size")
@@ -245,9 +243,9 @@ def llada_config(
         UserError: the shape has something that LLaDA's format cannot say.
     """
     if config.qk_norm or config.head_dim * config.num_heads != config.hidden_size:
-        raise UserError("export-unsupported", "LLaDA's format has no query norms and no other head widths")
+        raise UserError("export-unsupported", "LLaDA's format has no query norms or own head widths. Use another.")
     if config.moe is not None or config.o_bias or config.rotary_dim is not None:
-        raise UserError("export-unsupported", "LLaDA's format has no experts, output biases or partial rotation")
+        raise UserError("export-unsupported", "LLaDA's format has no experts, o_bias or rotary_dim. Use another.")
     return {
         "architectures": ["LLaDAModelLM"],
         "model_type": LLADA.model_type,

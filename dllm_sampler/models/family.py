@@ -1,4 +1,4 @@
-"""What a family of checkpoints is: how a `config.json` and its tensor names become a `Transformer`."""
+"""A family of checkpoints: how a `config.json` and its tensor names become a `Transformer`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dllm_sampler.core.spec import Attention
-from dllm_sampler.errors import UserError
-from dllm_sampler.models.fields import Fields, largest, shown
+from dllm_sampler.models.fields import Fields, config_error, largest, shown, unsupported_error
 from dllm_sampler.models.transformer import TransformerConfig
 
 # Buffers that published checkpoints carry along and that no network needs: rotary frequencies follow from the config.
@@ -34,7 +33,7 @@ class Family:
     shift: raw row i predicts the token at i + 1
     seeds: the row before a block predicts the block's first token
     attention: what a token sees
-    block_length: blocks it was trained on, by its config; None: no one length
+    block_length: length of the blocks it was trained on, by its config, if there is one length
     may_see_blocks: its checkpoints may be block-causal, and none says so: the user does when one is loaded
     end_of_turn: text of the token that ends a chat turn, where that is not the EOS token
     mask_token: text of the mask token, where neither config nor tokenizer names it as such
@@ -57,7 +56,7 @@ class Family:
     mask_token: str | None = None
 
     def knows(self, kind: str, raw: Mapping[str, Any]) -> bool:
-        """Whether a parsed `config.json` of the model type `kind`, in lower case, belongs to the family."""
+        """Return True if a parsed `config.json` of the model type `kind`, in lower case, belongs to the family."""
         named = raw.get("architectures")
         return (
             self.model_type == kind
@@ -68,11 +67,11 @@ class Family:
     def config(
         self, raw: Mapping[str, Any], source: str = "config.json", shapes: Mapping[str, tuple[int, ...]] | None = None
     ) -> TransformerConfig:
-        """The network's shape from a parsed `config.json`.
+        """Return the network's shape by a parsed `config.json`.
 
         Args:
             source: the file's name, for errors.
-            shapes: of the checkpoint's tensors, which bound what the file may say; None: they are not known.
+            shapes: of the checkpoint's tensors, if known. They bound the sizes in the file.
 
         Raises:
             UserError: a field is missing, of the wrong type, larger than the tensors, or asks for something we do not
@@ -82,24 +81,16 @@ class Family:
         for key, allowed in self.supported.items():
             value = fields.get(key)
             if value is not None and (value != allowed or isinstance(value, bool) != isinstance(allowed, bool)):
-                raise UserError(
-                    "checkpoint-unsupported",
-                    f"{source}: {self.name} with {key} = {shown(raw[key])} is not implemented, only {allowed!r}",
-                )
+                reason = f"{self.name} with {key} = {shown(raw[key])}, other than {allowed!r},"
+                raise unsupported_error(source, reason)
         config = self.read(fields)
         if self.block_length is not None:
             length = self.block_length(fields)
             if length > config.max_positions:
-                raise UserError(
-                    "checkpoint-config-invalid",
-                    f"{source}: blocks of {length} exceed the context of {config.max_positions}",
-                )
+                raise config_error(source, f"blocks of {length} exceed the context of {config.max_positions}")
         fields.refuse_rest(self.name, self.ignored)
         if config.num_heads % config.num_kv_heads:
-            raise UserError(
-                "checkpoint-config-invalid",
-                f"{source}: {config.num_heads} heads do not share {config.num_kv_heads} key heads evenly",
-            )
+            raise config_error(source, f"{config.num_heads} heads do not share {config.num_kv_heads} key heads evenly")
         return config
 
     def _bounded(self, raw: Mapping[str, Any], source: str, shapes: Mapping[str, tuple[int, ...]]) -> Fields:

@@ -41,6 +41,16 @@ SHARED = 1000  # layers that may share their tensors
 BOTH = ("rope_parameters", "rope_scaling")  # transformers 5 and 4
 
 
+def config_error(source: object, reason: str) -> UserError:
+    """Return the error for a file that describes no network."""
+    return UserError("checkpoint-config-invalid", f"{source}: {reason}. Correct the file, or download it again.")
+
+
+def unsupported_error(source: object, what: str) -> UserError:
+    """Return the error for a network that is not implemented."""
+    return UserError("checkpoint-unsupported", f"{source}: {what} is not implemented. Use another checkpoint.")
+
+
 def end_tokens(places: Mapping[str, object]) -> dict[int, str]:
     """Return the end tokens that several files name, those of the first file first, and what an error calls each.
 
@@ -48,15 +58,13 @@ def end_tokens(places: Mapping[str, object]) -> dict[int, str]:
         places: `eos_token_id` of each file: a token id, a list of them, or None.
 
     Raises:
-        UserError: one is no token id.
+        UserError: one is not a token id.
     """
     found: dict[int, str] = {}
     for place, value in places.items():
         for one in value if isinstance(value, list | tuple) else [value]:
             if one is not None and not is_whole(one):
-                raise UserError(
-                    "checkpoint-config-invalid", f"{place}: eos_token_id must be token ids, not {shown(value)}"
-                )
+                raise config_error(place, f"eos_token_id must be token ids, not {shown(value)}")
             if one is not None:
                 found.setdefault(one, f"{place}: eos_token_id")
     return found
@@ -64,12 +72,12 @@ def end_tokens(places: Mapping[str, object]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Fields:
-    """Typed reading of a parsed `config.json`, with one sentence for what is wrong in it.
+    """Typed reading of a parsed `config.json`. What is wrong in it raises `UserError`.
 
     raw: the parsed file
     source: its name, for errors
-    largest: numbers that the checkpoint's largest tensor has: no size is above; None: not known
-    layers: layers that the checkpoint's tensors make; None: not known
+    largest: numbers in the checkpoint's largest tensor, if known. No size may exceed it
+    layers: layers in the checkpoint's tensors, if known
     read: the fields that were asked for, in any way
     """
 
@@ -89,35 +97,27 @@ class Fields:
         """The first of `keys` that is set, a positive whole number that the checkpoint's tensors have room for."""
         key, value = self._first(keys, default)
         if not is_whole(value) or value < 1:
-            raise UserError(
-                "checkpoint-config-invalid", f"{self.source}: {key} must be a whole number above 0, not {shown(value)}"
-            )
+            raise config_error(self.source, f"{key} must be a whole number above 0, not {shown(value)}")
         return self._held(key, value)
 
     def depth(self, key: str) -> int:
         """The number of layers, at most those that the checkpoint's tensors make."""
         value = self.size(key)
         if self.layers is not None and value > self.layers:
-            raise UserError(
-                "checkpoint-config-invalid", f"{self.source}: {key}={value}, but tensors have {self.layers} layers"
-            )
+            raise config_error(self.source, f"{key}={value}, but the tensors have {self.layers} layers")
         return value
 
     def length(self, key: str, default: int) -> int:
         """A positive whole number of tokens: no tensor bounds it, but `LONGEST`."""
         value = Fields(self.raw, self.source, read=self.read).size(key, default=default)
         if value > LONGEST:
-            raise UserError(
-                "checkpoint-config-invalid", f"{self.source}: {key} must be at most {LONGEST}, not {shown(value)}"
-            )
+            raise config_error(self.source, f"{key} must be at most {LONGEST}, not {shown(value)}")
         return value
 
     def head_dim(self, width: int, heads: int) -> int:
         """Width of a head where the stream is cut into heads evenly: an even number, since rotary turns pairs."""
         if width % (2 * heads):
-            raise UserError(
-                "checkpoint-config-invalid", f"{self.source}: {heads} heads do not divide the width {width} evenly"
-            )
+            raise config_error(self.source, f"{heads} heads do not divide the width {width} evenly")
         return width // heads
 
     def number(self, key: str, default: float, most: float = float_info.max) -> float:
@@ -125,25 +125,21 @@ class Fields:
         return self._number(key, self.get(key, default), most)
 
     def eps(self, default: float) -> float:
-        """What the norms add to a mean square: more than 1 would be most of it."""
+        """Return what the norms add to a mean square. More than 1 would be most of it."""
         return self.number("rms_norm_eps", default, most=1)
 
     def count(self, key: str, default: int = 0) -> int:
         """A whole number from 0 on that the checkpoint's tensors have room for."""
         value = self.get(key, default)
         if not is_whole(value) or value < 0:
-            raise UserError(
-                "checkpoint-config-invalid", f"{self.source}: {key} must be a whole number, not {shown(value)}"
-            )
+            raise config_error(self.source, f"{key} must be a whole number, not {shown(value)}")
         return self._held(key, value)
 
     def flag(self, key: str, default: bool) -> bool:
         """A switch."""
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise UserError(
-                "checkpoint-config-invalid", f"{self.source}: {key} must be true or false, not {shown(value)}"
-            )
+            raise config_error(self.source, f"{key} must be true or false, not {shown(value)}")
         return value
 
     def rope(self, theta: float = 10_000.0, partial: float = 1.0) -> tuple[float, float]:
@@ -163,29 +159,21 @@ class Fields:
             if not isinstance(inside, dict) or any(
                 inside.get(kind) not in (None, "default") for kind in ("rope_type", "type")
             ):
-                raise UserError(
-                    "checkpoint-unsupported", f"{self.source}: {where} must be null: scaling is not implemented"
-                )
+                raise unsupported_error(self.source, f"scaling of positions by {where}")
             for key, value in inside.items():
                 if key not in ROPE and not neutral(key, value):
-                    raise UserError(
-                        "checkpoint-unsupported",
-                        f"{self.source}: {where} with {key} = {shown(value)} is not implemented",
-                    )
+                    raise unsupported_error(self.source, f"{where} with {key} = {shown(value)}")
                 if key in said and value is not None:
                     said[key][f"{where}.{key}"] = self._number(f"{where}.{key}", value)
         for found in said.values():
             if len(set(found.values())) > 1:
                 listing = " and ".join(f"{name} = {value:g}" for name, value in found.items())
-                raise UserError("checkpoint-config-invalid", f"{self.source} contradicts itself: {listing}")
+                raise config_error(self.source, f"{listing} contradict each other")
         theta, partial = (
             next(iter(said[name].values()), default) for name, default in zip(said, (theta, partial), strict=True)
         )
         if not 1 < theta <= HIGHEST_BASE:
-            raise UserError(
-                "checkpoint-config-invalid",
-                f"{self.source}: rope_theta must be in (1, {HIGHEST_BASE:g}], not {theta:g}",
-            )
+            raise config_error(self.source, f"rope_theta must be in (1, {HIGHEST_BASE:g}], not {theta:g}")
         return theta, partial
 
     def refuse_rest(self, family: str, ignored: Iterable[str]) -> None:
@@ -219,22 +207,18 @@ class Fields:
     def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
         found = [(key, value) for key in keys if (value := self.get(key)) is not None]
         if not found and default is None:
-            raise UserError("checkpoint-config-invalid", f"{self.source}: the field {keys[0]!r} is missing")
+            raise config_error(self.source, f"the field {keys[0]!r} is missing")
         return found[0] if found else (keys[0], default)
 
     def _held(self, key: str, value: int) -> int:
         if self.largest is not None and value > self.largest:
-            raise UserError(
-                "checkpoint-config-invalid", f"{self.source}: {key}={shown(value)} exceeds all tensors ({self.largest})"
-            )
+            raise config_error(self.source, f"{key}={shown(value)} exceeds all tensors ({self.largest})")
         return value
 
     def _number(self, key: str, value: Any, most: float = float_info.max) -> float:
         if not is_real(value) or not 0 < value <= most:
             limit = "" if most == float_info.max else f" of at most {most:g}"
-            raise UserError(
-                "checkpoint-config-invalid", f"{self.source}: {key} must be above 0{limit}, not {shown(value)}"
-            )
+            raise config_error(self.source, f"{key} must be above 0{limit}, not {shown(value)}")
         return float(value)
 
 
@@ -244,12 +228,12 @@ def largest(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def ignorable(key: str, value: Any) -> bool:
-    """Whether a field says nothing of a network, or asks it for nothing."""
+    """Return True if a network does not depend on a field with this value."""
     return bool(IGNORED.fullmatch(key)) or neutral(key, value) or not COMPUTES.search(key.lower())
 
 
 def neutral(key: str, value: Any) -> bool:
-    """Whether a field's value asks for nothing: unset, off, a factor of 1, full attention everywhere."""
+    """Return True if a value changes nothing: unset, off, a factor of 1, full attention everywhere."""
     if isinstance(value, list) and key == "layer_types":
         return all(one == "full_attention" for one in value)
     if value is False and BUILT_IN.fullmatch(key):
@@ -288,8 +272,6 @@ def check_numbers(raw: Any, shapes: Mapping[str, tuple[int, ...]], source: str) 
                 continue
             # Layers may share their tensors (ALBERT), so that there can be more than tensors; never thousands.
             if re.search(r"layers$|depth$", key) and value > max(SHARED, len(shapes)):
-                raise UserError(
-                    "checkpoint-config-invalid", f"{source}: {key}={shown(value)} for {len(shapes)} tensors"
-                )
+                raise config_error(source, f"{key}={shown(value)} exceeds the {len(shapes)} tensors")
             if re.search(r"(^|_)(num|n)_|(size|dim|width|heads|experts)$", key):
                 Fields({key: value}, source, most).count(key)

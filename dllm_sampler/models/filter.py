@@ -42,7 +42,7 @@ def find(path: str | None, spec: ModelSpec) -> Path:
 
 
 def about(spec: ModelSpec, block_length: int) -> dict[str, Any]:
-    """What a filter's file says of the model and the blocks it was trained on."""
+    """Return the metadata of a filter's file: the model and the blocks it was trained on."""
     shape = {"vocab_size": spec.vocab_size, "num_layers": spec.num_layers}
     return {"schema": SCHEMA, "block_length": block_length, **shape}
 
@@ -55,24 +55,26 @@ def load(path: Path, spec: ModelSpec) -> Layers:
     """
     try:
         with safe_open(path, "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             said = load_json((file.metadata() or {}).get("filter", "{}"))  # published filters say nothing
     except (OSError, SafetensorError, ValueError) as error:
-        raise UserError("filter-invalid", f"scheduler.filter: {path} is not a safetensors file ({error})") from error
+        raise UserError("filter-invalid", f"scheduler.filter: {path} is not safetensors. Name another file.") from error
     _check_made_for(spec, said, path)
     names = [f"fc{index + 1}" for index in range(len(tensors) // 2)]
     if not names or set(tensors) != {f"{name}.{part}" for name in names for part in ("weight", "bias")}:
         raise UserError(
-            "filter-invalid", f"scheduler.filter: {path} needs fc1.weight, fc1.bias ..., not {', '.join(tensors)}"
+            "filter-invalid",
+            f"scheduler.filter: {path} has {', '.join(tensors)}. Name a file with fc1.weight, fc1.bias ...",
         )
     layers = tuple((tensors[f"{name}.weight"].float(), tensors[f"{name}.bias"].float()) for name in names)
     size = layers[0][0].shape[-1]
     for weight, bias in layers:
         if weight.dim() != 2 or weight.shape[1] != size or bias.shape != weight.shape[:1]:
-            raise UserError("filter-invalid", f"scheduler.filter: the layers of {path} do not fit one another")
+            raise UserError("filter-invalid", f"scheduler.filter: {path} has layers of odd shapes. Name another.")
         size = weight.shape[0]
     if size != layers[0][0].shape[1]:
-        raise UserError("filter-invalid", f"scheduler.filter: {path} maps {layers[0][0].shape[1]} positions to {size}")
+        shape = f"{layers[0][0].shape[1]} positions to {size}"
+        raise UserError("filter-invalid", f"scheduler.filter: {path} maps {shape}. Name a filter of equal lengths.")
     return tuple((weight.to(spec.device), bias.to(spec.device)) for weight, bias in layers)
 
 
@@ -80,7 +82,8 @@ def _check_made_for(spec: ModelSpec, said: Any, path: Path) -> None:
     """Confidences fit any model, so the wrong filter would run, and commit the wrong tokens."""
     said = said if isinstance(said, dict) else {}
     if said.get("schema", SCHEMA) != SCHEMA:
-        raise UserError("filter-incompatible", f"scheduler.filter: {path} has schema {said['schema']!r}, not {SCHEMA}")
+        text = f"scheduler.filter: {path} has schema {said['schema']!r}, not {SCHEMA}. Train it again."
+        raise UserError("filter-incompatible", text)
     for name, what in (("vocab_size", "tokens"), ("num_layers", "layers")):
         if said.get(name, getattr(spec, name)) != getattr(spec, name):
             raise UserError(

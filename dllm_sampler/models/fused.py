@@ -31,7 +31,10 @@ def drive(
     plan: Plan,
     together: Tensor | None = None,
 ) -> Drive | None:
-    """What runs the layers of a packed forward on kernels; None: their modules must. `together`: see `Layer.mlp`."""
+    """Return what runs the layers of a packed forward on kernels, or None if their modules must.
+
+    together: see `Layer.mlp`
+    """
     cache = plan.cache
     if kernels is None or plan.pack is None:
         return None
@@ -39,7 +42,7 @@ def drive(
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
     unknown = beyond(model, query)
     if unknown is not None:
-        warn(f"Triton's attention does not know {unknown}: the layers of such a forward run in torch")
+        warn(f"Triton's attention does not support {unknown}. The layers of such a forward run in torch.")
         return None
     if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
         return None
@@ -47,7 +50,7 @@ def drive(
 
 
 def beyond(model: Transformer, query: Query) -> str | None:
-    """What a forward has that the kernels do not know; None: nothing."""
+    """Return a feature of the forward that the kernels do not support, or None."""
     yarn = model.config.yarn
     if query.leave_one_out:
         return "shadow rows"
@@ -55,7 +58,7 @@ def beyond(model: Transformer, query: Query) -> str | None:
 
 
 def plain(layer: nn.Module) -> bool:
-    """Whether the layer is what it was built as: nothing hooks into its modules, wraps or replaces them."""
+    """Return True if the layer is as it was built: nothing hooks into its modules, wraps or replaces them."""
     if type(layer) is not Layer or has_hooks(layer):  # between two layers a part of the stream is not added yet
         return False
     linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
@@ -72,7 +75,7 @@ class Fused:
         kernels: of a layer.
         plan: what each entry sees, and the cache that keeps keys and values.
         pack: the entries.
-        together: `[T]` which entries choose their experts together; None: none do.
+        together: `[T]` entries that choose their experts together, if any do.
     """
 
     kernels: LayerKernels
@@ -150,7 +153,7 @@ class Fused:
 def projected(hidden: Tensor, *linears: nn.Linear, kernels: LayerKernels | None = None) -> Tensor:
     """The outputs of several projections of `hidden [N, M, D]` side by side, in one product where weights allow it.
 
-    kernels: for weights of integers; None: each by itself, as its own class multiplies
+    kernels: for weights of integers. Without them each projection multiplies by itself, as its own class does
     """
     found = _product(hidden, linears, kernels)
     if found is not None:
@@ -161,7 +164,7 @@ def projected(hidden: Tensor, *linears: nn.Linear, kernels: LayerKernels | None 
 
 
 def _product(hidden: Tensor, linears: tuple[nn.Linear, ...], kernels: LayerKernels | None) -> Tensor | None:
-    """The one product of `projected`; None: there is none."""
+    """Return the one product of `projected`, or None if there is none."""
     if len(linears) == 1 and type(linears[0].weight.data) is Tensor:  # most are, and a host is in a hurry
         return F.linear(hidden, linears[0].weight, linears[0].bias)
     weight = _together([linear.weight for linear in linears])

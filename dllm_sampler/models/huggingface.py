@@ -22,7 +22,7 @@ from dllm_sampler.errors import NoEffectWarning, UserError, first_line
 from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import weights
 from dllm_sampler.models.denoiser import check_tokens, checked_ends
-from dllm_sampler.models.fields import check_numbers, end_tokens, ignorable, shown
+from dllm_sampler.models.fields import check_numbers, config_error, end_tokens, ignorable, shown
 from dllm_sampler.models.rows import RowsDenoiser, RowsModule
 
 
@@ -50,7 +50,7 @@ class MaskedLMDenoiser(RowsDenoiser):
 
     @property
     def spec(self) -> ModelSpec:
-        """What the loop must know; no layer can be driven from outside, so `cacheable` is False."""
+        """Properties for the loop. No layer can be driven from outside, so `cacheable` is False."""
         config = self.model.config
         heads = getattr(config, "num_attention_heads", 1)
         eos_id, *others = end_ids(self.eos_id)
@@ -95,7 +95,7 @@ class MaskedLM(RowsModule):
 
 
 def knows(model_type: str) -> bool:
-    """Whether transformers has a masked LM of this `model_type`."""
+    """Return True if transformers has a masked LM of this `model_type`."""
     return model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
@@ -106,10 +106,10 @@ def load(
     device: torch.device,
     adapter: Path | None = None,
 ) -> MaskedLMDenoiser:
-    """A masked LM from a checkpoint folder, safetensors only, with an adapter merged into it.
+    """Load a masked LM from a checkpoint folder, safetensors only, with an adapter merged into it.
 
     Raises:
-        UserError: the checkpoint does not fit its config, or there is no mask token.
+        UserError: the checkpoint does not fit its config, or has no mask token.
     """
     model = pretrained(AutoModelForMaskedLM, folder, "a masked language model", dtype)
     model = model.eval().to(device)
@@ -130,7 +130,7 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     """
     source = folder / "config.json"
     if not source.is_file():
-        raise UserError("checkpoint-incomplete", f"{folder} is not a checkpoint: it has no config.json")
+        raise UserError("checkpoint-incomplete", f"{folder} has no config.json. Name a folder with a checkpoint.")
     # First, so that pickles, broken files and absurd sizes get our sentences: transformers builds before it compares.
     raw = weights.read_json(source)
     check_numbers(raw, weights.shapes(folder), str(source))
@@ -140,12 +140,10 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
                 alone, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
             )
     except Exception as error:  # transformers raises many kinds for a checkpoint that does not fit
-        raise UserError("checkpoint-config-invalid", f"cannot load {folder} as {what} ({first_line(error)})") from None
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise UserError("checkpoint-tensors", f"{folder} lacks {len(missing)} tensors: {', '.join(missing[:3])}")
-    if layers := sorted(name for name in report["unexpected_keys"] if re.search(r"layers?\.\d+\.", name)):
-        raise UserError("checkpoint-tensors", f"{source}: {folder} has tensors of more layers: {', '.join(layers[:3])}")
+        raise config_error(folder, f"transformers cannot load it as {what} ({first_line(error)})") from None
+    weights.complain(folder, "lacks", sorted(report["missing_keys"]))
+    layers = sorted(name for name in report["unexpected_keys"] if re.search(r"layers?\.\d+\.", name))
+    weights.complain(folder, f"has, beyond the layers of {source},", layers)
     if getattr(model.config, "quantization_config", None) is None:  # else integers are what it should hold
         weights.check_floating(folder, [name for name, _ in model.named_parameters()])
     multiply_experts(model)
@@ -153,7 +151,7 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
         listing = ", ".join(f"{key} = {shown(value)}" for key, value in found.items())
         known = type(model.config).__name__
         warnings.warn(
-            f"{source}: unknown to transformers' {known}, without effect: {listing}", NoEffectWarning, stacklevel=2
+            f"{source}: transformers' {known} does not know, without effect: {listing}", NoEffectWarning, stacklevel=2
         )
     return model
 
@@ -178,7 +176,7 @@ def unread(config: Any, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _converts(plain: Any, key: str, value: Any) -> bool:
-    """Whether a config's class makes something of a field that it does not keep: an older name, say."""
+    """Return True if a config's class uses a field that it does not keep, for example an older name."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     for one in (value, value + 1) if number else (value,):  # one of two numbers is not the default
         try:
@@ -213,7 +211,7 @@ def multiply_experts(model: PreTrainedModel) -> None:
 def wrap(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, eos_id: int | Sequence[int] | None = None
 ) -> MaskedLMDenoiser:
-    """A live masked LM as a denoiser; its special tokens are the tokenizer's, or else stand in its config.
+    """Wrap a live masked LM as a denoiser. Its special tokens are the tokenizer's, or else those of its config.
 
     All end tokens that the tokenizer and the config name end an answer, the tokenizer's first; without any, it is the
     separator, with which BERT ends texts, or else the padding token.
@@ -233,10 +231,10 @@ def wrap(
     named = getattr(model.config, "mask_token_id", None)
     if mask_id is None and named is not None:
         raise UserError(
-            "mask-token-invalid", f"{type(model).__name__}: mask_token_id must be an id, not {shown(named)}"
+            "mask-token-invalid", f"{type(model).__name__}: mask_token_id is {shown(named)}. Set a token id."
         )
     if mask_id is None:
-        raise UserError("mask-token-missing", f"{type(model).__name__} has no mask token: masked diffusion needs one")
+        raise UserError("mask-token-missing", f"{type(model).__name__} has no mask token. Use a masked language model.")
     pad_id = token("pad_token_id")
     places: dict[str, object] = {
         "the tokenizer": getattr(tokenizer, "eos_token_id", None),
@@ -248,7 +246,7 @@ def wrap(
         last = token("sep_token_id")
         last = pad_id if last is None else last
         if last is None:
-            raise UserError("end-token-missing", f"{type(model).__name__} has neither an end nor a padding token")
+            raise UserError("end-token-missing", f"{type(model).__name__} has no end token. Set eos_token_id.")
         ends = (last,)
     if mask_id in ends:
         raise UserError(
@@ -260,7 +258,7 @@ def wrap(
 
 
 def _max_positions(model: PreTrainedModel) -> int:
-    """Longest row; RoBERTa's tables start counting behind the padding index."""
+    """Return the longest row. RoBERTa's tables start counting after the padding index."""
     size = getattr(model.config, "max_position_embeddings", 512)
     table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     offset = getattr(table, "padding_idx", None)

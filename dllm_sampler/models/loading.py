@@ -27,7 +27,7 @@ from dllm_sampler.models import quantized, weights
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family
-from dllm_sampler.models.fields import Fields, end_tokens, shown
+from dllm_sampler.models.fields import Fields, config_error, end_tokens, shown
 from dllm_sampler.models.transformer import Transformer
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,7 +43,7 @@ Places = dict[str, str | int | torch.device]  # one of our modules to where it g
 
 
 class Loaded(NamedTuple):
-    """What `load` gives: a model ready to sample from, and its tokenizer (None where the checkpoint has none)."""
+    """A model ready to sample from, and its tokenizer if the checkpoint has one."""
 
     denoiser: Denoiser
     tokenizer: PreTrainedTokenizerBase | None
@@ -88,8 +88,8 @@ def load(
     trust_remote_code: run tokenizer code that comes with the checkpoint
     mask_id: the mask token, for checkpoints that do not name it; default as the checkpoint says
     quantize: `int8`: the weights of the layers as 8-bit integers (`models.quantized`), for inference alone
-    causal_context: False: a model with a causal context (Nemotron-Labs-Diffusion) goes without. The prompt and each
-        finished block see themselves whole, and no block is seeded; None: as the model has it
+    causal_context: set False to run a model with a causal context (Nemotron-Labs-Diffusion) without it. The prompt and
+        each finished block then see themselves whole, and no block is seeded. By default as the model has it
     block_length: of the blocks of a Tiny-A2D checkpoint, which does not say if it was trained in blocks. A block sees
         itself and those before it. With None each token sees everything
     blocks_from: with `block_length`, where blocks are counted from (`core.spec.BlocksFrom`): `answer` as in the
@@ -111,31 +111,31 @@ def load(
         raise UserError("options-conflict", "model.quantize and device_map exclude each other. Remove one.")
     folder, added = with_adapter(find(path, revision, trust_remote_code), adapter, trust_remote_code)
     if not (folder / "config.json").is_file():
-        raise UserError("checkpoint-incomplete", f"{folder} is not a checkpoint: it has no config.json")
+        raise UserError("checkpoint-incomplete", f"{folder} has no config.json. Name a folder with a checkpoint.")
     raw = weights.read_json(folder / "config.json")
     family = find_family(raw, folder)
     if causal_context is not None and (family is None or family.attention != "causal_context"):
-        raise UserError("option-not-applicable", f"{folder}: model.causal_context is for Nemotron-Labs-Diffusion")
+        raise UserError("option-not-applicable", f"{folder} has no causal context. Remove model.causal_context.")
     _check_blocks(family, folder, block_length, blocks_from)
     known = None if family is None else PreTrainedConfig()
     tokenizer = None if added is None else load_tokenizer(added, trust_remote_code, known or PreTrainedConfig())
     tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code, known)
     _add_texts(tokenizer, folder, stop_strings=stop_strings, chat_template=chat_template, chat_options=chat_options)
     if family is None and quantize is not None:
-        raise UserError("option-not-applicable", f"{folder}: model.quantize is for the families {_known()}")
+        raise UserError("option-not-applicable", f"{folder}: model.quantize is for {_known()}. Remove it.")
     if family is None and mask_id is not None:
-        raise UserError("option-not-applicable", f"{folder}: model.mask_id is for the families {_known()}")
+        raise UserError("option-not-applicable", f"{folder}: model.mask_id is for {_known()}. Remove it.")
     if family is None:
         from dllm_sampler.models import diffusion_gemma, huggingface
 
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
             if added is not None:  # encoder and decoder share weights, which would get it twice
-                raise UserError("adapter-unsupported", f"{added} cannot be merged into DiffusionGemma")
+                raise UserError("adapter-unsupported", f"{added} cannot be merged into DiffusionGemma. Remove it.")
             if eos_id is not None:
                 raise UserError("option-not-applicable", f"{folder}: model.eos_id is not for this model. Remove it.")
             return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, device_map), tokenizer)
         if device_map is not None:
-            raise UserError("option-not-applicable", f"{folder}: device_map is for the families {_known()}")
+            raise UserError("option-not-applicable", f"{folder}: device_map is for {_known()}. Remove it.")
         loaded = huggingface.load(folder, tokenizer, wanted, target, added)
         return Loaded(loaded if eos_id is None else replace(loaded, eos_id=eos_id), tokenizer)
 
@@ -145,7 +145,7 @@ def load(
         with torch.device("meta"):
             model = Transformer(config).eval()
     except RuntimeError as error:  # the product of sizes is more than a tensor can have
-        raise UserError("checkpoint-config-invalid", f"{source} describes no network ({first_line(error)})") from None
+        raise config_error(source, f"no network can be built ({first_line(error)})") from None
     if wanted is None:
         wanted = weights.stored_dtype(folder)
         if wanted == torch.float16 and target.type == "cpu":
@@ -159,7 +159,9 @@ def load(
 
     if quantize is not None:
         if wanted not in (torch.bfloat16, torch.float32):  # sums of integers leave float16's range
-            raise UserError("options-conflict", f"model.quantize=int8 needs bfloat16 or float32, not {wanted}")
+            raise UserError(
+                "options-conflict", f"model.quantize=int8 excludes {wanted}. Set dtype=bfloat16 or float32."
+            )
         fill(lambda name: torch.device("cpu"))
         quantized.quantize(model, target)
     elif places is None:
@@ -221,7 +223,7 @@ def warn_of_sampling(spec: ModelSpec, options: Mapping[str, Any]) -> None:
         listing = ", ".join(f"{name}={shown(value)}" for name, value in {**values, **others}.items())
         words = " ".join(f"{name}={value}" for name, value in values.items())
         how = f"Set {words} to draw tokens so" if values else "No option does the same"
-        warnings.warn(f"{file} asks for {listing}, which is not taken. {how}", NoEffectWarning, stacklevel=3)
+        warnings.warn(f"{file} asks for {listing}, which has no effect here. {how}.", NoEffectWarning, stacklevel=3)
 
 
 def _unused_sampling(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -254,18 +256,19 @@ def find(
         return folder
     name = str(path)
     if folder.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        raise UserError("model-not-found", f"there is no checkpoint folder {name!r}, and a hub id is written org/name")
+        raise UserError("model-not-found", f"The folder {name!r} does not exist. Name a folder or a hub id org/name.")
     patterns = [*DOWNLOADS, "*.py"] if trust_remote_code else DOWNLOADS
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError:
         raise UserError("model-gated", f"{name} is gated on the hub. Ask for access, then `hf auth login`.") from None
     except RevisionNotFoundError:
-        raise UserError("model-not-found", f"{name} has no revision {revision!r} on the hub") from None
+        raise UserError("model-not-found", f"{name} has no revision {revision!r}. See its page on the hub.") from None
     except RepositoryNotFoundError:
-        raise UserError("model-not-found", f"there is neither a folder nor a public hub repository {name}") from None
+        raise UserError("model-not-found", f"No folder or public hub model is named {name}. Check it.") from None
     except Exception as error:  # whatever the network, a proxy or the disk raises
-        raise UserError("hub-unreachable", f"{name} is not a folder, and the hub fails ({first_line(error)})") from None
+        reason = first_line(error)
+        raise UserError("hub-unreachable", f"The hub cannot be reached for {name} ({reason}). Name a folder.") from None
 
 
 def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
@@ -301,12 +304,10 @@ def load_tokenizer(
     settings = weights.read_json(folder / files[1]) if (folder / files[1]).is_file() else {}
     code = settings.get("auto_map") or {}
     if not isinstance(code, list | dict):
-        raise UserError(
-            "checkpoint-config-invalid", f"{folder / files[1]}: auto_map must map names to code, not {shown(code)}"
-        )
+        raise config_error(folder / files[1], f"auto_map must map names to code, not {shown(code)}")
     if (isinstance(code, list) or "AutoTokenizer" in code) and not trust_remote_code:
         raise UserError(
-            "code-untrusted", f"the tokenizer of {folder} is code. Allow it by model.trust_remote_code=true."
+            "code-untrusted", f"The tokenizer of {folder} is code. Allow it by model.trust_remote_code=true."
         )
     try:
         if config is not None and not code and "tokenizer_class" not in settings and (folder / files[0]).is_file():
@@ -315,12 +316,11 @@ def load_tokenizer(
         else:
             found = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers, tokenizers or the checkpoint's own code raise
-        raise UserError("tokenizer-invalid", f"cannot load the tokenizer of {folder} ({first_line(error)})") from None
+        reason = first_line(error)
+        raise UserError("tokenizer-invalid", f"{folder} has a broken tokenizer ({reason}). Copy it again.") from None
     longest = getattr(found, "model_max_length", 0)
     if not is_real(longest):
-        raise UserError(
-            "checkpoint-config-invalid", f"{folder / files[1]}: model_max_length must be a number, not {shown(longest)}"
-        )
+        raise config_error(folder / files[1], f"model_max_length must be a number, not {shown(longest)}")
     return found
 
 
@@ -354,7 +354,7 @@ def _add_texts(
     given = {name: value for name, value in given.items() if value is not None}
     if tokenizer is None:
         for name in [*given, *(["chat_template"] if chat_template is not None else [])]:
-            raise UserError("tokenizer-missing", f"{folder}: model.{name} needs a tokenizer, and there is none")
+            raise UserError("tokenizer-missing", f"{folder} has no tokenizer. Remove model.{name}.")
         return
     tokenizer.init_kwargs.update(given)
     if chat_template is not None:
@@ -370,7 +370,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
             raise unknown("dtype", dtype, ["auto", *DTYPES])
         return DTYPES[dtype.removeprefix("torch.")]
     if dtype is not None and dtype not in DTYPES.values():
-        raise UserError("choice-unknown", f"a model cannot run in {dtype}: the choices are {', '.join(DTYPES)}")
+        raise UserError("choice-unknown", f"dtype={dtype} is not supported. Choose {', '.join(DTYPES)}.")
     return dtype
 
 
@@ -381,13 +381,14 @@ def as_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        raise UserError("choice-unknown", f"no device {short(repr(device))}. Use auto, cpu, cuda ...") from None
+        raise UserError("choice-unknown", f"device={short(repr(device))} is unknown. Use auto, cpu, cuda ...") from None
     if found.type not in ("cpu", "cuda", "mps"):
-        raise UserError("choice-unknown", f"device {device} is not supported. Use auto, cpu, cuda or mps.")
+        raise UserError("choice-unknown", f"device={device} is not supported. Use auto, cpu, cuda or mps.")
     if found.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError("device-missing", "device=mps needs an Apple GPU, and torch sees none here")
+        raise UserError("device-missing", "device=mps needs an Apple GPU. Use device=cpu.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise UserError("device-missing", f"device={device} needs a GPU. torch sees {torch.cuda.device_count()}.")
+        count = torch.cuda.device_count()
+        raise UserError("device-missing", f"device={device} is missing: torch sees {count} GPUs. Use device=cpu.")
     return found
 
 
@@ -417,9 +418,7 @@ def _denoiser(
             if value is None:
                 continue
             if not is_whole(value):
-                raise UserError(
-                    "checkpoint-config-invalid", f"{place}: {name} must be one token id, not {shown(value)}"
-                )
+                raise config_error(place, f"{name} must be one token id, not {shown(value)}")
             return _Token(value, f"{place}: {name}")
         return None
 
@@ -438,7 +437,7 @@ def _denoiser(
         places[tokens] = own
     ends = end_tokens(places)
     if not ends:
-        raise UserError("end-token-missing", f"{folder / 'config.json'} names no eos_token_id, which sampling needs")
+        raise UserError("end-token-missing", f"{folder / 'config.json'} has no eos_token_id. Set model.eos_id.")
     if mask is None:
         raise UserError("mask-token-missing", f"{folder / 'config.json'} has no mask_token_id. Set model.mask_id.")
     if mask.id in ends:
@@ -473,7 +472,7 @@ def _place(name: str, places: Places) -> torch.device:
     """Where our parameter `name` goes: the entry of the longest module prefix, in main memory while offloaded."""
     prefixes = [prefix for prefix in places if not prefix or name == prefix or name.startswith(prefix + ".")]
     if not prefixes:
-        raise UserError("device-map-invalid", f"device_map has no place for {name}")
+        raise UserError("device-map-invalid", f"device_map has no device for {name}. Add one.")
     place = places[max(prefixes, key=len)]
     if place == "disk":
         raise UserError("device-map-invalid", "device_map cannot put weights on disk. Use cpu.")

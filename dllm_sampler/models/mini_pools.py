@@ -56,7 +56,7 @@ class Pools:
         check_share("train.data.long", self.long)
         _check_shares("train.data.tails", self.tails)
         if not self.phases or any(not first.isdecimal() for first in self.phases) or "0" not in self.phases:
-            raise UserError("option-range", f"train.data.phases must begin with 0, not {', '.join(self.phases)}")
+            raise UserError("option-range", f"train.data.phases has {', '.join(self.phases)}. Name pools from 0.")
         for first, shares in self.phases.items():
             for name in shares:
                 if name not in LESSONS:
@@ -96,7 +96,7 @@ class Pools:
 def _check_shares(name: str, shares: Sequence[float]) -> None:
     """Refuse negative shares, and shares that sum to 0."""
     if not all(0 <= share < inf for share in shares) or not sum(shares) > 0:
-        raise UserError("option-range", f"{name} must be numbers of at least 0, one of them above, not {list(shares)}")
+        raise UserError("option-range", f"{name} is {list(shares)}. Give numbers of at least 0, not all of them 0.")
 
 
 def collate(rows: Sequence[tuple[list[int], list[int], int]], eos: int) -> Batch:

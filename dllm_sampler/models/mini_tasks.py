@@ -1,4 +1,4 @@
-"""What `mini` is trained on: one-line prompts, one right answer drawn for each, and a checker that accepts all of them.
+"""The tasks of `mini`: one-line prompts, one right answer drawn for each, and a checker that accepts all right ones.
 
 Where several answers are right (a shuffle, a random insertion, an under-determined latin square) `draw` picks one
 uniformly, because the point of these tasks is a model whose one-step marginals disagree with any single joint answer.
@@ -50,7 +50,7 @@ class Task:
 
 
 def held_out(prompt: str) -> bool:
-    """Whether a prompt belongs to the one in 32 that training never sees and the card is measured on."""
+    """Return True for the one prompt in 32 that training never sees and the card is measured on."""
     return crc32(prompt.encode()) % 32 == 0
 
 

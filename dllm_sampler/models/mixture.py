@@ -42,5 +42,5 @@ def mixture(own: Tensor, other: Tensor, weight: float) -> Tensor:
     precise = torch.promote_types(own.dtype, torch.float32)
     other = pad(other.to(precise), (0, own.shape[-1] - other.shape[-1]), value=-torch.inf)
     mixed = weight * own.to(precise) + (1 - weight) * other
-    impossible = (own == -torch.inf) | (other == -torch.inf)  # 0 times infinity is no number
+    impossible = (own == -torch.inf) | (other == -torch.inf)  # 0 times infinity is NaN
     return mixed.masked_fill(impossible, -torch.inf).to(own.dtype)

@@ -73,7 +73,7 @@ class Router(nn.Module):
     def _pooled(self, ranked: Tensor, together: Tensor) -> Tensor:
         """`ranked [T, E]`, -inf outside the pool of the token's block.
 
-        The pool of a block holds the experts of which some token of it thinks most. Source: LLaDA2.2's block routing.
+        The pool of a block holds the best experts of its tokens. Source: LLaDA2.2's block routing.
         """
         at = together[:, None].expand_as(ranked)
         merit = torch.full_like(ranked, -torch.inf).scatter_reduce(0, at, ranked, "amax")  # [T, E] by number of block
@@ -95,7 +95,7 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
         """Weighted outputs `[T, D]` of the experts `chosen [T, k]` for tokens `[T, D]`."""
         assigned = chosen.flatten()  # [T*k]
-        order = assigned.argsort(stable=True)  # tokens of one expert stand together
+        order = assigned.argsort(stable=True)  # tokens of one expert are adjacent
         sorted_ = assigned[order]
         rows = hidden[order // chosen.shape[1]]  # [T*k, D]
         inner = F.silu(_per_expert(rows, self.gate_proj, sorted_)) * _per_expert(rows, self.up_proj, sorted_)
@@ -143,10 +143,7 @@ GROUPED = (9, 10)  # major compute capabilities with a grouped product in one la
 
 
 def _grouped(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch has a grouped product for these matrices: none in float64, none of rows that are not aligned.
-
-    torch 2.8 and 2.9 have none at all.
-    """
+    """Return True if torch can multiply these in one grouped product: aligned, not float64, from torch 2.10 on."""
     aligned = not any(size * dtype.itemsize % 16 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and dtype != torch.float64 and aligned
 
@@ -157,5 +154,5 @@ def _per_expert(rows: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         number = torch.arange(weight.shape[0], device=expert.device)
         ends = torch.searchsorted(expert, number, right=True).int()  # [E] where each expert's rows end
         return F.grouped_mm(rows, weight.to(rows.dtype).mT, offs=ends)
-    # One matrix per row: dear in memory, but exact whatever else is in the batch.
+    # One matrix per row: expensive in memory, but exact whatever else is in the batch.
     return (weight[expert] @ rows[..., None])[..., 0]

@@ -1,4 +1,4 @@
-"""What the tensors of each family are called: our modules to the checkpoint's (see `Family.names`)."""
+"""Names of the tensors of each family: our modules to the checkpoint's (see `Family.names`)."""
 
 LLADA = {
     "embed": "model.transformer.wte",

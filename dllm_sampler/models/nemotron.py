@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dllm_sampler.errors import UserError
 from dllm_sampler.models import names
 from dllm_sampler.models.family import Family
-from dllm_sampler.models.fields import BOTH, Fields, neutral, shown
+from dllm_sampler.models.fields import BOTH, Fields, config_error, neutral, shown, unsupported_error
 from dllm_sampler.models.reading import own_head_dim, read_qwen
 from dllm_sampler.models.transformer import TransformerConfig
 from dllm_sampler.models.yarn import Yarn
@@ -27,23 +26,21 @@ def _positions(fields: Fields) -> tuple[float, Yarn | None]:
     inside = fields.get(said[0], {}) if said else {}
     where = said[0] if said else BOTH[0]
     if len(said) > 1:
-        raise UserError("checkpoint-unsupported", f"{fields.source}: {said[1]} and {said[0]} exclude each other")
+        raise unsupported_error(fields.source, f"{said[1]} next to {said[0]}")
     if not isinstance(inside, dict):
-        raise UserError("checkpoint-unsupported", f"{fields.source}: {where}= {shown(inside)} is not an object")
+        raise unsupported_error(fields.source, f"{where}={shown(inside)}, not an object,")
     kind = inside.get("rope_type", inside.get("type"))
     if kind != "yarn":
         return fields.rope(10_000.0)[0], None
     for key, value in inside.items():
         if key not in ROPE and not neutral(key, value):
-            raise UserError(
-                "checkpoint-unsupported", f"{fields.source}: {where} with {key} = {shown(value)} is not implemented"
-            )
+            raise unsupported_error(fields.source, f"{where} with {key} = {shown(value)}")
     if inside.get(EVEN[0]) != inside.get(EVEN[1]) or not inside.get(EVEN[0]):
-        raise UserError("checkpoint-unsupported", f"{fields.source}: {where} has mscale and mscale_all_dim that differ")
+        raise unsupported_error(fields.source, f"{where} with mscale other than mscale_all_dim")
     numbers = Fields({key: value for key, value in inside.items() if value is not None}, f"{fields.source}: {where}")
     theta = numbers.number("rope_theta", fields.number("rope_theta", 10_000.0), most=1e15)
     if fields.get("rope_theta") not in (None, theta):
-        raise UserError("checkpoint-config-invalid", f"{fields.source}: rope_theta and {where}.rope_theta differ")
+        raise config_error(fields.source, f"rope_theta and {where}.rope_theta differ")
     queries = inside.get("llama_4_scaling_beta")
     yarn = Yarn(
         factor=numbers.number("factor", 1.0, most=1e6),

@@ -64,7 +64,7 @@ class PackedAttention:
         return heads[0] if len(heads) == 1 else torch.cat(heads, 2)
 
     def _masks(self, stored: bool) -> list[Tensor | None]:
-        """What the entries of each live row see, `[n, S] bool`; None: all of it. The same in every layer."""
+        """Return what the entries of each live row see, `[n, S] bool`, or None for all of it. Layers share it."""
         if self.masks is None:
             found, at = [], 0
             for row, count, end in self._live:
@@ -74,7 +74,7 @@ class PackedAttention:
         return self.masks
 
     def _mask(self, row: int, own: slice, end: int, stored: bool) -> Tensor | None:
-        """`[n, S] bool` what the entries `own` of a row see; None: all of it."""
+        """Return `[n, S] bool` what the entries `own` of a row see, or None for all of it."""
         pack, parts = self.pack, []
         if pack.segment is None and pack.until is None and (pack.unread is None or not stored):
             return None

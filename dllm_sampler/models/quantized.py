@@ -14,11 +14,7 @@ KINDS = ("int8",)
 
 
 def check(kind: object) -> None:
-    """Refuse what is no choice of `model.quantize`.
-
-    Raises:
-        UserError: what it may be.
-    """
+    """Refuse a value that `model.quantize` does not take."""
     if kind is not None and kind not in KINDS:
         raise UserError("choice-unknown", f"model.quantize must be null or {' or '.join(KINDS)}, not {kind!r}")
 
@@ -32,14 +28,16 @@ def quantize(model: Transformer, device: torch.device) -> None:
     side by side (`fused.adjacent`).
 
     Raises:
-        UserError: torchao is missing, or the model has experts, which are no linear layers.
+        UserError: torchao is missing, or the model has experts.
     """
     if model.config.moe is not None:
-        raise UserError("option-not-applicable", "model.quantize=int8 is for dense models, not for experts")
+        raise UserError("option-not-applicable", "model.quantize=int8 does not support experts. Remove it.")
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
-        raise UserError("package-missing", f"model.quantize=int8 needs torchao: {installing('quantize')}") from None
+        raise UserError(
+            "package-missing", f"model.quantize=int8: torchao is missing. Run {installing('quantize')}."
+        ) from None
     rule = Int8WeightOnlyConfig(set_inductor_config=False, version=2)
     for layer in model.layers:
         assert isinstance(layer, Layer)
@@ -53,7 +51,7 @@ def quantize(model: Transformer, device: torch.device) -> None:
 
 
 def _join(linears: list[nn.Linear]) -> None:
-    """Give the parts of quantised weights, and the biases, new memory, one behind the other."""
+    """Give the parts of quantised weights, and the biases, new memory, one after the other."""
     names, about = linears[0].weight.__tensor_flatten__()  # pyright: ignore - torchao's
     parts = {name: [getattr(linear.weight, name) for linear in linears] for name in names}
     sizes = [len(linear.weight) for linear in linears]
@@ -70,7 +68,7 @@ def _join(linears: list[nn.Linear]) -> None:
 
 
 def integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`[N, K] int8` and `[N, 1]` scales of a weight as `quantize` makes them; None: it is something else."""
+    """Return the `[N, K] int8` and `[N, 1]` scales of a weight that `quantize` made, or None for another weight."""
     data = weight.data
     scales_activations = (getattr(data, name, "") is not None for name in ("act_quant_kwargs", "act_pre_scale"))
     if type(data) is Tensor or any(scales_activations):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dllm_sampler.errors import UserError
-from dllm_sampler.models.fields import Fields
+from dllm_sampler.models.fields import Fields, config_error, unsupported_error
 from dllm_sampler.models.moe import MoeConfig
 from dllm_sampler.models.transformer import TransformerConfig
 
@@ -42,20 +41,14 @@ def experts(fields: Fields, **settings: Any) -> MoeConfig:
         | settings
     )
     if moe.num_experts % moe.groups or not moe.top_groups <= moe.groups:
-        raise UserError(
-            "checkpoint-config-invalid",
-            f"{fields.source}: {moe.num_experts} experts cannot make {moe.groups} groups with {moe.top_groups} kept",
+        raise config_error(
+            fields.source, f"{moe.num_experts} experts cannot make {moe.groups} groups with {moe.top_groups} kept"
         )
     available = moe.num_experts // moe.groups * moe.top_groups
     if moe.top_k > available:
-        raise UserError(
-            "checkpoint-config-invalid", f"{fields.source}: {moe.top_k} experts per token, but only {available}"
-        )
+        raise config_error(fields.source, f"num_experts_per_tok={moe.top_k} exceeds the {available} experts")
     if moe.pool and not moe.top_k <= moe.pool <= moe.num_experts:
-        raise UserError(
-            "checkpoint-config-invalid",
-            f"{fields.source}: expert_capacity={moe.pool} is not within {moe.top_k} and {moe.num_experts}",
-        )
+        raise config_error(fields.source, f"expert_capacity={moe.pool} is not within {moe.top_k} and {moe.num_experts}")
     return moe
 
 
@@ -65,19 +58,16 @@ def own_head_dim(fields: Fields) -> int:
         return fields.head_dim(fields.size("hidden_size"), fields.size("num_attention_heads"))
     size = fields.size("head_dim")
     if size % 2:
-        raise UserError("checkpoint-config-invalid", f"{fields.source}: head_dim must be even, not {size}")
+        raise config_error(fields.source, f"head_dim must be even, not {size}")
     return size
 
 
 def rotary(fields: Fields, head_dim: int, default: float) -> tuple[float, int | None]:
-    """The base of rotary positions, and how many dimensions of a head they turn (None: all)."""
+    """Return the base of rotary positions, and the dimensions of a head that they turn, or None for all."""
     theta, part = fields.rope(partial=default)
     size = int(head_dim * part) if part <= 1 else 0
     if size % 2 or not size:
-        raise UserError(
-            "checkpoint-config-invalid",
-            f"{fields.source}: partial_rotary_factor = {part:g} does not fit head_dim={head_dim}",
-        )
+        raise config_error(fields.source, f"partial_rotary_factor = {part:g} does not fit head_dim={head_dim}")
     return theta, None if size == head_dim else size
 
 
@@ -85,7 +75,5 @@ def whole_rope(fields: Fields) -> float:
     """The base of rotary positions that turn whole heads."""
     theta, part = fields.rope()
     if part != 1:
-        raise UserError(
-            "checkpoint-unsupported", f"{fields.source}: partial_rotary_factor = {part:g} is not implemented"
-        )
+        raise unsupported_error(fields.source, f"partial_rotary_factor = {part:g}")
     return theta

@@ -95,7 +95,7 @@ class FunctionDenoiser(RowsDenoiser):
         """
         if not callable(function):
             raise UserError(
-                "function-invalid", f"logits_fn must be a function (ids, mask), not a {type(function).__name__}"
+                "function-invalid", f"logits_fn is a {type(function).__name__}. Give a function of (ids, mask)."
             )
         check_count("vocab_size", vocab_size)
         check_count("max_positions", max_positions)
@@ -104,7 +104,7 @@ class FunctionDenoiser(RowsDenoiser):
         for name, token in given if pad_id is None else [*given, ("pad_id", pad_id)]:
             if not is_whole(token) or not 0 <= token < vocab_size:
                 raise UserError(
-                    "token-outside-vocabulary", f"{name} must be a token id below {vocab_size}, not {shown(token)}"
+                    "token-outside-vocabulary", f"{name} is {shown(token)}. Set a token id below {vocab_size}."
                 )
         first, *others = end_ids(cast("tuple[int, ...]", ends))
         weight = next(function.parameters(), None) if isinstance(function, nn.Module) else None
@@ -135,7 +135,7 @@ class FunctionDenoiser(RowsDenoiser):
             raise UserError(
                 "function-result",
                 f"logits_fn returned {str(found.dtype).removeprefix('torch.')} {list(found.shape)} for ids"
-                f" {list(ids.shape)}. It should return floating-point logits {[*ids.shape, self.spec.vocab_size]}",
+                f" {list(ids.shape)}. Return floating-point logits {[*ids.shape, self.spec.vocab_size]}.",
             )
         if found.device != ids.device:
             raise UserError(

@@ -19,7 +19,7 @@ from dllm_sampler.models.families import to_checkpoint
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.transformer import Transformer
 
-# What a checkpoint has besides its weights. A card and a filter describe the weights as they were, so they stay behind.
+# Files of a checkpoint besides its weights. A card and a filter describe the old weights, so they are not copied.
 FILES = (
     "config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.*", "merges.txt", "*.model", "chat_template.*", "*.py", "LICENSE*",
@@ -58,7 +58,7 @@ def save(network: nn.Module, source: Path, target: Path, hub: str | None = None)
 
 
 def finished(folder: Path) -> bool:
-    """Whether a folder has the weights of a checkpoint, in one file or in several."""
+    """Return True if a folder has the weights of a checkpoint, in one file or in several."""
     return (folder / weights.SINGLE).exists() or (folder / weights.INDEX).exists()
 
 
@@ -87,7 +87,7 @@ def _as_stored(tensors: dict[str, Tensor], stored: dict[str, torch.dtype]) -> di
         if key not in made:
             one = tensor.detach().to("cpu", stored.get(name, tensor.dtype))
             whole = one.untyped_storage().nbytes() == one.nbytes
-            made[key] = one if whole else one.clone()  # one expert of a stack, say
+            made[key] = one if whole else one.clone()  # for example one expert of a stack
         found[name] = made[key]
     return found
 

@@ -38,8 +38,8 @@ class TransformerConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
-    rotary_dim: int | None = None  # leading part of a head that rotary positions turn; None: all of it
-    yarn: Yarn | None = None  # how rotary positions are stretched; None: not
+    rotary_dim: int | None = None  # leading part of a head that rotary positions turn, if not all of it
+    yarn: Yarn | None = None  # stretches rotary positions
     norm_eps: float = 1e-5
     max_positions: int = 4096
     qkv_bias: bool = False
@@ -55,7 +55,7 @@ class Rope:
 
     cos: `[N, 1, M, R]`, R dimensions of a head are turned
     sin: `[N, 1, M, R]`, negative in the first half, so that rotating is one multiply and one multiply-add
-    scale: `[N, 1, M, 1]` factor on rotated queries; None: 1
+    scale: `[N, 1, M, 1]` factor on rotated queries, if not 1
     """
 
     cos: Tensor
@@ -92,7 +92,7 @@ Drive = Callable[[int, "Layer", Tensor, Rope, Tensor | None], Tensor]
 
 
 def answered(hidden: Tensor, rows: Tensor | None) -> Tensor:
-    """`[N, Q, D]` the rows `[N, Q]` of `hidden [N, M, D]`; None: all of them."""
+    """Return the rows `[N, Q]` of `hidden [N, M, D]`, as `[N, Q, D]`. Without `rows`, return all of them."""
     return hidden if rows is None else hidden.gather(1, rows.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
@@ -160,7 +160,8 @@ class Layer(nn.Module):
 
         mask: bool `[N, 1, 1|M, M]`
         together: see `mlp`
-        rows: int64 `[N, Q]`, which of the M to return, as `[N, Q, D]`; None: all. The others are keys and values only
+        rows: int64 `[N, Q]`, which of the M to return, as `[N, Q, D]`. The others are keys and values only. By default
+            all are returned
         """
         if drive is not None:
             return drive(self.index, self, hidden, rope, rows)
@@ -280,7 +281,7 @@ class Transformer(nn.Module):
         return self.head(hidden) if drive is None else hidden
 
     def together(self, positions: Tensor, keys: Tensor | None) -> Tensor | None:
-        """`[N M]` a number for the tokens of each block that choose their experts together; None: no tokens do.
+        """Return `[N M]` a number for the tokens of each block that choose their experts together, or None if none do.
 
         positions: `[N, M]`; where they fall, a second copy of the row begins, whose blocks are its own
         keys: as in `forward`: what no row may see is padding, which belongs to no block
@@ -298,7 +299,7 @@ class Transformer(nn.Module):
         return torch.searchsorted(number.flatten().sort().values, number.flatten())
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., V]` of normed hidden states `[..., D]`: dear at 126464 words, so only for rows asked about."""
+        """Return logits `[..., V]` of normed hidden states `[..., D]`. Expensive, so only for rows asked about."""
         return self.lm_head(hidden)
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:

@@ -46,14 +46,14 @@ def fill(
     spare = {part.name for name in tied for part in family.parts(name, model.config)}
     files = tensor_files(folder)
     used = [name for name in files if name not in spare and not HARMLESS.search(name)]
-    _complain(folder, "lacks", [name for name in ours if name not in files and name not in spare])
-    _complain(folder, "has unknown", [name for name in used if name not in ours])
+    complain(folder, "lacks", [name for name in ours if name not in files and name not in spare])
+    complain(folder, "has unknown", [name for name in used if name not in ours])
 
     wanted, held = {name: _shape(ours[name], own) for name in used}, shapes(folder)
     wrong = [
         f"{name} {list(held[name])} instead of {list(wanted[name])}" for name in used if held[name] != wanted[name]
     ]
-    _complain(folder, "has wrongly shaped", wrong)
+    complain(folder, "has wrongly shaped", wrong)
 
     state: dict[str, Tensor] = {}
     for file in sorted({files[name] for name in used}):
@@ -89,7 +89,7 @@ def check_floating(folder: Path, parameters: Collection[str]) -> None:
         parameters: their names in a model of transformers, which may add a prefix or leave one out.
 
     Raises:
-        UserError: a tensor holds integers, say; also as `tensor_files`.
+        UserError: a tensor holds, for example, integers. Also as `tensor_files`.
     """
     files = tensor_files(folder)
     for file in sorted(set(files.values())):
@@ -129,7 +129,7 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
 
 
 def dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The dtype of every tensor of a checkpoint that is no scalar."""
+    """Return the dtype of every tensor of a checkpoint that is not a scalar."""
     found: dict[str, torch.dtype] = {}
     for file, names in _by_file(folder).items():
         with safe_open(file, framework="pt") as opened:
@@ -163,7 +163,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Every tensor of a checkpoint and the file it lies in.
 
     Raises:
-        UserError: there are no safetensors (pickles are refused), or the index and its shards do not fit together.
+        UserError: the safetensors are missing (pickles are refused), or the index and its shards do not fit together.
     """
     if (folder / SINGLE).is_file():
         return dict.fromkeys(_names(folder / SINGLE), folder / SINGLE)
@@ -173,7 +173,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise UserError(
                 "checkpoint-pickled", f"{folder} has pickle weights ({pickles[0]}). Convert them to safetensors."
             )
-        raise UserError("checkpoint-incomplete", f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
+        raise UserError("checkpoint-incomplete", f"{folder} has neither {SINGLE} nor {INDEX}. Name another folder.")
     located = read_json(folder / INDEX).get("weight_map")
     if not isinstance(located, dict) or not all(isinstance(shard, str) for shard in located.values()):
         raise UserError(
@@ -182,12 +182,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for shard in sorted(set(located.values())):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise UserError("checkpoint-damaged", f"{folder / INDEX} names the shard {shard!r}, not a safetensors file")
+            raise UserError("checkpoint-damaged", f"{folder / INDEX} names the shard {shard!r}. Use safetensors.")
         if not (folder / shard).is_file():
-            raise UserError("checkpoint-incomplete", f"{folder / INDEX} names the shard {shard}, which is missing")
+            raise UserError("checkpoint-incomplete", f"{folder / INDEX}: the shard {shard} is missing. Copy it there.")
         for name in _names(folder / shard):
             files[name] = folder / shard
-    _complain(folder, "lacks, although the index names them,", [name for name in located if name not in files])
+    complain(folder, "lacks, although the index names them,", [name for name in located if name not in files])
     return files
 
 
@@ -198,15 +198,11 @@ def present(folder: Path) -> bool:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        UserError: it is no JSON object.
-    """
+    """Return the JSON object in a file."""
     try:
         found = load_json(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise UserError("json-invalid", f"{file} is not valid JSON ({error})") from None
+        raise UserError("json-invalid", f"{file} is not valid JSON ({error}). Copy it again.") from None
     if not isinstance(found, dict):
         raise UserError("json-invalid", f"{file} has a {type(found).__name__}, not a JSON object. Copy it again.")
     return found
@@ -221,11 +217,12 @@ def _names(file: Path) -> list[str]:
 
 
 def _corrupt(file: Path, error: Exception) -> UserError:
-    return UserError("checkpoint-damaged", f"{file} is truncated or corrupt ({error}): copy or download it again")
+    return UserError("checkpoint-damaged", f"{file} is truncated or corrupt ({error}). Copy or download it again.")
 
 
-def _complain(folder: Path, what: str, tensors: list[str]) -> None:
+def complain(folder: Path, what: str, tensors: list[str]) -> None:
     """Raise an error that counts `tensors` and names up to three of them; silent when there are none."""
     if tensors:
         more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-        raise UserError("checkpoint-tensors", f"the checkpoint {folder} {what} tensors: {', '.join(tensors[:3])}{more}")
+        listing = f"{', '.join(tensors[:3])}{more}"
+        raise UserError("checkpoint-tensors", f"The checkpoint {folder} {what} tensors: {listing}. Copy it again.")

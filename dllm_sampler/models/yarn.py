@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Yarn:
-    """How rotary positions were stretched for a longer context.
+    """Stretched rotary positions, for a longer context.
 
     factor: slow frequencies are divided by it
     original: positions of the context before
     fast, slow: turns within `original` from which on a frequency is kept, and up to which it is divided
-    queries: rotated queries are multiplied by 1 + queries * ln(1 + floor(position / original)); 0: not
+    queries: rotated queries are multiplied by 1 + queries * ln(1 + floor(position / original)). 0 leaves them alone
     """
 
     factor: float
@@ -38,7 +38,7 @@ class Yarn:
         return frequencies / self.factor * share + frequencies * (1 - share)
 
     def scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """`[N, 1, M, 1]` the factor on queries at `positions [N, M]`; None: 1 everywhere."""
+        """Return `[N, 1, M, 1]` the factor on queries at `positions [N, M]`, or None if it is 1 everywhere."""
         if not self.queries:
             return None
         steps = (positions // self.original).to(dtype)
