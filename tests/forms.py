@@ -47,7 +47,7 @@ def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bo
 def ruled(pattern: str | tuple[str, ...], draws: bool = False, posterior: bool = False, vocab: int = VOCAB) -> Rule:
     guide = Regex(pattern, posterior=posterior)
     made = tuple(automaton.build(one, TOKENS, vocab, (END,), MASK) for one in guide.expressions())
-    vars(guide).update(edges=joined(made), mask_id=MASK, drawn=draws)
+    vars(guide).update(edges=joined(made), mask_id=MASK)
     spec = replace(toys.denoiser().spec, vocab_size=vocab, mask_id=MASK, eos_id=END)
     return Rule(spec, (*[Temperature(1.0)] * draws, guide), frozenset())
 

@@ -1,13 +1,15 @@
 """DiffusionGemma's sampler: each step accepts tokens by entropy, and draws all others again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from dllm_sampler.core.checks import check_count, check_number
-from dllm_sampler.core.protocols import Carry, Guide
-from dllm_sampler.core.spec import Traits, UniformNoise
+from dllm_sampler.core.naming import named
+from dllm_sampler.core.protocols import Carry, Context, Guide
+from dllm_sampler.core.spec import Traits, UniformNoise, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.annealing import LinearTemperature
@@ -24,7 +26,8 @@ class EntropyRenoise(Renoising):
     noise again. A block ends after `max_denoising_steps`, or when its best tokens no longer change and are certain; it
     is then filled with the best tokens of that forward, not with the accepted ones. A temperature that falls linearly
     from `t_max` towards `t_min` applies after the other guides, to tokens and to entropies. A temperature of the user's
-    multiplies it; at temperature=0 each step takes the best tokens.
+    multiplies it; at temperature=0 each step takes the best tokens. Under a guide on the answer's form these are the
+    tokens of the best string that has the form, so that what a block ends with can be completed.
 
     Args:
         entropy_bound: nats; the entropies of the accepted positions, without the largest, sum to at most this.
@@ -40,6 +43,7 @@ class EntropyRenoise(Renoising):
     t_max: float = 0.8
     stability_threshold: int | None = 1
     confidence_threshold: float | None = 0.005
+    formed: bool = field(init=False, default=False)  # a guide chooses the tokens of a step together
 
     def __post_init__(self) -> None:
         for name in ("entropy_bound", "t_min", "t_max"):
@@ -50,23 +54,40 @@ class EntropyRenoise(Renoising):
         if self.t_max < self.t_min or self.t_max == float("inf"):
             raise UserError("option-range", f"scheduler.t_max must be at least t_min={self.t_min}, not {self.t_max!r}")
 
+    def bind(self, context: Context) -> Self:
+        """Take the noise token, and look whether a guide chooses the tokens of a step together."""
+        formed = any(guide.joint or guide.vetoes for guide in context.guides)
+        return with_bound_fields(super().bind(context), formed=formed)
+
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """The falling temperature comes last."""
+        """Return the guides with the falling temperature after those of the user, but before one on the form.
+
+        Raises:
+            UserError: a guide may refuse the tokens that end a block.
+        """
+        for guide in given:
+            if guide.vetoes:
+                raise UserError(
+                    "plugins-incompatible",
+                    f"scheduler=entropy_renoise ends a block with its best tokens, and guide={named(guide)} may refuse"
+                    " some. Set guide.grammar.depth=N, which chooses tokens together, or use another scheduler.",
+                )
+        if self.t_max == 0:
+            return given
+        forms = tuple(guide for guide in given if guide.joint)
         falling = LinearTemperature(self.t_min, self.t_max, self.max_denoising_steps)
-        return (*given, falling) if self.t_max > 0 else given
+        return (*(guide for guide in given if not guide.joint), falling, *forms)
 
     @property
     def traits(self) -> Traits:
         """It judges the block as a whole, by entropy, and nothing stays accepted."""
-        facts = Traits(
-            asks="window", ranks_by_confidence=False, needs_every_position=True, revises=True, own_tokens=True
-        )
-        return facts.adding(UniformNoise())
+        own = Traits(asks="window", ranks_by_confidence=False, needs_every_position=True, revises=True)
+        return own.adding(UniformNoise())
 
     @property
     def needs(self) -> frozenset[str]:
-        """Entropies, and logits for the best tokens."""
-        return frozenset({"entropy", "logits", "logsumexp"})
+        """Entropies, and logits for the best tokens. Under a form also the choice, to repeat it without noise."""
+        return frozenset({"entropy", "logits", "logsumexp"} | ({"draw"} if self.formed else set()))
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B, L+1]` the last forward's best tokens, and `[B]` forwards before it with the same ones."""
@@ -81,6 +102,9 @@ class EntropyRenoise(Renoising):
         assert readout.entropy is not None and readout.logits is not None and readout.logsumexp is not None
         at, inside = query.positions, canvas.inside(query.positions)  # [B, Q]
         entropy, (peak, best) = readout.entropy[:, 0], readout.logits[:, 0].max(-1)
+        if readout.draw is not None and self.formed:
+            best = readout.draw.greedy()(readout.draw.logits)[:, 0]
+            peak = readout.logits[:, 0].gather(2, best[..., None])[..., 0]
         same = (best == carry[0].gather(1, at)) | ~inside
         still = torch.where(same.all(1) & (canvas.age > 0), carry[1] + 1, 0)
         over = canvas.age + 1 >= self.max_denoising_steps  # [B]

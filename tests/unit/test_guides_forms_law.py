@@ -34,7 +34,6 @@ def test_the_posterior_is_that_of_all_strings(pattern: str, temperature: Tempera
     generator, vocab, needs = torch.Generator().manual_seed(6), 9, {"margin", "gap", "entropy", "current", "logits"}
     rule = ruled(pattern, posterior=True, vocab=vocab)
     guides = rule.guides if temperature is None else (temperature, *rule.guides)
-    vars(rule.guides[0]).update(drawn=temperature is not None)
     rule = rule._replace(guides=guides, needs=frozenset(needs))
     legal = [one for one in strings(pattern) if one[3] == 4]
     for witness, size in itertools.product(legal[:: max(1, len(legal) // 5)], (3, 4)):

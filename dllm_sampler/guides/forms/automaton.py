@@ -54,14 +54,16 @@ class Automaton:
         return bool(self.accepts[state])
 
 
-def build(pattern: str, tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int) -> Automaton:
+def build(
+    pattern: str, tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int | None
+) -> Automaton:
     """The automaton of a regular expression, see `build_all`."""
     (found,) = build_all([pattern], tokens, vocab, end_ids, mask_id)
     return found
 
 
 def build_all(
-    patterns: Sequence[str], tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int
+    patterns: Sequence[str], tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int | None
 ) -> tuple[Automaton, ...]:
     """The automata of regular expressions, from disk where they were built before.
 
@@ -69,7 +71,7 @@ def build_all(
         tokens: the bytes of each token.
         vocab: V of the model.
         end_ids: tokens that end an answer.
-        mask_id: never chosen.
+        mask_id: never chosen. None: every token may be.
 
     Raises:
         UserError: no expression, one without a text, or one too large to build.
@@ -108,7 +110,7 @@ class Recipe:
     tokens: tuple[bytes, ...]
     vocab: int
     end_ids: tuple[int, ...]
-    mask_id: int
+    mask_id: int | None
 
     @staticmethod
     def of(
@@ -118,7 +120,7 @@ class Recipe:
         tokens: Sequence[bytes],
         vocab: int,
         end_ids: tuple[int, ...],
-        mask_id: int,
+        mask_id: int | None,
     ) -> Recipe:
         """The recipe of an automaton over bytes.
 
@@ -296,7 +298,8 @@ def _kinds(step: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     classes = torch.full((recipe.vocab,), of_text[number[b""]])  # ids without a token, too, add nothing
     for token, text in enumerate(recipe.tokens[: recipe.vocab]):
         classes[token] = of_text[number[text]]
-    classes[recipe.mask_id] = len(table)
+    if recipe.mask_id is not None:
+        classes[recipe.mask_id] = len(table)
     for end in recipe.end_ids:
         classes[end] = len(table) + 1
     never = torch.full((len(step),), dead)

@@ -39,8 +39,12 @@ class Strings:
     place: Tensor  # [N, Q] position of each queried column in the answer; L: none
 
     @staticmethod
-    def of(canvas: Canvas, query: Query, mask_id: int) -> Strings:
-        """One string for each candidate of each row."""
+    def of(canvas: Canvas, query: Query, mask_id: int | None) -> Strings:
+        """Return one string for each candidate of each row.
+
+        Args:
+            mask_id: a candidate's position with this token is free. None: candidates are as free as the canvas.
+        """
         answer = canvas.answer()  # [B, L]
         candidates, length = query.ids.shape[1], answer.shape[1]
         token, free = canvas.ids.gather(1, answer), canvas.masked.gather(1, answer)
@@ -51,8 +55,9 @@ class Strings:
             return values.repeat_interleave(candidates, 0) if candidates > 1 else values
 
         place, asked = each(place), query.ids.flatten(0, 1)
-        token = _put(each(token), place, asked)
-        return Strings(each(answer < canvas.end[:, None]), token, _put(each(free), place, asked == mask_id), place)
+        token, free = _put(each(token), place, asked), each(free)
+        free = free if mask_id is None else _put(free, place, asked == mask_id)
+        return Strings(each(answer < canvas.end[:, None]), token, free, place)
 
 
 def _put(values: Tensor, place: Tensor, new: Tensor) -> Tensor:
@@ -75,7 +80,7 @@ class Lattice:
     sizes: Tensor  # [C+2] `Edges.sizes`; [N, L+1, C+2] where given tokens say at which positions no answer ends
 
     @staticmethod
-    def of(edges: Edges, canvas: Canvas, head_rows: HeadRows, mask_id: int, end_ids: tuple[int, ...]) -> Lattice:
+    def of(edges: Edges, canvas: Canvas, head_rows: HeadRows, mask_id: int | None, end_ids: tuple[int, ...]) -> Lattice:
         """The lattice of a query's strings."""
         strings = Strings.of(canvas, head_rows.query, mask_id)
         there = head_rows.spread(torch.ones_like(head_rows.row)).flatten(0, 1)  # [N, Q]
@@ -226,7 +231,12 @@ class Lattice:
 
 
 def posterior(
-    edges: Edges, logits: Tensor, canvas: Canvas, head_rows: HeadRows, mask_id: int, end_ids: tuple[int, ...] = ()
+    edges: Edges,
+    logits: Tensor,
+    canvas: Canvas,
+    head_rows: HeadRows,
+    mask_id: int | None,
+    end_ids: tuple[int, ...] = (),
 ) -> Tensor:
     """`[R, V]` logits whose softmax is the law of each answer's token, given what stands and that the string is valid.
 
@@ -250,14 +260,15 @@ def choose(
     noisy: Tensor,
     canvas: Canvas,
     head_rows: HeadRows,
-    mask_id: int,
-    draws: bool,
+    mask_id: int | None,
     whole: Whole | None = None,
     end_ids: tuple[int, ...] = (),
 ) -> Tensor:
-    """`[R]` tokens of logits `[R, V]`, in a draw with noise: those of one string for each row and candidate.
+    """Return `[R]` tokens of one string for each row and candidate: the best string, or a drawn one.
 
     Args:
+        logits: `[R, V]`.
+        noisy: the same with noise. The same object if nothing is drawn.
         whole: logits and noisy logits from which no guide took a token away, to choose by where none that fits is left.
         end_ids: the end tokens that must not come before given tokens (`Layout.given`).
     """
@@ -270,7 +281,7 @@ def choose(
     own = edges.classes[tops.free][:, None]
     score = score.clamp(max=-TIE).scatter_(1, own, score.gather(1, own))
     values = lattice.values(score, lattice.sizes.clamp(max=0))  # 0 where nothing is asked
-    if draws:
+    if noisy is not logits:
         _, weight = masses(edges, logits)
         chance = _relative(weight, weight.amax(1, keepdim=True))
         if whole is not None:

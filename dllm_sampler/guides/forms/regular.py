@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -53,9 +53,9 @@ class Form(Guide):
     automata: tuple[Automaton, ...] = field(init=False, default=(), repr=False, compare=False)  # of each form
     edges: Edges | None = field(init=False, default=None, repr=False, compare=False)
     shortest: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
-    mask_id: int = field(init=False, default=-1, repr=False, compare=False)
+    mask_id: int | None = field(init=False, default=None, repr=False, compare=False)
     end_ids: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
-    drawn: bool = field(init=False, default=False, repr=False, compare=False)
+    redraws: bool = field(init=False, default=False, repr=False, compare=False)  # each step draws the whole block again
     bound_to: tuple[object, ModelSpec] | None = field(init=False, default=None, repr=False, compare=False)
 
     @property
@@ -73,7 +73,6 @@ class Form(Guide):
         Raises:
             UserError: one cannot be built.
         """
-        assert spec.mask_id is not None
         numbers = spec.vocab_size, spec.eos_ids, spec.mask_id
         return automaton.build_all(self.expressions(), tokens, *numbers)
 
@@ -81,15 +80,15 @@ class Form(Guide):
         """Build the automaton over the model's tokens, unless it was built for this model before.
 
         Raises:
-            UserError: it cannot be built, or the model has no tokenizer or no mask.
+            UserError: it cannot be built, or the model has no tokenizer.
         """
         spec, name = context.spec, f"guide={named(self)}"
         if context.tokenizer is None:
             raise UserError("tokenizer-missing", f"{name} needs a tokenizer, and this checkpoint has none")
-        if spec.mask_id is None:
-            raise UserError("mask-token-missing", f"{name} needs a mask token, and this model has none")
+        revises = context.scheduler is not None and context.scheduler.traits.revises
+        redraws = spec.mask_id is None and revises
         if self.bound_to is not None and self.bound_to[0] is context.tokenizer and self.bound_to[1] == spec:
-            return with_bound_fields(self, drawn=context.draws)
+            return with_bound_fields(self, redraws=redraws)
         tokens = token_bytes(context.tokenizer)
         found = self.build(tokens, spec)
         shortest = tuple(one.shortest for one in found)
@@ -102,7 +101,7 @@ class Form(Guide):
             shortest=shortest,
             mask_id=spec.mask_id,
             end_ids=spec.eos_ids,
-            drawn=context.draws,
+            redraws=redraws,
             bound_to=(context.tokenizer, spec),
         )
 
@@ -127,12 +126,18 @@ class Form(Guide):
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.__call__`: the logits of the posterior."""
         assert self.edges is not None
-        return posterior(self.edges, logits, canvas, head_rows, self.mask_id, self.end_ids)
+        return posterior(self.edges, logits, self._open(canvas), head_rows, self.mask_id, self.end_ids)
 
     def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         """See `Guide.choose`."""
         assert self.edges is not None
-        return choose(self.edges, logits, noisy, canvas, head_rows, self.mask_id, self.drawn, whole, self.end_ids)
+        return choose(self.edges, logits, noisy, self._open(canvas), head_rows, self.mask_id, whole, self.end_ids)
+
+    def _open(self, canvas: Canvas) -> Canvas:
+        """Return the canvas with noise wherever the scheduler draws again."""
+        if not self.redraws:
+            return canvas
+        return replace(canvas, masked=canvas.masked | (canvas.in_block() & ~canvas.layout.frozen))
 
 
 @dataclass(frozen=True)

@@ -74,18 +74,21 @@ class Grammar(Guide):
         """Read the grammar, and take the guide that serves it best.
 
         Raises:
-            UserError: it cannot be read or compiled, or the model has no tokenizer or no mask.
+            UserError: it cannot be read or compiled, or the model has no tokenizer, or no mask where one is needed.
         """
         spec = context.spec
         if context.tokenizer is None:
             raise UserError("tokenizer-missing", "guide=grammar needs a tokenizer, and this checkpoint has none")
-        if spec.mask_id is None:
-            raise UserError("mask-token-missing", "guide=grammar needs a mask token, and this model has none")
         if not self.grammar:
             raise UserError("option-missing", "guide=grammar needs guide.grammar.grammar=FILE or a name")
         language = Language.load(self.grammar)
         if self.depth is not None or language.regular:
             return BoundedGrammar(language, self.depth).bind(context)
+        if spec.mask_id is None:
+            raise UserError(
+                "mask-token-missing",
+                "guide=grammar tests tokens beside masks, and this model has none. Set guide.grammar.depth=N.",
+            )
         ends = frozenset(spec.eos_ids)  # where texts are cut; an end of turn has no text
         tokens = tuple(token_bytes(context.tokenizer))
         never = {*ends, spec.mask_id}
@@ -217,7 +220,6 @@ class BoundedGrammar(Form):
         """See `Form.build`."""
         made = self.language.automaton(self.depth)
         about = f"grammar {json.dumps(made)}"
-        assert spec.mask_id is not None
         numbers = spec.vocab_size, spec.eos_ids, spec.mask_id
         return (lifted(Recipe.of(self.language.name, about, lambda: made, tokens, *numbers)),)
 
