@@ -1,4 +1,4 @@
-"""Commands of the README and of docs/your_own.md, run as a reader would."""
+"""Commands and code of the README and of pages in docs/, run as a reader would."""
 
 from __future__ import annotations
 
@@ -76,6 +76,36 @@ def test_python(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_it_is_short() -> None:
     assert len(README.splitlines()) <= 150
+
+
+# Pages whose code shows its results
+
+
+@pytest.mark.parametrize("page", ["infilling", "grammars"])
+def test_results_in_python(page: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    shown = 0
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        names: dict[str, Any] = {}
+        for line in block.splitlines():
+            code, _, said = line.partition("  # ")
+            try:
+                expression = compile(code.strip(), f"{page}.md", "eval")
+            except SyntaxError:  # a statement
+                exec(compile(code, f"{page}.md", "exec"), names)
+                continue
+            assert said.strip().startswith(repr(eval(expression, names))), line
+            shown += 1
+    assert shown >= 5
+
+
+def test_results_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "infilling.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^dllm-sample (\".*?)  +# (.+)$", text, re.MULTILINE)
+    assert len(lines) == 2
+    for line, said in lines:
+        assert main([*shlex.split(line), "device=cpu"]) == 0
+        assert capsys.readouterr().out == said + "\n", line
 
 
 # docs/your_own.md, walked through in an empty directory: its files are written there, its commands run in order
