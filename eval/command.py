@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -115,6 +115,8 @@ def _run(words: list[str]) -> int:
     if share is None or share.rank == 0:
         comparison = load([job.folder for job in found])
         show(found, refused, comparison, Console())
+        for sentence in stopped(comparison):
+            print(sentence, file=sys.stderr)
         if report is not None:
             print(write([output], report), file=sys.stderr)
         elif comparison.together:
@@ -182,6 +184,14 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         console.print(Text(f"{few} missing: the same command goes on"), soft_wrap=True)
     done = counted(len(found) - len(refused), "run")
     console.print(terminal.text(f"{done} in {found[0].options.output}", console), soft_wrap=True)
+
+
+def stopped(comparison: Comparison) -> Iterator[str]:
+    """Yield a sentence for each configuration with answers that `max_steps` ended."""
+    for method in comparison.methods:
+        reasons = [record.finish_reason for run in method.runs.values() for record in run.records]
+        if count := reasons.count("max_steps"):
+            yield f"{count} of {counted(len(reasons), 'answer')} of {method.label} stopped at max_steps"
 
 
 def chosen_passes(names: Sequence[str], each: Sequence[Figures]) -> list[str]:

@@ -25,7 +25,9 @@ Check what every plug-in must keep, on small random networks in float64:
   rows     a row of a ragged batch equals the row alone
   reads    no step reads the device
   prompts  prompts, padding and finished rows never change
+  commits  a committed token stays, unless `traits` says `revises`
   ends     every row ends within the bound that `bound` gives, with no mask left
+  traits   what `traits` says of a scheduler's use of confidence and of `canvas.age`
 and list the plug-ins that it runs with. GROUP is scheduler, cache, blocks, stop or guide. NAME is a packaged choice, or
 your own in ./conf/GROUP/NAME.yaml or DIR/GROUP/NAME.yaml. Several groups can be set: all others are tried in turn.
 
@@ -33,6 +35,10 @@ exit status: 0 all was kept, 1 something was not, 2 a mistake in the words or in
 """
 # Toys. The last three are block-causal, have a causal context, and have no mask token.
 TOYS = ("llada", "dream", "cfg", "causal", "context", "uniform")
+ROWS_DIFFER = (
+    "Look for a sum or mean over all rows or over positions that are not eligible, for random numbers, and for state"
+    " outside the carry."
+)
 Labelled = tuple[str | None, Any]  # a case, and what was added to the plainest plug-ins
 
 
@@ -101,7 +107,7 @@ def check(chosen: dict[str, Any]) -> int:
         return _report("It runs", [(None, f"No combination of plug-ins is legal. With the plainest ones: {reason}")], 1)
     failures = 0
 
-    def keep(promise: str, cases: Sequence[Labelled], test: Callable[[Any], object]) -> list[Labelled]:
+    def keep(promise: str, cases: Sequence[Labelled], test: Callable[[Any], object], hint: str = "") -> list[Labelled]:
         """Return the cases that keep a promise, and report the others."""
         nonlocal failures
         kept, broken = [], []
@@ -112,8 +118,8 @@ def check(chosen: dict[str, Any]) -> int:
             except promises.CannotTry:
                 raise
             except Exception as error:  # whatever the user's plug-in raises: it is a sentence of the report
-                broken.append((label or f"the toy {case.toy}", explained(error, built)))
-        failures += _report(promise, broken, len(cases))
+                broken.append((label or f"the small network {case.toy}", explained(error, built)))
+        failures += _report(promise, broken, len(cases), hint)
         return kept
 
     with promises.known_tokens():
@@ -126,19 +132,23 @@ def check(chosen: dict[str, Any]) -> int:
         "A row of a ragged batch equals the row alone.",
         running,
         lambda case: promises.check_rows(case, alone.get(id(case), (len(str(case)) % len(promises.EVERY),))),
+        ROWS_DIFFER,
     )
     keep("Prompts, padding and finished rows never change.", running, promises.check_prompts)
+    keep("A committed token stays, unless `traits` says `revises`.", running, promises.check_commits)
     keep("Every row ends within its bound, with no mask left.", running, promises.check_end)
     if any(promises.reads(case) for _, case in plain):
         print("    --  A step may read the device, as the plug-in declares.")
     else:
         keep("No step reads the device.", plain, promises.check_reads)
-    if "scheduler" in chosen and not failures:
-        promise = "`traits.ranks_by_confidence` is true of it."
+    tests = {"ranks_by_confidence": promises.check_confidence, "scheduled": promises.check_age}
+    for trait, test in tests.items() if "scheduler" in chosen else ():
         try:
-            keep(promise, plain[:1], lambda _: promises.check_confidence(chosen["scheduler"]))
+            if failures:
+                raise promises.CannotTry("a promise above is broken")
+            keep(f"What `traits.{trait}` says is true.", plain[:1], lambda _, test=test: test(chosen["scheduler"]))
         except promises.CannotTry as reason:
-            print(f"    --  `traits.ranks_by_confidence` is not tried: {str(reason).rstrip('.')}.")
+            print(f"    --  What `traits.{trait}` says is not tried: {str(reason).rstrip('.')}.")
     for group in promises.GROUPS:
         names = [label.partition("=")[2] for label, _ in running if label and label.startswith(f"{group}=")]
         if names:
@@ -213,8 +223,12 @@ def explained(error: Exception, built: Sequence[Any]) -> str:
     return f"It raised {type(error).__name__}: {' '.join(str(error).split())} ({where})."
 
 
-def _report(promise: str, broken: Sequence[tuple[str | None, str]], tried: int) -> int:
-    """Print how a promise came out, and return 1 if it is broken."""
+def _report(promise: str, broken: Sequence[tuple[str | None, str]], tried: int, hint: str = "") -> int:
+    """Print how a promise came out, and return 1 if it is broken.
+
+    Args:
+        hint: where to look if it is broken.
+    """
     if not broken:
         print(f"    ok  {promise}")
         return 0
@@ -222,6 +236,8 @@ def _report(promise: str, broken: Sequence[tuple[str | None, str]], tried: int) 
     more = f" and {len(broken) - 1} more of {tried} combinations" if len(broken) > 1 else ""
     seen = f". Seen with {label}{more}." if label else "."
     print(f"FAILED  {sentence.rstrip('.')}{seen}")
+    if hint:
+        print(f"        {hint}")
     return 1
 
 
@@ -233,4 +249,6 @@ def _name(spec: object) -> str:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working directory, where the other commands find no neighbours of a plug-in's file
     sys.exit(main())

@@ -18,6 +18,7 @@ from dllm_sampler.check.reads import watched_steps
 from dllm_sampler.check.settings import Settings
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.spec import ChangingLength, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import FAULTS, UserError
 from dllm_sampler.result import Commits, Result
@@ -182,6 +183,30 @@ def check_prompts(case: Case) -> None:
                 )
 
 
+def check_commits(case: Case) -> None:
+    """Check that a committed token stays, if the scheduler's `traits` do not say `revises`.
+
+    Columns of a scheduler with `ChangingLength` move, and a stop that `fills` writes over the answer's rest: nothing
+    is checked with these.
+
+    Raises:
+        Broken: a token changes, or is a mask again.
+    """
+    plugins = case.sampler.plugins
+    traits = plugins.scheduler.traits
+    if traits.revises or traits.has(ChangingLength) or plugins.stop.fills:
+        return
+    for before, after in pairwise(case.stream()):
+        changed = (before.step_map >= 0) & (after.masked | (after.tokens != before.tokens))
+        if changed.any():
+            row, position = changed.nonzero()[0].tolist()
+            now = "a mask again" if after.masked[row, position] else f"token {int(after.tokens[row, position])}"
+            raise Broken(
+                f"A committed token changes, and `traits` says revises=False: position {position} of row {row} is token"
+                f" {int(before.tokens[row, position])} after {before.step} forwards, and then {now}."
+            )
+
+
 def check_end(case: Case) -> None:
     """Check that every row ends, within the bound that the plug-ins give, with no mask left.
 
@@ -235,25 +260,61 @@ class Scrambled(Around):
         return self.inner.tell(canvas, query, replace(readout, confidence=readout.confidence * factor), carry)
 
 
+@dataclass(frozen=True)
+class Aged(Around):
+    """Hands on a greater `age`, except in the forward that opens a block."""
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """See `Scheduler.ask`."""
+        return super().ask(self._aged(canvas), carry)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        return self.inner.tell(self._aged(canvas), query, readout, carry)
+
+    def _aged(self, canvas: Canvas) -> Canvas:
+        return replace(canvas, age=canvas.age + 99 * (canvas.age > 0))
+
+
 def check_confidence(scheduler: Settings) -> None:
-    """Check that `traits.ranks_by_confidence` is true of a scheduler. EOSER, which scales confidences, goes by it.
+    """Check what `traits.ranks_by_confidence` says. EOSER, which scales confidences, goes by it.
 
     Raises:
-        Broken: it is not.
+        Broken: it is not true.
         CannotTry: the scheduler drafts, or it cannot be wrapped.
     """
+    traits, same = _unchanged(scheduler, Scrambled)
+    if same == traits.ranks_by_confidence:
+        raise Broken(
+            f"`traits` says ranks_by_confidence={same}, and random factors on"
+            f" `readout.confidence` {'change nothing' if same else 'change what it commits'}."
+        )
+
+
+def check_age(scheduler: Settings) -> None:
+    """Check that `traits` says `scheduled` if a rule depends on `canvas.age`. Blocks of several go by it.
+
+    These refuse what `revises`, too.
+
+    Raises:
+        Broken: it does not say so.
+        CannotTry: the scheduler drafts, or it cannot be wrapped.
+    """
+    traits, same = _unchanged(scheduler, Aged)
+    if not (same or traits.scheduled or traits.revises):
+        raise Broken("`traits` says scheduled=False, and a greater `canvas.age` changes what it commits.")
+
+
+def _unchanged(scheduler: Settings, around: type[Around]) -> tuple[Traits, bool]:
+    """Return the traits of a scheduler, and True if `around` it changes no answer."""
     inner: Scheduler = config.build("scheduler", scheduler)
     if inner.traits.drafts:
         raise CannotTry("a scheduler that drafts goes by the scheduler inside")
     try:
         alone = toys.sampler(scheduler=scheduler, temperature=1.0)
-        other = toys.sampler(scheduler=Scrambled(inner), temperature=1.0)
+        other = toys.sampler(scheduler=around(inner), temperature=1.0)
     except UserError as error:
         raise CannotTry(str(error)) from error
     first, second = (one.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=3) for one in (alone, other))
     same = torch.equal(first.trace.generated, second.trace.generated) and torch.equal(first.tokens, second.tokens)
-    if same == alone.plugins.scheduler.traits.ranks_by_confidence:
-        raise Broken(
-            f"`traits` says ranks_by_confidence={same}, and random factors on"
-            f" `readout.confidence` {'change nothing' if same else 'change what it commits'}."
-        )
+    return alone.plugins.scheduler.traits, same

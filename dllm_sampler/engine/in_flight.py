@@ -116,7 +116,7 @@ class RunningBatch:
 
     @property
     def free(self) -> list[int]:
-        """Slots without a running request."""
+        """Lanes without a running request."""
         return [lane for lane, one in enumerate(self.lanes) if one is None or one.state == "done"]
 
     def admit(self, requests: Sequence[Request], samples: int = 1) -> None:
@@ -128,6 +128,7 @@ class RunningBatch:
         Raises:
             CannotJoin: the state of a generation has something other than one row per lane. Running rows may go on.
         """
+        assert all(request.state == "waiting" for request in requests)
         lanes, canvas = self.free[: len(requests)], self.lay_out(requests)
         with no_grad_on_device(canvas.ids.device, self.engine.inference_mode):
             fresh = self.engine.initial_state(canvas, samples)
@@ -137,7 +138,8 @@ class RunningBatch:
             try:
                 join(self.state, fresh, at)
             except CannotJoin:
-                self.engine.ask_and_poll(fresh)  # some numbers are set before each forward, and count for that one only
+                # The scheduler's or the cache's `ask` sets numbers that running rows have and fresh ones lack.
+                self.engine.ask_and_poll(fresh)
                 join(self.state, fresh, at)
             for lane, request in zip(lanes, requests, strict=True):
                 self.lanes[lane], request.state, request.forwards = request, "running", 0

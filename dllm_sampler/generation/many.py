@@ -108,7 +108,9 @@ def in_order(answers: Iterable[Answer], samples: int) -> Iterator[Answer]:
     early: dict[int, Answer] = {}
     following = 0
     for answer in answers:
-        early[answer.index * samples + answer.sample] = answer
+        place = answer.index * samples + answer.sample
+        assert place >= following and place not in early
+        early[place] = answer
         while following in early:
             yield early.pop(following)
             following += 1
@@ -200,8 +202,7 @@ class Many:
         """
         free = self.batch_size if self.running is None else len(self.running.free)
         found: list[Request] = []
-        # Refusals are handed out before more is read: there may be any number of them.
-        while len(found) + self.group <= free and (request := self._next()) is not None and not self.refused:
+        while len(found) + self.group <= free and (request := self._peek()) is not None:
             if not self.shape.fits(request, self.runtime.plugins.blocks):
                 if found or free < self.batch_size:
                     break
@@ -239,7 +240,7 @@ class Many:
                         yield self.refused.popleft()
                     continue
                 runs = self.running is not None and len(self.running.free) < self.batch_size
-                busy = runs or (not cannot_join and (self._next() is not None or bool(self.refused)))
+                busy = runs or (not cannot_join and (self._peek() is not None or bool(self.refused)))
                 status = self.ranks.max_over_ranks(FAILED if cannot_join and self.ranks.mesh is not None else int(busy))
                 if status == FAILED:
                     raise ranks_need_in_flight_error("a plug-in has a state that cannot be copied row by row")
@@ -263,7 +264,7 @@ class Many:
             while len(requests) < self.batch_size:
                 while self.refused:
                     yield self.refused.popleft()
-                if self._next() is not None:
+                if self._peek() is not None:
                     requests.append(self.rest_of_prompt.popleft())
                 elif not self.refused:
                     break
@@ -273,8 +274,11 @@ class Many:
         if self.failure is not None:
             raise self.failure
 
-    def _next(self) -> Request | None:
-        """Return the request that is next, reading a prompt if necessary. Returns None if there is none now."""
+    def _peek(self) -> Request | None:
+        """Return the request that is next, reading a prompt if necessary. Returns None if there is none now.
+
+        Refusals are handed out before more is read, since there may be any number of them.
+        """
         while not self.rest_of_prompt:
             if self.failure is not None or self.refused:
                 return None

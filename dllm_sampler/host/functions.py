@@ -74,6 +74,8 @@ def _reason(name: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name == top:
         return f": no module '{top}' is installed, and there is no {top}.py in the working directory"
     found = f" ({type(error).__name__}: {error})"
+    if isinstance(error, ModuleNotFoundError) and Path(f"{error.name}.py").is_file():
+        found += f": a file of the working directory cannot import its neighbour {error.name}.py, make them a package"
     own = Path.cwd() / f"{top}.py"
     with suppress(OSError):
         if own.exists() and not own.samefile(getattr(sys.modules.get(top), "__file__", None) or own):

@@ -181,6 +181,13 @@ def test_missing_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "1 sample is missing" in capsys.readouterr().out
 
 
+def test_answers_that_max_steps_ended_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["task.count=2", "max_steps=1", "scheduler=fixed,threshold", f"output={tmp_path}", "device=cpu"]
+    assert command.main(words) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert [one for one in said if one] == ["2 of 2 answers of fixed stopped at max_steps"]
+
+
 def test_the_slurm_launcher_is_submitits() -> None:
     pytest.importorskip("submitit")
     with initialize_config_module(PACKAGE, version_base="1.3"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,7 @@ class Rule(Scheduler):
 
     @property
     def traits(self):
-        return Traits(ranks_by_confidence=False)
+        return Traits(ranks_by_confidence=False{traits})
 
     def tell(self, canvas, query, readout, carry):
         eligible = canvas.eligible(query.positions)
@@ -39,6 +42,17 @@ BROKEN = {
     "commit.no_such_thing": "It raised AttributeError: 'Tensor' object has no attribute 'no_such_thing' (rule_of_mine",
     "return Edit(readout.token[:, 0] + 1000, commit), carry": "It commits token 10",
     "readout.margin + 1": "reads readout.margin, not measured",
+}
+UNDECLARED = {  # a trait: a rule that needs it, and what is said where it is not declared
+    "revises": (
+        "known = canvas.inside(query.positions) & ~eligible & (canvas.step == 1)[:, None];"
+        " return Edit(readout.token[:, 0].masked_fill(known, 39), commit, remask=known), carry",
+        "A committed token changes, and `traits` says revises=False: position 0 of row 0 is token",
+    ),
+    "scheduled": (
+        "commit = eligible & (eligible.cumsum(1) <= 1 + canvas.age[:, None])",
+        "`traits` says scheduled=False, and a greater `canvas.age` changes what it commits.",
+    ),
 }
 
 
@@ -60,16 +74,36 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(folder: Path, line: str, *words: str) -> int:
-    (folder / "rule_of_mine.py").write_text(RULE.format(line=line))
+def run(folder: Path, line: str, *words: str, traits: str = "") -> int:
+    (folder / "rule_of_mine.py").write_text(RULE.format(line=line, traits=traits))
     return main(["--config-dir", "own", "scheduler=mine", *words])
 
 
 @few("line", BROKEN)
 def test_what_is_broken_is_said(folder: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, line) == 1
-    said = [one for one in capsys.readouterr().out.splitlines() if one.startswith("FAILED")]
+    lines = capsys.readouterr().out.splitlines()
+    said = [one for one in lines if one.startswith("FAILED")]
     assert any(BROKEN[line] in one for one in said), said
+    hints = [after.strip() for one, after in pairwise(lines) if "A row of a batch differs" in one]
+    assert all(hint.startswith("Look for a sum or mean over all rows") for hint in hints)
+    ran = not any("It raised" in one or "It commits" in one or "not measured" in one for one in said)
+    assert ran == ("    --  What `traits.scheduled` says is not tried: a promise above is broken." in lines)
+
+
+@pytest.mark.parametrize("trait", UNDECLARED)
+def test_a_trait_that_is_not_declared(folder: Path, trait: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rule, sentence = UNDECLARED[trait]
+    assert run(folder, rule, traits=", asks='window'") == 1
+    said = [one for one in capsys.readouterr().out.splitlines() if one.startswith("FAILED")]
+    assert len(said) == 1 and sentence in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trait", UNDECLARED)
+def test_a_trait_that_is_declared(folder: Path, trait: str) -> None:
+    sys.modules.pop("rule_of_mine", None)
+    assert run(folder, UNDECLARED[trait][0], traits=f", asks='window', {trait}=True") == 0
 
 
 @pytest.mark.slow
@@ -77,8 +111,8 @@ def test_what_is_kept_is_a_line_each(folder: Path, capsys: pytest.CaptureFixture
     assert run(folder, "pass", "scheduler.count=3") == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("scheduler=mine, on")
-    assert [line[:8] for line in lines[:6]] == ["    ok  "] * 6
-    assert lines[6] == "runs with cache: none, dual, exact"
+    assert [line[:8] for line in lines[:8]] == ["    ok  "] * 8
+    assert lines[8] == "runs with cache: none, dual, exact"
     assert lines[-1].startswith("refused cache=dkv_greedy: cache=dkv_greedy must know before each forward")
 
 
@@ -108,7 +142,18 @@ def test_a_mistake_in_the_yaml(folder: Path, yaml: str, said: str, capsys: pytes
 def test_no_guide_is_a_choice(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "pass", "guide=none") == 0
     out = capsys.readouterr().out
-    assert out.startswith("scheduler=mine guide=none, on") and "    ok  `traits.ranks_by_confidence` is true" in out
+    assert out.startswith("scheduler=mine guide=none, on")
+    assert "    ok  What `traits.ranks_by_confidence` says is true." in out
+
+
+@pytest.mark.slow
+def test_a_neighbour_of_the_file_is_not_found_as_by_the_other_commands(folder: Path) -> None:
+    (folder / "neighbour.py").touch()
+    (folder / "rule_of_mine.py").write_text("import neighbour\n" + RULE.format(line="pass", traits=""))
+    command = [sys.executable, "-m", "dllm_sampler.check", "--config-dir", "own", "scheduler=mine"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": ""})
+    assert done.returncode == 2
+    assert "a file of the working directory cannot import its neighbour neighbour.py" in done.stderr
 
 
 @each(

@@ -10,7 +10,9 @@ import torch
 
 from dllm_sampler import Infill, Result, Sampler
 from dllm_sampler.core.values import FREE
-from dllm_sampler.result import FIELDS
+from dllm_sampler.engine.in_flight import Request
+from dllm_sampler.generation.many import Many, in_order
+from dllm_sampler.result import FIELDS, Answer
 from dllm_sampler.training.trajectory import Trajectories
 from tests import toys
 from tests.refusals import refused
@@ -31,6 +33,21 @@ def test_texts_and_order(words: Sampler) -> None:
     assert [answer.index for answer in given] == [0, 1, 2, 3]
     assert [answer.text for answer in given] == full.texts
     assert sorted(answer.text or "" for answer in finished) == sorted(full.texts or [])
+
+
+def test_no_request_begins_twice(words: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, begun = Many.schedule, list[Request]()
+
+    def again(self: Many) -> list[Request]:
+        begun.extend(schedule(self))
+        return begun[-1:]
+
+    monkeypatch.setattr(Many, "schedule", again)
+    with pytest.raises(AssertionError):
+        list(words.generate_many(WORDS, batch_size=3, max_new_tokens=16))
+    answer = Answer(1, 0, "end", torch.zeros(0))
+    with pytest.raises(AssertionError):
+        list(in_order([answer, answer], samples=1))
 
 
 def test_reasons(words: Sampler) -> None:
