@@ -48,7 +48,7 @@ from dllm_sampler.engine.graphs import StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.denoiser import TransformerDenoiser
-from dllm_sampler.models.transformer import Layer, Rope, Transformer, answered
+from dllm_sampler.models.transformer import Layer, Rope, Transformer, pick_rows
 
 TARGETS = {  # for llada-157m
     ("overhead", "none"): 1.10,
@@ -128,7 +128,7 @@ class Bare:
             keys, values = self.slots[index]
             q, keys[:, :, first:last], values[:, :, first:last] = layer.qkv(hidden, rope)
             heads = layer.heads(q, keys, values).transpose(1, 2).flatten(2)
-            hidden = answered(hidden, rows) + layer.o_proj(answered(heads, rows))
+            hidden = pick_rows(hidden, rows) + layer.o_proj(pick_rows(heads, rows))
             return hidden + layer.mlp(hidden)
 
         def plain() -> Tensor:

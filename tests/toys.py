@@ -71,7 +71,7 @@ class Spy:
     @property
     def computed(self) -> list[list[int]]:
         """Positions computed per forward and row; 0 for a finished row."""
-        return [plan.computed.tolist() for _, _, plan in self.calls]
+        return [plan.entries.tolist() for _, _, plan in self.calls]
 
 
 def wanted(canvas: Canvas, query: Query, spec: ModelSpec, chosen: Tensor | None = None) -> packing.ForwardRequest:

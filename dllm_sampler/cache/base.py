@@ -95,10 +95,10 @@ class BaseCache(Cache):
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """Return the plan of what is wanted, in sizes that `wanted.sizes` fixes."""
         head_rows = HeadRows.of(wanted)
-        sees, computed = self.sees(canvas, wanted.query), wanted.entries(canvas)
+        sees, entries = self.sees(canvas, wanted.query), wanted.entries(canvas)
         if self.uses_padded_plan:
-            return self.padded(canvas, wanted, head_rows, sees, computed)
-        plan = Plan(self, wanted, head_rows, computed, Pack.of(canvas, wanted, head_rows, self.spec, sees))
+            return self.padded(canvas, wanted, head_rows, sees, entries)
+        plan = Plan(self, wanted, head_rows, entries, Pack.of(canvas, wanted, head_rows, self.spec, sees))
         if wanted.query.candidates.forks and self.slots is not None:
             plan = self.forked = replace(plan, pairs=[])
         return plan
@@ -158,7 +158,7 @@ class BaseCache(Cache):
         """`[B] bool` rows whose next forward refreshes every slot; default: those that open a block."""
         return canvas.age == 0
 
-    def predictors(self, columns: Tensor) -> Tensor:
+    def predicting_columns(self, columns: Tensor) -> Tensor:
         """`[B, L+1] bool` the rows that predict `columns [B, L+1]` of the generation."""
         return columns.roll(-1, 1) if self.spec.shift else columns
 
@@ -170,7 +170,7 @@ class BaseCache(Cache):
         return k, v, mask_of(plan.keys)
 
     def padded(
-        self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, computed: Tensor
+        self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, entries: Tensor
     ) -> PaddedPlan:
         """The padded form: whole rows where some row computes all it has, else as many columns as the longest row."""
         whole = wanted.sizes.whole
@@ -180,7 +180,7 @@ class BaseCache(Cache):
             positions = select.columns(wanted.computed, wanted.sizes.longest)  # [B, M]
         keys = sees.keys(canvas, wanted.query, positions)
         slots = None if whole else places(canvas, positions)
-        common = (self, wanted, head_rows, computed)
+        common = (self, wanted, head_rows, entries)
         return PaddedPlan(*common, positions=positions, keys=keys, contiguous=whole, slots=slots)
 
     def _refuse_live(self) -> None:

@@ -78,7 +78,7 @@ class D2Cache(BaseCache):
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
         seen = canvas.seen()
-        chosen = (self.predictors(self.wanted(canvas)) | self.stale) & seen
+        chosen = (self.predicting_columns(self.wanted(canvas)) | self.stale) & seen
         chosen = chosen | self.looked_at(seen, seen & ~chosen)
         return between(chosen, self.gap) & seen | self.due(canvas)[:, None]
 
@@ -108,12 +108,12 @@ class D2Cache(BaseCache):
         ordered = torch.zeros_like(share).scatter(1, place, share).cumsum(1).gather(1, place)
         return among & ((ordered <= self.rollout) | (place == 0))
 
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
         """See `Cache.narrow`; every other mask that is computed is asked about too, to learn its confidence."""
         if query.needs_every_position:
             return query
-        query = super().narrow(canvas, query, answered)
-        return query.join(canvas, canvas.masked & answered, max(canvas.layout.longest, query.positions.shape[1]))
+        query = super().narrow(canvas, query, predicted)
+        return query.join(canvas, canvas.masked & predicted, max(canvas.layout.longest, query.positions.shape[1]))
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
         """See `Cache.layer`."""

@@ -82,11 +82,11 @@ class IntervalCache(BaseCache):
         return live
 
     def padded(
-        self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, computed: Tensor
+        self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, entries: Tensor
     ) -> PaddedPlan:
         """See `BaseCache.padded`: always whole rows, out of which each layer chooses what it computes."""
         wanted = replace(wanted, sizes=replace(wanted.sizes, whole=True))
-        return super().padded(canvas, wanted, head_rows, sees, computed)
+        return super().padded(canvas, wanted, head_rows, sees, entries)
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """See `Cache.plan`."""
@@ -171,7 +171,7 @@ class IntervalCache(BaseCache):
         some = plan.begin * prompt
         some = some + (answer if response else torch.minimum(answer, plan.share))
         layers = self.spec.num_layers
-        return ((plan.computed + some * (layers - 1) + layers - 1) // layers) * (plan.computed > 0)
+        return ((plan.entries + some * (layers - 1) + layers - 1) // layers) * (plan.entries > 0)
 
     def reuses_guidance(self) -> bool | None:
         """See `ReusesGuidance.reuses_guidance`."""

@@ -107,13 +107,13 @@ class ElasticCache(BaseCache):
 
     def forwarded(self, canvas: Canvas) -> Tensor:
         """`[B, L+1] bool` the rows that predict masks and are computed in each forward."""
-        return self.predictors(self.ahead(canvas) if self.block_caching else canvas.masked & canvas.seen())
+        return self.predicting_columns(self.ahead(canvas) if self.block_caching else canvas.masked & canvas.seen())
 
     def computes(self, canvas: Canvas) -> Tensor:
         """See `Cache.computes`."""
         return self.forwarded(canvas) | self.stale | self.tracked | self.due(canvas)[:, None]
 
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
         """See `Cache.narrow`: the window alone, in its own width."""
         query = query.drop(canvas, self.ahead(canvas))
         return replace(query, positions=query.positions[:, : self.window], ids=query.ids[:, :, : self.window])
@@ -226,7 +226,7 @@ class ElasticCache(BaseCache):
         assert isinstance(plan, ElasticPlan)
         layers = self.spec.num_layers
         reused = self.refresh_from.clamp(min=0)
-        total = plan.computed * reused + plan.columns * (layers - reused)
+        total = plan.entries * reused + plan.columns * (layers - reused)
         return ((total + layers - 1) // layers) * plan.live
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:

@@ -88,10 +88,10 @@ class SuffixCache(Cache, ABC):
         chosen = self.inner.computes(canvas)
         return ~self.hidden if chosen is None else chosen & ~self.hidden
 
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
         """See `Cache.narrow`; the query hides what the block does not see."""
         hidden = self.hidden if query.hidden is None else self.hidden | query.hidden
-        return replace(self.inner.narrow(canvas, query, answered), hidden=hidden)
+        return replace(self.inner.narrow(canvas, query, predicted), hidden=hidden)
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """See `Cache.plan`. The plan's cache is the inner one, which drives the layers."""

@@ -38,7 +38,7 @@ class Plan:
     cache: Cache
     wanted: ForwardRequest
     head_rows: HeadRows  # the queried positions that the forward answers
-    computed: Tensor  # [B] positions computed, candidates and shadows included. 0 for finished rows
+    entries: Tensor  # [B] positions computed, candidates and shadows included. 0 for finished rows
     pack: Pack | None = None  # None in the padded form (`cache.base.PaddedPlan`)
     attention: Any = None  # of the pack. None means the denoiser's (`models.packed.PackedAttention`)
     pairs: list[tuple[Tensor, Tensor]] | None = None  # keys and values [T, Hkv, Dh] of each layer. None if not kept
@@ -542,7 +542,7 @@ class Cache:
         """
         return None
 
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
         """Return the query without the positions that the next forward does not predict.
 
         The engine does not call this if every column is computed.
@@ -550,9 +550,9 @@ class Cache:
         Args:
             canvas: the state before the step.
             query: the scheduler's query. If it `needs_every_position`, nothing is dropped.
-            answered: `[B, L+1] bool` columns that the forward predicts.
+            predicted: `[B, L+1] bool` columns that the forward predicts.
         """
-        return query if query.needs_every_position else query.drop(canvas, answered)
+        return query if query.needs_every_position else query.drop(canvas, predicted)
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """Return the plan of a request. `wanted.sizes` fixes the sizes of its tensors."""
@@ -575,7 +575,7 @@ class Cache:
 
     def cost(self, plan: Plan) -> Tensor:
         """Return `[B]` positions that the last forward computed, as a mean over layers if these differ."""
-        return plan.computed
+        return plan.entries
 
     def recalled(self, canvas: Canvas) -> Tensor | None:
         """Return `[B, L+1] bool` positions that the next forward predicts by rows of an earlier one.

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from dllm_sampler.core import packing
 from dllm_sampler.core.packing import ForwardRequest
-from dllm_sampler.core.protocols import Cache, Carry, Corrects, Foresees, Paced, Planner
+from dllm_sampler.core.protocols import Cache, Carry, Corrects, Foresees, Paced, Planner, Stop
 from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals, Spent
 from dllm_sampler.engine.faults import check_edit, check_stopped, checked_answer, checked_settlement
@@ -64,23 +64,37 @@ def ask(plugins: Plugins, state: Generation) -> None:
         cast(Foresees, cache).expect(ahead, query.positions.shape[1])
     chosen = cache.computes(canvas)
     computed = packing.computable(canvas, query, chosen)
-    answered = packing.answerable(canvas, query, computed, spec)
+    predicted = packing.answerable(canvas, query, computed, spec)
     recalled = cache.recalled(canvas)
     if recalled is not None:
-        answered = answered | recalled
+        predicted = predicted | recalled
     if chosen is not None or spec.encoder:
-        query = cache.narrow(canvas, query, answered)
-    watched = plugins.stop.positions(canvas)
-    if watched is not None and plugins.stop.predicts:
-        query = query.join(canvas, watched & answered, canvas.length)
-    elif watched is not None:
-        answered = answered & torch.zeros_like(answered).scatter(1, query.positions, True)
-        # Not the block's masks that the scheduler did not ask about: it would take them for predicted ones.
-        query = query.join(canvas, watched & ~(canvas.masked & canvas.in_block()), canvas.length)
-    wanted = ForwardRequest.of(query, computed, answered)
+        query = cache.narrow(canvas, query, predicted)
+    query, predicted = _with_watched(plugins.stop, canvas, query, predicted)
+    wanted = ForwardRequest.of(query, computed, predicted)
     state.wanted = replace(wanted, previous=state.previous, most_candidates=state.most_candidates)
     joint = any(guide.joint for guide in plugins.guides)
     state.counts = packing.host_counts(canvas, state.wanted, state.failed_at, joint)
+
+
+def _with_watched(stop: Stop, canvas: Canvas, query: Query, predicted: Tensor) -> tuple[Query, Tensor]:
+    """Add the positions that the stop policy watches to the query.
+
+    Args:
+        predicted: `[B, L+1] bool` columns that the forward predicts.
+
+    Returns:
+        the query, and the columns that it predicts. Positions of a policy that writes without prediction are not among
+        them.
+    """
+    watched = stop.positions(canvas)
+    if watched is None:
+        return query, predicted
+    if stop.predicts:
+        return query.join(canvas, watched & predicted, canvas.length), predicted
+    predicted = predicted & torch.zeros_like(predicted).scatter(1, query.positions, True)
+    # Not the block's masks that the scheduler did not ask about: it would take them for predicted ones.
+    return query.join(canvas, watched & ~(canvas.masked & canvas.in_block()), canvas.length), predicted
 
 
 class Judgement(NamedTuple):

@@ -302,7 +302,7 @@ class Many:
         if self.on_error == "raise":
             self.failure = error
             return
-        nothing = torch.full((self.asked.wanted(index)[0],), self.runtime.spec.pad_id)
+        nothing = torch.full((self.asked.length_and_form(index)[0],), self.runtime.spec.pad_id)
         for sample in range(self.asked.samples):
             self.refused.append(Answer(index, sample, "refused", nothing, error=str(error)))
 
@@ -340,7 +340,7 @@ class Many:
         found: list[int] = []
         lists = (self.asked.max_new_tokens, self.asked.forms)
         prompts = max([1, *(len(one) for one in lists if isinstance(one, list))])
-        for length, form in sorted({self.asked.wanted(index) for index in range(prompts)}):
+        for length, form in sorted({self.asked.length_and_form(index) for index in range(prompts)}):
             with suppress(UserError):
                 self.asked.check_answer(length, form)
                 found.append(length)

@@ -117,7 +117,7 @@ class Arguments:
             UserError: a bad prompt, by its number, or an answer that model or plug-ins cannot make.
         """
         runtime, plugins, number = self.runtime, self.runtime.plugins, index + 1
-        max_new_tokens, form = self.wanted(index)
+        max_new_tokens, form = self.length_and_form(index)
         if isinstance(prompt, Infill):
             if self.given:
                 raise UserError("options-conflict", f"prompt {number} is an Infill. Remove prefix, suffix and pinned.")
@@ -150,7 +150,7 @@ class Arguments:
             for sample in range(self.samples)
         ]
 
-    def wanted(self, index: int) -> tuple[int, int]:
+    def length_and_form(self, index: int) -> tuple[int, int]:
         """Return the length and the form of the answer to prompt `index`, unless that says its length itself."""
         length, form = self.max_new_tokens, 0 if self.forms is None else self.forms
         return length if isinstance(length, int) else length[index], form if isinstance(form, int) else form[index]

@@ -26,7 +26,7 @@ from dllm_sampler.models import fused
 from dllm_sampler.models.compiled import CompiledParts, Parts
 from dllm_sampler.models.fields import shown
 from dllm_sampler.models.packed import PackedAttention
-from dllm_sampler.models.transformer import Layer, Rope, Transformer, answered
+from dllm_sampler.models.transformer import Layer, Rope, Transformer, pick_rows
 
 
 @dataclass(frozen=True)
@@ -239,4 +239,4 @@ def _drive(
     parts = CompiledParts(layer, together) if compile else layer if together is None else Parts(layer, together)
     if rows is not None and plan.pack is not None and together is None:
         return plan.cache.layer(index, parts, hidden, rope, replace(plan, last=True))
-    return answered(plan.cache.layer(index, parts, hidden, rope, plan), rows)
+    return pick_rows(plan.cache.layer(index, parts, hidden, rope, plan), rows)

@@ -20,7 +20,7 @@ from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.kernels.backend import DTYPES, LayerKernels, has_hooks, warn
 from dllm_sampler.models.moe import feed
 from dllm_sampler.models.quantized import integers
-from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer, answered
+from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer, pick_rows
 
 
 def drive(
@@ -98,10 +98,10 @@ class Fused:
         normed, hidden = kernels.norm(hidden, layer.attn_norm.weight, layer.attn_norm.eps, self.feed)
         heads = self._attend(index, layer, normed, rope).flatten(1)[None]  # [1, T, H Dh]
         early, late = (rows, None) if self.together is None else (None, rows)  # see `Layer.forward`
-        delta = projected(answered(heads, early), layer.o_proj, kernels=kernels)
-        normed, hidden = kernels.norm(answered(hidden, early), layer.mlp_norm.weight, layer.mlp_norm.eps, delta)
+        delta = projected(pick_rows(heads, early), layer.o_proj, kernels=kernels)
+        normed, hidden = kernels.norm(pick_rows(hidden, early), layer.mlp_norm.weight, layer.mlp_norm.eps, delta)
         self.feed = self._feed(layer.ffn, normed)
-        return hidden if rows is None else answered(hidden + self.feed, late)
+        return hidden if rows is None else pick_rows(hidden + self.feed, late)
 
     def _attend(self, index: int, layer: Layer, normed: Tensor, rope: Rope) -> Tensor:
         """Attention `[T, H, Dh]` before the output projection; the slots of this layer are written."""

@@ -91,7 +91,7 @@ class Rope:
 Drive = Callable[[int, "Layer", Tensor, Rope, Tensor | None], Tensor]
 
 
-def answered(hidden: Tensor, rows: Tensor | None) -> Tensor:
+def pick_rows(hidden: Tensor, rows: Tensor | None) -> Tensor:
     """Return the rows `[N, Q]` of `hidden [N, M, D]`, as `[N, Q, D]`. Without `rows`, return all of them."""
     return hidden if rows is None else hidden.gather(1, rows.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
@@ -167,8 +167,8 @@ class Layer(nn.Module):
             return drive(self.index, self, hidden, rope, rows)
         early, late = (rows, None) if together is None else (None, rows)  # tokens that choose together are all fed
         heads = self.heads(*self.qkv(hidden, rope), mask).transpose(1, 2).flatten(2)  # [N, M, H Dh]
-        hidden = answered(hidden, early) + self.o_proj(answered(heads, early))
-        return answered(hidden + self.mlp(hidden, together), late)
+        hidden = pick_rows(hidden, early) + self.o_proj(pick_rows(heads, early))
+        return pick_rows(hidden + self.mlp(hidden, together), late)
 
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `[N, H, M, Dh]`, rotated keys and values `[N, Hkv, M, Dh]` of the stream `[N, M, D]`."""

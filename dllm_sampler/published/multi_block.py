@@ -135,11 +135,11 @@ class PublishedDelayedPrefix(DelayedPrefix):
         self.unshifted = (canvas.columns() == self.edge[:, None]) & canvas.masked & ~whole
         return self.unshifted
 
-    def narrow(self, canvas: Canvas, query: Query, answered: Tensor) -> Query:
+    def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
         """See `Cache.narrow`. The next position is asked about too, which brings the row."""
         assert self.unshifted is not None
-        after = self.unshifted.roll(1, 1) & answered
-        return super().narrow(canvas, query, answered).join(canvas, after, canvas.layout.width + 1)
+        after = self.unshifted.roll(1, 1) & predicted
+        return super().narrow(canvas, query, predicted).join(canvas, after, canvas.layout.width + 1)
 
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
         """See `Cache.restore`."""

@@ -36,7 +36,7 @@ class DInferThreshold(Threshold):
         """The edit for candidates `token [B, Q]` and their probabilities `sure [B, Q]`."""
         eligible = canvas.eligible(query.positions)
         if self.position_temperature:
-            commit = self.at_least_one(canvas, query, sure >= self.threshold, sure, eligible)
+            commit = self.chosen_or_one(canvas, query, sure >= self.threshold, sure, eligible)
             return Edit(token, commit, score=sure)
         best = sure.masked_fill(~eligible, -torch.inf).amax(1, keepdim=True)
         return Edit(token, eligible & (sure >= (best - self.slack).clamp(max=self.threshold)), score=sure)

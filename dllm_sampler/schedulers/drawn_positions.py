@@ -41,7 +41,7 @@ class DrawnPositions(Scheduler, ABC):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
 
-    def at_least_one(self, canvas: Canvas, query: Query, chosen: Tensor, sure: Tensor, eligible: Tensor) -> Tensor:
+    def chosen_or_one(self, canvas: Canvas, query: Query, chosen: Tensor, sure: Tensor, eligible: Tensor) -> Tensor:
         """Return `[B, Q] bool` the eligible among `chosen`, and one position where none is chosen."""
         if not self.position_temperature:
             return at_least_one(chosen, sure, eligible)

@@ -33,4 +33,4 @@ class Factor(DrawnPositions):
         # The bound rises with the rank and confidences fall, so the passing ranks are a prefix: no scan is needed.
         passes = (sure >= 1 - self.factor / (place + 2).double()) & eligible
         chosen = place < passes.sum(1, keepdim=True)
-        return Edit(readout.token[:, 0], self.at_least_one(canvas, query, chosen, sure, eligible)), carry
+        return Edit(readout.token[:, 0], self.chosen_or_one(canvas, query, chosen, sure, eligible)), carry

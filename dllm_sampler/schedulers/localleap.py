@@ -41,7 +41,7 @@ class LocalLeap(Threshold):
         row = torch.zeros(canvas.ids.shape, device=sure.device).scatter_(1, query.positions, anchor.float())
         near = F.max_pool1d(row[:, None], 2 * self.radius + 1, 1, self.radius)[:, 0].gather(1, query.positions) > 0
         ready = self.ready(anchor, near, sure)
-        return Edit(readout.token[:, 0], self.at_least_one(canvas, query, ready, sure, eligible)), carry
+        return Edit(readout.token[:, 0], self.chosen_or_one(canvas, query, ready, sure, eligible)), carry
 
     def ready(self, anchor: Tensor, near: Tensor, sure: Tensor) -> Tensor:
         """`[B, Q] bool` what is committed: each `anchor`, and `near` one what is `sure` enough."""

@@ -68,7 +68,7 @@ class SlowFast(Threshold):
         slowly = fast < 0  # [B] rows in a slow phase
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         eligible = eligible & (slowly[:, None] | (query.positions < edge[:, None]))
-        commit = self.at_least_one(canvas, query, sure >= self.threshold, sure, eligible)
+        commit = self.chosen_or_one(canvas, query, sure >= self.threshold, sure, eligible)
 
         glimpsed = torch.where(eligible & (sure >= self.glimpse), query.positions, left[:, None]).amax(1) + 1
         estimates = torch.cat([seen[:, 1:], glimpsed[:, None].double()], 1)

@@ -48,7 +48,7 @@ class StreamingThreshold(Threshold):
         """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         least = self.falling(canvas, query)[:, None]
-        commit = self.at_least_one(canvas, query, sure >= least, sure, eligible)
+        commit = self.chosen_or_one(canvas, query, sure >= least, sure, eligible)
         return Edit(readout.token[:, 0], commit), carry
 
     def falling(self, canvas: Canvas, query: Query) -> Tensor:

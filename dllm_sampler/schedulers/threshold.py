@@ -27,5 +27,5 @@ class Threshold(DrawnPositions):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
-        commit = self.at_least_one(canvas, query, sure >= self.threshold, sure, eligible)
+        commit = self.chosen_or_one(canvas, query, sure >= self.threshold, sure, eligible)
         return Edit(readout.token[:, 0], commit), carry

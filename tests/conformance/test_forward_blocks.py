@@ -170,7 +170,7 @@ def test_cached_forward(name: str, length: int) -> None:
     blank = Readout(query.ids, query.ids.double())
     for forward in range(2):  # the first one stores the prompt, the second one reads it
         plan = toys.planned(canvas, query, model.spec, live)
-        assert int(plan.computed) == (length if forward else 48)
+        assert int(plan.entries) == (length if forward else 48)
         hidden, _ = model(canvas, query, plan)
         close(model.head(hidden), wanted[0])
         live.observe(canvas, query, nothing, blank)
@@ -192,7 +192,7 @@ def test_fast_dllm_v2_cached_forwards() -> None:
     blank = Readout(query.ids, query.ids.double())
     for forward in range(2):
         plan = toys.planned(canvas, query, model.spec, live)
-        assert int(plan.computed) == (33 if forward else 96)
+        assert int(plan.entries) == (33 if forward else 96)
         hidden, _ = model(canvas, query, plan)
         close(model.head(hidden), wanted[0])
         live.observe(canvas, query, Edit(query.ids[:, 0], none), blank)
@@ -209,7 +209,7 @@ def test_fast_dllm_v2_cached_forwards() -> None:
     canvas = toys.changed(canvas, ids=ids, masked=masked, start=start, stop=start + 7, grid=grid)
     query = Query.window(canvas)
     plan = toys.planned(canvas, query, model.spec, live)
-    assert int(plan.computed) == 8
+    assert int(plan.entries) == 8
     hidden, _ = model(canvas, query, plan)
     close(model.head(hidden), data["sub_block.logits"][0, :-1])
 
@@ -228,7 +228,7 @@ def test_the_blocks_of_bd3lm() -> None:
     live, none = BlockCausalCache().init(canvas, model.spec), torch.zeros_like(answers, dtype=torch.bool)
     for forward, key in enumerate(("block.logits", "block.logits_cached")):
         plan = toys.planned(canvas, query, model.spec, live)
-        assert plan.computed.tolist() == [8, 8] if forward else [21, 14]
+        assert plan.entries.tolist() == [8, 8] if forward else [21, 14]
         hidden, _ = model(canvas, query, plan)
         close(plan.head_rows.spread(model.head(hidden))[:, 0], data[key][:, -8:])
         live.observe(canvas, query, Edit(answers, none), Readout(query.ids, query.ids.double()))
@@ -252,7 +252,7 @@ def test_nemotron() -> None:
     blank = Readout(query.ids, query.ids.double())
     for forward in range(2):
         plan = toys.planned(canvas, query, model.spec, live)
-        assert int(plan.computed) == (17 if forward else 80)
+        assert int(plan.entries) == (17 if forward else 80)
         hidden, _ = model(canvas, query, plan)
         close(model.head(hidden), wanted[0])
         live.observe(canvas, query, Edit(query.ids[:, 0], none), blank)

@@ -88,7 +88,7 @@ def test_a_forward_computes_what_its_rows_need_and_no_more(plugins: dict[str, An
             hook.remove()
     assert spy.embedded == spy.charged and sum(spy.charged) == int(result.trace.rows.sum())
     for (canvas, _, plan), judged in zip(spy.calls, spy.judged, strict=True):
-        assert not plan.computed[canvas.done].any()
+        assert not plan.entries[canvas.done].any()
         masks = (canvas.masked & canvas.in_block() & ~canvas.done[:, None]).sum()
         assert judged == (int(masks) if "scheduler" not in plugins else int(plan.wanted.answered.sum()))
     resting = sum(int(canvas.done.sum()) for canvas, _, _ in spy.calls)
@@ -146,7 +146,7 @@ class Twice(toys.Spy):
         for sizes in self.sizes(canvas, plan.wanted.sizes):
             again = plan.cache.plan(canvas, replace(plan.wanted, sizes=sizes))
             assert again.pack is not None and again.pack.sizes.rows is None
-            self.fillers += len(again.pack.row) - int(plan.computed.sum())
+            self.fillers += len(again.pack.row) - int(plan.entries.sum())
             found, cost = self.inner(canvas, query, again)
             one, two = plan.head_rows.spread(hidden), again.head_rows.spread(found)
             torch.testing.assert_close(one, two, rtol=0, atol=1e-11)

@@ -200,7 +200,7 @@ def test_rows_of_a_batch_verify_by_themselves(policy: dict[str, Any], drawn: dic
     assert any(bool(rows.any()) and not bool(rows.all()) for rows in asked)
     for canvas, query, plan in spy.calls:  # the block, and a shadow of each mask
         assert query.causal is not None
-        shadows = plan.computed - plan.wanted.computed.sum(1)
+        shadows = plan.entries - plan.wanted.computed.sum(1)
         assert torch.equal(shadows, canvas.noise_left() * (query.causal & ~canvas.done))
     unverified = sum(len(step) > 0 for row in range(len(PROMPTS)) for step in batch.trace.steps(row))
     assert sum(int(rows.sum()) for rows in asked) < unverified, "all rounds were verified"

@@ -106,7 +106,7 @@ def test_3_what_is_computed_between_refreshes(kind: str) -> None:
             age = int(called.age[row])
             text = int((called.seen() & ~before[-1].masked)[row].sum()) if before else 0
             expected = every if age < 2 or age % 4 == 0 else every - text
-            assert int(plan.computed[row]) == expected
+            assert int(plan.entries[row]) == expected
             narrow += expected < every
         before.append(called)
         assert isinstance(state.cache, DelayedCache)

@@ -195,7 +195,7 @@ def test_what_a_forward_refreshes(gamma: float) -> None:
             total += seen * live
         else:
             assert ((first >= 1) & (first <= LAYERS)).all()
-            assert torch.equal(size[live], plan.computed[live])
+            assert torch.equal(size[live], plan.entries[live])
             total += (-(-(size * first + seen * (LAYERS - first)) // LAYERS)) * live
             never = gamma < 0
             assert (first[live] == (LAYERS if never else 1)).all() or gamma == 0.9

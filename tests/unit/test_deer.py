@@ -270,7 +270,7 @@ def test_a_scheduled_draft_is_a_generation_of_its_own(cache: str) -> None:
     begun = [(canvas, plan) for canvas, _, plan in spy.calls if not canvas.step.any()]
     assert len(begun) == result.accepted.shape[1] - 1 > 1  # the last token of a text has no draft
     for canvas, plan in begun:
-        assert torch.equal(plan.computed, canvas.end.masked_fill(canvas.done, 0))
+        assert torch.equal(plan.entries, canvas.end.masked_fill(canvas.done, 0))
 
 
 def test_several_end_tokens() -> None:

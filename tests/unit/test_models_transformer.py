@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dllm_sampler.models.moe import MoeConfig
-from dllm_sampler.models.transformer import Layer, Rope, Transformer, TransformerConfig, answered
+from dllm_sampler.models.transformer import Layer, Rope, Transformer, TransformerConfig, pick_rows
 from tests import toys
 from tests.sampling import each
 
@@ -26,7 +26,7 @@ def network(config: TransformerConfig = TINY, dtype: torch.dtype = torch.float64
 
 def by_parts(index: int, layer: Layer, hidden: Tensor, rope: Rope, rows: Tensor | None) -> Tensor:
     hidden = hidden + layer.attend(*layer.qkv(hidden, rope))
-    return answered(hidden + layer.mlp(hidden), rows)
+    return pick_rows(hidden + layer.mlp(hidden), rows)
 
 
 @settings(max_examples=25, deadline=None)
