@@ -12,6 +12,10 @@ _HOMES = {
     "TrajectoryGRPOTrainer": "grpo",
     "DeerConfig": "deer",
     "DeerTrainer": "deer",
+    "FilterConfig": "filter",
+    "FilterTrainer": "filter",
+    "MiniConfig": "mini",
+    "MiniTrainer": "mini",
 }
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 

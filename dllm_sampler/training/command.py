@@ -135,7 +135,7 @@ class Front:
         threads.choose(self.threads, threads.parameters(networks), str(device))
 
     def examples(
-        self, args: Any, answers: bool, most: int, steps: int | None = None
+        self, args: Any, answers: bool, most: int, count: int | None = None
     ) -> tuple[list[Example], list[Example]]:
         """Return examples to learn from and to measure on, of the data or of mini's tasks.
 
@@ -143,7 +143,7 @@ class Front:
             args: of the trainer.
             answers: each must have one.
             most: held-out examples at most, if `held_out` is None.
-            steps: of the run, if not `max_steps`.
+            count: of mini's tasks, if not as many as the steps take.
         """
         if self.source.path is not None:
             processes = args.world_size
@@ -151,8 +151,8 @@ class Front:
             self.content = sha256(repr([(one.prompt, one.answer) for one in (*train, *held)]).encode()).hexdigest()
             return train[: self.prompts], held
         size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
-        count = self.prompts or max(steps or args.max_steps, 1) * size
-        return drawn(self.tasks, args.seed, count), drawn(self.tasks, args.seed, self.held_out or most, held=True)
+        number = count or self.prompts or max(args.max_steps, 1) * size
+        return drawn(self.tasks, args.seed, number), drawn(self.tasks, args.seed, self.held_out or most, held=True)
 
     def begin(self, folder: Path, resume: bool, finished: bool) -> None:
         """Refuse a folder that has a run already, or an unfinished one of other settings.

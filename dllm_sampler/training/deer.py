@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,7 +15,6 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.visibility import block_causal
@@ -30,11 +29,6 @@ from dllm_sampler.training.data import Encoder, Row
 from dllm_sampler.training.masked import Dice, Masks, Rows, chunk, collate, draw, weighted
 from dllm_sampler.training.sft import MaskedDiffusionConfig, MaskedDiffusionTrainer
 from dllm_sampler.training.trainer import Count, DiffusionConfig, Positive
-
-LLAMA = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "max_position_embeddings",
-)  # fmt: skip
 
 
 def refine_masks(rows: Rows, dice: Dice, longest: int, alpha: float) -> Masks:
@@ -151,32 +145,19 @@ def separator_ids(spec: ModelSpec, tokenizer: Any, separator: str | None) -> lis
 
 @dataclass
 class DeerRunConfig(DeerConfig):
-    """Settings of `train=deer`: both stages, the target before them, and the report after them.
+    """Settings of `train=deer`: both stages, the target's answers before them, and the report after them.
 
-    target: a causal LM with the drafter's tokenizer. None trains one on right answers
-    shape: fields of transformers' `LlamaConfig`, of the target that is trained
-    target_steps, target_learning_rate: of its training
+    target: a causal LM with the drafter's tokenizer
     answers: prompts that the target answers, greedily, for the drafter
     temperature: at which the result is measured besides greedy decoding
     distill_steps, refine_steps: of stages I and II
     """
 
     target: str | None = None
-    shape: dict[str, Any] = field(default_factory=dict)
-    target_steps: Count = 1500
-    target_learning_rate: float = 2e-3
     answers: Count = 1000
     temperature: float = 0.6
     distill_steps: Count = 600
     refine_steps: Count = 300
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        missing = [name for name in LLAMA if name not in self.shape]
-        if self.target is None and missing:
-            raise UserError("option-missing", f"train.shape lacks {', '.join(missing)}. Set them, or train.target.")
-        if self.target is None and self.shape["hidden_size"] % self.shape["num_attention_heads"]:
-            raise UserError("option-range", "train.shape.hidden_size is not a multiple of num_attention_heads")
 
 
 class DeerRun:
@@ -193,27 +174,21 @@ class DeerRun:
             UserError: a model that does not fit, or a mistake in the examples.
         """
         args: Any = front.arguments(cls.config)
-        folder = Path(args.output_dir)
-        examples, held = front.examples(args, args.target is None, cls.most_held_out, args.target_steps)
+        folder, target = Path(args.output_dir), args.target
+        if target is None:
+            raise UserError("option-missing", "train.target is missing. Name a causal LM with the drafter's tokenizer.")
+        examples, held = front.examples(args, False, cls.most_held_out, args.answers)
         front.begin(folder, resume, (folder / "report.json").exists())
         start = front.sampler(args, args.dtype)
         tokenizer, spec = start.tokenizer, start.denoiser.spec
         assert tokenizer is not None
         separator_ids(spec, tokenizer, args.separator)
-        longest = int(args.shape.get("max_position_embeddings", spec.max_positions))
-        if args.target is not None:
-            longest = SpeculativeSampler(start, args.target, draft_length=0).spec.max_positions
-        longest = min(spec.max_positions, longest)
+        plain = SpeculativeSampler(start, target, draft_length=0)
+        longest = min(spec.max_positions, plain.spec.max_positions)
         encode = Encoder(tokenizer, replace(spec, max_positions=longest), longest)
         prompts, asked = ([encode.prompt(one, args.new_tokens) for one in some] for some in (examples, held))
-        rows = [Row(at, one, *encode(one)) for at, one in enumerate((*examples, *held))] if args.target is None else []
         front.started(folder)
-        target = args.target or str(folder / "target")
-        if args.target is None and not saving.finished(folder / "target"):
-            changes = {"max_steps": args.target_steps, "learning_rate": args.target_learning_rate, "bf16": False}
-            plain = front.arguments(TrainingArguments, output_dir=target, **changes)
-            train_target(plain, spec, args.shape, tokenizer, rows[: len(examples)], resume)
-        pairs = _answers(folder / "answers.json", start, target, prompts[: args.answers], args)
+        pairs = _answers(folder / "answers.json", plain, prompts[: args.answers], args)
         model: Any = front.model
         drafters: dict[str, tuple[Any, str | None]] = {"before": (model, None)}
         for stage, name, steps in (
@@ -249,42 +224,11 @@ class DeerRun:
         return folder / "drafter"
 
 
-def train_target(
-    args: Any, spec: ModelSpec, shape: Mapping[str, Any], tokenizer: Any, rows: Sequence[Row], resume: bool
-) -> None:
-    """Train a small Llama on right answers, and save it into `args.output_dir`.
-
-    Args:
-        args: of its training.
-        spec: of the drafter, whose tokens it has.
-        shape: fields of transformers' `LlamaConfig`.
-        tokenizer: of both.
-        rows: prompts and answers.
-        resume: from the last checkpoint.
-    """
-    ends = [*spec.eos_ids] if spec.other_eos_ids else spec.eos_id
-    tokens = {"vocab_size": spec.vocab_size, "bos_token_id": None, "eos_token_id": ends, "pad_token_id": None}
-
-    def batch(some: list[Row]) -> dict[str, Tensor]:
-        found = collate([(row.prompt, row.answer) for row in some], spec.eos_id)
-        return {"input_ids": found.ids, "labels": found.ids.masked_fill(~found.answer, -100)}
-
-    made = partial(LlamaForCausalLM, LlamaConfig(**tokens, **shape))
-    data: Any = [*rows]
-    trainer = Trainer(model_init=made, args=args, train_dataset=data, data_collator=batch)
-    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir) if resume else None)
-    if args.should_save:
-        files.write_folder(Path(args.output_dir), tokenizer.save_pretrained)
-    trainer.save_model()
-    trainer.accelerator.wait_for_everyone()  # others read what the first process writes
-
-
-def _answers(path: Path, start: Sampler, target: str, prompts: Sequence[list[int]], args: Any) -> list[dict[str, Any]]:
+def _answers(path: Path, plain: SpeculativeSampler, prompts: Sequence[list[int]], args: Any) -> list[dict[str, Any]]:
     """Return rows of prompts and the target's answers in tokens; the processes share the batches."""
     state = PartialState()
     if not path.exists():
-        plain, size = SpeculativeSampler(start, target, draft_length=0), args.answer_batch_size
-        found: list[tuple[int, list[dict[str, Any]]]] = []
+        size, found = args.answer_batch_size, list[tuple[int, list[dict[str, Any]]]]()
         for first in range(state.process_index * size, len(prompts), state.num_processes * size):
             some = [*prompts[first : first + size]]
             result = plain.generate(some, max_new_tokens=args.new_tokens)

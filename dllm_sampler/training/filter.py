@@ -221,7 +221,7 @@ class FilterTrainer(Trainer):
         batch of prompts each.
 
         Raises:
-            UserError: the file exists, too few prompts, or a model or file that cannot be read.
+            UserError: the file exists, or the model or the data cannot be read.
         """
         args: Any = front.arguments(FilterConfig)
         path = Path(args.output_dir) / "filter.safetensors"
@@ -234,33 +234,29 @@ class FilterTrainer(Trainer):
         reference = front.sampler(args, **plugins)
         tokenizer, spec = reference.tokenizer, reference.denoiser.spec
         assert tokenizer is not None
-        encode, tenth = Encoder(tokenizer, spec, spec.max_positions), max(1, len(train) // 9)
+        encode = Encoder(tokenizer, spec, spec.max_positions)
         for one in (*train, *held):
             encode.prompt(one, args.new_tokens)
-        if len(train) <= tenth:
-            raise UserError("nothing-to-learn", f"there are {len(train)} prompts to learn from. Give at least 2.")
         front.started(records)
-        training, validation, test = (
-            collect(
-                reference, [one.prompt for one in part], args.new_tokens, args.block_length, args.answer_batch_size,
-                records / name,
-            )
-            for name, part in (("training", train[tenth:]), ("validation", train[:tenth]), ("test", held))
-        )  # fmt: skip
+        limits = args.new_tokens, args.block_length, args.answer_batch_size
+        training, validation = (
+            collect(reference, [one.prompt for one in part], *limits, records / name)
+            for name, part in (("training", train), ("validation", held))
+        )
         trainer = cls(args, training, validation)
         trainer.train()
         if not trainer.is_world_process_zero():
             return path
         report = {
             "settings": {**front.settings, "model": front.model},
-            "records": {"training": len(training.known), "validation": len(validation.known), "test": len(test.known)},
+            "records": {"training": len(training.known), "validation": len(validation.known)},
             "validation_loss": trainer.least,
-            "test": judged(trainer.best, test, args.threshold),
+            "validation": judged(trainer.best, validation, args.threshold),
         }
         files.write(path.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
         write(path, trainer.best, about(spec, args.block_length))
         shutil.rmtree(records)
-        say(", ".join(f"{name} {value:.4f}" for name, value in report["test"].items()))
+        say(", ".join(f"{name} {value:.4f}" for name, value in report["validation"].items()))
         return path
 
 
@@ -296,5 +292,4 @@ def judged(layers: Layers, records: Records, threshold: float) -> dict[str, floa
         "recall": float(right.sum() / final.sum().clamp(min=1)),
         "false_positive_rate": float(wrong.sum() / other.sum().clamp(min=1)),
         "final": float(final.sum() / records.open.sum().clamp(min=1)),
-        "records": float(len(records.known)),
     }

@@ -12,14 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dllm_sampler import Sampler
 from dllm_sampler.cli import main as sample
 from dllm_sampler.generation.speculative import SpeculativeSampler
-from dllm_sampler.models.mini_export import export
-from dllm_sampler.models.mini_tokenizer import build_tokenizer
-from dllm_sampler.models.transformer import Transformer, TransformerConfig
+from dllm_sampler.models import loading
 from dllm_sampler.training import cli, deer
 from dllm_sampler.training.deer import refine_masks, stage_loss
 from dllm_sampler.training.masked import Dice, Masks, Rows, collate, draw
@@ -28,57 +26,44 @@ from tests.sampling import sampled
 from tests.unit.test_training_families import gradients, same, sees, trained
 
 FACTS = Path(__file__).parents[2] / "examples" / "facts.jsonl"
-SHAPE: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_layers": 1,
-    "num_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-}
+TARGET: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "bos_token_id": None, "initializer_range": 0.3,
+}  # fmt: skip
+COUNTS = ["answers=8", "new_tokens=12", "draft_length=4", "held_out=2", "per_device_train_batch_size=2", "use_cpu=true"]
+COUNTS += ["distill_steps=2", "refine_steps=2", "warmup_steps=0", "learning_rate=1e-2", "separator='<unk>'"]
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random drafter in mini's format."""
-    folder, tokenizer = tmp_path_factory.mktemp("start"), build_tokenizer(96)
-    model = Transformer(TransformerConfig(vocab_size=len(tokenizer), max_positions=96, **SHAPE))
-    model.init_weights(std=0.2, embedding_std=1.0, generator=torch.Generator().manual_seed(0))
-    export(model, tokenizer, folder)
+def target_of(model: Path) -> Path:
+    """A random Llama with the tokens of a drafter, beside it."""
+    spec, folder = loading.load(model, device="cpu").denoiser.spec, model.with_name("target")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = LlamaForCausalLM(LlamaConfig(vocab_size=spec.vocab_size, eos_token_id=spec.eos_id, **TARGET))
+    target.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
 
 
-def words(output: Path, start: Path, *more: str) -> list[str]:
-    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 96}
-    small = [f"train.shape.{key}={value}" for key, value in {**shape, **heads}.items()]
-    counts = {
-        "target_steps": 12,
-        "answers": 6,
-        "new_tokens": 12,
-        "per_device_train_batch_size": 4,
-        "distill_steps": 8,
-        "refine_steps": 6,
-    }
-    few = [f"train.{key}={value}" for key, value in {**counts, "held_out": 2, "save_steps": 2}.items()]
-    return [
-        "train=deer",
-        f"train.output_dir={output}",
-        f"train.model={start}",
-        "train.use_cpu=true",
-        *small,
-        *few,
-        *more,
-    ]
+def words(output: Path, model: Path, *more: str) -> list[str]:
+    given = [*COUNTS, f"model={model}", f"output_dir={output}", f"data={FACTS}", f"target={target_of(model)}", *more]
+    return ["train=deer", *(f"train.{word}" for word in given)]
+
+
+@pytest.fixture(scope="module")
+def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LLaDA with a tokenizer of characters."""
+    return tiny.write("llada", tmp_path_factory.mktemp("llada") / "m")
 
 
 @pytest.mark.slow
 def test_a_run_that_was_cut_ends_where_an_uninterrupted_one_does(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(words(tmp_path / "whole", start)) == 0
+    given, resume = ["distill_steps=8", "refine_steps=6", "save_steps=2"], "resume=true"
+    assert cli.main(words(tmp_path / "whole", llada, *given)) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'whole' / 'drafter'}\n"
-    for at, more in ((7, []), (3, ["train.resume=true"])):  # in stage I; then it goes on into stage II
+    for at, more in ((7, []), (3, [resume])):  # in stage I; then it goes on into stage II
         with monkeypatch.context() as patch:
             calls = list[int]()
 
@@ -88,42 +73,49 @@ def test_a_run_that_was_cut_ends_where_an_uninterrupted_one_does(
                 return stage_loss(*given)
 
             patch.setattr(deer, "stage_loss", loss)
-            assert cli.main([*words(tmp_path / "parts", start), *more]) == 130
-    assert cli.main(words(tmp_path / "parts", start)) == 2
-    assert cli.main([*words(tmp_path / "parts", start), "train.resume=true"]) == 0
-    for name in ("target", "distilled", "drafter"):
+            assert cli.main(words(tmp_path / "parts", llada, *given, *more)) == 130
+    assert cli.main(words(tmp_path / "parts", llada, *given)) == 2
+    assert cli.main(words(tmp_path / "parts", llada, *given, resume)) == 0
+    for name in ("distilled", "drafter"):
         whole, parts = (load_file(tmp_path / run / name / "model.safetensors") for run in ("whole", "parts"))
         assert all(torch.equal(whole[key], parts[key]) for key in whole | parts)
     reports = [json.loads((tmp_path / run / "report.json").read_text())["decoding"] for run in ("whole", "parts")]
     for temperature, arms in reports[0].items():
-        assert list(arms) == ["plain", "before", "distilled", "refined"]
-        assert arms["plain"]["tokens_per_round"] == 1
+        assert list(arms) == ["plain", "before", "distilled", "refined"] and arms["plain"]["tokens_per_round"] == 1
         for name, figures in arms.items():
-            timed = {"cpu_seconds", "speed_up"}
             other = reports[1][temperature][name]
-            assert {k: v for k, v in figures.items() if k not in timed} == {
-                k: v for k, v in other.items() if k not in timed
-            }
+            kept = figures.keys() - {"cpu_seconds", "speed_up"}
+            assert {key: figures[key] for key in kept} == {key: other[key] for key in kept}
     assert all(figures["same_answer"] == 1 for figures in reports[0]["temperature 0"].values())
-    assert cli.main(words(tmp_path / "whole", start)) == 2
+    assert cli.main(words(tmp_path / "whole", llada, *given)) == 2
     assert "has a finished run" in capsys.readouterr().err
 
 
-def test_mistakes(start: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for word, sentence in (
-        ("train.distill_steps=0", "distill_steps should be greater than or equal to 1, not 0"),
-        ("train.least_t=0", "least_t should be greater than 0"),
-        ("train.alpha=-1", "alpha should be greater than 0"),
-        ("+train.tasks.sing=1", "unknown task 'sing'"),
-        ("train.separator=SEP", "unknown separator 'SEP', did you mean '[SEP]'"),
-        ("train.shape={hidden_size: 7}", "train.shape lacks intermediate_size, num_hidden_layers"),
-        ("train.shape.hidden_size=7", "train.shape.hidden_size is not a multiple of num_attention_heads"),
-        (f"train.model={checkpoint}", "lacks mini's tokenizer"),
-    ):
-        assert cli.main([*words(tmp_path / "new", start), word]) == 2
-        error = capsys.readouterr().err
-        assert sentence in error, error
-        assert len(error.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("line", "more", "sentence"),
+    [
+        ("", ["target=null"], "train.target is missing"),
+        ("", ["distill_steps=0"], "distill_steps should be greater than or equal to 1, not 0"),
+        ("", ["least_t=0"], "least_t should be greater than 0"),
+        ("", ["alpha=-1"], "alpha should be greater than 0"),
+        ("", ["separator=none"], "unknown separator 'none'"),
+        ("", ["data.path=null", "tasks={sing: 1}"], "unknown task 'sing'"),
+        ("", ["data.path=null"], "lacks mini's tokenizer"),
+        (f'{{"prompt": "{"b" * 95}"}}', [], "data.jsonl line 3 has 95 tokens"),
+    ],
+)
+def test_mistakes(
+    line: str, more: list[str], sentence: str, llada: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is one sentence before the first step."""
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "c", "answer": "d"}\n{"prompt": "e", "answer": "f"}\n' + line + "\n")
+    given = words(tmp_path / "run", llada, f"data={data}", "held_out=1", *more)
+    capsys.readouterr()
+    assert cli.main(given) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert sentence in error[-1] and sum("dllm-train" in line for line in error) == 1, error
+    assert not (tmp_path / "run").exists()
 
 
 def stage_one(rows: Rows, dice: Dice, least: float) -> Masks:
@@ -196,7 +188,7 @@ def test_what_is_learnt_is_what_is_drafted(name: str, tmp_path: Path) -> None:
     it = trained(name, tmp_path / name)
     spec, new = it.denoiser.spec, 7
     drafter = Sampler(it.denoiser, temperature=1.0)
-    target = LlamaForCausalLM(LlamaConfig(vocab_size=spec.vocab_size, **TARGET))
+    target = LlamaForCausalLM(LlamaConfig(vocab_size=spec.vocab_size, eos_token_id=1, **TARGET))
     speculative = SpeculativeSampler(drafter, target, draft_length=new - 1, separator=50)
     run, _ = speculative._begin([[7, 9, 30, 4, 4]], new, 0, ())
     logits = speculative._draft(run.text, [new - 1], run).logits
@@ -214,26 +206,11 @@ def test_what_is_learnt_is_what_is_drafted(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(each.detach(), expected - (1 - plain).log() / (new - 1), atol=1e-9, rtol=1e-9)
 
 
-TARGET: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 96, "bos_token_id": None, "eos_token_id": 1,
-}  # fmt: skip
-
-
-def on_facts(output: Path, model: Path, *more: str) -> list[str]:
-    counts = ["target_steps=2", "answers=8", "distill_steps=2", "refine_steps=2", "held_out=2", "warmup_steps=0"]
-    options = [f"model={model}", f"output_dir={output}", f"data={FACTS}", "new_tokens=12", "draft_length=4"]
-    options += ["per_device_train_batch_size=2", "use_cpu=true"]
-    shape = [f"shape.{key}={value}" for key, value in TARGET.items() if "token" not in key]
-    own = ["separator='<unk>'", "learning_rate=1e-2"]
-    return ["train=deer", *(f"train.{word}" for word in [*counts, *options, *shape, *own]), *more]
-
-
 @pytest.mark.parametrize("name", sampled(tiny.EVERY, lambda name: [name == "nemotron-labs-diffusion"]))
 def test_every_family_on_a_users_data(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The drafter is saved in its family's format, and drafts."""
     model, output = tiny.write(name, tmp_path / "m"), tmp_path / "run"
-    status = cli.main(on_facts(output, model, "train.data.chat=true"))
+    status = cli.main(words(output, model, "data.chat=true"))
     said = " ".join(capsys.readouterr().err.split())
     if name == "nemotron-labs-diffusion":
         assert status == 2 and "has a causal context" in said
@@ -244,46 +221,16 @@ def test_every_family_on_a_users_data(name: str, tmp_path: Path, capsys: pytest.
     assert sum(not torch.equal(before[key], after[key]) for key in before) > len(before) / 2
     report = json.loads((output / "report.json").read_text())["decoding"]["temperature 0"]
     assert all(arm["same_answer"] == 1 and 0 <= arm["right"] <= 1 for arm in report.values())
-    words = [f"model={output / 'drafter'}", f"target={output / 'target'}", "separator=<unk>", "max_new_tokens=8"]
-    assert sample.main([*words, "device=cpu", "Is it?"]) == 0
+    given = [f"model={output / 'drafter'}", f"target={model.with_name('target')}", "separator=<unk>"]
+    assert sample.main([*given, "max_new_tokens=8", "device=cpu", "Is it?"]) == 0
 
 
 @pytest.mark.slow
-def test_adapters_of_a_drafter(tmp_path: Path) -> None:
-    """They alone learn, in both stages; data that changed is refused."""
+def test_adapters_of_a_drafter(llada: Path, tmp_path: Path) -> None:
+    """They alone learn, in both stages."""
     pytest.importorskip("peft")
-    model, data = tiny.write("llada", tmp_path / "m"), tmp_path / "data.jsonl"
-    data.write_text(FACTS.read_text())
-    more = ["train.lora={r: 2, lora_alpha: 4, lora_dropout: 0.1}", "train.bf16=true", f"train.data={data}"]
-    assert cli.main(on_facts(tmp_path / "run", model, *more, "train.gradient_checkpointing=true")) == 0
-    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "run" / "drafter"))
+    more = ["lora={r: 2, lora_alpha: 4, lora_dropout: 0.1}", "bf16=true", "gradient_checkpointing=true"]
+    assert cli.main(words(tmp_path / "run", llada, *more)) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (llada, tmp_path / "run" / "drafter"))
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert changed and not any("wte" in key or "norm" in key for key in changed)
-
-
-@pytest.mark.parametrize(
-    ("line", "more", "sentence"),
-    [
-        ('{"prompt": "a"}', [], "data.jsonl line 3 has no answer"),
-        (f'{{"prompt": "a", "answer": "{"b" * 95}"}}', [], "and there is room for 96"),
-        ('{"prompt": "a", "answer": "b"}', ["separator=none"], "unknown separator 'none'"),
-        ('{"prompt": "a", "answer": "b"}', ["data.path=null"], "lacks mini's tokenizer"),
-    ],
-)  # fmt: skip
-def test_mistakes_in_the_data(
-    line: str, more: list[str], sentence: str, llada: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each is one sentence before the first step."""
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"prompt": "c", "answer": "d"}\n{"prompt": "e", "answer": "f"}\n' + line + "\n")
-    changes = ["held_out=1", f"data={data}", *more]
-    assert cli.main(on_facts(tmp_path / "run", llada, *(f"train.{word}" for word in changes))) == 2
-    error = " ".join(capsys.readouterr().err.split())
-    assert sentence in error, error
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.fixture(scope="module")
-def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny LLaDA with a tokenizer of characters."""
-    return tiny.write("llada", tmp_path_factory.mktemp("llada") / "m")

@@ -13,13 +13,18 @@ from safetensors.torch import load_file
 from dllm_sampler import Sampler, config
 from tests import tiny
 from tests.eval.test_journeys import blocks, first
+from tests.unit.test_training_deer import target_of
 
 FOLDER = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what is deprecated in transformers, but not yet in TRL
 
 
 @pytest.mark.parametrize(
-    "name", ["train_sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("train_distill", "train_grpo"))]
+    "name",
+    [
+        "train_sft",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("train_deer", "train_distill", "train_grpo")),
+    ],
 )
 def test_a_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.syspath_prepend(FOLDER)
@@ -27,8 +32,22 @@ def test_a_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     model = "mini" if name == "train_grpo" else str(tiny.write("llada", tmp_path / "m"))
     words = ["--model", model, "--steps", "2", "--output", str(tmp_path / "run")]
     words += [] if name == "train_grpo" else ["--data", str(FOLDER / "facts.jsonl")]
-    assert import_module(name).main(words) > 0
+    words += ["--target", str(target_of(Path(model)))] if name == "train_deer" else []
+    assert import_module(name).main(words) >= (name != "train_deer") * 1e-9
     assert Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("Ada", max_new_tokens=8).texts
+
+
+@pytest.mark.slow
+def test_a_filter_and_mini(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter of a model, and a model from scratch."""
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    few = ["--steps", "2", "--output"]
+    filter = import_module("train_filter")
+    monkeypatch.setattr(filter, "PROMPTS", ["copy : Ada", "copy : Ben"])
+    given = ["--model", str(checkpoint), "--block", "4", *few, str(tmp_path / "filter")]
+    assert 0 < filter.main(given) <= 4 and (tmp_path / "filter" / "filter.safetensors").is_file()
+    assert isinstance(import_module("train_mini").main([*few, str(tmp_path / "mini")]), str)
 
 
 def test_a_loop_of_ones_own() -> None:

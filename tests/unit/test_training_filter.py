@@ -129,9 +129,7 @@ def test_scores_by_hand() -> None:
     known = torch.tensor([[0.9, 0.6, 0.2, 0.9]])
     final, open_ = torch.tensor([[True, False, True, True]]), torch.tensor([[True, True, True, False]])
     scores = judged(layers, Records(known, final, open_, torch.ones_like(open_)), 0.5)
-    assert scores == pytest.approx(
-        {"precision": 0.5, "recall": 0.5, "false_positive_rate": 1.0, "final": 2 / 3, "records": 1.0}
-    )
+    assert scores == pytest.approx({"precision": 0.5, "recall": 0.5, "false_positive_rate": 1.0, "final": 2 / 3})
 
 
 def test_starts_as_a_threshold() -> None:
@@ -182,8 +180,8 @@ def test_run(checkpoint: Path, prompts: Path, tmp_path: Path, capsys: pytest.Cap
     spec = Sampler.from_pretrained(str(checkpoint), device="cpu").denoiser.spec
     assert [tuple(weight.shape) for weight, _ in load(path, spec)] == [(4, 4), (4, 4)]
     report = json.loads(path.with_suffix(".json").read_text())
-    assert set(report["test"]) >= {"precision", "recall", "false_positive_rate"}
-    assert f"precision {report['test']['precision']:.4f}" in printed.err
+    assert set(report["validation"]) >= {"precision", "recall", "false_positive_rate"}
+    assert f"precision {report['validation']['precision']:.4f}" in printed.err
     assert sorted(file.name for file in output.iterdir()) == ["filter.json", "filter.safetensors"]
     assert cli.main(given) == 2
     assert "already exists" in capsys.readouterr().err
@@ -225,7 +223,7 @@ def test_a_killed_run_resumes(
     done = list[int]()
     monkeypatch.setattr(filter, "replay", lambda *arguments: done.append(0) or plain(*arguments))
     assert cli.main([*given, "train.resume=true"]) == 0
-    assert len(done) == 6 - 3  # 16 training prompts in batches of 4, and two more of 2
+    assert len(done) == 6 - 3  # 18 training prompts in batches of 4, and one more of 2
     whole, parts = (tmp_path / name / "filter.safetensors" for name in ("whole", "parts"))
     assert whole.read_bytes() == parts.read_bytes()
 
@@ -236,7 +234,7 @@ def test_a_killed_run_resumes(
         (["depth=0"], "depth should be greater than or equal to 1"),
         (["caution=0.0"], "caution should be greater than 0"),
         (["threshold=1.5"], "threshold should be less than or equal to 1"),
-        (["data={FEW}", "held_out=2"], "there are 1 prompts to learn from"),
+        (["data={FEW}", "held_out=3"], "leaves none to learn from"),
         (["data.path=null"], "lacks mini's tokenizer"),
     ],
 )
@@ -253,4 +251,4 @@ def test_tasks_of_mini(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     """In a few seconds; right answers are counted, too."""
     few = ["prompts=25", "held_out=3", "max_steps=50", "answer_batch_size=14", "block_length=32", "new_tokens=32"]
     assert cli.main(words(tmp_path / "run", Path("mini"), *few)) == 0
-    assert json.loads((tmp_path / "run" / "filter.json").read_text())["records"]["test"] > 0
+    assert json.loads((tmp_path / "run" / "filter.json").read_text())["records"]["validation"] > 0
