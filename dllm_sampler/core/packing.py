@@ -325,22 +325,33 @@ class Pack:
             sees: the columns that each column sees.
         """
         query, sizes, columns = wanted.query, wanted.sizes, canvas.length + 1
-        batch, device = len(canvas.ids), canvas.ids.device
-        chosen, segments = wanted.computed[:, None], query.ids.shape[1]  # [B, S, L+1]
+        if query.leave_one_out or query.ids.shape[1] > 1:
+            return Pack._segmented(canvas, wanted, head_rows, spec, sees)
+        place = _places(wanted.computed, sizes.computed)
+        row, column = place // columns, place % columns
         predict = predictors(canvas, query.positions, spec, query.shifted)  # [B, Q]
-        there = wanted.shadows(canvas) if query.leave_one_out else None
-        if there is not None:
+        origin = select.arange(len(canvas.ids), place.device)[:, None] * columns
+        replies = _entries_at(place, head_rows.pick((predict + origin)[:, None]))
+        until, chosen = sees.at(row, column), wanted.computed[:, None]
+        return Pack(place, row, column, None, None, replies, place, chosen, query.hidden, sees.end, until, sizes)
+
+    @staticmethod
+    def _segmented(canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, spec: ModelSpec, sees: Visible) -> Pack:
+        """Pack a request with several candidates, or with shadows."""
+        query, sizes, columns = wanted.query, wanted.sizes, canvas.length + 1
+        batch, device = len(canvas.ids), canvas.ids.device
+        predict = predictors(canvas, query.positions, spec, query.shifted)  # [B, Q]
+        if query.leave_one_out:
+            there = wanted.shadows(canvas)
             shadow = torch.zeros_like(wanted.computed).scatter(1, predict.masked_fill(~there, canvas.length), there)
-            chosen, segments = torch.stack([wanted.computed, shadow], 1), 2
-        elif segments > 1:
-            chosen = wanted.segments(canvas)
-        size = batch * segments * columns
-        # A filler is at the last place of all, the empty slot of the last row.
-        place = torch.nonzero_static(chosen.reshape(-1), size=sizes.computed, fill_value=size - 1)[:, 0]
+            chosen = torch.stack([wanted.computed, shadow], 1)  # [B, S, L+1]
+        else:
+            there, chosen = None, wanted.segments(canvas)
+        segments = chosen.shape[1]
+        place = _places(chosen, sizes.computed)
         column, line = place % columns, place // columns
-        row = line if segments == 1 else line // segments
-        segment = None if segments == 1 else line % segments
-        slots = place if segment is None else torch.where(segment == 0, row * columns + column, batch * columns - 1)
+        row, segment = line // segments, line % segments
+        slots = torch.where(segment == 0, row * columns + column, batch * columns - 1)
         # The entry that answers each place: candidate and predicting column, or a shadow where the token is known.
         at = predict[:, None].expand(query.ids.shape)  # [B, K, Q]
         origin = select.arange(batch * query.ids.shape[1], device).view(batch, -1, 1) * columns
@@ -353,11 +364,9 @@ class Pack:
             origin = origin * 2 + known * columns
             hides = torch.full_like(canvas.ids, -1).scatter(1, predict, query.positions)  # [B, L+1]
             unseen = torch.where(line % 2 == 1, hides.flatten()[row * columns + column], -1)
-        unread = query.hidden
-        if segments > 1:  # several segments compute these columns for themselves
-            unread = wanted.computed if unread is None else unread | wanted.computed
-        replies = torch.searchsorted(place, head_rows.pick(at + origin)).clamp(max=sizes.computed - 1)
-        until = sees.at(row, column)
+        # Several segments compute these columns for themselves.
+        unread = wanted.computed if query.hidden is None else query.hidden | wanted.computed
+        replies, until = _entries_at(place, head_rows.pick(at + origin)), sees.at(row, column)
         return Pack(place, row, column, segment, unseen, replies, slots, chosen, unread, sees.end, until, sizes)
 
     @cached_property
@@ -391,6 +400,19 @@ class Pack:
         assert self.segment is not None and mask_id is not None
         shadowed = rows.flatten()[self.row * rows.shape[2] + self.column]
         return shadowed.masked_fill(self.segment != 0, mask_id)
+
+
+def _places(chosen: Tensor, count: int) -> Tensor:
+    """Return `[T]` the places of a set in the flat `chosen [B, ..., L+1] bool`, for a `count` of T.
+
+    A filler is at the last place of all, the empty slot of the last row.
+    """
+    return torch.nonzero_static(chosen.reshape(-1), size=count, fill_value=chosen.numel() - 1)[:, 0]
+
+
+def _entries_at(place: Tensor, wanted: Tensor) -> Tensor:
+    """Return `[R]` the entries at the places `wanted [R]`, of entries at `place [T]`."""
+    return torch.searchsorted(place, wanted).clamp(max=len(place) - 1)
 
 
 def without_unused_columns(wanted: ForwardRequest) -> ForwardRequest:

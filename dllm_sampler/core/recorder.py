@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllm_sampler.core.values import Canvas, Edit, Moved, Query, Readout, Refusals, Spent
+from dllm_sampler.core.resize import Moved
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals, Spent
 
 
 class Recorder:

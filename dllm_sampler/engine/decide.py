@@ -16,6 +16,7 @@ from dllm_sampler.core import packing
 from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Cache, Carry, Corrects, Foresees, Paced, Planner, Stop
 from dllm_sampler.core.recorder import Recorder
+from dllm_sampler.core.resize import effect_on
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals, Spent
 from dllm_sampler.engine.faults import check_edit, check_stopped, checked_answer, checked_settlement
 from dllm_sampler.engine.plugins import Plugins
@@ -174,7 +175,8 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
     else:
         state.canvas = after.move(*moved, edit.finish)
     if edit.resize is not None:
-        resized = edit.resize.effect_on(after, ~canvas.done if edit.finish is None else ~(canvas.done | edit.finish))
+        live = ~canvas.done if edit.finish is None else ~(canvas.done | edit.finish)
+        resized = effect_on(after, edit.resize, live)
         state.recorder.move(canvas, resized)
         state.canvas = resized.applied(state.canvas)
     if seen.logits is not None and state.cache.spec.self_conditioning:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.none import NoCache
 from dllm_sampler.core.protocols import Scheduler
+from dllm_sampler.core.resize import effect_on
 from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.engine import layout
@@ -76,7 +77,7 @@ class Noted(NoCache):
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`."""
         assert edit.resize is not None
-        moved = edit.resize.effect_on(canvas, ~canvas.done)
+        moved = effect_on(canvas, edit.resize, ~canvas.done)
         wrote = edit.commit & canvas.eligible(query.positions)
         count = torch.zeros_like(canvas.end) if edit.resize.count is None else edit.resize.count
         behind = canvas.layout.first if edit.resize.behind is None else edit.resize.behind

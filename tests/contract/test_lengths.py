@@ -14,6 +14,7 @@ from dllm_sampler.cache.none import NoCache
 from dllm_sampler.check.promises import check_row
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.recorder import aligned
+from dllm_sampler.core.resize import effect_on
 from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.core.values import FREE, Resize
 from dllm_sampler.engine import layout
@@ -242,13 +243,13 @@ def test_columns_that_come_back_hold_nothing_of_before() -> None:
     full = canvas.apply(at, Edit(torch.full_like(canvas.ids, 7), everywhere))
     ids, noise = torch.full_like(canvas.end, toys.MASK), torch.ones_like(canvas.done)
     live = torch.tensor([True, False])
-    cut = Resize(canvas.layout.first + 2, ids, noise).effect_on(full, live).applied(full)
+    cut = effect_on(full, Resize(canvas.layout.first + 2, ids, noise), live).applied(full)
     assert cut.end.tolist() == [4, 7] and cut.start.tolist() == [2, 1] and torch.equal(cut.ids[1], full.ids[1])
     assert cut.ids[0].tolist() == [3, 4, 7, 7] + [toys.EOS] * 7
-    grown = Resize(cut.layout.first + 20, ids, noise).effect_on(cut, live).applied(cut)
+    grown = effect_on(cut, Resize(cut.layout.first + 20, ids, noise), live).applied(cut)
     assert grown.end.tolist() == [10, 7] and grown.ids[0].tolist() == [3, 4, 7, 7] + [toys.MASK] * 6 + [toys.EOS]
     assert grown.masked[0].tolist() == [False] * 4 + [True] * 6 + [False]
-    gone = Resize(canvas.layout.first - 5, ids, noise).effect_on(full, live).applied(full)
+    gone = effect_on(full, Resize(canvas.layout.first - 5, ids, noise), live).applied(full)
     assert gone.end.tolist() == [2, 7] and gone.done.tolist() == [True, False]
 
 
