@@ -54,6 +54,17 @@ SETTINGS: dict[str, list[Settings]] = {
         {"max_denoising_steps": 5, "entropy_bound": 1.0, "t_min": 1.0, "t_max": 2.0, "confidence_threshold": 1.5},
         {"max_denoising_steps": 4, "t_min": 0.0, "t_max": 0.0, "entropy_bound": 2.0, "stability_threshold": None},
     ],
+    "scheduler.dawn": [
+        {"threshold": 0.6, "low": 0.3, "induce": 0.2, "edge": 0.1, "sink": 0.2},
+        {
+            "threshold": 0.7,
+            "low": 0.2,
+            "sink": 2.0,
+            "relative_sink": True,
+            "exclude": "published",
+            "attention_layers": 1,
+        },
+    ],
     "scheduler.discrete_ddim": [
         {"max_denoising_steps": 5},
         {"max_denoising_steps": 8, "corrector_steps": 1, "confidence_threshold": 1.5},

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dllm_sampler.core.packing import ForwardRequest, HeadRows, Pack
 from dllm_sampler.core.spec import ModelSpec, Traits
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals, Spent
+from dllm_sampler.core.values import AttentionMeans, Canvas, Edit, Query, Readout, Refusals, Spent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +43,7 @@ class Plan:
     attention: Any = None  # of the pack. None means the denoiser's (`models.packed.PackedAttention`)
     pairs: list[tuple[Tensor, Tensor]] | None = None  # keys and values [T, Hkv, Dh] of each layer. None if not kept
     last: bool = False  # in the last layer of a pack, only `pack.head_entries` continue after attention
+    means: AttentionMeans | None = None  # filled in by the denoiser. None if no plug-in needs attention
 
 
 class LayerParts(Protocol):
@@ -153,7 +154,8 @@ class PlugIn:
     def needs(self) -> frozenset[str]:
         """Fields of `Readout` that it reads beyond `token` and `confidence`.
 
-        `predictions` asks for whole distributions in the cheapest form (`statistics.Predictions.of`).
+        `predictions` asks for whole distributions in the cheapest form (`statistics.Predictions.of`). `attention` asks
+        for `attention` and `attended`, of the last four layers unless the scheduler has a trait `WatchedLayers`.
         """
         return frozenset()
 

@@ -135,6 +135,13 @@ class AllColumns(RareTrait):
 
 
 @dataclass(frozen=True)
+class WatchedLayers(RareTrait):
+    """It looks at the attention of the model's last layers: no cache, and a model whose layers can be driven."""
+
+    count: int = 4
+
+
+@dataclass(frozen=True)
 class ShadowRows(RareTrait):
     """Shadow rows of masks are added to the forward, for `leave_one_out` queries."""
 

@@ -520,6 +520,8 @@ class Readout:
     probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; a scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
     draw: TokenChoice | None = None  # what the step's guides and noise choose from other logits
+    attention: Tensor | None = None  # [B, 1, Q, L+1] probability with which each position looks at each column
+    attended: Tensor | None = None  # [B, 1, L+1] mean of the same over all columns that the row has
     written: Tensor | None = None  # [B, K, Q] tokens to write in place of `token`, under judge="best"
     written_confidence: Tensor | None = None  # [B, K, Q] float64 probability of `written`
 
@@ -529,6 +531,15 @@ class Readout:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         tensors = {name: at_candidate(one, candidate) for name, one in values.items() if isinstance(one, Tensor)}
         return replace(self, **tensors, draw=draw)
+
+
+@dataclass
+class AttentionMeans:
+    """Attention in a forward, as a mean over heads and the last layers. The model fills in the two fields."""
+
+    layers: int  # number of last layers, or all of fewer
+    attention: Tensor | None = None  # see `Readout`
+    attended: Tensor | None = None
 
 
 MEASURABLE = tuple(one.name for one in fields(Readout) if not one.name.startswith("written"))

@@ -15,7 +15,7 @@ from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Denoiser, Paced, Prefills
 from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.spec import ChangingLength, ModelSpec
-from dllm_sampler.core.values import Canvas, Readout
+from dllm_sampler.core.values import AttentionMeans, Canvas, Readout
 from dllm_sampler.engine import decide, faults, readout
 from dllm_sampler.engine.capture import no_grad_on_device
 from dllm_sampler.engine.decide import Generation
@@ -53,7 +53,9 @@ class Engine:
         self.plugins, self.poll_every, self.kernels = plugins, poll_every, kernels
         self.entropy, self.samples, self.compile = entropy, samples, compile
         needs = plugins.needs | {"entropy"} if entropy else plugins.needs
-        self.needs = needs | {"logits"} if self.denoiser.spec.self_conditioning else needs
+        needs = needs | {"logits"} if self.denoiser.spec.self_conditioning else needs
+        self.needs = needs - {"attention"}  # the layers measure it, not the readout
+        self.watches = plugins.watched_layers
 
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[Generation]:
         """Step until every row is done, and yield after each step (the same object).
@@ -127,9 +129,13 @@ class Engine:
         assert state.wanted is not None
         wanted = packing.without_unused_columns(state.wanted)
         plan = state.cache.plan(canvas, wanted)
+        if self.watches:
+            plan = replace(plan, means=AttentionMeans(self.watches))
         hidden, spent = self.denoiser(canvas, wanted.query, plan)
         hidden = state.cache.restore(hidden, plan)
         seen = self.read(hidden, canvas, plan.head_rows, state.cache.spec)
+        if plan.means is not None:
+            seen = replace(seen, attention=plan.means.attention, attended=plan.means.attended)
         try:
             self.maybe_compiled(decide.tell)(p, state, wanted.query, seen, spent)
         except Exception as error:

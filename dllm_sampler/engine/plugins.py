@@ -36,6 +36,7 @@ from dllm_sampler.core.spec import (
     TrainedBlocks,
     Traits,
     UniformNoise,
+    WatchedLayers,
 )
 from dllm_sampler.engine.readout import FIELDS
 from dllm_sampler.errors import UserError
@@ -81,6 +82,12 @@ class Plugins:
         # Such a guide looks for another token where it refuses one.
         vetoed = {"draw", "logits"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
         return self.scheduler.needs | self.blocks.needs | self.stop.needs | vetoed
+
+    @property
+    def watched_layers(self) -> int:
+        """Number of last layers whose attention a plug-in needs. 0 if none needs it."""
+        watched = self.scheduler.traits.find(WatchedLayers) or WatchedLayers()
+        return watched.count if "attention" in self.needs else 0
 
     @property
     def forbidden_token(self) -> int | None:
@@ -257,6 +264,8 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
             f"{stop} waits for a prediction of every mask, and cache={named(plugins.cache)} hides masks behind the"
             " block: use stop=prefix or block, or another cache"
         )
+    if plugins.watched_layers:
+        yield from _of_attention(plugins)
     if traits.has(ChangingLength):
         yield from _of_lengths(plugins, scheduler, blocks, stop)
     forms = [f"guide={named(guide)}" for guide in plugins.guides if guide.joint or guide.vetoes]
@@ -341,6 +350,19 @@ def _of_best(plugins: Plugins) -> Iterator[str]:
         yield f"{scheduler} compares the tokens that it writes with later predictions. Remove judge=best."
     if plugins.stop.fills:
         yield f"stop={named(plugins.stop)} writes tokens that are not drawn. Remove judge=best, or use stop=prefix."
+
+
+def _of_attention(plugins: Plugins) -> Iterator[str]:
+    """Yield what cannot be where a plug-in needs attention: it is measured in whole rows of one candidate."""
+    spec, cache = plugins.context.spec, plugins.cache
+    kinds = {"scheduler": plugins.scheduler, "blocks": plugins.blocks, "stop": plugins.stop}
+    who = next(f"{kind}={named(one)}" for kind, one in kinds.items() if "attention" in one.needs)
+    if not spec.cacheable:
+        yield f"{who} looks at attention, which this model does not show. Use scheduler=threshold."
+    if cache.stores or isinstance(cache, SuffixCache):
+        yield f"{who} looks at attention between all columns, and cache={named(cache)} omits some. Use cache=none."
+    if plugins.scheduler.traits.drafts or plugins.scheduler.traits.has(ShadowRows):
+        yield f"{who} looks at attention, and scheduler={named(plugins.scheduler)} has several candidates. Remove one."
 
 
 def _of_several(scheduler: Scheduler, blocks: str) -> Iterator[str]:

@@ -19,7 +19,15 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Carry, Guide, Scheduler
-from dllm_sampler.core.spec import BatchState, ChangingLength, ModelSpec, ShadowRows, Traits, UniformNoise
+from dllm_sampler.core.spec import (
+    BatchState,
+    ChangingLength,
+    ModelSpec,
+    ShadowRows,
+    Traits,
+    UniformNoise,
+    WatchedLayers,
+)
 from dllm_sampler.core.values import FREE, Canvas, Query, Readout
 from dllm_sampler.engine import decide, faults, layout, readout
 from dllm_sampler.engine.plugins import Plugins, assemble
@@ -310,6 +318,8 @@ def reason(traits: Traits) -> str | None:
     """Return what a scheduler wants beyond the logits of a block. Returns None if it wants nothing more."""
     if traits.scope != "model":
         return None
+    if traits.has(WatchedLayers):
+        return "it looks at attention"
     if traits.has(ChangingLength):
         return "it changes the length of the answer"
     if traits.has(ShadowRows):

@@ -57,7 +57,7 @@ class GuidedDenoiser:
         return self.denoiser(
             replace(canvas, ids=canvas.ids.masked_fill(hidden, mask_id)),
             replace(query, ids=query.ids.masked_fill(hidden.gather(1, query.positions)[:, None], mask_id)),
-            replace(plan, cache=plan.cache.twin),
+            replace(plan, cache=plan.cache.twin, means=None),
         )
 
     def hidden(self, canvas: Canvas) -> Tensor:

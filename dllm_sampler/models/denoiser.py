@@ -19,10 +19,11 @@ from dllm_sampler.core.packing import Pack
 from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import Attention, BlocksFrom, ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.core.visibility import predictors
+from dllm_sampler.core.visibility import Visible, predictors
 from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels, has_hooks
 from dllm_sampler.models import fused
+from dllm_sampler.models.attention_means import Watching
 from dllm_sampler.models.compiled import CompiledParts, Parts
 from dllm_sampler.models.fields import shown
 from dllm_sampler.models.packed import PackedAttention
@@ -143,6 +144,9 @@ class TransformerDenoiser:
         if drive is None:
             plan = replace(plan, attention=plan.attention or PackedAttention(pack))
             drive = partial(_drive, plan, self.compile, together)
+        if plan.means is not None:
+            sees = Visible.of(canvas, query, self.attention)
+            drive = Watching(drive, plan, canvas, query, sees, len(model.layers))
         hidden = model(
             pack.ids(canvas, query, self.mask_id)[None],
             positions=self.positions(query, pack)[None],

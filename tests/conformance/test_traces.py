@@ -26,6 +26,7 @@ SYSTEMS = {
     "dinfer-credit": 16,
     "d3llm": 6,
     "d3llm-cache": 19,
+    "dawn": 7,
     "dparallel-entropy": 8,
     "dpad": 16,
     "streaming": 14,

@@ -60,14 +60,8 @@ def scene() -> Scene:
     return Scene(batch=8, block=32, vocab=640)  # the count does not depend on them
 
 
-ELSEWHERE = (
-    "apd",
-    "svdd",
-    "s2d2",
-    "s2d2_editing",
-    "linear_spec",
-    "discrete_ddim",
-)  # a verifier, a reward, a model of a kind
+# A second model, a reward, a model of a kind, or attention.
+ELSEWHERE = ("apd", "svdd", "s2d2", "s2d2_editing", "linear_spec", "discrete_ddim", "dawn")
 METHODS = [name for name in config.names("scheduler") if name not in ELSEWHERE]
 
 

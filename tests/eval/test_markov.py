@@ -166,7 +166,7 @@ def test_the_suite_has_every_scheduler_under_names_that_exist() -> None:
         for key in given:
             if key.startswith("scheduler."):
                 assert all(key.partition(".")[2] in config.entry("scheduler", name).settings for name in names)
-    assert found == set(config.names("scheduler")) - {"discrete_ddim"}  # the bed has a mask token
+    assert found == set(config.names("scheduler"))
 
 
 def test_a_task_brings_the_suite_of_its_name() -> None:

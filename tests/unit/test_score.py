@@ -93,6 +93,7 @@ BY_BEST |= {"eoser", "factor", "fixed", "hierarchical", "klass", "learn2pd", "lo
 BY_BEST |= {"streaming", "threshold"}
 NEVER = {
     "daedal",
+    "dawn",  # the bed shows no attention
     "discrete_ddim",
     "editing",
     "entropy_renoise",
