@@ -110,7 +110,7 @@ class D2Cache(BaseCache):
 
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
         """See `Cache.narrow`; every other mask that is computed is asked about too, to learn its confidence."""
-        if query.needs_every_position:
+        if query.keeps_positions:
             return query
         query = super().narrow(canvas, query, predicted)
         return query.join(canvas, canvas.masked & predicted, max(canvas.layout.longest, query.positions.shape[1]))

@@ -146,7 +146,11 @@ def check(chosen: dict[str, Any]) -> int:
         try:
             if failures:
                 raise promises.CannotTry("a promise above is broken")
-            keep(f"What `traits.{trait}` says is true.", plain[:1], lambda _, test=test: test(chosen["scheduler"]))
+            keep(
+                f"What `traits.{trait}` says is true.",
+                plain[:1],
+                lambda case, test=test: test(case.scheduler, case.toy),
+            )
         except promises.CannotTry as reason:
             print(f"    --  What `traits.{trait}` says is not tried: {str(reason).rstrip('.')}.")
     for group in promises.GROUPS:

@@ -276,14 +276,14 @@ class Aged(Around):
         return replace(canvas, age=canvas.age + 99 * (canvas.age > 0))
 
 
-def check_confidence(scheduler: Settings) -> None:
+def check_confidence(scheduler: Settings, toy: str = "llada") -> None:
     """Check what `traits.ranks_by_confidence` says. EOSER, which scales confidences, goes by it.
 
     Raises:
         Broken: it is not true.
         CannotTry: the scheduler drafts, or it cannot be wrapped.
     """
-    traits, same = _unchanged(scheduler, Scrambled)
+    traits, same = _unchanged(scheduler, toy, Scrambled)
     if same == traits.ranks_by_confidence:
         raise Broken(
             f"`traits` says ranks_by_confidence={same}, and random factors on"
@@ -291,7 +291,7 @@ def check_confidence(scheduler: Settings) -> None:
         )
 
 
-def check_age(scheduler: Settings) -> None:
+def check_age(scheduler: Settings, toy: str = "llada") -> None:
     """Check that `traits` says `scheduled` if a rule depends on `canvas.age`. Blocks of several go by it.
 
     These refuse what `revises`, too.
@@ -300,19 +300,19 @@ def check_age(scheduler: Settings) -> None:
         Broken: it does not say so.
         CannotTry: the scheduler drafts, or it cannot be wrapped.
     """
-    traits, same = _unchanged(scheduler, Aged)
+    traits, same = _unchanged(scheduler, toy, Aged)
     if not (same or traits.scheduled or traits.revises):
         raise Broken("`traits` says scheduled=False, and a greater `canvas.age` changes what it commits.")
 
 
-def _unchanged(scheduler: Settings, around: type[Around]) -> tuple[Traits, bool]:
+def _unchanged(scheduler: Settings, toy: str, around: type[Around]) -> tuple[Traits, bool]:
     """Return the traits of a scheduler, and True if `around` it changes no answer."""
     inner: Scheduler = config.build("scheduler", scheduler)
     if inner.traits.drafts:
         raise CannotTry("a scheduler that drafts goes by the scheduler inside")
     try:
-        alone = toys.sampler(scheduler=scheduler, temperature=1.0)
-        other = toys.sampler(scheduler=around(inner), temperature=1.0)
+        alone = toys.sampler(toy, scheduler=scheduler, temperature=1.0)
+        other = toys.sampler(toy, scheduler=around(inner), temperature=1.0)
     except UserError as error:
         raise CannotTry(str(error)) from error
     first, second = (one.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=3) for one in (alone, other))

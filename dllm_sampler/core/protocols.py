@@ -1,6 +1,7 @@
 """Every plug-in contract on one page, in the order in which a step asks them.
 
-    ask, narrow, plan, denoiser, guides, readout, open, tell, progress, settle, apply, stop, observe, move
+    ask, computes, recalled, narrow, positions, plan, denoiser, restore, guides, readout,
+    open, tell, progress, settle, adopt, apply, stop, observe, move, resize
 
 Plug-ins answer questions. None writes tokens or owns a loop. Only these may read the device in a step: a cache that
 `syncs`, a guide that `vetoes`, a scheduler whose traits are not `graph_safe`.
@@ -551,10 +552,10 @@ class Cache:
 
         Args:
             canvas: the state before the step.
-            query: the scheduler's query. If it `needs_every_position`, nothing is dropped.
+            query: the scheduler's query. If it `keeps_positions`, nothing is dropped.
             predicted: `[B, L+1] bool` columns that the forward predicts.
         """
-        return query if query.needs_every_position else query.drop(canvas, predicted)
+        return query if query.keeps_positions else query.drop(canvas, predicted)
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
         """Return the plan of a request. `wanted.sizes` fixes the sizes of its tensors."""

@@ -387,7 +387,7 @@ class Query:
     ids: Tensor  # [B, K, Q]
     limit: Tensor | None = None  # [B] columns from here on are hidden. None: canvas.end
     hidden: Tensor | None = None  # [B, L+1] bool: columns that are hidden besides: masks, by blocks or a cache
-    needs_every_position: bool = False  # a cache may not drop positions that it does not predict
+    keeps_positions: bool = False  # a cache may not drop positions that it does not predict
     leave_one_out: bool = False  # re-predict committed positions without seeing their token
     causal: Tensor | None = None  # [B] bool: rows that predict each position from what is before it, by shadows with
     # leave_one_out, else by the row before; the other rows are asked as without either
@@ -399,10 +399,10 @@ class Query:
         return None if self.leave_one_out else self.causal
 
     @staticmethod
-    def at(canvas: Canvas, positions: Tensor, needs_every_position: bool = False) -> Query:
+    def at(canvas: Canvas, positions: Tensor, keeps_positions: bool = False) -> Query:
         """Return a query with one candidate: the tokens of the canvas at `positions [B, Q]`."""
         ids = canvas.ids.gather(1, positions)[:, None]
-        return Query(positions, ids, needs_every_position=needs_every_position)
+        return Query(positions, ids, keeps_positions=keeps_positions)
 
     @staticmethod
     def masks(canvas: Canvas) -> Query:

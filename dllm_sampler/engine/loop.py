@@ -29,7 +29,7 @@ class Engine:
     """Runs steps for one set of plug-ins on one set of kernels. It has no state of a generation.
 
     Args:
-        poll_every: steps from one read by the host to the next.
+        poll_every: steps from one read by the host to the next, see `advance`.
         entropy: record the entropy of each committed prediction.
         samples: this many consecutive rows have the same prompt.
         compile: compile the parts of a step outside the model and the readout with `torch.compile`.

@@ -35,7 +35,7 @@ class PublishedFreeDave(FreeDave):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """See `Scheduler.ask`. What is written late must be asked even where nothing predicts it any more."""
-        return replace(super().ask(canvas, carry), needs_every_position=True)
+        return replace(super().ask(canvas, carry), keeps_positions=True)
 
     def begin(self, canvas: Canvas, query: Query, carry: Round) -> State:
         """See `Drafting.begin`; candidate 0 is the canvas after the step that was not written yet."""

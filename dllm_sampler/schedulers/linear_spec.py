@@ -81,7 +81,7 @@ class LinearSpec(Threshold):
         ids = torch.where(carry.known, carry.ids, canvas.ids).gather(1, query.positions)
         drafted = replace(canvas, masked=canvas.masked & ~carry.known)
         limit = torch.where(verifies, drafted.frontier(), (canvas.stop - 1).clamp(min=1))
-        return replace(query, ids=ids[:, None], limit=limit, needs_every_position=True, causal=verifies)
+        return replace(query, ids=ids[:, None], limit=limit, keeps_positions=True, causal=verifies)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Draft) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

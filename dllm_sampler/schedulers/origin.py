@@ -47,7 +47,7 @@ class Origin(SharedSteps, Scheduler):
         asked = select.columns(canvas.masked & canvas.in_block(), canvas.layout.width)  # [B, Q]
         odds = timestep_odds(self._steps(canvas, carry), canvas.age, self.eps)[:, None]
         opened = (canvas.uniform(asked) < odds) & (asked < canvas.length)
-        return Query.at(canvas, torch.where(opened, asked, canvas.length).sort(1).values, needs_every_position=True)
+        return Query.at(canvas, torch.where(opened, asked, canvas.length).sort(1).values, keeps_positions=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

@@ -53,7 +53,7 @@ class RandomOrder(SharedSteps, Scheduler):
         most = 1  # positions of a step: a block's share of the steps is rounded, by a factor of 2 at most
         if self.steps is not None:
             most = min(canvas.layout.width, -(-2 * canvas.layout.longest // self.steps))
-        return Query.at(canvas, select.columns(self.ahead(canvas, carry) > 0, most), needs_every_position=True)
+        return Query.at(canvas, select.columns(self.ahead(canvas, carry) > 0, most), keeps_positions=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
         """See `Scheduler.tell`."""

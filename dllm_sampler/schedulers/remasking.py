@@ -50,7 +50,7 @@ class Remasking(SharedSteps, Renoising):
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """The whole block. Committed positions may be taken back but need no prediction, so a cache may lack them."""
-        return replace(Query.window(canvas), needs_every_position=True)
+        return replace(Query.window(canvas), keeps_positions=True)
 
     def block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """`[B]` positions of the block, and steps it may take: at most one per position."""

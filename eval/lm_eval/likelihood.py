@@ -70,7 +70,7 @@ def log_likelihood(
         ids[:, area], masked[:, area] = torch.where(part, ids[:, area], target), part
         canvas = replace(canvas, ids=ids, masked=masked)
         positions = torch.arange(area.start, area.stop, device=spec.device).expand(rows, -1)
-        query = Query.at(canvas, positions, needs_every_position=True)
+        query = Query.at(canvas, positions, keeps_positions=True)
         plan = once(canvas, query, spec)
         hidden_states, _ = denoiser(canvas, query, plan)
         logits = plan.head_rows.spread(denoiser.head(hidden_states))[:, 0]  # [rows, length, V]

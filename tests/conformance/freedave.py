@@ -139,7 +139,7 @@ class PublishedEager(ForcedFirst):
         """The window, under each draft."""
         start, stop = int(canvas.start[0]), int(canvas.stop[0])
         size = min(stop + -(-self.draft // self.block) * self.block, canvas.length) - start
-        query = Query.at(canvas, torch.arange(start, start + size)[None], needs_every_position=True)
+        query = Query.at(canvas, torch.arange(start, start + size)[None], keeps_positions=True)
         if int(canvas.age[0]) == 0:
             return query
         token, sure, stale = carry

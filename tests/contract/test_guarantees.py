@@ -180,7 +180,7 @@ class Vandal(Scheduler):
 
     def ask(self, canvas: Canvas, carry: Any) -> Query:
         everything = canvas.columns()[:, :-1].expand(canvas.ids.shape[0], -1)
-        return Query.at(canvas, everything.contiguous(), needs_every_position=True)
+        return Query.at(canvas, everything.contiguous(), keeps_positions=True)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Any) -> tuple[Edit, Any]:
         chance = torch.rand(4, *query.positions.shape)

@@ -298,9 +298,7 @@ class Watched(Around):
         default = Query.masks(canvas) if self.traits.asks == "masks" else Query.window(canvas)
         asked, wanted = (torch.zeros_like(canvas.masked).scatter(1, at.positions, True) for at in (query, default))
         assert torch.equal(asked[:, :-1] & ~canvas.done[:, None], wanted[:, :-1] & ~canvas.done[:, None])
-        assert (
-            query.ids.shape[1] == 1 and query.limit is None and not (query.needs_every_position or query.leave_one_out)
-        )
+        assert query.ids.shape[1] == 1 and query.limit is None and not (query.keeps_positions or query.leave_one_out)
         return self.inner.tell(canvas, query, readout, carry)
 
 

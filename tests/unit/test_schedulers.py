@@ -195,7 +195,7 @@ def test_origin_opens_at_the_rate_of_the_process():
         p = 1 - s / t if age < steps - 1 else 1.0
         assert share == pytest.approx(p, abs=4 * (p * (1 - p) / (many * 20)) ** 0.5 + 1e-9)
         assert (query.positions.diff(dim=1) >= 0).all()
-        assert query.needs_every_position
+        assert query.keeps_positions
 
 
 @each(
