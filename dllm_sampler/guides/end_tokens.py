@@ -24,7 +24,7 @@ class EndTokens(Guide):
 
     Args:
         mode: `ban` never chooses an end token; `defer` may choose end and end-of-turn tokens, at confidence 0.
-        ids: token ids to act on; None: those of the model.
+        ids: token ids to act on. By default those of the model.
     """
 
     excludes: ClassVar[bool] = True

@@ -47,7 +47,7 @@ class Automaton:
     shortest: int  # fewest tokens of a text that is accepted; -1: there is none
 
     def accepted(self, tokens: Sequence[int]) -> bool:
-        """Whether a text of these tokens is accepted."""
+        """Return True if a text of these tokens is accepted."""
         state = self.start
         for token in tokens:
             state = int(self.moves[state, self.classes[token]])
@@ -81,9 +81,9 @@ def build_all(
     for pattern in patterns:
         size = len(pattern.encode(errors="replace"))
         if size > BYTES:
-            raise UserError("form-too-large", f"the form has {size} bytes as a regular expression, at most {BYTES}")
+            raise UserError("form-too-large", f"The form has {size} bytes as a regular expression. At most: {BYTES}.")
         if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
-            raise UserError("form-invalid", f"the form {_short(pattern)} has half a surrogate pair, which no text has")
+            raise UserError("form-invalid", f"The form {_short(pattern)} has half a surrogate pair. Remove it.")
         about, make = f"{library.installed()} {pattern}", partial(_made, made, pattern)
         recipes[pattern] = Recipe.of(_short(pattern), about, make, tokens, vocab, end_ids, mask_id)
     new = [pattern for pattern, one in recipes.items() if not one.path.exists()]
@@ -102,7 +102,7 @@ def _made(known: Mapping[str, ByteAutomaton], pattern: str) -> ByteAutomaton:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What an automaton over tokens is made from."""
+    """The source of an automaton over tokens."""
 
     digest: str
     name: str
@@ -178,13 +178,13 @@ def lifted(recipe: Recipe) -> Automaton:
 
 
 def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
-    """The automaton over bytes: its first state, the accepting ones, and where each byte leads.
+    """Build the automaton over bytes: its first state, the accepting ones, and where each byte leads.
 
     Args:
-        seconds: most time to build; None: `library.SECONDS`.
+        seconds: most time to build, `library.SECONDS` by default.
 
     Raises:
-        UserError: no expression, or one too large to build.
+        UserError: the pattern is not a regular expression, or too large.
     """
     (found,) = _byte_automata([pattern], _short(pattern), seconds, partial(fault, pattern))
     return found
@@ -219,7 +219,7 @@ def expression(schema: str, whitespace: str, depth: int) -> str:
 
 
 def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]) -> bool:
-    """Whether the mark leads from a state to a final one."""
+    """Return True if the mark leads from a state to a final one."""
     for byte in MARK.encode():
         state = moves.get(state, {}).get(byte) if state is not None else None
     return state in finals
@@ -254,7 +254,8 @@ def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int,
     if len(moved) * len(columns) > ENTRIES:
         raise UserError(
             "form-too-large",
-            f"the form {recipe.name} has {len(moved)} states times {len(columns)} kinds of tokens, more than {ENTRIES}",
+            f"The form {recipe.name} has {len(moved)} states times {len(columns)} kinds of tokens, more than {ENTRIES}."
+            " Make it simpler.",
         )
     return Automaton(columns.T.contiguous(), accepts, again[classes], first, _shortest(columns.T, accepts, first))
 

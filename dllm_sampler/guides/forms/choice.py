@@ -31,12 +31,12 @@ TIE = 1e-9  # by which a class is worse than another one with the same best logi
 
 @dataclass(frozen=True)
 class Strings:
-    """What is known of each string, and what is asked about it."""
+    """The known positions of each string, and those that a step asks about."""
 
     exists: Tensor  # [N, L] bool: the position belongs to the row
-    token: Tensor  # [N, L] what stands there
-    free: Tensor  # [N, L] bool: nothing stands there
-    place: Tensor  # [N, Q] position of each queried column in the answer; L: none
+    token: Tensor  # [N, L] the token there
+    free: Tensor  # [N, L] bool: the position is undecided
+    place: Tensor  # [N, Q] position of each queried column in the answer, L if it is outside
 
     @staticmethod
     def of(canvas: Canvas, query: Query, mask_id: int | None) -> Strings:
@@ -120,7 +120,7 @@ class Lattice:
         index = self.strings.place[..., None].expand(-1, -1, count)
         room = room.scatter(1, index, self.head_rows.spread(found).flatten(0, 1))
         room = (room if rest.dim() == 1 else room.masked_fill(self.sizes == -torch.inf, -torch.inf))[:, :-1]
-        # What stands is certain, and so is that nothing is behind the end.
+        # Decided tokens are certain, and so is that the row is over after its end.
         only = torch.where(self.strings.exists, self.edges.classes[self.strings.token], self.edges.stays)[..., None]
         free = (self.strings.exists & self.strings.free)[..., None]
         values = room.where(free, -torch.inf)
@@ -148,7 +148,7 @@ class Lattice:
         return [(begin, min(begin + size, length)) for begin in range(0, length, size)]
 
     def ahead(self, values: Tensor, several: bool) -> Tensor:
-        """`[N, L+1, S]` the best, or the sum, of what may follow each state at each position and behind the last."""
+        """Return `[N, L+1, S]` the best, or the sum, of what may follow each state at each position and at the end."""
         goal = self.window.left(self.edges, self.form, several)
         (source, target, _, _), found = self.lists, [goal]
         reduce, least = total if several else best, floor(found[0], found[0].shape[1], several)
@@ -158,7 +158,7 @@ class Lattice:
         return torch.stack(found[::-1], 1)
 
     def around(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """`[N, L, S]` the sum of what may lead to each state before each position, and of what may follow it behind.
+        """Return `[N, L, S]` the sum of what may lead to each state before each position, and of what may follow it.
 
         Both passes run side by side, which takes hardly longer than one: the sizes are small.
         """
@@ -179,7 +179,8 @@ class Lattice:
         """`[N, Q, C+2]` the sum of what leads to, and what follows, a token of each class at the queried positions.
 
         Args:
-            behind, ahead: `[N, L, S]` of the states before and after each position.
+            behind: `[N, L, S]` of the states before each position.
+            ahead: `[N, L, S]` of the states after each position.
         """
         source, target, edge, kind = (one[:, None] for one in self.lists)
         before, after, found = self.at(behind), self.at(ahead), []
@@ -238,10 +239,11 @@ def posterior(
     mask_id: int | None,
     end_ids: tuple[int, ...] = (),
 ) -> Tensor:
-    """`[R, V]` logits whose softmax is the law of each answer's token, given what stands and that the string is valid.
+    """Return `[R, V]` logits. Their softmax is the law of each token, given the decided ones and a valid string.
 
-    To the model's logits `[R, V]` it adds the logarithm of the weight of all that may stand before and behind a token:
-    certain where something stands, the model's where it was asked, uniform elsewhere. -inf for tokens that do not fit.
+    Adds to the model's logits `[R, V]` the logarithm of the weight of all that may come before and after a token. A
+    decided token is certain, the model gives the law of a queried one, others are uniform. -inf for tokens that do not
+    fit.
     """
     lattice, (classes, weight) = Lattice.of(edges, canvas, head_rows, mask_id, end_ids), masses(edges, logits)
     mass = lattice.values(_relative(weight, weight.amax(1, keepdim=True)), lattice.sizes)
@@ -299,7 +301,7 @@ def choose(
 
 
 def _instead(found: Tensor, full: Tensor) -> Tensor:
-    """`[R, C+2]` values of classes, of which those that another guide took away are ranked by `full [R, C+2]`."""
+    """Return `[R, C+2]` values of classes. Classes that another guide took away are ranked by `full [R, C+2]`."""
     return torch.where(found == LEAST, LEAST + _relative(full, full.amax(1, keepdim=True)), found)
 
 
@@ -311,11 +313,11 @@ def _relative(values: Tensor, top: Tensor) -> Tensor:
 
 
 def unasked(canvas: Canvas, query: Query, lattice: Lattice) -> Tensor:
-    """`[N, L, S]` noise for the states behind positions that no forward was asked about."""
+    """Return `[N, L, S]` noise for the states after positions that no forward was asked about."""
     if not isinstance(canvas.layout.noise, CounterNoise):
         raise UserError(
             "guide-incompatible",
-            f"a drawn answer of a form needs noise by position, and {type(canvas.layout.noise).__name__} has none",
+            f"guide=regex cannot draw by {type(canvas.layout.noise).__name__}. Use the default noise.",
         )
     candidates = query.ids.shape[1]
     step = canvas.step[:, None] if query.candidates.step is None else query.candidates.step

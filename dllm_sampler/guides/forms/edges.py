@@ -22,11 +22,11 @@ TILE = 64  # tokens of one class that are looked at together
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """Automata as edges: pairs of states of which one follows the other. A move is a class of tokens along an edge.
+    """Automata as edges: pairs of a state and its successor. A move is a class of tokens along an edge.
 
-    Forms share their classes. Two more stand behind the C: that of a position that a row does not have, which leaves
-    each state where it is (`stays`), and that of tokens that fit nowhere, the mask among them. Where a form has fewer
-    edges or moves than another, edges without moves and moves of the last class fill up.
+    Forms share their C classes. Two more follow. The first is that of a position that a row does not have, which leaves
+    each state as it is (`stays`). The second is that of tokens that fit nowhere, the mask among them. A form with fewer
+    edges or moves than another is filled up by edges without moves and moves of the last class.
     """
 
     source: Tensor  # [P, E]
@@ -35,7 +35,7 @@ class Edges:
     kind: Tensor  # [P, M] the class of each move
     accepts: Tensor  # [P, S] bool
     start: Tensor  # [P] a state
-    after: Tensor  # [P, C+2, S+1] int32: the state behind a token of each class; S: none, the string is lost
+    after: Tensor  # [P, C+2, S+1] int32: the state after a token of each class. S means that the string is lost
     classes: Tensor  # [V] the class of each token
     sizes: Tensor  # [C+2] float64: logarithm of the number of tokens; -inf for the last two
     tiles: Tensor  # [G, TILE] int32 tokens, of one class each, in order; a class's last one is repeated
@@ -107,7 +107,7 @@ def _listed(moves: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _after(moves: Tensor, size: int) -> Tensor:
-    """`[C+2, size] int32` the state behind a token, of moves `[S+1, C]`; the dead state becomes the last one."""
+    """Return `[C+2, size] int32` the state after a token, of moves `[S+1, C]`. The dead state becomes the last one."""
     dead = len(moves) - 1
     to = torch.where(moves == dead, size - 1, moves)[:-1]
     stay = torch.arange(dead)[:, None]

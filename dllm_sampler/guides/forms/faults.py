@@ -13,18 +13,18 @@ SIGNS = re.compile(
     re.DOTALL,
 )
 WAYS = {
-    "look": "look-around, which an automaton cannot follow: write the pattern without it",
-    "back": "a reference to another part, which an automaton cannot follow: write the texts out, as in aa|bb",
-    "atomic": "an atomic group, which an automaton does not need: use (?:...)",
-    "comment": "a comment: leave it out",
-    "word": "a word boundary, which cannot be served: write what stands there",
-    "anchor": "an anchor inside: a pattern is the answer as a whole, so leave it out",
-    "brace": r"a brace that is no count as in {2,3}: write \{ for the brace itself",
+    "look": "look-around, which an automaton cannot follow. Write the pattern without it.",
+    "back": "a reference to another part, which an automaton cannot follow. Write the texts out, as in aa|bb.",
+    "atomic": "an atomic group, which an automaton does not need. Use (?:...).",
+    "comment": "a comment. Remove it.",
+    "word": "a word boundary, which is not supported. Write the signs that are there.",
+    "anchor": "an anchor inside, and a pattern always matches the whole answer. Remove it.",
+    "brace": r"a brace that is not a count as in {2,3}. Write \{ for the brace itself.",
 }
 
 
 def fault(pattern: str) -> str:
-    """What is wrong with a pattern that no automaton could be built of, where, and what would be right.
+    """Return what is wrong with a pattern that no automaton can be built from, where, and what to write.
 
     Places count characters from 1. Brackets and counts are judged by Python's own syntax, where it agrees with Rust's.
     """
@@ -38,7 +38,7 @@ def fault(pattern: str) -> str:
             re.compile(plain)
     except re.error as error:
         if error.pos is not None and not error.msg.startswith(("unknown extension", "bad inline flags")):
-            return f"{error.msg} at character {error.pos + 1}"
+            return f"{error.msg} at character {error.pos + 1}. Correct it."
     except (RecursionError, OverflowError):
         pass
-    return "outlines-core cannot read it (the syntax is that of Rust's regex crate, at most 250 brackets deep)"
+    return "outlines-core cannot read it. Use the syntax of Rust's regex crate, at most 250 brackets deep."

@@ -1,4 +1,4 @@
-"""Forms of answers of which some tokens are given: what no answer can meet, and where none may end."""
+"""Forms of answers with given tokens: whether an answer can meet them, and where none may end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dllm_sampler.guides.forms.edges import Edges
 
 
 def completable(automaton: Automaton, given: Sequence[int], end_ids: tuple[int, ...]) -> bool:
-    """Whether the automaton accepts some answer that has the given tokens, `FREE` where any may stand.
+    """Return True if the automaton accepts some answer that has the given tokens, `FREE` where any may be.
 
     An end token never comes before a given token, unless it is given itself.
     """

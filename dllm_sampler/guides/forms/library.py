@@ -61,13 +61,13 @@ json.dump(found, sys.stdout)
 
 
 def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Callable[[], str] | None = None) -> str:
-    """What the library makes of it, as JSON.
+    """Run the library on an input and return its result, as JSON.
 
     Args:
-        given: what `BUILD` reads.
+        given: the input of `BUILD`.
         name: what errors call it.
-        seconds: most time; None: `SECONDS`.
-        why: says what is wrong with it, where the library's own error does not.
+        seconds: most time, `SECONDS` by default.
+        why: says what is wrong with the input and what to do, in place of the library's own error.
 
     Raises:
         UserError: the library refuses it, fails, or would take too much time or memory.
@@ -78,38 +78,34 @@ def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Cal
         text = json.dumps({**given, "memory": MEMORY})
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds or SECONDS)
     except subprocess.TimeoutExpired:
-        raise UserError("form-too-large", f"the form {name} takes over {SECONDS} s. Make it simpler.") from None
+        raise UserError("form-too-large", f"The form {name} takes over {SECONDS} s. Make it simpler.") from None
     if not done.returncode:
         return done.stdout
     said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
     if said.startswith("invalid: "):
-        raise UserError("form-invalid", f"{name} cannot be used as a form: {why() if why else said[9:]}")
+        reason = why() if why else f"{said[9:].rstrip('.')}. Correct it."
+        raise UserError("form-invalid", f"{name} cannot be used as a form: {reason}")
     if said.startswith("large: "):
-        raise UserError("form-too-large", f"the form {name} has {said[7:]} states. At most: {given['states']}")
+        raise UserError("form-too-large", f"The form {name} has {said[7:]} states. At most: {given['states']}.")
     if done.returncode == -signal.SIGKILL or "memory allocation" in done.stderr or "MemoryError" in said:
-        raise UserError("form-too-large", f"the form {name} needs over {MEMORY >> 30} GiB. Make it simpler.")
+        raise UserError("form-too-large", f"The form {name} needs over {MEMORY >> 30} GiB. Make it simpler.")
     if done.returncode == -signal.SIGSEGV or "overflowed its stack" in done.stderr:
-        raise UserError("form-too-large", f"the form {name} is nested too deeply. Make it flatter.")
+        raise UserError("form-too-large", f"The form {name} is nested too deeply. Make it flatter.")
     ended = said or f"exit status {done.returncode}"
-    raise UserError("form-invalid", f"the form {name} cannot be built: outlines-core failed ({ended})")
+    raise UserError("form-invalid", f"outlines-core failed on the form {name} ({ended}). Make it simpler.")
 
 
 @cache
 def installed() -> str:
-    """The library's version; empty: it is not there."""
+    """Return the library's version, or an empty text if it is not installed."""
     return version("outlines-core") if find_spec("outlines_core") else ""
 
 
 def module() -> Any:
-    """The module `outlines_core`.
-
-    Raises:
-        UserError: it is not there.
-    """
+    """Import `outlines_core`, or raise `UserError`."""
     try:
         import outlines_core
     except ImportError:
-        raise UserError(
-            "package-missing", f"guides on a form need outlines-core: {installing('constraints')}"
-        ) from None
+        reason = f"Guides on a form need outlines-core. Run {installing('constraints')}."
+        raise UserError("package-missing", reason) from None
     return outlines_core

@@ -30,10 +30,10 @@ from dllm_sampler.guides.forms.tokens import token_bytes
 class Form(Guide):
     """Answers of a regular language, whatever the scheduler commits together.
 
-    The candidates of a step are tokens of one string that has the form, given what stands already: the best such
+    The candidates of a step are tokens of one string that has the form, given the decided tokens: the best such
     string, or under a temperature an exact draw among all of them (positions that a step does not ask about count as
     uniform). Every part of it that a scheduler commits can be completed, so an answer that comes to its end has the
-    form. Behind an end token anything may stand.
+    form. After an end token any token is allowed.
 
     Source: forward filtering and backward sampling of hidden Markov models, over the token automaton of constrained
     decoding (arXiv 2307.09702). The expression is compiled by outlines-core; tokens are taken as bytes.
@@ -41,8 +41,8 @@ class Form(Guide):
     A list of forms is served in one batch: each prompt names its own (`forms` of `Sampler.generate`).
 
     Args:
-        posterior: read confidence from the law of each token given what stands and that the answer has the form, so
-            that what the form decides is certain; else from the model's own.
+        posterior: read confidence from the law of each token, given the decided ones and that the answer has the form.
+            Tokens that the form decides are then certain. Otherwise confidence is the model's.
     """
 
     joint: ClassVar[bool] = True
@@ -84,7 +84,7 @@ class Form(Guide):
         """
         spec, name = context.spec, f"guide={named(self)}"
         if context.tokenizer is None:
-            raise UserError("tokenizer-missing", f"{name} needs a tokenizer, and this checkpoint has none")
+            raise UserError("tokenizer-missing", f"{name} needs a tokenizer, and the model has none. Add one.")
         revises = context.scheduler is not None and context.scheduler.traits.revises
         redraws = spec.mask_id is None and revises
         if self.bound_to is not None and self.bound_to[0] is context.tokenizer and self.bound_to[1] == spec:
@@ -93,7 +93,8 @@ class Form(Guide):
         found = self.build(tokens, spec)
         shortest = tuple(one.shortest for one in found)
         if -1 in shortest:
-            raise UserError("form-impossible", f"{name}: this model has no text of {self._name(shortest.index(-1))}")
+            form = self._name(shortest.index(-1))
+            raise UserError("form-impossible", f"{name}: the model has no tokens for {form}. Change the form.")
         return with_bound_fields(
             self,
             automata=found,
@@ -111,10 +112,10 @@ class Form(Guide):
         if len(given) < least:
             raise UserError(
                 "form-impossible",
-                f"{name}: {self._name(form)} needs {least} tokens, and max_new_tokens is {len(given)}",
+                f"{name}: {self._name(form)} needs {least} tokens. Raise max_new_tokens={len(given)}.",
             )
         if any(token != FREE for token in given) and not completable(self.automata[form], given, self.end_ids):
-            raise UserError("form-impossible", f"{name}: no answer of {self._name(form)} has the given tokens")
+            raise UserError("form-impossible", f"{name}: {self._name(form)} excludes the given tokens. Change one.")
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""
@@ -155,7 +156,7 @@ class Regex(Form):
         given = self.pattern
         listed = isinstance(given, list | tuple)
         if not given or not all(isinstance(one, str) and one for one in (given if listed else [given])):
-            raise UserError("option-type", f"guide.regex.pattern must be one or several texts, not {given!r}")
+            raise UserError("option-type", f"guide.regex.pattern is {given!r}. Give a text or a list of texts.")
         vars(self).update(pattern=tuple(given) if listed else given, forms=len(given) if listed else 0)
 
     def expressions(self) -> tuple[str, ...]:
@@ -177,7 +178,7 @@ class Choices(Form):
     def __post_init__(self) -> None:
         given = self.choices
         if not isinstance(given, list | tuple):
-            raise UserError("option-type", f"guide.choices.choices must be texts, as in [Ada, Ben], not {given!r}")
+            raise UserError("option-type", f"guide.choices.choices is {given!r}. Give texts, as in [Ada, Ben].")
         listed = bool(given) and all(isinstance(one, list | tuple) for one in given)
         # None at all: a template of settings; `expressions` refuses it.
         found = tuple(_choices(one) for one in given) if listed or not given else _choices(given)
@@ -186,7 +187,7 @@ class Choices(Form):
     def expressions(self) -> tuple[str, ...]:
         """See `Form.expressions`."""
         if not self.choices:
-            raise UserError("option-missing", "guide=choices needs texts: guide.choices.choices=[Ada, Ben]")
+            raise UserError("option-missing", "guide=choices has no texts. Set guide.choices.choices=[Ada, Ben].")
         lists = self.choices if self.forms else (self.choices,)
         return tuple("|".join(map(re.escape, texts)) for texts in lists)
 
@@ -199,7 +200,7 @@ def _choices(given: Sequence[Any]) -> tuple[str, ...]:
         if isinstance(one, list | tuple):
             raise UserError("option-type", "guide.choices.choices mixes texts and lists. Give one kind.")
         if isinstance(one, bool) or not isinstance(one, str | int):
-            raise UserError("option-type", f'guide.choices.choices has {one!r}, not a text. Quote it: ["yes", "no"]')
+            raise UserError("option-type", f'guide.choices.choices has {one!r}, not a text. Quote it: ["yes", "no"].')
         if one == "":
             raise UserError("form-invalid", "guide.choices.choices has an empty text. Remove it.")
     return tuple(map(str, given))
@@ -213,7 +214,7 @@ class JsonSchema(Form):
 
     Args:
         schema: a file, the schema as JSON, or a mapping. Or a list of these.
-        whitespace: what may stand between the signs of a document, as a regular expression.
+        whitespace: allowed between the signs of a document, as a regular expression.
         depth: of recursion.
         posterior: see `Form`.
     """
@@ -228,7 +229,7 @@ class JsonSchema(Form):
         if isinstance(given, list | tuple):
             if not given or not all(given):
                 raise UserError(
-                    "option-type", f"guide.json_schema.schema must be one or several schemas, not {given!r}"
+                    "option-type", f"guide.json_schema.schema is {given!r}. Give a schema or a list of schemas."
                 )
             vars(self).update(schema=tuple(schema_text(one) for one in given), forms=len(given))
         elif given != "":  # else a template of settings; `expressions` refuses it
@@ -237,11 +238,13 @@ class JsonSchema(Form):
     def expressions(self) -> tuple[str, ...]:
         """See `Form.expressions`."""
         if not self.schema:
-            raise UserError("option-missing", "guide=json_schema needs guide.json_schema.schema=FILE")
+            raise UserError("option-missing", "guide=json_schema has no schema. Set guide.json_schema.schema=FILE.")
         texts = self.schema if isinstance(self.schema, tuple) else (self.schema,)
         try:
             for text in texts:
                 check_schema(json.loads(str(text)))
         except RecursionError:
-            raise UserError("form-too-large", "guide.json_schema.schema is nested too deeply") from None
+            raise UserError(
+                "form-too-large", "guide.json_schema.schema is nested too deeply. Make it flatter."
+            ) from None
         return tuple(automaton.expression(str(text), self.whitespace, self.depth) for text in texts)

@@ -20,7 +20,7 @@ def schema_text(given: Any) -> str:
         try:
             text = json.dumps(_plain(given))
         except (TypeError, ValueError, RecursionError) as error:
-            raise UserError("form-invalid", f"guide.json_schema.schema is not JSON: {error}") from None
+            raise UserError("form-invalid", f"guide.json_schema.schema is not JSON ({error}). Correct it.") from None
     elif isinstance(_json(given), dict | bool) or (given.lstrip().startswith("{") and not _is_file(given)):
         text = given
     else:
@@ -30,18 +30,18 @@ def schema_text(given: Any) -> str:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
                 "file-unreadable",
-                f"guide.json_schema.schema={short(repr(given))} is neither JSON nor a readable file: {reason}",
+                f"guide.json_schema.schema={short(repr(given))} is neither JSON nor readable ({reason}). Name a file.",
             ) from None
     try:
         load_json(text)
     except ValueError as error:
         file = "" if text is given or not isinstance(given, str) else f"={short(given)}"
-        raise UserError("json-invalid", f"guide.json_schema.schema{file} is not JSON: {error}") from None
+        raise UserError("json-invalid", f"guide.json_schema.schema{file} is not JSON ({error}). Correct it.") from None
     return text
 
 
 def _json(text: str) -> Any:
-    """The value of a text that is JSON; None: null, or no JSON."""
+    """Return the value of a text that is JSON, or None for other texts and for null."""
     try:
         return load_json(text)
     except ValueError:
@@ -81,21 +81,21 @@ KINDS = {
     "array": list,
 }  # fmt: skip
 MEANING = {"type", "properties", "enum", "const", "anyOf", "allOf", "$ref", "prefixItems"}  # a schema needs one of them
-SHAPES = {  # what reading relies on, by the words that stand in front of it
-    "object of schemas": ("properties", "$defs", "definitions"),
-    "list of schemas": ("anyOf", "allOf", "prefixItems"),
-    "list of values": ("enum",),
-    "list of names": ("required",),
-    "name of a type, or list of these": ("type",),
-    "name": ("format", "$ref"),
-    "pattern": ("pattern",),
-    "whole number of at least 0, in digits alone": ("minItems", "maxItems", "minLength", "maxLength"),
+SHAPES = {  # the values that reading relies on, and their keywords
+    "an object of schemas": ("properties", "$defs", "definitions"),
+    "a list of schemas": ("anyOf", "allOf", "prefixItems"),
+    "a list of values": ("enum",),
+    "a list of names": ("required",),
+    "the name of a type, or a list of these": ("type",),
+    "a name": ("format", "$ref"),
+    "a pattern": ("pattern",),
+    "a whole number of at least 0, in digits alone": ("minItems", "maxItems", "minLength", "maxLength"),
 }
 LOOSE = re.compile(r'[|."\\^$]')  # of a pattern that could leave its string, or matches a part
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Whether a value is of a type of JSON."""
+    """Return True if a value is of a type of JSON."""
     if isinstance(value, bool):
         return kind == "boolean"
     return isinstance(value, KINDS.get(kind, object)) or (
@@ -104,33 +104,29 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _has(value: Any, shape: str) -> bool:
-    """Whether a value has one of `SHAPES`."""
-    if shape == "object of schemas":
+    """Return True if a value has one of `SHAPES`."""
+    if shape == "an object of schemas":
         return isinstance(value, Mapping)
-    if shape.startswith("whole number"):
+    if shape.startswith("a whole number"):
         return type(value) is int and value >= 0
     names = isinstance(value, list) and all(isinstance(one, str) for one in value)
-    if shape.startswith("list"):
-        return names if shape == "list of names" else isinstance(value, list)
-    return isinstance(value, str) or (names and shape not in ("name", "pattern"))
+    if shape.startswith("a list"):
+        return names if shape == "a list of names" else isinstance(value, list)
+    return isinstance(value, str) or (names and shape not in ("a name", "a pattern"))
 
 
 def check_schema(schema: Any) -> None:
-    """Refuse what a regular expression would not keep.
-
-    Raises:
-        UserError: the first such thing.
-    """
+    """Refuse the first keyword that a regular expression would not keep."""
     if not isinstance(schema, Mapping):
         said = json.dumps(schema)[:200]
         raise UserError(
-            "form-invalid", f'guide.json_schema.schema has {said}. Give an object such as {{"type": "integer"}}'
+            "form-invalid", f'guide.json_schema.schema has {said}. Give an object, for example {{"type": "integer"}}.'
         )
     for shape, words in SHAPES.items():
         for word in words:
             if word in schema and not _has(schema[word], shape):
                 said = json.dumps(schema[word])[:200]
-                raise UserError("form-invalid", f"guide.json_schema.schema has `{word}`: {said}, which is no {shape}")
+                raise UserError("form-invalid", f"guide.json_schema.schema has `{word}`: {said}. Give {shape}.")
     names = schema.get("properties", {})
     unknown = sorted(str(name) for name in schema if name not in KNOWN)
     together = next((sorted(group & schema.keys()) for group in ALONE if len(group & schema.keys()) > 1), None)
@@ -147,34 +143,34 @@ def check_schema(schema: Any) -> None:
     crossed = [pair for pair in bounds if pair[1] in schema and schema.get(pair[0], 0) > schema[pair[1]]]
     why = None
     if unknown:
-        why = f"'{unknown[0]}', which this guide cannot keep"
+        why = f"'{unknown[0]}', which this guide cannot keep. Remove it."
     elif "oneOf" in schema:
-        why = "`oneOf`, of which this guide cannot keep that only one may hold: say `anyOf` if any may"
+        why = "`oneOf`, and this guide cannot exclude texts that match several. Use `anyOf` if they are valid."
     elif together:
-        why = f"`{together[0]}` next to `{together[1]}`, of which this guide keeps only one: leave one of them out"
+        why = f"`{together[0]}` next to `{together[1]}`, and this guide keeps only one. Remove one."
     elif wrong:
-        why = f"{json.dumps(wrong[0])} among its values, which is not of its `type`"
+        why = f"the value {json.dumps(wrong[0])}, which is not of its `type`. Remove it."
     elif empty:
-        why = f"an empty `{empty[0]}`, which no document meets"
+        why = f"an empty `{empty[0]}`, which no document meets. Add a value."
     elif crossed:
-        why = f"`{crossed[0][0]}` above `{crossed[0][1]}`, which no document meets"
+        why = f"`{crossed[0][0]}` above `{crossed[0][1]}`, which no document meets. Lower it."
     elif not MEANING & schema.keys():
         why = (
-            f"{json.dumps(schema)[:200]}, which does not say what stands there: give it a `type`"
-            " (guide=grammar guide.grammar=json takes any JSON)"
+            f"{json.dumps(schema)[:200]}, which allows any value. Give it a `type`, or use guide=grammar"
+            " guide.grammar=json for any JSON."
         )
     elif missing:
-        why = f"'{missing[0]}' among `required`, which is not among `properties`"
+        why = f"'{missing[0]}' in `required`, but not in `properties`. Add it there."
     elif odd:
-        why = f"the property {odd[0]!r}, whose name has signs that JSON escapes"
+        why = f"the property {odd[0]!r}, whose name has signs that JSON escapes. Rename it."
     elif isinstance(pattern, str) and LOOSE.search(pattern):
-        why = f"the pattern {pattern!r}: only letters, digits, sets of them, groups and counts can be served"
+        why = f"the pattern {pattern!r}. Use only letters, digits, sets of them, groups and counts."
     elif isinstance(pattern, str) and (error := _error(pattern)):
         why = f"a `pattern`, and {error}"
     elif schema.get("format", "date") not in FORMATS:
-        why = f"the format {schema['format']!r}: there are {', '.join(sorted(FORMATS))}"
+        why = f"the format {schema['format']!r}. Use one of {', '.join(sorted(FORMATS))}."
     elif len(schema.get("allOf", [])) > 1:
-        why = "an `allOf` of several schemas"
+        why = "an `allOf` of several schemas. Merge them."
     if why:
         raise UserError("form-invalid", f"guide.json_schema.schema has {why}")
     inner = [*names.values(), *schema.get("$defs", {}).values(), *schema.get("definitions", {}).values()]

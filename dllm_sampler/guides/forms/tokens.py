@@ -16,14 +16,14 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """The bytes of each token id; none for special tokens, which a text leaves out.
+    """Return the bytes of each token id. Special tokens have none, as a text leaves them out.
 
     Raises:
         UserError: its texts are not the bytes of its tokens, one after the other.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UserError("tokenizer-unsupported", "a guide on a form needs a fast tokenizer. Add tokenizer.json.")
+        raise UserError("tokenizer-unsupported", "A guide on a form needs a fast tokenizer. Add tokenizer.json.")
     decoders = _steps(json.loads(backend.to_str())["decoder"])
     kinds = {step["type"] for step in decoders}
     replaced = [(step["pattern"].get("String"), step["content"]) for step in decoders if step["type"] == "Replace"]
@@ -32,13 +32,12 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     if ("Fuse" in order and "Replace" in order[order.index("Fuse") :]) or getattr(tokenizer, TIDIES, False):
         raise UserError(
             "tokenizer-unsupported",
-            f"this tokenizer changes a text after joining tokens (Replace after Fuse, or {TIDIES}). Remove the guide.",
+            f"This tokenizer changes a text after joining tokens (Replace after Fuse, or {TIDIES}). Remove the guide.",
         )
     if not decoders or kinds - known or any(old is None for old, _ in replaced):
-        kind = ", ".join(sorted(kinds - known)) or ("Replace" if decoders else "none: spaces stand between tokens")
-        raise UserError(
-            "tokenizer-unsupported", f"a guide on a form cannot serve this tokenizer: its decoder is {kind}"
-        )
+        kind = ", ".join(sorted(kinds - known)) or ("Replace" if decoders else "missing, so spaces separate tokens")
+        reason = f"A guide on a form does not support this tokenizer: its decoder is {kind}. Remove the guide."
+        raise UserError("tokenizer-unsupported", reason)
     table = {sign: byte for byte, sign in bytes_to_unicode().items()}
     added = {int(index): token for index, token in tokenizer.added_tokens_decoder.items()}
     special = {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}

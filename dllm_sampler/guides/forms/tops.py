@@ -47,10 +47,10 @@ class Tops(NamedTuple):
 
     @staticmethod
     def of(edges: Edges, logits: Tensor) -> Tops:
-        """Those of logits `[R, V]`.
+        """Find those of logits `[R, V]`.
 
         Most of the classes are small, and their tokens are gathered in tiles. One that more than half of the tokens
-        have, such as all that may stand in a string, is looked at in place: that takes less than gathering.
+        have, for example all that a string may contain, is read in place: that takes less time than gathering.
         """
         gathered = _tiles(edges, logits)
         tiles, inside = gathered.amax(2), gathered.argmax(2)  # [R, G]

@@ -22,12 +22,12 @@ ROOM = 2**21  # numbers of several positions' moves that are worked on at once
 
 @dataclass(frozen=True)
 class Window:
-    """Positions that are gone through. Those before are decided, and nothing is asked about those behind."""
+    """The positions to go through. Those before are decided, and nothing is asked about those after."""
 
     begin: Tensor  # [N]
     width: int  # W
     length: int  # L
-    behind: Tensor  # [N] positions behind it that the row has
+    behind: Tensor  # [N] positions after it that the row has
 
     @staticmethod
     def of(edges: Edges, canvas: Canvas, head_rows: HeadRows) -> Window:
@@ -44,7 +44,7 @@ class Window:
 
     @property
     def whole(self) -> bool:
-        """Whether all positions are gone through."""
+        """True if the window has all positions."""
         return self.width == self.length
 
     def cut(self, values: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Window:
         return inside.where((inside >= 0) & (inside < self.width), self.width)
 
     def entered(self, edges: Edges, form: Tensor, token: Tensor) -> Tensor:
-        """`[N]` the state behind the tokens `[N, L]` before the window; S where they have led nowhere."""
+        """Return `[N]` the state after the tokens `[N, L]` before the window, or S if they fit nowhere."""
         state = edges.start.index_select(0, form)[:, None]
         if self.whole:
             return state[:, 0]
@@ -78,7 +78,7 @@ class Window:
         return state[:, 0]
 
     def left(self, edges: Edges, form: Tensor, several: bool) -> Tensor:
-        """`[N, S]` the best, or the sum, of what may follow each state behind the window."""
+        """Return `[N, S]` the best, or the sum, of what may follow each state after the window."""
         if self.whole:
             return _ends(edges).index_select(0, form)
         table = _tails(edges, several, self.length)  # [P, L', S]

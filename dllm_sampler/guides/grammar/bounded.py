@@ -1,7 +1,7 @@
 """Finite automata of grammars: exact where the grammar is regular, else of the texts nested at most to a depth.
 
-Variables that derive each other are a *group*. If all of them stand only at the right end of each other's bodies, or
-only at the left end, the group is regular; any other group nests.
+Variables that derive each other are a *group*. The group is regular if all of them are only at the right end of each
+other's bodies, or only at the left end. Any other group nests.
 
 The depth of a derivation is the highest count on any of its paths from the top. A path counts while it stays in a
 group; where it leaves the group it begins again at nothing. A step from a variable to one inside its body counts one if
@@ -39,7 +39,7 @@ class Nesting:
         bodies: of each variable, without what derives nothing but the empty text.
         group: the number of each variable's group.
         part: the number of each variable's group once steps with text on both sides are left out.
-        variable: one that nests; None: the grammar is regular.
+        variable: one that nests. None if the grammar is regular.
     """
 
     def __init__(self, grammar: Grammar):
@@ -113,19 +113,19 @@ def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: s
     if depth is None and deep is not None:
         raise UserError("form-not-regular", f"{name} nests {deep} in {deep}. Set a depth.")
     if depth is not None and depth < 0:
-        raise UserError("option-range", f"the depth of {name} must not be negative, and it is {depth}")
+        raise UserError("option-range", f"{name} has the depth {depth}. Set a depth of at least 0.")
     until = time.monotonic() + SECONDS
-    where, way = (f" at depth {depth}", "choose a smaller depth") if deep else ("", "make the grammar simpler")
+    where, way = (f" at depth {depth}", "Choose a smaller depth") if deep else ("", "Make the grammar simpler")
 
     def check(states: int) -> None:
         if states > STATES:
-            raise UserError("form-too-large", f"{name} takes more than {STATES} states as an automaton{where}: {way}")
+            raise UserError("form-too-large", f"{name} has more than {STATES} states as an automaton{where}. {way}.")
         if time.monotonic() > until:
-            raise UserError("form-too-large", f"{name} takes more than {SECONDS} s to build{where}: {way}")
+            raise UserError("form-too-large", f"{name} takes more than {SECONDS} s to build{where}. {way}.")
 
     words = _Levels(nesting, depth, check).of(grammar.names[grammar.start])
     if not words.finals:
-        raise UserError("form-impossible", f"{name} has no text at depth {depth}: choose a greater depth")
+        raise UserError("form-impossible", f"{name} has no text at depth {depth}. Raise the depth.")
     found = _bytes(words, terminals, check)
     check(len(found.moves))
     moves = {
@@ -170,7 +170,7 @@ class _Levels:
         """The automata of levels that lead to each other; those of other levels that they lead to are built."""
         nfa = Nfa(self.check)
         states: dict[Level | int, int] = {level: nfa.state() for level in members}
-        end = nfa.state()  # of all texts, or their begin where the group stands at the left ends of bodies
+        end = nfa.state()  # of all texts, or their begin if the group is at the left ends of bodies
         backwards = members[0][2] == RIGHT
         for level in members:
             state = states[level]

@@ -1,4 +1,4 @@
-"""How many bytes the rest of a completion takes at least, from every place on, as far as lexemes alone say."""
+"""Lower bounds on the bytes of the rest of a completion, from every place on, by lexemes alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ NEVER = 1 << 40  # the cost of what cannot be completed
 
 
 def bounds(places: Sequence[int], tail: int, stops: Sequence[bool], lattice: Lattice) -> list[list[int]]:
-    """For each place the bytes of the rest, by state and then by kind, if any lexeme may stand behind any other.
+    """Return for each place the bytes of the rest, by state and then by kind, if any lexeme may follow any other.
 
     Each token for a mask before `tail` costs a byte less than it has.
 
     Args:
         places: classes of bytes; -1 is a mask.
-        tail: no byte stands from this place on.
-        stops: whether the text may end before each place, and behind the last one.
+        tail: from this place on there are no bytes.
+        stops: whether the text may end before each place, and after the last one.
     """
     count, (ends, word) = len(lattice.rows), lattice.arrays
     (sources, targets, sizes), (kinds, rests) = (one.T for one in lattice.edges)

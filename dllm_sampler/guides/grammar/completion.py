@@ -2,7 +2,7 @@
 
 It shares nothing with the search for verdicts but the terminals' automata and the normal form. A partial text is a line
 of places: a byte, a mask that one token fills, or a gap of any number of tokens. Lexemes are found by walking a
-terminal's automaton along the places. Facts "this variable derives what stands between these two nodes" are taken in
+terminal's automaton along the places. Facts "this variable derives the text between these two nodes" are taken in
 the order of what they cost (Knuth's generalisation of Dijkstra's algorithm, 1977), and only where the text before them
 asks for the variable (as in Earley's algorithm).
 """
@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from dllm_sampler.guides.grammar.bounds import NEVER, bounds
 from dllm_sampler.guides.grammar.lattice import APART, BEHIND, TAIL, WHOLE, Lattice
 
-MASK, GAP = -1, -2  # places that are no byte
+MASK, GAP = -1, -2  # places that are not bytes
 # A node is a number: a place, and in its low bits the kind of what is left there of the token before that place.
 BITS = 32
 LEFT = (1 << BITS) - 1
@@ -33,9 +33,9 @@ class Spent(Exception):
 def completion(
     places: Sequence[int], lattice: Lattice, limit: int, ahead: int = 0, early: bool = False
 ) -> list[Said] | None:
-    """The tokens of a completion; None: there is none.
+    """Return the tokens of a completion, or None if there is none.
 
-    The text may end before masks and gaps behind which no byte stands. Without `ahead` it has as few bytes as it can.
+    The text may end before masks and gaps that no byte follows. Without `ahead` it has as few bytes as it can.
 
     Args:
         places: classes of bytes, `MASK` or `GAP`.
@@ -54,7 +54,7 @@ class _Search:
     def __init__(self, places: Sequence[int], lattice: Lattice, limit: int, ahead: int, early: bool):
         self.places, self.lattice, self.left = [*places], lattice, limit
         self.grammar = grammar = lattice.grammar
-        self.tail = len(places)  # nothing stands from there on
+        self.tail = len(places)  # there are no bytes from there on
         while self.tail and places[self.tail - 1] < 0:
             self.tail -= 1
         self.stops = [at >= self.tail or (early and label == MASK) for at, label in enumerate([*places, GAP])]
@@ -110,7 +110,7 @@ class _Search:
                 heappush(self.queue, (self.asked[item[2], item[0]] + cost + rest, -item[3], cost, item))
 
     def _rest(self, item: Item) -> int:
-        """What the text behind an item costs at least, less what is granted for how far the item has come."""
+        """Return the least cost of the text after an item, less what is granted for how far the item has come."""
         symbol, state, _, at = item
         if symbol == self.goal:
             return -NEVER if self.ahead else 0
@@ -173,12 +173,12 @@ class _Search:
             self._push((~number, 0, node, here | part), 0, (), None)
 
     def _walk(self, item: Item, cost: int) -> None:
-        """Go on with a lexeme, or with what is skipped behind it."""
+        """Continue a lexeme, or what is skipped after it."""
         symbol, state, begin, at = item
         place, lattice = at >> BITS, self.lattice
         label = self.places[place] if place < len(self.places) else None
         if state in (TAIL, BEHIND):
-            if place == 0 or self.places[place - 1] != GAP:  # right behind a gap is as good as inside it
+            if place == 0 or self.places[place - 1] != GAP:  # right after a gap is as good as inside it
                 self._push((symbol, 0, begin, at | (APART if state == BEHIND else WHOLE)), cost, (item,), None)
         elif lattice.ends[state]:
             self._push((symbol, BEHIND if lattice.word[state] else TAIL, begin, at), cost, (item,), None)
@@ -193,7 +193,7 @@ class _Search:
         if label == GAP:
             self._push((symbol, state, begin, at + (1 << BITS)), cost, (item,), None)
         else:
-            # All texts have a token there: bytes beyond one count, so that the search goes on to the end of the gap.
+            # All texts have a token there: bytes beyond one count, so that the search continues to the end of the gap.
             to, less = at + (1 << BITS), int(place < self.tail)
         moves = lattice.moves(state)
         for behind, token, size in moves.whole:

@@ -1,4 +1,4 @@
-"""Whether a grammar derives a word of a partial text.
+"""Decide if a grammar derives a word of a partial text.
 
 The partial text is a graph: edges carry terminals, and lead from lower to higher nodes; a *gap* node has, on top, every
 terminal from itself to itself. For each pair of nodes the set of variables that derive a word between them is one
@@ -55,7 +55,7 @@ class Emptiness:
         self.products: dict[tuple[int, int], int] = {}
 
     def __call__(self, graph: Graph) -> bool:
-        """Whether the grammar derives a word of the graph."""
+        """Return True if the grammar derives a word of the graph."""
         gaps, final, start = graph.gaps, graph.final, self.grammar.start
         begins = set(graph.starts)
         if final in begins and (gaps[final] or self.grammar.nullable >> start & 1):
@@ -98,7 +98,7 @@ class Emptiness:
         return False
 
     def _upwards(self, near: bool, far: bool) -> list[int]:
-        """Of each variable: those that derive what it derives, with what a gap at either end may add."""
+        """Return for each variable those that derive its texts, with what a gap at either end may add."""
         grammar = self.grammar
         edges: list[list[int]] = [[] for _ in grammar.names]
         for head, body in grammar.units:
@@ -140,5 +140,5 @@ class Emptiness:
         return found
 
     def size(self) -> int:
-        """How many results are remembered."""
+        """Return the number of remembered results."""
         return len(self.products) + len(self.seeds) + sum(map(len, self.closed))

@@ -37,17 +37,17 @@ class Filling:
         return Lattice(self.language.terminals, self.language.grammar, Vocabulary.of(self.ids))
 
     def __call__(self, words: Sequence[Word]) -> list[int] | None:
-        """Tokens for the masks among `words`, in their order, so that the whole is a text of the language.
+        """Return tokens for the masks among `words`, in their order, so that the whole is a text of the language.
 
         The text has as few bytes as it can, if such a text is found in `SHORT` steps. It ends at the first end token,
-        which may take the place of a mask; from there on masks get end tokens. An end token before tokens that stand is
-        taken only where nothing else is found.
+        which may replace a mask; from there on masks get end tokens. An end token before decided tokens is taken only
+        if nothing else is found.
 
         Args:
             words: of each position the bytes of its token, None for a mask, or `END`.
 
         Returns:
-            None if there are no such tokens, or none are found in `STEPS` steps.
+            None if no such tokens are found in `STEPS` steps.
         """
         table, places = self.language.terminals.table, list[int]()
         for word in words:

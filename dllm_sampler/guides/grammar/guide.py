@@ -27,11 +27,11 @@ from dllm_sampler.guides.grammar.partial import END, Word
 class Grammar(Guide):
     """Answers of a context-free language: no token is committed that no text of the language has there.
 
-    What a scheduler wants to commit is tested token by token, the surest first, against the text as it stands, in
-    which each run of masks may become any text. What fails is not committed. Where nothing of it may stand, the surest
-    other token of the block that fits is committed instead, so that every step makes progress. A row where `tries`
-    tokens have failed ends, with `finish_reason` "constraint". Where a token failed, or the rest could not be
-    completed, nothing is taken back.
+    The tokens that a scheduler wants to commit are tested one by one, the surest first, against the text so far. Each
+    run of masks in it may become any text. Tokens that fail are not committed. If all of them fail, the surest other
+    token of the block that fits is committed instead, so that every step makes progress. A row ends after `tries`
+    failed tokens, with `finish_reason` "constraint". If a token failed, or the rest could not be completed, nothing is
+    remasked.
 
     That a gap has a certain number of masks is not considered, so an answer may run out of them. Where the grammar is
     regular, or with a `depth`, tokens are chosen together instead, as by `guide=regex`: then every answer that comes
@@ -41,7 +41,7 @@ class Grammar(Guide):
 
     Args:
         grammar: a file (docs/grammars.md), or one that is shipped: json, arithmetic, smiles.
-        depth: most levels of recursion inside an answer, as `Language.automaton` counts them; None: any.
+        depth: most levels of recursion inside an answer, as `Language.automaton` counts them. By default any number.
         tries: most tokens that may fail in a step of a row before it ends.
         complete: before a row ends, fill its block by a completion that takes exactly the masks that are left
             (`filling.Filling`).
@@ -63,7 +63,7 @@ class Grammar(Guide):
         check_count("guide.grammar.depth", self.depth, 0, optional=True)
         check_count("guide.grammar.tries", self.tries)
         if not isinstance(self.grammar, str):
-            raise UserError("option-type", f"guide.grammar.grammar must be a file or a name, not {self.grammar!r}")
+            raise UserError("option-type", f"guide.grammar.grammar is {self.grammar!r}. Name a file or a grammar.")
 
     @property
     def chooses(self) -> bool:
@@ -78,9 +78,9 @@ class Grammar(Guide):
         """
         spec = context.spec
         if context.tokenizer is None:
-            raise UserError("tokenizer-missing", "guide=grammar needs a tokenizer, and this checkpoint has none")
+            raise UserError("tokenizer-missing", "guide=grammar needs a tokenizer, and the model has none. Add one.")
         if not self.grammar:
-            raise UserError("option-missing", "guide=grammar needs guide.grammar.grammar=FILE or a name")
+            raise UserError("option-missing", "guide=grammar has no grammar. Set guide.grammar.grammar=FILE or json.")
         language = Language.load(self.grammar)
         if self.depth is not None or language.regular:
             return BoundedGrammar(language, self.depth).bind(context)
@@ -117,7 +117,7 @@ class Grammar(Guide):
                 else:
                     commit[row, at] = False
                     refused[row] += 1
-            # A scheduler takes back less than it commits, as far as it knows; and behind an end token stands anything.
+            # A scheduler remasks less than it commits, as far as it knows. After an end token any token is allowed.
             if remask is not None and (refused[row] or not self._opens(text, wanted, remask[row])):
                 remask[row] = False
             if kept or not any(at in wanted.masks for at in wanted.commits):
@@ -141,7 +141,7 @@ class Grammar(Guide):
         return edit, Refusals(refused, stuck)
 
     def _opens(self, text: Text, wanted: Wanted, remask: Tensor) -> bool:
-        """Whether a text can be completed once the places `remask [Q] bool` of the query are taken back."""
+        """Return True if a text can be completed after the places `remask [Q] bool` of the query are remasked."""
         assert self.language is not None
         words, taken = [*text.words, *text.rest], [at for at, back in enumerate(remask.tolist()) if back]
         for at in taken:
@@ -168,7 +168,7 @@ class Grammar(Guide):
         assert self.language is not None
         words = [None if token == FREE else self.word(token) for token in given]
         if any(words) and not self.language.feasible([*words, END]):
-            raise UserError("form-impossible", "guide=Grammar: no text of the grammar has the given tokens")
+            raise UserError("form-impossible", "guide=grammar: no text has the given tokens. Change one.")
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         """See `Guide.valid`."""
@@ -190,15 +190,15 @@ class Grammar(Guide):
                 yield Text(row, first, words, [END])
 
     def word(self, token: int) -> Word:
-        """What a token adds to a text."""
+        """Return what a token adds to a text."""
         return END if token in self.ends else self.text(token)
 
     def text(self, token: int) -> bytes:
-        """The bytes of a token that is no end token."""
+        """Return the bytes of a token that is not an end token."""
         return self.tokens[token] if token < len(self.tokens) else b""
 
     def fits(self, text: Text, column: int, token: int) -> bool:
-        """Whether a text can still be completed with `token` at `column`. A token without a text never fits."""
+        """Return True if a text can still be completed with `token` at `column`. A token without a text never fits."""
         assert self.language is not None
         word = self.word(token)
         return word != b"" and self.language.feasible(text.written(column, word))
@@ -226,7 +226,7 @@ class BoundedGrammar(Form):
 
 @dataclass
 class Text:
-    """A row's answer, a word for each column: what stands there, None for a mask."""
+    """A row's answer, a word for each column. A mask is None."""
 
     row: int
     first: int  # column of its first word
@@ -245,16 +245,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a scheduler wants of one row; numbers are places in the query."""
+    """A scheduler's edit of one row. Numbers are places in the query."""
 
     columns: list[int]
     ids: list[int]
-    commits: list[int]  # the surest first; tokens that stand already, or are taken back at once, are none
+    commits: list[int]  # the surest first, without tokens that are decided already or remasked at once
     masks: set[int]  # what may be committed in place of others: noise of the block
 
     @staticmethod
     def of(canvas: Canvas, query: Query, edit: Edit, sure: Tensor) -> list[Wanted]:
-        """What an edit says of each row, by one read of the device; `sure [B, Q]` is the confidence."""
+        """Split an edit into rows, by one read of the device. `sure [B, Q]` is the confidence."""
         at = query.positions
         stays = edit.commit if edit.remask is None else edit.commit & ~edit.remask
         new = canvas.masked.gather(1, at) | (edit.ids != canvas.ids.gather(1, at))
@@ -268,14 +268,13 @@ class Wanted:
 
 
 def surest(row: int, wanted: Wanted, scores: Tensor, logits: Tensor) -> Iterator[tuple[int, int, float]]:
-    """Tokens at the masks of a row, the surest place first: place in the query, token, its probability.
+    """Yield tokens at the masks of a row, the surest place first: place in the query, token, its probability.
 
-    What is passed over competes no more, and its place goes on with its next best token. Tokens that the scheduler
-    wanted have failed already.
+    After a token its place continues with the next best one. Tokens that the scheduler wanted have failed already.
 
     Args:
-        scores: `[B, 1, Q, V]` of which a place's token is the best.
-        logits: `[B, 1, Q, V]` that probabilities are of.
+        scores: `[B, 1, Q, V]`. A place's best token has the highest score.
+        logits: `[B, 1, Q, V]` for the probabilities.
     """
     places = sorted(wanted.masks)
     at = torch.tensor(places, device=scores.device)

@@ -29,9 +29,9 @@ EXAMPLES = Path(__file__).with_name("examples")
 class Language:
     """The texts of a grammar.
 
-    Terminals are regular expressions, matched against whole lexemes; bytes to skip may stand before, between and
-    behind lexemes. All ways to split a text into lexemes are tried, not only the one with the longest lexemes. The text
-    is in the language if the rules derive one of them.
+    Terminals are regular expressions, matched against whole lexemes. Bytes to skip may be before, between and after
+    lexemes. All ways to split a text into lexemes are tried, not only the one with the longest lexemes. The text is in
+    the language if the rules derive one of them.
 
     It never changes; what it remembers only makes it faster. One thread may use it at a time.
 
@@ -62,10 +62,10 @@ class Language:
 
     @staticmethod
     def load(name: str) -> Language:
-        """The language of a file, or of a grammar that comes with the package (`json`, `arithmetic`, `smiles`).
+        """Load the language of a file, or of a grammar that comes with the package (`json`, `arithmetic`, `smiles`).
 
         Raises:
-            UserError: there is no such file, or it is no grammar.
+            UserError: the file does not exist, or is not a grammar.
         """
         known = {file.stem: file for file in EXAMPLES.glob("*.grammar")}
         try:
@@ -74,8 +74,8 @@ class Language:
         except (OSError, ValueError, RuntimeError) as error:
             raise UserError(
                 "file-unreadable",
-                f"guide.grammar.grammar={short(repr(name))} is neither one of"
-                f" {', '.join(sorted(known))} nor a file to be read: {getattr(error, 'strerror', None) or error}",
+                f"guide.grammar.grammar={short(repr(name))} cannot be read"
+                f" ({getattr(error, 'strerror', None) or error}). Name a file, or {', '.join(sorted(known))}.",
             ) from None
         return Language.parse(text, path.name)
 
@@ -87,15 +87,15 @@ class Language:
         prelex: tuple[bytes, bytes] | None = None,
         subtokens: Mapping[str, Sequence[str]] | None = None,
     ) -> Language:
-        """The language of rules and of terminals that are given apart.
+        """Build the language of rules and of terminals.
 
         Args:
             rules: lines of rules.
             terminals: regular expressions by name.
-            skip: bytes that may stand between lexemes.
-            prelex: the bytes before and behind each word of a text.
-            subtokens: which terminals have only texts of another one, as published data lists them. Lexemes are tried
-                as every terminal, so this changes nothing; it is checked.
+            skip: bytes that are allowed between lexemes.
+            prelex: the bytes before and after each word of a text.
+            subtokens: terminals that have only texts of another one, as published data lists them. Lexemes are tried
+                as every terminal, so this is only checked.
 
         Raises:
             UserError: with the line of the rules.
@@ -105,7 +105,7 @@ class Language:
         for whole, parts in (subtokens or {}).items():
             for part in parts:
                 if part in dfas and whole in dfas and difference(dfas[part], dfas[whole]).finals:
-                    raise UserError("grammar-invalid", f"subtokens: {part} has texts that {whole} does not have")
+                    raise UserError("grammar-invalid", f"subtokens: {part} has texts that {whole} lacks. Correct it.")
         return found
 
     def forget(self) -> None:
@@ -113,10 +113,10 @@ class Language:
         self._scanner, self._search = Scanner(self.terminals, self.grammar), Emptiness(self.grammar, PRODUCTS)
 
     def feasible(self, words: Sequence[Word]) -> bool:
-        """Whether a partial text can be completed to one of the language.
+        """Return True if a partial text can be completed to one of the language.
 
-        Masks stand for any text: how many there are does not count. What stands behind the first end token does not
-        count either. Without an end token any text may follow. No words are not feasible.
+        Masks stand for any text: their number does not count. Words after the first end token do not count either.
+        Without an end token any text may follow. No words are not feasible.
 
         A partial text that takes more than `PRODUCTS` steps counts as not feasible. So the answer is never wrongly yes.
 
@@ -157,12 +157,12 @@ class Language:
         return Lattice(self.terminals, self.grammar, Vocabulary.of({bytes([byte]): byte for byte in range(256)}))
 
     def accepts(self, text: bytes) -> bool:
-        """Whether a full text is in the language. It does not depend on what `feasible` is made of."""
+        """Return True if a full text is in the language. It shares no code with `feasible`."""
         return accepts(text, self.terminals, self.grammar)
 
     @property
     def regular(self) -> bool:
-        """Whether the rules show that the language is regular: no variable stands inside itself, with text around."""
+        """True if the rules show that the language is regular: no variable is inside itself, with text around."""
         return Nesting(self.grammar).variable is None
 
     def automaton(self, depth: int | None = None) -> Automaton:

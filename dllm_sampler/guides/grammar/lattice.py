@@ -1,6 +1,6 @@
-"""What tokens do to lexemes: where a token leads from a state of a terminal, and what of it a lexeme leaves over.
+"""Moves of tokens through lexemes: where a token leads from a state of a terminal, and what a lexeme leaves of it.
 
-Tokens that no terminal tells apart are followed as one, so that a search over 100,000 tokens has a few ways to go on.
+Tokens that no terminal tells apart are followed as one, so that a search over 100,000 tokens has few branches.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from dllm_sampler.guides.grammar.rules import Grammar, bits, members
 from dllm_sampler.guides.grammar.terminals import Terminals
 
-DEAD, TAIL, BEHIND = range(3)  # states: of no lexeme; behind one, in what is skipped; right behind a word
+DEAD, TAIL, BEHIND = range(3)  # states: of no lexeme; after one, in what is skipped; right after a word
 WHOLE, APART = range(2)  # kinds of what is left of a token: nothing; nothing, and no word may follow
 DEPTH = 64  # bytes of a token by which `Lattice._kind` goes into itself
 
@@ -25,7 +25,7 @@ class Vocabulary:
 
     texts: tuple[bytes, ...]
     ids: tuple[int, ...]  # a token for each text
-    signs: np.ndarray  # [N] uint8: all texts, one behind the other
+    signs: np.ndarray  # [N] uint8: all texts, one after the other
     begins: np.ndarray  # [V + 1] int64: where each begins
 
     @staticmethod
@@ -40,7 +40,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Moves:
-    """Where tokens lead from a state: the best token for each state behind it, and for each kind of what is left."""
+    """Moves of tokens from a state: the best token for each next state, and for each kind of what is left."""
 
     whole: tuple[tuple[int, int, int], ...]  # state, number of the token's text, its bytes
     parts: tuple[tuple[int, int, int], ...]  # kind, number of the token's text, its bytes
@@ -78,14 +78,14 @@ class Lattice:
         self.word = [False, False, True]  # of each state: whether its last byte is one of a word
         self.owner = [-1, -1, -1]  # of each state the terminal
         self.starts: list[int] = []  # of each terminal the state where it begins
-        self.apart: list[int] = []  # the same right behind a word: no word may begin
+        self.apart: list[int] = []  # the same right after a word: no word may begin
         self.starting = [0] * len(terminals.classes)  # of each class the terminals that it begins
         for number in range(len(terminals.dfas)):
             self._terminal(number)
         self.step = np.zeros((len(self.rows), len(terminals.classes)), np.int32)
         for state, row in enumerate(self.rows):
             self.step[state, [*row]] = [*row.values()]
-        # [T + 1, C]: whether a lexeme, or what is skipped, may begin with a class behind a terminal; last: behind any.
+        # [T + 1, C]: whether a lexeme, or what is skipped, may begin with a class after a terminal; last: after any.
         self.opens = np.zeros((len(terminals.dfas) + 1, len(terminals.classes)), bool)
         for number in range(-1, len(terminals.dfas)):
             for label, begun in enumerate(self.starting):
@@ -106,19 +106,19 @@ class Lattice:
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each state: whether a lexeme may end there, whether its last byte is one of a word."""
+        """Two facts of each state: whether a lexeme may end there, whether its last byte is one of a word."""
         return np.array(self.ends), np.array(self.word)
 
     @cached_property
     def work(self) -> int:
-        """How many tokens are looked at for the moves of all states."""
+        """Number of tokens to look at for the moves of all states."""
         return sum(len(self.begun[label]) for row in self.rows for label in row)
 
     @cached_property
     def edges(self) -> tuple[np.ndarray, np.ndarray]:
         """`[E, 3]` the moves of all states by tokens: from, to, bytes; `[F, 2]` those of kinds: from, to.
 
-        Numbers of kinds stand behind those of states.
+        Numbers of kinds follow those of states.
         """
         count = len(self.rows)
         tokens = []
@@ -175,7 +175,7 @@ class Lattice:
             self.owner.append(number)
 
     def _follow(self, number: int) -> int:
-        """The terminals that may stand behind one; -1: behind any."""
+        """Return the terminals that may follow a terminal, or any of them (-1)."""
         return self.terminals.possible if number < 0 else self.grammar.follow.get(number, 0)
 
     def _followed(self, state: int) -> Moves:
@@ -209,7 +209,7 @@ class Lattice:
         )
 
     def _behind(self, rest: bytes, number: int) -> tuple[list[int], bool]:
-        """The kinds of what is left of a token behind a lexeme of a terminal, and whether all of it may be skipped."""
+        """Return the kinds of a token's rest after a lexeme of a terminal, and whether all of it may be skipped."""
         kinds, follow = [], self._follow(number)
         while rest:
             kind = self._kind(rest)

@@ -16,16 +16,16 @@ DEAD = 0  # the number of the empty set of states
 
 @dataclass
 class Lexing:
-    """All lexings of one piece. Offsets are ends of lexemes, counted behind what is skipped.
+    """All lexings of one piece. Offsets are ends of lexemes, counted after what is skipped.
 
-    A piece that nothing stands before begins with a lexeme. Any other one may begin with the rest of a lexeme.
+    The first piece of a text begins with a lexeme. Any other one may begin with the rest of a lexeme.
     """
 
     text: bytes  # classes
     starts: tuple[int, ...] = ()  # where the first lexeme of a text begins
-    blank: bool = False  # behind a gap: the piece may be skipped as a whole
-    enter: dict[int, int] = field(default_factory=dict)  # behind a gap: which terminals, begun there, end where
-    leaving: int = DEAD  # behind a gap: the states at the end of lexemes that hold the whole piece
+    blank: bool = False  # after a gap: the piece may be skipped as a whole
+    enter: dict[int, int] = field(default_factory=dict)  # after a gap: which terminals, begun there, end where
+    leaving: int = DEAD  # after a gap: the states at the end of lexemes that contain the whole piece
     inner: dict[int, tuple[dict[int, int], int]] = field(default_factory=dict)
     # of each offset where a lexeme may begin: which terminals end where, and the states at the piece's end
     crossings: dict[int, tuple[dict[int, int], int]] = field(default_factory=dict)  # memo of `Scanner.cross`
@@ -66,10 +66,10 @@ class Scanner:
         self.lexings: dict[tuple[bytes, bool], Lexing] = {}
         self.held = 0  # how much is remembered, in bytes of text
         self._set(0)
-        self.every = self._set((1 << len(self.moves)) - 1)  # what a lexeme may be in behind a gap
+        self.every = self._set((1 << len(self.moves)) - 1)  # the states of a lexeme after a gap
 
     def lex(self, text: bytes, first: bool) -> Lexing:
-        """All lexings of a piece; `first`: nothing stands before it."""
+        """Return all lexings of a piece, which may be the `first` of its text."""
         key = (text, first)
         if key not in self.lexings:
             self.held += len(text)
@@ -152,7 +152,7 @@ class Scanner:
         return ends, states if self.going[states] else DEAD
 
     def _behind(self, text: bytes, ends: list[tuple[int, int]]) -> dict[int, int]:
-        """The same ends behind what is skipped."""
+        """Return the same ends after what is skipped."""
         found: dict[int, int] = {}
         for end, which in ends:
             for at in self._stops(text, end):
@@ -166,7 +166,7 @@ class Scanner:
             at += 1
         if at == size or text[at] not in self.terminals.skip:
             return (at,)
-        return (at, *self._stops(text, at + 1))  # what stands there may be skipped, or begin a lexeme
+        return (at, *self._stops(text, at + 1))  # the byte there may be skipped, or begin a lexeme
 
     def _start(self, which: int) -> int:
         """The states in which lexemes of some terminals begin."""
@@ -176,7 +176,7 @@ class Scanner:
         return found
 
     def _follow(self, which: int) -> int:
-        """The terminals that may stand behind one of some terminals."""
+        """Return the terminals that may follow one of some terminals."""
         found = self.following.get(which)
         if found is None:
             found = 0

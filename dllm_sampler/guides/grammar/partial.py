@@ -27,8 +27,8 @@ class Partial:
 
     Attributes:
         pieces: none of them empty.
-        open: any text may stand before the first piece.
-        closed: nothing stands behind the last piece; else any text may.
+        open: any text may come before the first piece.
+        closed: the text ends after the last piece. Otherwise any text may follow.
     """
 
     pieces: tuple[bytes, ...]
@@ -37,9 +37,9 @@ class Partial:
 
     @staticmethod
     def of(words: Sequence[Word]) -> Partial:
-        """What the positions before the first end token say. Masks are a gap, however many there are.
+        """Return the text before the first end token. A run of masks is one gap, whatever its length.
 
-        Without an end token any text may stand behind the last one.
+        Without an end token any text may follow.
         """
         pieces: list[bytes] = []
         part: list[bytes] = []
@@ -64,7 +64,7 @@ class Partial:
 
 
 def graph(partial: Partial, scanner: Scanner) -> Graph | None:
-    """The graph of a partial text; None: some piece fits nowhere."""
+    """Build the graph of a partial text, or return None if some piece fits nowhere."""
     gaps: list[bool] = []
     edges: list[dict[int, int]] = []
 

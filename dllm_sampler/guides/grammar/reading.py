@@ -14,11 +14,11 @@
 - `Head -> body | body` is a rule, also over several lines that begin with `|`. Blanks separate symbols. A symbol is a
   terminal that is defined, a variable (it begins with a capital letter), a text in quotes without blanks, or signs
   that stand for themselves. `$` alone is the empty body. The first rule's head is what texts are derived from.
-- `%skip` names bytes that may stand between lexemes, as single signs or by the words space, tab, newline, return;
-  `%skip nothing` is none. Without it: space, tab, newline, return.
-- `%prelex A B` are two bytes, as signs or as `\\x02`. A text is read as if the first stood before each word (a longest
-  run of letters, digits, `_` and characters beyond ASCII) and the second behind it, and expressions say where they
-  stand. A lexeme holds whole words, so no identifier can be cut into a keyword and a rest.
+- `%skip` names bytes that are allowed between lexemes, as single signs or by the words space, tab, newline, return.
+  `%skip nothing` allows none. Without it: space, tab, newline, return.
+- `%prelex A B` are two bytes, as signs or as `\\x02`. A text is read as if the first came before each word (a longest
+  run of letters, digits, `_` and characters beyond ASCII) and the second after it, and expressions contain them. A
+  lexeme has whole words, so no identifier can be cut into a keyword and a rest.
 - A line that begins with `#` is a comment.
 """
 
@@ -46,9 +46,9 @@ class Source:
         expressions: of the terminals, by number; bytes are a text that stands for itself.
         rules: the bodies of each variable.
         start: the variable that texts are derived from.
-        skip: bytes that may stand between lexemes.
-        prelex: the bytes before and behind each word.
-        places: what errors call each terminal.
+        skip: bytes that are allowed between lexemes.
+        prelex: the bytes before and after each word.
+        places: names of the terminals in errors.
     """
 
     name: str
@@ -78,7 +78,7 @@ def read(
         UserError: with the file's name and the line.
     """
     if len(text) > BYTES:
-        raise UserError("form-too-large", f"{name} has {len(text)} characters, at most {BYTES} can be read")
+        raise UserError("form-too-large", f"{name} has {len(text)} characters. At most {BYTES} can be read.")
     found = Source(name, skip=skip, prelex=prelex)
     defined = dict(terminals or {})
     found.places = {terminal: f"{name}: terminal {terminal}" for terminal in defined}
@@ -92,29 +92,29 @@ def read(
             _directive(found, words, where)
         elif words[0].startswith("|"):
             if not bodies:
-                raise UserError("grammar-invalid", f"{where}: no rule stands before it that '|' could go on with")
+                raise UserError("grammar-invalid", f"{where}: '|' follows no rule. Write Head -> body first.")
             bodies.append((number, bodies[-1][1], line.strip()[1:]))
         elif words[1:2] == ["->"]:
             if not VARIABLE.fullmatch(words[0]):
-                raise UserError("grammar-invalid", f"{where}: the head {words[0]!r} must begin with a capital letter")
+                raise UserError("grammar-invalid", f"{where}: the head {words[0]!r} is not capitalised. Rename it.")
             bodies.append((number, words[0], rest))
         elif words[1:2] == ["="]:
             if VARIABLE.fullmatch(words[0]) or words[0] in ("$", "ε"):
                 raise UserError(
                     "grammar-invalid",
-                    f"{where}: {words[0]!r} cannot name a terminal: that is a variable, or the empty body",
+                    f"{where}: {words[0]!r} names a variable or the empty body. Rename the terminal.",
                 )
             if words[0] in defined:
-                raise UserError("grammar-invalid", f"{where}: the terminal {words[0]} is defined twice")
+                raise UserError("grammar-invalid", f"{where}: the terminal {words[0]} is defined twice. Remove one.")
             defined[words[0]], found.places[words[0]] = rest.strip(), f"{where}: terminal {words[0]}"
         else:
             raise UserError(
                 "grammar-invalid",
-                f"{where}: {line.strip()!r} is neither a rule (Head -> body), a terminal (name = expression), a"
-                " directive (%skip, %prelex) nor a comment (#)",
+                f"{where}: {line.strip()!r} cannot be read. Write a rule (Head -> body), a terminal (name ="
+                " expression), a directive (%skip, %prelex) or a comment (#).",
             )
     if not bodies:
-        raise UserError("grammar-invalid", f"{name} has no rule")
+        raise UserError("grammar-invalid", f"{name} has no rule. Write Head -> body.")
     found.start = bodies[0][1]
     heads = {head for _, head, _ in bodies}
     numbers: dict[str, int] = {}
@@ -123,7 +123,7 @@ def read(
             symbols = [] if part in (["$"], ["ε"]) else part
             where = f"{name}, line {number}"
             if not part:
-                raise UserError("grammar-invalid", f"{where}: a body of {head} is missing; the empty body is $")
+                raise UserError("grammar-invalid", f"{where}: a body of {head} is missing. Write $ for the empty body.")
             found.rules.setdefault(head, []).append(
                 tuple(_symbol(found, one, where, defined, heads, numbers) for one in symbols)
             )

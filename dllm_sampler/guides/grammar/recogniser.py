@@ -1,4 +1,4 @@
-"""Whether a full text is in a language, byte by byte.
+"""Recognise a full text of a language, byte by byte.
 
 It shares nothing with the search for verdicts but the terminals' automata and the normal form, so that one can be
 checked against the other.
@@ -14,7 +14,7 @@ from dllm_sampler.guides.grammar.terminals import Terminals
 
 
 def accepts(text: bytes, terminals: Terminals, grammar: Grammar) -> bool:
-    """Whether the grammar derives a text.
+    """Return True if the grammar derives a text.
 
     For each offset, from the last one down, it collects where each variable's texts from there on end: one bit for each
     end. Time grows with the square of the text's length, and with its third power if the grammar is ambiguous enough.
@@ -35,7 +35,7 @@ def accepts(text: bytes, terminals: Terminals, grammar: Grammar) -> bool:
         lefts[left].append((head, right))
         rights[right].append((head, left))
     size = len(labels)
-    skipped = [1 << size]  # of each offset, from the last one down: those behind what may be skipped there
+    skipped = [1 << size]  # of each offset, from the last one down: those after what may be skipped there
     reached: list[dict[int, int]] = [{} for _ in range(size + 1)]  # of each offset and variable: the ends
     for at in range(size, -1, -1):
         if at < size:

@@ -19,7 +19,7 @@ class Dfa:
     finals: frozenset[int]
 
     def accepts(self, word: Iterable[int]) -> bool:
-        """Whether the word is in the language."""
+        """Return True if the word is in the language."""
         state: int | None = 0
         for label in word:
             state = self.moves[state].get(label)
@@ -88,7 +88,7 @@ def minimal(dfa: Dfa) -> Dfa:
 
 
 def combined(one: Dfa, other: Dfa, keep: Callable[[bool, bool], bool]) -> Dfa:
-    """The words that are in `one` and for which `keep(True, in the other)` holds, minimal."""
+    """Return the minimal automaton of the words in `one` that `keep(True, is in other)` accepts."""
     number: dict[tuple[int, int | None], int] = {(0, 0): 0}
     order: list[tuple[int, int | None]] = [(0, 0)]
     moves, finals = {}, []

@@ -62,7 +62,7 @@ class Grammar:
 
     @cached_property
     def follow(self) -> dict[int, int]:
-        """The terminals that may stand right behind a terminal."""
+        """The terminals that may follow each terminal."""
         found: dict[int, int] = {}
         for _, left, right in self.pairs:
             for terminal in members(self.last[left]):
@@ -168,7 +168,7 @@ def normal(rules: Mapping[str, Sequence[Body]], start: str, possible: int, nulla
         given[name] = [(), (terminal,)] if possible >> terminal & 1 else [()]
     given = _lists(_generating(given, possible))
     if start not in given:
-        raise UserError("grammar-invalid", f"no text can be derived from {start}: its rules never end")
+        raise UserError("grammar-invalid", f"The rules of {start} derive no text. Add a body without variables.")
     order, seen = [start], {start}
     for head in order:
         reached = dict.fromkeys(s for body in given[head] for s in body if isinstance(s, str) and s not in seen)
@@ -252,5 +252,5 @@ def _short(rules: dict[str, list[Body]], start: str) -> Grammar:
         else:
             pairs[head, of(body[:1]), of(body[1:])] = None
         if len(empties) + len(leaves) + len(units) + len(pairs) > RULES:
-            raise UserError("form-too-large", f"the grammar has more than {RULES} short rules. Make it smaller.")
+            raise UserError("form-too-large", f"The grammar has more than {RULES} short rules. Make it smaller.")
     return Grammar(tuple(names), number[start], frozenset(empties), (*leaves,), (*units,), (*pairs,), rules)

@@ -22,7 +22,7 @@ WORD = frozenset(byte for byte in range(256) if byte >= 128 or chr(byte).isalnum
 
 @dataclass(frozen=True)
 class Terminals:
-    """What the texts of each terminal are, apart from the empty one."""
+    """The texts of each terminal, apart from the empty one."""
 
     names: tuple[str, ...]
     dfas: tuple[Dfa, ...]  # over classes of bytes that all automata treat alike
@@ -30,7 +30,7 @@ class Terminals:
     nullable: int  # the set of terminals that have the empty text
     table: bytes  # [256] the class of each byte
     classes: tuple[tuple[int, ...], ...]  # the bytes of each class
-    skip: frozenset[int]  # classes of bytes that may stand between lexemes
+    skip: frozenset[int]  # classes of bytes that are allowed between lexemes
     marks: tuple[int, int] | None  # bytes put around each word
     words: frozenset[int]  # classes of bytes of words
 
@@ -47,10 +47,10 @@ def compiled(
     Args:
         expressions: a regular expression for each terminal, `A without B and C` for a difference; bytes are a
             text that stands for itself, and get their marks.
-        skip: bytes that may stand between lexemes.
-        prelex: one byte put before each word of a text, and one put behind it.
-        places: what errors call each terminal.
-        name: what errors call the grammar.
+        skip: bytes that are allowed between lexemes.
+        prelex: one byte put before each word of a text, and one put after it.
+        places: names of the terminals in errors.
+        name: of the grammar, for errors.
 
     Raises:
         UserError: one cannot be built, or not within the limits.
@@ -80,8 +80,8 @@ def compiled(
         if dfa.finals and not whole.finals:
             raise UserError(
                 "grammar-invalid",
-                f"{places[terminal]} has no text that begins and ends where words do: with prelex, the first mark"
-                " stands before each word of a text, and the second behind it",
+                f"{places[terminal]} has no text of whole words with their marks. Under prelex, write the first mark"
+                " before each word and the second after it.",
             )
         found.append(whole)
     if sum(len(dfa.moves) for dfa in found) > STATES:
@@ -112,7 +112,7 @@ def _expression(text: str, deadline: float) -> Dfa:
 
 def _one(pattern: str, deadline: float) -> Dfa:
     if not pattern:
-        raise UserError("grammar-invalid", "its regular expression is missing")
+        raise UserError("grammar-invalid", "the regular expression is missing. Write name = expression.")
     if pattern not in BUILT:
         start, finals, moves = byte_automaton(pattern, max(0.01, deadline - time.monotonic()))
         if len(BUILT) >= KEPT:
@@ -125,13 +125,12 @@ def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -
     if any(len(mark) != 1 or mark[0] in WORD for mark in prelex) or prelex[0] == prelex[1]:
         raise UserError(
             "grammar-invalid",
-            f"{name}: prelex must be two different single bytes that are no letters or digits, not {prelex!r}",
+            f"{name}: prelex is {prelex!r}. Give two different single bytes that are not letters or digits.",
         )
     if not skip or any(byte in WORD or bytes([byte]) in prelex for byte in skip):
         raise UserError(
             "grammar-invalid",
-            f"{name}: prelex needs bytes to skip that are neither letters, digits nor its marks: two words can only be"
-            " told apart by what stands between them",
+            f"{name}: %skip has only letters, digits or the marks of prelex. Add a byte that can separate words.",
         )
 
 
@@ -155,13 +154,13 @@ def _classes(dfas: Iterable[Dfa], sets: Iterable[frozenset[int]]) -> tuple[bytes
 
 
 def marked(text: bytes, marks: tuple[int, int], begins: bool, ends: bool) -> bytes:
-    """A piece with one mark before each of its words and one behind it.
+    """Return a piece with one mark before each of its words and one after it.
 
     A word at the piece's edge gets its mark there only if nothing else can continue it.
 
     Args:
-        begins: nothing stands before the piece.
-        ends: nothing stands behind it.
+        begins: the piece is the first of its text.
+        ends: the piece is the last of its text.
     """
     found, inside = bytearray(), not begins
     for at, byte in enumerate(text):
