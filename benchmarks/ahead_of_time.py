@@ -1,7 +1,7 @@
 """Compiles every kernel for every kind of GPU, on a machine without one: `kernels.py --aot`.
 
 The table has shared memory, registers of a thread, and what it spills to memory, in bytes. On AMD scalar registers may
-go to vector ones, which is no memory: "n s". Registers and spills are read from the binaries. Compiled kernels stay in
+go to vector ones, not to memory: "n s". Registers and spills are read from the binaries. Compiled kernels stay in
 Triton's cache, where a later run finds them.
 """
 
@@ -116,7 +116,7 @@ def build(it: Configuration, target: Target) -> Any:
 
 
 def resources(asm: dict[str, Any]) -> tuple[int | None, int | None, int]:
-    """Of NVIDIA's binary or AMD's assembly: registers of a thread, its spills in bytes, scalars in vector registers."""
+    """Read a binary (NVIDIA) or assembly (AMD): registers of a thread, spills in bytes, scalars in vector registers."""
     if "amdgcn" in asm:
         names = ("vgpr_count", "private_segment_fixed_size", "sgpr_spill_count")
         found = [re.search(rf"\.{name}: +(\d+)", asm["amdgcn"]) for name in names]
@@ -172,13 +172,14 @@ def check() -> str:
     """
     if importlib.util.find_spec("triton") is None:
         raise UserError(
-            "package-missing", "triton is not installed, and nothing can be compiled without it: pip install triton"
+            "package-missing",
+            "triton is not installed, and nothing can be compiled without it. Run pip install triton.",
         )
     from triton import __version__, knobs
 
     if knobs.runtime.interpret:
         raise UserError(
-            "compile-unsupported", "TRITON_INTERPRET is set, so that kernels are interpreted, not compiled: unset it"
+            "compile-unsupported", "TRITON_INTERPRET is set, so that kernels are interpreted, not compiled. Unset it."
         )
     return __version__
 
@@ -197,7 +198,7 @@ def report(targets: Sequence[str], words: Sequence[str], processes: int, file: P
     version = check()
     chosen = [(module, place) for module, place, it in discover() if any(word in it.name for word in words)]
     if not chosen:
-        raise UserError("choice-unknown", f"no kernel's name contains {' or '.join(words)}")
+        raise UserError("choice-unknown", f"No kernel's name contains {' or '.join(words)}. Change --only.")
     console = Console(width=max(Console().width, 120))
     jobs = [(module, place, target) for module, place in chosen for target in targets]
     found = compile_all(jobs, processes, Console(stderr=True))

@@ -1,12 +1,12 @@
-"""What a ragged batch costs: positions and time that prompts of many lengths take together, against one by one.
+"""Cost of a ragged batch: positions and time of prompts of many lengths together, against one by one.
 
     python benchmarks/batching.py                                   # an hour or two on one core
     python benchmarks/batching.py --caches dual --schedulers threshold --repeats 1       # some minutes
     python benchmarks/batching.py --tables branches                 # drafts and guidance: positions alone
 
-The same prompts run at each batch size, on an untrained model. `forwards`, `positions` and `head rows` are what was
-paid, counted where nothing can hide: calls of the embedding, the ids it was given, and the hidden states that the head
-multiplied, padding, fillers and finished rows included. `/ needed` sets them against what each prompt needs alone:
+The same prompts run at each batch size, on an untrained model. `forwards`, `positions` and `head rows` are the costs,
+counted where nothing can hide: calls of the embedding, the ids it was given, and the hidden states that the head
+multiplied, padding, fillers and finished rows included. `/ needed` divides them by the costs of each prompt alone:
 positions as `Result.trace.rows` counts them at batch 1, head rows as paid at batch 1. `time` is the ratio to the
 sampler at batch 1, median and range of the repeats, in which loops and batch sizes take turns. `differ`: prompts whose
 tokens are not those of batch 1; rounding does that, in float64 hardly ever.
@@ -56,7 +56,7 @@ Prompts = Sequence[list[int]]
 
 @dataclass
 class Meter:
-    """What a network was asked to compute, by any loop: ids `[N, M]` count as much as `[1, N*M]` packed ones."""
+    """A count of a network's work in any loop: ids `[N, M]` count as much as `[1, N*M]` packed ones."""
 
     forwards: int = 0
     positions: int = 0
@@ -192,7 +192,7 @@ def case(name: str, cache: str, it: TransformerDenoiser, options: argparse.Names
 
 
 def ratio(paid: int, needed: int) -> str:
-    """Of what was paid to what is needed."""
+    """Return the ratio, for a table."""
     return f"{paid / needed:.2f}"
 
 
@@ -278,7 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     room = denoiser.spec.max_positions - options.tokens
     if options.longest > room:
         raise UserError(
-            "option-range", f"--longest {options.longest}: with --tokens {options.tokens} the model has room for {room}"
+            "option-range",
+            f"--longest {options.longest} and --tokens {options.tokens} exceed the model. Set at most {room}.",
         )
     both = [1, min(8, options.prompts)]
     work = {

@@ -1,4 +1,4 @@
-"""How long a step takes by the number of branches that a drafting scheduler computes in it.
+"""Duration of a step by the number of branches that a drafting scheduler computes in it.
 
     python benchmarks/branches.py                          # llada-8b's shape where there is a GPU, else llada-157m's
     python benchmarks/branches.py --model llada-8b --branches 1,2,4,8,16,32 --json branches.json

@@ -1,4 +1,4 @@
-"""Everything that a GPU must be asked, within the minutes there are: what decides most comes first.
+"""All measurements on a GPU within a number of minutes, the most decisive first.
 
     python benchmarks/campaign.py --minutes 9                  # on a GPU; results go to the folder campaign
     python benchmarks/campaign.py --minutes 9 --continue       # what was not reached, then what went wrong
@@ -7,8 +7,8 @@
 
 Each stage is a benchmark of this folder in a process of its own, stopped at a time limit: a stage that hangs or fails
 does not stop the others. A line is printed after each, and `campaign.json` written; the stage's own file and what it
-printed lie next to it. A stage for which no time is left is not begun; `--continue` runs it. The last lines say what
-the figures decide, by the rules of `campaign_rules.py`.
+printed are next to it. A stage without enough time left does not begin; `--continue` runs it. The last lines are the
+decisions by the rules of `campaign_rules.py`.
 
 Exit status: 0 if something was measured, 1 if nothing was, 2 for a mistake in the arguments.
 """
@@ -49,7 +49,7 @@ def words(stage: Stage, options: argparse.Namespace, file: Path) -> list[str]:
 
 
 def run(stage: Stage, options: argparse.Namespace, limit: float) -> dict[str, Any]:
-    """What became of a stage."""
+    """Run a stage and return its record."""
     file, log = (options.out.absolute() / f"{stage.name}.{kind}" for kind in ("json", "log"))
     file.unlink(missing_ok=True)
     begun, state = time.monotonic(), "done"
@@ -98,7 +98,7 @@ def read(stage: Stage, file: Path) -> tuple[Figures, list[str]]:
 
 
 def last_line(log: Path) -> str:
-    """What a stage said last."""
+    """Return the last line of a stage's log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "it said nothing"
 
@@ -110,7 +110,7 @@ def said(name: str, one: dict[str, Any]) -> str:
 
 
 def decided(stages: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the figures of the stages decide."""
+    """Return the decisions by the figures of the stages."""
     measured = {f"{name}: {figure}": v for name, one in stages.items() for figure, v in one["figures"].items()}
     return [
         {"figure": rule.figure, "value": value, "limit": rule.most, "do": do} for rule, value, do in decisions(measured)
@@ -124,11 +124,7 @@ def order(chosen: Sequence[Stage], before: dict[str, Any]) -> list[Stage]:
 
 
 def earlier(options: argparse.Namespace) -> dict[str, Any]:
-    """What an earlier call wrote.
-
-    Raises:
-        UserError: there is nothing, or it is no result of the same kind.
-    """
+    """Return the stages that an earlier call of the same kind wrote, or raise `UserError`."""
     file = options.out / FILE
     try:
         found = json.loads(file.read_text())
@@ -142,7 +138,7 @@ def earlier(options: argparse.Namespace) -> dict[str, Any]:
         ) from None
     if smoke != options.smoke:
         raise UserError(
-            "run-differs", f"{file} was written {'with' if smoke else 'without'} --smoke: continue it in the same way"
+            "run-differs", f"{file} was written {'with' if smoke else 'without'} --smoke. Continue it in the same way."
         )
     return stages
 
@@ -175,7 +171,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         return options
     check_gpu(it, options)
     if options.official and not options.official.is_file():
-        it.error(f"--official: there is no file {options.official}")
+        it.error(f"--official={options.official} does not exist. Name generate.py of LLaDA.")
     if options.official:
         options.official = options.official.absolute()
     files.make_folder(options.out)

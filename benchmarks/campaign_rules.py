@@ -1,4 +1,4 @@
-"""What the figures of `campaign.py` decide: a limit each, and what to do on either side of it."""
+"""Decisions by the figures of `campaign.py`: a limit each, and what to do on either side of it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ RULES = [
 
 
 def decisions(measured: Measured) -> Iterator[tuple[Rule, float, str]]:
-    """What the figures that there are say: rule, value, what to do."""
+    """Yield the decisions by the measured figures: rule, value, what to do."""
     for rule in RULES:
         try:
             value = rule.value(measured)

@@ -47,12 +47,12 @@ def ceilings(found: Any) -> Figures:
 
 
 def good(row: Any) -> bool:
-    """Whether a line has a figure of what it is called: neither a failure, nor torch in a kernel's place."""
+    """Return True if a line has a valid figure: no failure, and no torch in place of the kernel."""
     return bool(row["seconds"]) and not row["note"]
 
 
 def step(found: Any) -> Figures:
-    """Of the first size that was measured."""
+    """Return the figures of the first measured size."""
     row = next(row for row in found["rows"] if row["kind"] == "window" and good(row))
     ms = statistics.median(row["seconds"]) * 1e3
     model = statistics.median(row["model"]) * 1e3
@@ -71,7 +71,7 @@ def sizes(found: Any) -> Figures:
 
 
 def speed(found: Any) -> Figures:
-    """How many times faster than the other loop."""
+    """Return the speed as a multiple of the other loop's."""
     row = next(row for row in found["rows"] if row["plain"] and good(row))
     ratios = [theirs / ours for ours, theirs in zip(row["seconds"], row["plain"], strict=True)]
     seconds = {"ours s": statistics.median(row["seconds"]), "theirs s": statistics.median(row["plain"])}
@@ -79,7 +79,7 @@ def speed(found: Any) -> Figures:
 
 
 def products(found: Any) -> Figures:
-    """Of a layer: the library over its floor by rows; at the first number of rows, the kernel over the library."""
+    """Return a layer's figures: the library over its floor by rows; for the fewest, the kernel over the library."""
     layers = [row for row in found["rows"] if row["shape"] == "layer"]
     times = {(row["rows"], row["side"]): statistics.median(row["seconds"]) for row in layers}
     first = layers[0]["rows"]
@@ -139,8 +139,8 @@ def drafts(found: Any) -> Figures:
 def in_flight(found: Any) -> Figures:
     """Tokens per second, and the time of batch after batch over that in flight."""
     row = found["rows"][-1]
-    flown, stood = (statistics.median(row["seconds"][way]) for way in ("in_flight", "static"))
-    return {"tokens/s": row["tokens"] / flown, "static over in flight": stood / flown}
+    flight, static = (statistics.median(row["seconds"][way]) for way in ("in_flight", "static"))
+    return {"tokens/s": row["tokens"] / flight, "static over in flight": static / flight}
 
 
 STEP = "decode_step.py --smoke --kinds window --windows 4 --batch 1 --slots 16"

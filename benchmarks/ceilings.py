@@ -1,4 +1,4 @@
-"""What a GPU can do at best: bandwidth by copy and by read, a large product, one more node of a graph.
+"""Ceilings of a GPU: bandwidth by copy and by read, a large product, one more node of a graph.
 
     python benchmarks/ceilings.py --json ceilings.json
     python benchmarks/ceilings.py --smoke                # tiny, on the CPU: does it run?
@@ -31,7 +31,7 @@ DRIVER = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power
 
 
 def driver() -> str:
-    """What NVIDIA's tool says of the first GPU."""
+    """Return the driver and clocks of the first GPU, by NVIDIA's tool."""
     if shutil.which("nvidia-smi") is None:
         return "not known: no nvidia-smi"
     command = ["nvidia-smi", f"--query-gpu={DRIVER}", "--format=csv,noheader"]

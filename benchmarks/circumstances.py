@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code, and what became of a measurement that went wrong."""
+"""Circumstances of a figure besides the code, and failures of measurements."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def report(
 
 
 def attempt(run: Callable[[], Value]) -> tuple[Value | None, str]:
-    """What `run` returned, and what there is to say of it: that it failed, that a kernel fell back to torch; or ''."""
+    """Return the result of `run`, and a note if it failed or a kernel fell back to torch."""
     forget()
     with warnings.catch_warnings(record=True) as met:
         warnings.simplefilter("always", FallbackWarning)

@@ -41,7 +41,7 @@ class Clock:
         self.sum = torch.empty((), device=device)
 
     def __call__(self, run: Callable[[], object]) -> float:
-        """Of one call; on a GPU for calls that take far longer than the microseconds of an event."""
+        """Return the seconds of one call. On a GPU it must take far longer than the microseconds of an event."""
         for _ in range(FLUSHES if self.gpu else 1):
             torch.sum(self.flush, 0, out=self.sum)
         if not self.gpu:
@@ -56,13 +56,13 @@ class Clock:
         return begin.elapsed_time(end) / 1e3
 
     def copies(self, moved: int) -> int:
-        """How many sets of data there should be for calls that move that number of bytes."""
+        """Return the number of sets of data for calls that move that number of bytes."""
         return min(MOST, -(-TURN // moved)) if self.gpu else 2
 
     def replayed(self, runs: Sequence[Callable[[], object]]) -> Callable[[], float]:
-        """What measures the seconds of one of the runs, a run having its own data; all in one graph on a GPU.
+        """Return a clock for the seconds of one of the runs, each with its own data. On a GPU, all are in one graph.
 
-        Results are kept until the last run is through, so that each has a place of its own.
+        Results are kept until the last run has ended, so that each has its own memory.
         """
         calls = list(islice(cycle(runs), max(FEWEST if self.gpu else 1, len(runs))))
 
@@ -87,7 +87,7 @@ class Bandwidth:
 
 
 def bandwidth(clock: Clock, count: int | None = None) -> Bandwidth:
-    """Of a copy, and of reading, the best of several numbers of programs; medians.
+    """Return the bandwidth of a copy, and of reading by the best number of programs. Both are medians.
 
     count: numbers of four bytes; by default 2^28 on a GPU, 2^22 elsewhere
     """

@@ -12,7 +12,7 @@ HEADS |= {"over copy": 9, "outside": 7, "speed": 20, "": 0}  # the columns and t
 
 @dataclass
 class Row:
-    """What was measured of one configuration; seconds."""
+    """Measurements of one configuration, in seconds."""
 
     kind: str  # window, refresh, generate, uncached, official, readout
     side: str

@@ -1,10 +1,10 @@
-"""How long a decoding step takes, against the floor that memory and arithmetic set it.
+"""Duration of a decoding step, against the floor by memory and arithmetic.
 
     python benchmarks/decode_step.py                                   # on a GPU: LLaDA-8B's shape, random weights
     python benchmarks/decode_step.py --sides torch,triton --batch 1 --windows 32 --json steps.json
     python benchmarks/decode_step.py --smoke                           # tiny, once: does it run?
 
-A row has `--slots` columns, the last `window` of which are one block under the dual cache: the first forward computes
+A row has `--slots` columns. The last `window` columns are one block under the dual cache: the first forward computes
 and stores every slot (`refresh`), each later one the window. A step is timed from its first launch until the host
 knows what came of it; figures are medians over steps and repeats, with the range. Each line is printed, and in
 `--json`, as soon as it is measured; the sides of one size follow one another. What fails is a line that says so, and a
@@ -27,10 +27,9 @@ side that fell back to torch says that too.
             `official`, with `--official FILE`: ours without a cache over LLaDA's published code (`official_code.py`).
 `readout`   a readout of 1024 rows of logits, whose floor is their bytes over the bandwidth.
 
-Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step; `compiled`, a graph for which
-`torch.compile` made what is neither the model nor the readout (`compile=step`); `int8`, a graph of the model with
-8-bit weights (`model.quantize=int8`), against the floor of those. No other loop has such weights: that side has no
-`speed`.
+Sides: `torch`; `triton`, the kernels; `graph`, the kernels and one CUDA graph a step; `compiled`, a graph with
+`torch.compile` for all but the model and the readout (`compile=step`); `int8`, a graph of the model with 8-bit weights
+(`model.quantize=int8`), against the floor of those. No other loop has such weights: that side has no `speed`.
 """
 
 from __future__ import annotations
@@ -239,7 +238,7 @@ class Bench:
                 yield from self._guarded("window", side, batch, window, run)
 
     def _guarded(self, kind: str, side: str, batch: int, window: int, run: Callable[[], list[Row]]) -> list[Row]:
-        """What fails, or falls back, says so in its line; the others are measured all the same."""
+        """Measure, and note a failure or a fallback in the line, so that the others are measured all the same."""
         found, note = attempt(run)
         with suppress(RuntimeError):  # of a device that is lost
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What in-flight batching saves: forwards and time of many prompts, against batches that wait for their slowest row.
+"""Savings of in-flight batching: forwards and time of many prompts, against batches that wait for their slowest row.
 
     python benchmarks/in_flight.py                              # mini's tasks, some minutes on one core
     python benchmarks/in_flight.py --model llada-157m --prompts 32 --batch 8 --repeats 1
@@ -91,7 +91,7 @@ def answers(
 
 
 def count(one: Sampler, row: Row, given: Sequence[Any], tokens: list[int]) -> None:
-    """What both ways compute, which warms them up."""
+    """Count the work of both ways, which warms them up."""
     step = RunningBatch.step
 
     def counted(batch: RunningBatch) -> Ended | None:

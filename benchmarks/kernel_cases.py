@@ -1,4 +1,4 @@
-"""What `kernels.py` times: each kernel on the data of one call, made as often as the clock asks for."""
+"""Cases of `kernels.py`: each kernel on the data of one call, made as often as the clock asks for."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class Layer:
 
 
 def references() -> LayerKernels:
-    """What the kernels of a layer compute, in torch."""
+    """Return torch references of the kernels of a layer."""
     from dllm_sampler.kernels import linear, norm, reference, rope, swiglu
 
     return LayerKernels(

@@ -1,4 +1,4 @@
-"""How fast each kernel is, compared with its torch reference and with a copy of the bytes that it must move.
+"""Speed of each kernel, compared with its torch reference and with a copy of the bytes that it must move.
 
     python benchmarks/kernels.py                        # on a GPU
     python benchmarks/kernels.py --smoke                # tiny sizes, once: does it run?
@@ -16,7 +16,7 @@ of its own, a gigabyte in all, so that its inputs are not in the cache (`clocks.
 
 A kernel that fails, falls back to torch or gives another answer than its reference says so in its line. Each line is in
 `--json` as soon as it is measured.
-Without a GPU there is no figure for a kernel: then only the references are timed, on the CPU, at small sizes.
+Without a GPU only the references are timed, on the CPU, at small sizes.
 
 With `--aot` every configuration of every kernel is compiled, and nothing is measured (`ahead_of_time.py`).
 Exit status: 1 if a kernel does not compile or needs more shared memory than a program may have.
@@ -51,7 +51,7 @@ TOLERANCE = 0.02  # of the norm, or of a probability or nat: more is a wrong ans
 
 @dataclass
 class Row:
-    """What was measured; seconds per call, one per repeat."""
+    """Measurements: seconds per call, one per repeat."""
 
     name: str
     moved: int = 0  # bytes that cannot be avoided
@@ -65,7 +65,7 @@ class Row:
 
 
 def noted(case: Case, fused: Backend, clock: Clock, repeats: int) -> Row:
-    """What was measured; nothing of a kernel that failed, or whose work torch did."""
+    """Measure a case. A kernel that failed, or fell back to torch, has no seconds."""
     row, note = attempt(lambda: measure(case, fused, clock, repeats))
     row = row or Row(case.name)
     return replace(row, kernel=[], note=note) if note else row
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = next(chosen, None)
     if first is None:
         raise UserError(
-            "choice-unknown", f"no case's name contains {' or '.join(only)}: without --only the table has them all"
+            "choice-unknown", f"No case's name contains {' or '.join(only)}. Change --only, or remove it for all."
         )
     clock, console = Clock(device), Console(width=max(Console().width, 100))
     moves = bandwidth(clock)

@@ -51,17 +51,17 @@ def load(file: str | Path) -> Callable[..., Tensor]:
     file = Path(file)
     found = importlib.util.spec_from_file_location("official_llada_generate", file)
     if not file.is_file() or found is None or found.loader is None:
-        raise UserError("file-missing", f"there is no Python file {file}: it should be generate.py of a clone of LLaDA")
+        raise UserError("file-missing", f"The Python file {file} does not exist. Name generate.py of a clone of LLaDA.")
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module  # a dataclass looks for its module there
     try:
         found.loader.exec_module(module)
     except Exception as error:  # whatever the file does when it is imported
         raise UserError(
-            "function-missing", f"{file} cannot be imported: {type(error).__name__}: {first_line(error)}"
+            "function-missing", f"{file} cannot be imported ({type(error).__name__}: {first_line(error)}). Correct it."
         ) from error
     if not callable(getattr(module, "generate", None)):
-        raise UserError("function-missing", f"{file} has no function generate, as generate.py of LLaDA has")
+        raise UserError("function-missing", f"{file} has no function generate. Name generate.py of LLaDA.")
     return module.generate
 
 

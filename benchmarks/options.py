@@ -1,4 +1,4 @@
-"""How the benchmarks read their arguments: what is wrong is one sentence, and exit status 2."""
+"""Arguments of the benchmarks. A mistake prints its message and ends with status 2."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def output(text: str) -> Path:
     if path.exists() and not path.is_file():
         raise argparse.ArgumentTypeError(f"{path} cannot be written: it is not a file")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} cannot be written: there is no folder {path.parent}")
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: the folder {path.parent} does not exist")
     if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(
             f"{path} cannot be written: nothing may be written to the folder {path.parent}"
@@ -41,7 +41,7 @@ def output(text: str) -> Path:
 
 
 def parser(doc: str | None) -> Parser:
-    """Of a benchmark, whose `--help` begins with its docstring."""
+    """Build the parser of a benchmark. Its `--help` begins with the docstring."""
     return Parser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -65,7 +65,7 @@ def add_smoke(it: Parser, does: str = "tiny sizes on the CPU, once: does it run?
 
 
 def check_gpu(it: Parser, options: argparse.Namespace, why: str = "a GPU is what this measures") -> None:
-    """End with a mistake in the arguments where there is no GPU, unless it is a smoke run."""
+    """End with a mistake in the arguments without a GPU, unless it is a smoke run."""
     if not options.smoke and not torch.cuda.is_available():
         it.error(f"{why}: run it on one, or with --smoke")
 

@@ -78,7 +78,7 @@ _SCALES: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def _ones(weight: Tensor) -> Tensor:
-    """What a number of each output is worth: made once, or a recording would fill it in every call."""
+    """Return a scale of 1 for each output: made once, or a recording would fill it in every call."""
     key = len(weight), weight.device
     if key not in _SCALES:
         _SCALES[key] = torch.ones(len(weight), device=weight.device)
@@ -96,7 +96,7 @@ def sides(rows: int, tiles: bool, gpu: bool) -> Iterator[tuple[str, Product]]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the GPU was seen to do at best."""
+    """The GPU's best measured rates."""
 
     moves: Bandwidth
     most: float  # operations per second of a large product
@@ -107,7 +107,7 @@ class Limits:
 
 
 def dtype_of(clock: Clock) -> torch.dtype:
-    """Of the products."""
+    """Return the dtype of the products."""
     return torch.bfloat16 if clock.gpu else torch.float32
 
 

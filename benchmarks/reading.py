@@ -25,7 +25,7 @@ def read_kernel(source, out, size, BLOCK: tl.constexpr):
 
 
 def largest(source: Tensor, programs: int) -> Tensor:
-    """`[programs] int32` whose largest number is that of `source`, of which every number is read once.
+    """Return `[programs] int32` whose largest number is that of `source`. Every number of `source` is read once.
 
     source: `[N] int32`, contiguous, fewer than 2^31 numbers less a turn of all programs
     """

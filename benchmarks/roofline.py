@@ -1,4 +1,4 @@
-"""How fast a forward can be at best: the bytes it must move and the operations it must do, part by part.
+"""Roofline of a forward: the bytes it must move and the operations it must do, part by part.
 
 A part takes the longer of its bytes over the bandwidth and its operations over the peak; parts follow one another.
 Launches, synchronisation and what a real kernel loses are left out: nothing measured is faster.
@@ -64,7 +64,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Part:
-    """What one part of the forward moves and does, over all layers."""
+    """Bytes and operations of one part of the forward, over all layers."""
 
     name: str
     bytes: float
@@ -75,7 +75,7 @@ class Part:
         return max(self.bytes / gpu.bandwidth, self.flops * slower / gpu.peak)
 
     def bound(self, gpu: Gpu, slower: float = 1.0) -> str:
-        """What sets the floor."""
+        """Return what sets the floor: memory or compute."""
         return "memory" if self.bytes / gpu.bandwidth >= self.flops * slower / gpu.peak else "compute"
 
 

@@ -1,13 +1,13 @@
-"""How many tensor operations a step makes besides the model, by part: each is a launch, or a node of a CUDA graph.
+"""Number of tensor operations of a step besides the model, by part: each is a launch, or a node of a CUDA graph.
 
     python benchmarks/step_operations.py
     python benchmarks/step_operations.py --schedulers threshold --caches dual --stops none,prefix
 
 Counted on a CPU in a step in the middle of a block, as a recorded step makes it (`graphs.py`). Views are not counted,
-and a GPU may take several launches for one operation (a sort, say). The parts, in a step's order:
+and a GPU may take several launches for one operation (for example a sort). The parts, in a step's order:
 
-`pack`      which positions are computed and answered, and what stands there, up to the network's door.
-`readout`   torch's, in place of which a GPU has a kernel.
+`pack`      which positions are computed and answered, and their tokens, up to the network.
+`readout`   torch's. A GPU has a kernel instead.
 `ask`, `narrow`, `measure`  what the next forward is asked for, what the cache computes of it, and how large that is.
 `home`      copies that bring a step's outcome to its static buffers.
 `loop`      what the loop does between them.
@@ -129,7 +129,7 @@ class Unrecorded(StaticEngine):
 
 @torch.no_grad()
 def operations(scheduler: object, cache: object, stop: object) -> Counter[str]:
-    """What the fourth step of a block takes, by part."""
+    """Count the operations of the fourth step of a block, by part."""
     seen = Operations()
     denoiser = llada(640, 64, 128, 2, 4)
     blocks = {"name": "fixed", "length": BLOCK}

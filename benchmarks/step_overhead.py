@@ -1,4 +1,4 @@
-"""What a step of the loop costs beyond the model, and how fast sampling is against a plain PyTorch loop.
+"""Cost of a step of the loop beyond the model, and speed of sampling against a plain PyTorch loop.
 
     python benchmarks/step_overhead.py                            # mini and llada-157m, batch 1 and 8
     python benchmarks/step_overhead.py --models llada-157m --batch 1 --steps 32 --json overhead.json
@@ -118,8 +118,8 @@ class Bare:
         if run is None or not torch.equal(run, positions.expand(batch, -1)) or not plan.head_rows.whole:
             raise UserError(
                 "cache-incompatible",
-                f"a bare forward computes one run of columns, and cache={named(plan.cache)} others: choose"
-                " --caches among none, prefix and dual",
+                f"A bare forward computes one run of columns, and cache={named(plan.cache)} computes others. Choose"
+                " --caches from none, prefix and dual.",
             )
         ids, rows = canvas.ids[:, first:last].clone(), query.positions - first  # [B, Q]
 

@@ -53,22 +53,18 @@ class Subject:
 
 
 def check(name: str, steps: int | None = None) -> None:
-    """Whether a model can be had here, and generate in this many steps.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Refuse a model that cannot run here, or generate in this number of steps."""
     if name not in SIZES:
         raise unknown("model", name, SIZES)
     if name == "llada-8b" and not torch.cuda.is_available():
-        raise UserError("device-missing", "llada-8b needs a GPU, and torch finds none: choose another model")
+        raise UserError("device-missing", "llada-8b needs a GPU, and torch finds none. Choose another model.")
     _, tokens, block = SIZES[name]
     blocks = tokens // block
     if steps is not None and (steps % blocks or steps > tokens):
         raise UserError(
             "option-range",
-            f"--steps {steps} does not suit {name}, which generates {tokens} tokens in {blocks} blocks: it should be a"
-            f" multiple of {blocks} and at most {tokens}",
+            f"--steps {steps} does not suit {name}, which generates {tokens} tokens in {blocks} blocks. Set a"
+            f" multiple of {blocks}, at most {tokens}.",
         )
 
 

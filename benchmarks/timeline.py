@@ -49,7 +49,7 @@ class Event(NamedTuple):
 
 
 def kind(name: str) -> str:
-    """Of a kernel, by its name."""
+    """Return the kind of a kernel, by its name."""
     low = name.lower()
     return next((kind for kind, words in KINDS.items() if any(word in low for word in words)), "small")
 
@@ -81,7 +81,7 @@ def summary(events: Iterable[Event], steps: int) -> dict[str, Any]:
 
 
 def profiled(bench: decode_step.Bench, rule: str) -> dict[str, Any]:
-    """What a generation's kernels did."""
+    """Profile the kernels of a generation."""
     window, tokens = bench.tokens()
     gpu = bench.device.type == "cuda"
     how = {"backend": "triton", "cuda_graph": True} if gpu else {"backend": "torch"}

@@ -1,4 +1,4 @@
-"""Sample from masked-diffusion language models: schedulers, caches and kernels behind one loop."""
+"""Sample from masked-diffusion language models: any scheduler, cache and model in one loop."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What can be imported from here, loaded or not."""
+    """Return the names that can be imported from here, loaded or not."""
     return sorted({*__all__, *globals()})
 
 

@@ -199,7 +199,9 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
         given["adapter"] = fspath(adapter)
     made = ModelSettings(**check(owner, ModelSettings, {**entry("model", name).settings, **given}))
     if made.path == "???":  # as in conf/model/checkpoint.yaml
-        raise UserError("option-missing", 'model settings need a name or a path, as in {"name": "mini"}')
+        raise UserError(
+            "option-missing", 'The model settings have no name or path. Give {"name": "mini"}, for example.'
+        )
     if made.revision is not None and expanded(f"{owner}: path", made.path).is_dir():
         raise UserError(
             "option-not-applicable", f"{owner}: the folder {made.path} has no revision={made.revision}. Remove it."
@@ -214,14 +216,14 @@ def checkpoint(name: str) -> str:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "~")):
         return name
     if "/" in name or name.startswith((".", "~")):
-        raise UserError("model-not-found", f"there is no folder '{short(name)}' to load a model from")
+        raise UserError("model-not-found", f"The folder '{short(name)}' does not exist. Name a folder with a model.")
     known = [one for one in names("model") if one != CHECKPOINT]
-    there = "there is no such folder; dllm-sample --info model lists the names, and a hub id is written org/name"
+    there = "dllm-sample --info model lists the names; folders must exist, and a hub id is written org/name"
     raise unknown("model", name, known, there)
 
 
 def check(owner: str, target: Any, values: Mapping[str, object], whole: bool = False) -> dict[str, Any]:
-    """`values` as arguments of `target`, every name and type checked against its signature.
+    """Return `values` as arguments of `target`, every name and type checked against its signature.
 
     Args:
         owner: what an error calls the target, as in `scheduler=threshold`; empty for the root's options.
@@ -240,12 +242,12 @@ def check(owner: str, target: Any, values: Mapping[str, object], whole: bool = F
         checked[key] = _typed(f"{owner}: {key}" if owner else key, target, key, value)
     for key, one in parameters.items() if whole else ():
         if one.default is one.empty and key not in values and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            raise UserError("option-missing", f"{owner}: the field {key} is missing")
+            raise UserError("option-missing", f"{owner}: the field {key} is missing. Set it.")
     return checked
 
 
 def plugin_class(owner: str, group: str, target: str) -> type:
-    """The class that the `_target_` of a plug-in names. Its module is imported, and nothing is called.
+    """Return the class that the `_target_` of a plug-in names. Its module is imported, and nothing is called.
 
     Args:
         owner: what an error calls the plug-in, as in `scheduler=threshold`.
@@ -253,12 +255,12 @@ def plugin_class(owner: str, group: str, target: str) -> type:
         target: `package.module.Class`, as `core.functions.resolve` finds it.
 
     Raises:
-        UserError: there is none, or it is no class of the group's plug-ins.
+        UserError: it does not exist, or is not a class of the group's plug-ins.
     """
     found: Any = resolve_callable(f"{owner}: _target_", target)
     base = resolve(BASES[group])
     if not inspect.isclass(found) or found is base or not issubclass(found, base):
-        raise UserError("target-invalid", f"{owner}: _target_={target} does not extend {base.__name__}")
+        raise UserError("target-invalid", f"{owner}: _target_={target} is not a {base.__name__}. Extend that.")
     return found
 
 
@@ -276,9 +278,9 @@ def _one(group: str, spec: object) -> Any:
     name, target = given.pop("name", None), given.pop("_target_", None)
     if "_target_" in spec and target is None:
         owner = f"{group}={name}" if name else group
-        raise UserError("target-invalid", f"{owner}: _target_ names no class. Write package.module.Class.")
+        raise UserError("target-invalid", f"{owner}: _target_ is empty. Write package.module.Class.")
     if target is None and name is None:
-        raise UserError("option-missing", f'{group} settings need a name, as in {{"name": "{names(group)[-1]}"}}')
+        raise UserError("option-missing", f'{group} has no name. Give {{"name": "{names(group)[-1]}"}}.')
     if target is None:
         defaults = dict(entry(group, str(name)).settings)
         target = defaults.pop("_target_", None)
@@ -321,7 +323,7 @@ def _nested(hint: Any, value: object) -> Any:
 
 @cache
 def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
-    """What `target` may be called with."""
+    """Return the parameters of `target`."""
     return inspect.signature(target).parameters
 
 
@@ -337,7 +339,7 @@ def _hints(target: Any) -> dict[str, Any]:
 
 @cache
 def _adapter(target: Any, key: str) -> TypeAdapter[Any] | None:
-    """What checks one argument of `target`; there is none where it has no type to check against."""
+    """Return what checks one argument of `target`, or None if it has no type to check against."""
     if key not in _hints(target):
         return None
     try:
@@ -347,7 +349,7 @@ def _adapter(target: Any, key: str) -> TypeAdapter[Any] | None:
 
 
 def _typed(what: str, target: Any, key: str, value: object) -> Any:
-    """`value` checked strictly: text is no number and a number no switch, but a list may stand for a tuple."""
+    """Check `value` strictly: text is not a number, nor a number a switch. A list counts as a tuple."""
     hint = _hints(target).get(key)
     kinds = () if get_origin(hint) is list else (hint, *get_args(hint))
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
@@ -359,7 +361,7 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
         return plain.validate_python(value, strict=True)
     except ValidationError as error:
         number = any(one["type"] == "string_type" and isinstance(one["input"], int | float) for one in error.errors())
-        quote = "; a number in quotes is a string" if number else ""
+        quote = ". Put the number in quotes." if number else ""
         ranges = all(one["type"].startswith(("greater_than", "less_than", "finite_number")) for one in error.errors())
         code = "option-range" if ranges else "option-type"
         raise UserError(code, f"{what} should be {expected(error)}, not {short(repr(value))}{quote}") from None

@@ -1,4 +1,4 @@
-"""The exceptions a user may meet: each message is one clear sentence."""
+"""The exceptions a user may meet. A message says what is wrong, then what to do."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -37,18 +37,18 @@ FAULTS = ("plugin-result", "plugin-needs")  # codes of a plug-in that breaks its
 
 
 class NotWrittenError(UserError):
-    """A file cannot be written: the disk is full, say. What it had before is still there."""
+    """A file cannot be written, for example because the disk is full. Its old content is still there."""
 
     def __init__(self, message: object):
         super().__init__("file-not-written", message)
 
 
 class FallbackWarning(Sentence, RuntimeWarning):
-    """What was asked for cannot run, and something slower does the same; the message is one sentence that says why."""
+    """A request cannot run, and something slower does the same. The message gives the reason."""
 
 
 class NoEffectWarning(Sentence, UserWarning):
-    """Something that was given is not known and has no effect; the message is one sentence that names it."""
+    """An unknown input has no effect. The message names it."""
 
 
 class RandomScoreWarning(UserWarning):
@@ -60,7 +60,7 @@ class UntrainedWarning(UserWarning):
 
 
 def installing(extra: str) -> str:
-    """The command that brings an extra of this package, for a sentence that says what is missing.
+    """Return the command that installs an extra of this package, for an error about a missing package.
 
     The package is on no index, so the command is one for a clone of the repository, as in README.md.
     """
@@ -80,37 +80,37 @@ def counted(number: int, noun: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, without its full stop; the name of its class where it says nothing.
+    """Return the first line of an error without its full stop, or the name of its class if it is empty.
 
-    Of an error of YAML, what is wrong and in which line, which its first line does not say.
+    For an error of YAML, return the problem and its line.
     """
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
-        return f"{getattr(error, 'problem', None) or 'it is no YAML'} in line {mark.line + 1}"
+        return f"{getattr(error, 'problem', None) or 'it is not YAML'} in line {mark.line + 1}"
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return short(said.rstrip("."), 300)
 
 
 def short(text: str, most: int = 200) -> str:
-    """A text for a sentence: of one that is longer than `most` characters its beginning, and how long it is."""
+    """Shorten a text of more than `most` characters to its beginning and its length."""
     return text if len(text) <= most else f"{text[: most // 2]}... ({len(text)} characters)"
 
 
 def nearest(word: str, names: Iterable[str], most: int = 2, cutoff: float = 0.6) -> list[str]:
-    """The names that were probably meant by a word: those that it shortens, else those that are spelt like it."""
+    """Return the names that a word probably meant: those that it shortens, else those that are spelt like it."""
     known, word = list(dict.fromkeys(names)), word[:200]
     short_for = sorted((name for name in known if len(word) > 1 and name.startswith(word)), key=len)
     return short_for[:most] or get_close_matches(word, known, most, cutoff)
 
 
 def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = None) -> UserError:
-    """The error for a word that is none of the choices: it names the nearest ones and lists them all.
+    """Return the error for a word that is not among the choices. It names the nearest ones and lists them all.
 
     Args:
         kind: what the word should be, for example `scheduler`.
         word: as typed.
-        choices: what there is.
-        listing: said in place of the list, which may be too long.
+        choices: the known words.
+        listing: replaces the list, which may be too long.
     """
     known = list(choices)
     subject = kind.partition(" ")[0]
@@ -133,7 +133,7 @@ class RowError(UserError):
     """
 
     def __init__(self, code: str, template: str, rows: list[int], prompts: list[int] | None = None):
-        """`template` says `{prompts}` where the numbers of the prompts stand; `prompts` (from 1), None: the rows'."""
+        """Put the numbers of the prompts, by default those of the rows, in place of `{prompts}` in the template."""
         numbers = sorted({row + 1 for row in rows} if prompts is None else {*prompts})
         named = f"prompt{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         super().__init__(code, template.replace("{prompts}", named))
@@ -161,8 +161,7 @@ class NotFiniteError(UserError):
         which = ", ".join(map(str, rows))
         super().__init__(
             "not-finite",
-            f"the model or a guide returned NaN or infinite logits at step {step} for prompt {which}: generation"
-            " stopped there; check the weights, the dtype (float16 overflows where bfloat16 does not) and guides of"
-            " your own",
+            f"The model or a guide returned NaN or infinite logits at step {step} for prompt {which}: generation"
+            " stopped there. Check the weights, the dtype (float16 overflows where bfloat16 does not) and your guides.",
         )
         self.step, self.rows = step, rows

@@ -85,7 +85,7 @@ def check_threads(name: str, value: object) -> None:
 
 def _check_temperature(name: str, value: object) -> None:
     if isinstance(value, int) and value >= 2**31:  # torch takes no larger integers
-        raise UserError("option-range", f"{name} must be at most {2**31 - 1}, not {value}")
+        raise UserError("option-range", f"{name} is {value}. Set at most {2**31 - 1}.")
 
 
 def _check_seed(name: str, value: int) -> None:

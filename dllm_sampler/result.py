@@ -1,4 +1,4 @@
-"""What a generation returns."""
+"""Results of a generation."""
 
 from __future__ import annotations
 
@@ -277,9 +277,9 @@ class Trace:
                 optional = {*OPTIONAL} & set(file.keys())
                 tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)} if known else {}
         except (OSError, SafetensorError, ValueError) as error:
-            raise UserError("trace-invalid", f"{path} cannot be read as a trace: {error}") from error
+            raise UserError("trace-invalid", f"{path} is not a trace ({error}). Name another file.") from error
         if not known:
-            raise UserError("trace-invalid", f"{path} is not a trace of schema {SCHEMA}, the one this version reads")
+            raise UserError("trace-invalid", f"{path} is not a trace of schema {SCHEMA}. Generate it again.")
         return Trace(**tensors, **{name: about[name] for name in NUMBERS})
 
 
@@ -300,8 +300,8 @@ class Result:
     trace: Trace
     finish_reason: list[FinishReason]  # of each row
     rejections: Tensor  # [B] int64 commits that a guide refused
-    valid: Tensor | None = None  # [B] bool: the answer is what a guide wants; None: no guide says
-    gaps: list[list[str] | None] | None = None  # text of each gap of each row; None: nothing was given, or no tokenizer
+    valid: Tensor | None = None  # [B] bool: the guides accept the answer, if one judges
+    gaps: list[list[str] | None] | None = None  # text of each gap of each row, if tokens were given, by a tokenizer
 
     def __repr__(self) -> str:
         return _shown("Result", self, self.finish_reason)
@@ -319,10 +319,10 @@ class Result:
         """
         given = sorted(answers, key=lambda answer: (answer.index, answer.sample))
         if not given:
-            raise UserError("answers-missing", "there are no answers to stack")
+            raise UserError("answers-missing", "The list of answers is empty. Give at least one.")
         refused = next((answer for answer in given if answer.trace is None), None)
         if refused is not None:
-            raise UserError("answer-refused", f"cannot stack an answer whose prompt was refused: {refused.error}")
+            raise UserError("answer-refused", f"An answer has no tokens ({refused.error}). Leave it out.")
         trace = Trace.stack([answer.trace for answer in given if answer.trace is not None])
         width = trace.generated.shape[1]
         texts = [answer.text for answer in given if answer.text is not None]
@@ -391,8 +391,8 @@ class Commits:
     step_map: Tensor  # [B, max_new_tokens] forward that committed each token, -1: none yet
     nfe: Tensor  # [B]
     result: Result | None = None
-    given: Tensor | None = None  # [B, max_new_tokens] bool: tokens that were given; None: no row has one
-    sizes: Tensor | None = None  # [B] columns of each canvas, which change; None: `max_new_tokens`, for good
+    given: Tensor | None = None  # [B, max_new_tokens] bool: given tokens, if any
+    sizes: Tensor | None = None  # [B] columns of each canvas if they change, else `max_new_tokens`
     open_end: Tensor | None = None  # [B] column of the answer at which the open blocks end. None if unknown
 
     @property
@@ -416,15 +416,15 @@ class Commits:
 
 @dataclass(frozen=True)
 class Ends:
-    """How the rows of a generation ended, on the CPU."""
+    """Ends of the rows of a generation, on the CPU."""
 
     masked: Tensor  # [B, L] bool what is still noise, as aligned as the trace
     done: Tensor  # [B] bool
     stuck: Tensor  # [B] bool a guide refused every commit
     rejected: Tensor  # [B] commits that a guide refused
     forms: Tensor  # [B] which of a guide's forms the answer is to have
-    given: Tensor | None = None  # [B, L] bool tokens of the answer that were given; None: no row has one
-    failed: frozenset[int] = frozenset()  # rows for which the model returned no finite statistics
+    given: Tensor | None = None  # [B, L] bool given tokens of the answer, if any
+    failed: frozenset[int] = frozenset()  # rows with NaN or infinite statistics
 
 
 def summarise(
@@ -487,7 +487,7 @@ def summarise(
 def _gaps(
     row: list[int], given: list[bool], head: int, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
 ) -> list[str]:
-    """Texts of the runs of generated tokens; what stands behind the first `head` tokens ends at a stop string."""
+    """Return the texts of the runs of generated tokens. After the first `head` tokens they end at a stop string."""
     runs = [[*run] for _, run in groupby(range(len(given)), key=lambda at: given[at])]
     free = [row[run[0] : run[-1] + 1] for run in runs if not given[run[0]]]
     tail = [stop_strings if run[0] >= head else () for run in runs if not given[run[0]]]
@@ -495,7 +495,7 @@ def _gaps(
 
 
 def _valid(guides: Sequence[Guide], answer: Sequence[int], form: int) -> bool | None:
-    """Whether an answer is what the guides want; None: none says."""
+    """Return True if the guides accept an answer, or None if none judges."""
     said = [valid for guide in guides if (valid := guide.valid(answer, form)) is not None]
     return all(said) if said else None
 
@@ -504,7 +504,7 @@ def _valid(guides: Sequence[Guide], answer: Sequence[int], form: int) -> bool | 
 class Speculation:
     """Verified answers of a batch, on the CPU. R rounds, each one pass of the target."""
 
-    tokens: Tensor  # [B, max_new_tokens] int64; padding behind the answer
+    tokens: Tensor  # [B, max_new_tokens] int64, padding after the answer
     lengths: Tensor  # [B] tokens up to and with the first end token; after a stop string as in `Result`
     texts: list[str] | None  # cut at the end token and at a stop string; None without a tokenizer
     accepted: Tensor  # [B, R] int64 drafted tokens taken in each round; -1: the row was done
@@ -545,8 +545,8 @@ class Answer:
     nfe: int = 0  # forwards that the answer took part in
     trace: Trace | None = None  # of this answer alone; None if the prompt was refused
     rejections: int = 0  # commits that a guide refused
-    valid: bool | None = None  # whether it is what a guide wants; None: no guide says
-    gaps: list[str] | None = None  # text of each gap; None: no tokens were given, or no tokenizer
+    valid: bool | None = None  # the guides accept it, if one judges
+    gaps: list[str] | None = None  # text of each gap, if tokens were given, by a tokenizer
     error: str | None = None  # why the prompt was refused
 
     def __repr__(self) -> str:
@@ -557,7 +557,7 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer came to its end."""
+        """True if the answer came to its end."""
         return self.finish_reason not in ("max_steps", "constraint", "not_finite", "refused")
 
 

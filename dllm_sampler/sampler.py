@@ -49,14 +49,14 @@ class Sampler:
         scheduler, blocks, stop, cache, guide: a name, a dict (`{"name": "threshold", "threshold": 0.9}`) or an
             object; `guide` also a list of these, applied in order.
         temperature, top_k, top_p: shortcuts for guides, applied in this order after `guide`.
-        tokenizer: None: token prompts only, and no texts.
+        tokenizer: without it, prompts are token ids and results have no texts.
         noise: where randomness comes from; counter-based by default.
         compat: let the mask id be chosen as a token (the position then stays masked), as published code does.
         judge: `"draw"`: schedulers judge the tokens that a step drew, as published. `"best"`: they judge the best
             tokens, and the drawn ones are written. It changes nothing without a temperature. See docs/likelihood.md.
         stop_token_ids: further end-of-text tokens, one id or several: an answer ends at any of them as it does at the
             model's own (`spec.eos_ids`).
-        max_steps: give up after this many steps; None: the scheduler's own bound.
+        max_steps: give up after this many steps. By default the scheduler's own bound.
         poll_every: steps from one look for finished rows to the next (1 under a cache that stores keys).
         backend: `triton` or `torch` kernels; `auto`: Triton's on a GPU for bfloat16, float16 and float32 (see
             docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
@@ -141,7 +141,7 @@ class Sampler:
 
         Args:
             model: also a dict of the model group's settings: `{"name": "llada-8b", "cfg_scale": 1.0}`.
-            dtype: a torch dtype or its name; None: the checkpoint's.
+            dtype: a torch dtype or its name. By default the checkpoint's.
             device: `"auto"` takes a GPU where there is one.
             options: as the constructor's.
 
@@ -185,7 +185,7 @@ class Sampler:
             mask_id, eos_id, pad_id: the mask token, the end-of-text token (or a sequence of several), and what fills
                 shorter rows (default: the first end-of-text token).
             max_positions: longest row that the function takes.
-            tokenizer: None: token prompts only, and no texts.
+            tokenizer: without it, prompts are token ids and results have no texts.
             dtype: of the logits, a torch dtype or its name. By default that of a module's parameters, else float32.
             device: of `ids` and `mask`. `"auto"` takes a GPU if there is one. By default that of a module's parameters,
                 else the CPU.
@@ -210,7 +210,7 @@ class Sampler:
 
     @property
     def kernels(self) -> Backend:
-        """What `backend` comes to for the model where it is now; each generation keeps to one choice."""
+        """The kernels that `backend` selects for the model where it is now. Each generation keeps to one choice."""
         spec = self.denoiser.spec
         return backends.select(self.backend, spec.device, spec.dtype)
 
@@ -280,7 +280,7 @@ class Sampler:
     ) -> Result:
         """Fill the gaps of texts; see docs/infilling.md.
 
-        `Result.texts` are the whole texts, `Result.gaps` what stands in the gaps.
+        `Result.texts` are the whole texts, `Result.gaps` the texts in the gaps.
 
         Args:
             texts: `{gap:8}` stands for 8 tokens, as in `"def f(x):\\n{gap:8}\\n    return y"`.
@@ -352,7 +352,7 @@ class Sampler:
             samples: answers per prompt.
             forms, prefix, suffix, pinned: as in `generate`.
             order: `"finished"` yields answers as they finish, `"given"` in the order of the prompts.
-            max_length: most tokens of a prompt with its answer, which fixes the memory; None: the most of a
+            max_length: most tokens of a prompt with its answer, which fixes the memory. By default the most of a
                 sequence of prompts. For another iterable lanes grow in steps as longer prompts come, and each time the
                 answers in flight end first.
             on_error: what becomes of a prompt that is refused: `"raise"` after the answers in flight, or `"yield"` an
@@ -363,7 +363,7 @@ class Sampler:
             options: as in `generate`.
 
         Yields:
-            An `Answer`, with its `finish_reason`. One for which the model returned NaN ends alone.
+            An `Answer`, with its `finish_reason`. One with NaN from the model ends alone.
 
         Raises:
             UserError: a bad argument, or a prompt that is refused.

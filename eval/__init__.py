@@ -9,7 +9,7 @@ from typing import Any
 
 
 def load(*folders: str | PathLike[str]) -> Any:
-    """What runs of `dllm-eval` found, one row per configuration and task.
+    """Return the results of runs of `dllm-eval`, one row per configuration and task.
 
     Args:
         folders: run directories, or folders with run directories at any depth; `outputs/eval` if none is given.
@@ -19,7 +19,7 @@ def load(*folders: str | PathLike[str]) -> Any:
         the columns.
 
     Raises:
-        UserError: a folder does not exist, or there are no samples in any.
+        UserError: a folder does not exist, or none has samples.
     """
     from dllm_sampler.eval.report.data import read
     from dllm_sampler.eval.report.rows import rows

@@ -1,4 +1,4 @@
-"""What a run's folder says, checked as it is read: its files may have been edited, or cut."""
+"""Files of a run's folder, checked as they are read: they may have been edited, or cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dllm_sampler.eval.records import Record
 from dllm_sampler.host.reading import load_json
 
 SCHEMA = 2  # of run.json; docs/formats.md
-_AGAIN = "remove the file, and the command of the run writes it again"
+_AGAIN = "Remove the file and rerun the command, which writes it again."
 
 
 class _Place(TypedDict):
@@ -70,31 +70,27 @@ _ABOUT, _RECORD = TypeAdapter(_About), TypeAdapter(Record)
 
 
 def about(file: Path, text: str) -> dict[str, Any]:
-    """Return what `run.json` says.
-
-    Raises:
-        UserError: it is no JSON object of this schema; the sentence names the line.
-    """
+    """Return the content of `run.json`, or raise `UserError` with the line that is wrong."""
     try:
         found = load_json(text)
     except ValueError as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
         raise UserError(
-            "run-damaged", f"{file}, line {line}: not JSON ({getattr(error, 'msg', error)}): {_AGAIN}"
+            "run-damaged", f"{file}, line {line}: not JSON ({getattr(error, 'msg', error)}). {_AGAIN}"
         ) from error
     if isinstance(found, dict) and found.get("schema") != SCHEMA:
         raise UserError("version-differs", f"{file.parent} is not a run of schema {SCHEMA}. Name another folder.")
     try:
         _ABOUT.validate_python(found, strict=True)
     except ValidationError as error:
-        raise UserError("run-damaged", f"{file}, line {_line(text, error)}: {_wrong(error)}: {_AGAIN}") from None
+        raise UserError("run-damaged", f"{file}, line {_line(text, error)}: {_wrong(error)}. {_AGAIN}") from None
     return found
 
 
 def differs(file: Path, name: str, found: object, wanted: object) -> NoReturn:
     """Raise a UserError: a field of `run.json` is not what the task says."""
     line = _line_of(file.read_text(encoding="utf-8"), name)
-    raise UserError("run-damaged", f"{file}, line {line}: `{name}` is {_short(found)}, not {_short(wanted)}: {_AGAIN}")
+    raise UserError("run-damaged", f"{file}, line {line}: `{name}` is {_short(found)}, not {_short(wanted)}. {_AGAIN}")
 
 
 def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) -> Record:
@@ -104,10 +100,10 @@ def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) 
         file: where it is, for messages.
         number: of the line, from 1.
         line: without its end.
-        run: what `run.json` says. None if there is none.
+        run: content of `run.json`, if it exists.
 
     Raises:
-        UserError: it is no sample of this run; the sentence names the line.
+        UserError: it is not a sample of this run. The message names the line.
     """
     try:
         return parse(line, run)

@@ -46,8 +46,8 @@ Usage: dllm-eval [-m] [NAME=VALUE,VALUE ...]
   dllm-eval model=llada-8b suite=compare hydra/launcher=slurm workers=16
   accelerate launch -m dllm_sampler.eval scheduler=threshold model=llada-8b
 
-Each configuration has a directory in output=FOLDER. What is done is not done again:
-a run that was cut off goes on where it was. dllm-report makes a page of it.
+Each configuration has a directory in output=FOLDER. Finished samples are kept: the
+same command resumes an interrupted run. dllm-report makes a page of it.
 """
 ENDING = """\
 Other groups and options are those of dllm-sample --help. dllm-eval --help task=NAME,
@@ -62,7 +62,7 @@ input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
 def main(words: Sequence[str] | None = None) -> int:
     """Run `dllm-eval`; returns its exit status."""
     given = list(sys.argv[1:] if words is None else words)
-    return ending("dllm-eval", lambda: with_config_dir(given, _run), "interrupted; the same command goes on from there")
+    return ending("dllm-eval", lambda: with_config_dir(given, _run), "interrupted. Rerun the command to resume.")
 
 
 def _run(words: list[str]) -> int:
@@ -181,7 +181,7 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
         console.print(terminal.text(f"cannot run {label}: {reason}", console), soft_wrap=True)
     if comparison.missing:
         few = f"{counted(comparison.missing, 'sample')} {'is' if comparison.missing == 1 else 'are'}"
-        console.print(Text(f"{few} missing: the same command goes on"), soft_wrap=True)
+        console.print(Text(f"{few} missing. Rerun the command to resume."), soft_wrap=True)
     done = counted(len(found) - len(refused), "run")
     console.print(terminal.text(f"{done} in {found[0].options.output}", console), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""What a search of `dllm-tune` found, and the experiment that it writes."""
+"""Results of a search by `dllm-tune`, and the experiment that it writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = 40  # trials; a table of more says nothing
 
 @dataclass(frozen=True)
 class Found:
-    """What a configuration reached over all tasks."""
+    """Results of a configuration over all tasks."""
 
     jobs: Sequence[Job]
     chosen: Sequence[str]  # its words, besides those of every trial

@@ -26,10 +26,10 @@ ABOUT, SAMPLES, PART, LOCK = "run.json", "samples.jsonl", "part-*.jsonl", ".lock
 
 
 class RunFolder:
-    """What a run has done so far.
+    """The samples of a run so far.
 
     A process appends samples as they are done to a part of its own; when the last sample is there the parts become
-    `samples.jsonl`, in order, at once. A line that was cut in the middle is no line.
+    `samples.jsonl`, in order, at once. A line that was cut in the middle does not count.
     """
 
     def __init__(self, path: Path):
@@ -47,11 +47,11 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise UserError("file-unreadable", f"{self.path / ABOUT} cannot be read: {error}") from error
+            raise UserError("file-unreadable", f"{self.path / ABOUT} cannot be read ({error}). Check it.") from error
         return checked.about(self.path / ABOUT, text)
 
     def begin(self, job: Job, device: str) -> None:
-        """Write down what is run and where; a run that goes on elsewhere is told so, too.
+        """Write down the run and its machine, also when a run resumes elsewhere.
 
         A `samples.jsonl` that is not whole (cut, or left where `run.json` is lost) becomes a part like others: only
         what is complete has that name.
@@ -116,10 +116,10 @@ class RunFolder:
 
     @property
     def complete(self) -> bool:
-        """Whether every sample is there, put together, and `run.json` too.
+        """True if every sample is there, put together, and `run.json` too.
 
         Raises:
-            UserError: a line is no sample of this run.
+            UserError: a line is not a sample of this run.
         """
         about = self.about()
         return about is not None and len(self._read([self.path / SAMPLES])) >= about["samples"]
@@ -144,7 +144,7 @@ class RunFolder:
         """Append the samples of a batch; once this returns they survive whatever happens.
 
         Raises:
-            NotWrittenError: the disk is full, say; none of them is there then.
+            NotWrittenError: for example, the disk is full. None of them is there then.
         """
         if self.part is None:
             self.part = self._new_part()
@@ -196,7 +196,7 @@ def _dump(record: Record) -> str:
 
 @cache
 def environment(device: str) -> dict[str, Any]:
-    """What ran it: versions, the commit of the code, the machine."""
+    """Return the versions, the commit of the code, and the machine."""
     import torch  # which readers of runs do not wait for
 
     packages = {}

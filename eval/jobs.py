@@ -118,7 +118,7 @@ class Job:
 
     @property
     def max_new_tokens(self) -> int:
-        """Of the options, else the task's."""
+        """The length of answers, by the options or else the task."""
         return self.options.max_new_tokens or self.built_task.max_new_tokens
 
     @cached_property
@@ -144,7 +144,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of its directory: what was chosen, and a hash of the whole configuration."""
+        """Name of its directory: the choices, and a hash of the whole configuration."""
         chosen = "-".join(self.choices[group] for group in ("task", "model", "scheduler", "cache"))
         digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:12]
         return f"{re.sub(r'[^A-Za-z0-9._-]', '_', chosen)}-{digest}"
@@ -165,7 +165,7 @@ def job(words: Sequence[str]) -> Job:
     model, plugins = parts(composed)
     task = composed.tree.pop("task", None)
     if not isinstance(task, dict):
-        raise UserError("option-missing", f"no task: say task=NAME, with one of {', '.join(choices('task'))}")
+        raise UserError("option-missing", f"The task is missing. Add task=NAME: {', '.join(choices('task'))}.")
     made_of = Options(**config.check("", Options, composed.tree))
     chosen = {group: str(composed.choices.get(group)) for group in ("task", *config.GROUPS)}
     chosen["guide"] = "+".join(guide["name"] for guide in plugins["guide"]) or "none"  # type: ignore[union-attr]
@@ -190,7 +190,7 @@ def variants(first: Job, words: Sequence[Sequence[str]]) -> list[Job]:
 
 
 def of_hydra(word: str) -> bool:
-    """Whether a word sets how Hydra runs, not what."""
+    """Return True if a word sets how Hydra runs, not what."""
     return word.lstrip("+~").startswith(("hydra/", "hydra."))
 
 
@@ -267,7 +267,7 @@ def values(word: str) -> list[str]:
         names = override.value().filter(known)  # type: ignore[union-attr]
         if not names:
             yours = f"; your own are to be named, {', '.join(own(key))}" if own(key) else ""
-            raise UserError("choice-unknown", f"{word} matches nothing: the choices are {', '.join(known)}{yours}")
+            raise UserError("choice-unknown", f"{word} matches nothing. Choose from {', '.join(known)}{yours}.")
         return [f"{key}={name}" for name in names]
     try:
         found = list(islice(override.sweep_string_iterator(), MOST_CONFIGURATIONS + 1))
@@ -289,11 +289,11 @@ def _suite(name: str) -> dict[str, list[Any]]:
     folder, _, file = f"suite/{name}".rpartition("/")
     suite = entry(folder, file).settings
     if not set(suite) <= {"common", "sweeps"} or not isinstance(suite.get("sweeps"), list) or not suite["sweeps"]:
-        raise UserError("config-invalid", f"suite={name} needs `sweeps`, a list of lists of words")
+        raise UserError("config-invalid", f"suite={name} has no sweeps. Give a list of lists of words.")
     for place, line in [("common", suite.get("common", [])), *(("a sweep", one) for one in suite["sweeps"])]:
         if not isinstance(line, list) or not all(isinstance(word, str) and "=" in word for word in line):
             form = "[scheduler=threshold, 'scheduler.threshold=0.5,0.9']"
-            raise UserError("config-invalid", f"suite={name}: {place} must be words, as in {form}, not {line!r}")
+            raise UserError("config-invalid", f"suite={name}: {place} is {line!r}. Give words, as in {form}.")
     return suite
 
 

@@ -58,7 +58,7 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
     alone = not named and workers == 1
     idle = [word for word in words if alone and of_hydra(word) and word != f"{LAUNCHER}basic"]
     if idle:
-        raise UserError("option-not-applicable", f"{idle[0]} needs workers=N or hydra/launcher=NAME")
+        raise UserError("option-not-applicable", f"{idle[0]} does nothing alone. Set workers=N or hydra/launcher=NAME.")
     share = accelerated() or Share()
     if share.rank == 0:
         _open(found)
@@ -174,7 +174,7 @@ def _explain(error: Exception, said: Sequence[str], loader: Any) -> UserError:
 
 
 def _absent(module: str) -> bool:
-    """Whether a module is not installed."""
+    """Return True if a module is not installed."""
     try:
         return find_spec(module) is None
     except ModuleNotFoundError:  # its parent is not installed either
@@ -203,7 +203,7 @@ def run_all(
         try:
             reason = run(job, number, share, device, progress)
         except NotWrittenError as error:
-            raise NotWrittenError(f"{error}; what is done is kept, and the same command goes on from there") from error
+            raise NotWrittenError(f"{error}. Finished samples are kept. Rerun the command to resume.") from error
         except UserError as error:
             if error.code not in FAULTS:
                 raise
@@ -227,9 +227,9 @@ def run_all(
 
 @dataclass(frozen=True)
 class Piece:
-    """What a launcher's job does: one worker's share of all jobs.
+    """The job of a launcher: one worker's share of all jobs.
 
-    parent: the process that waits for it; None: it outlives the command, as a job of a cluster does
+    parent: the process that waits for it. None for a job that outlives the command, for example on a cluster
     free: the user has not set the threads of torch; joblib sets its variables to each worker's share of the cores
     config_dir: of the command's `--config-dir`
     """
@@ -265,10 +265,10 @@ def end_with(parent: int) -> None:
 
 
 def device(found: Sequence[Job], local: int) -> str:
-    """Where this process computes; `local` is its number on this machine.
+    """Return the device of this process. `local` is its number on this machine.
 
     Raises:
-        UserError: there is no such device.
+        UserError: the device does not exist.
     """
     given = found[0].options.device
     if given != "auto":

@@ -15,7 +15,7 @@ LOG_LIKELIHOOD = "log_likelihood"  # a grade of measure=likelihood: nats, of the
 
 @dataclass(frozen=True)
 class Measure:
-    """How one figure is read from the samples of a run: its field of `summary`, and what a table calls it."""
+    """A figure computed from the samples of a run, with its field of `summary` and its name in tables."""
 
     name: str
     title: str
@@ -74,13 +74,15 @@ def answer_tokens_per_forward(records: Sequence[Record]) -> float:
 
 
 def canvas_tokens_per_forward(records: Sequence[Record]) -> float:
-    """ParallelBench's: canvas length over mean forwards, so that padding behind the answer counts as speed."""
+    """Return ParallelBench's: canvas length over mean forwards, so that padding after the answer counts as speed."""
     return _ratio((record.canvas for record in records), (record.nfe for record in records))
 
 
 def diffusion_gemma_tokens_per_forward(records: Sequence[Record]) -> float:
-    """DiffusionGemma's in transformers: tokens up to and with the end token over the row's own denoising passes; the
-    mean of the rows' ratios. What an encoder reads is no pass."""
+    """Return DiffusionGemma's in transformers: the mean ratio of answer tokens, with the end, to denoising passes.
+
+    Forwards of an encoder do not count.
+    """
     return fmean(record.answer / max(1, record.nfe) for record in records)
 
 
@@ -135,7 +137,7 @@ def tokens_per_second(records: Sequence[Record]) -> float:
 
 
 def oracle_tokens_per_forward(records: Sequence[Record]) -> float | None:
-    """What `answer_tokens_per_forward` would be with perfect knowledge of the answers."""
+    """Return `answer_tokens_per_forward` with perfect knowledge of the answers."""
     return None if (fewest := _oracle(records)) is None else _ratio((r.answer for r in records), [fewest])
 
 
@@ -151,7 +153,7 @@ def _oracle(records: Sequence[Record]) -> float | None:
 
 
 def validity(records: Sequence[Record]) -> float | None:
-    """Share of answers that have the form that the task checks, or else the run's guide; None: neither says."""
+    """Return the share of answers whose form the task, or else the run's guide, accepts. None if neither checks."""
     said = [record.scores.get("valid", record.valid) for record in records]
     return _mean(said) if None not in said else None
 
@@ -170,9 +172,9 @@ def recompute_share(records: Sequence[Record]) -> float:
 
 
 def order(record: Record, correlation: Callable[..., float | None], padding: bool) -> float | None:
-    """How a sample's commit steps go with their positions: 1 is left to right, -1 right to left.
+    """Return the correlation of a sample's commit steps with their positions: 1 is left to right, -1 right to left.
 
-    padding: with what was committed behind the answer's end token.
+    padding: include positions after the answer's end token.
     """
     steps = record.step_map if padding else record.step_map[: record.answer]
     known = [(place, step) for place, step in enumerate(steps) if step >= 0]
@@ -313,7 +315,7 @@ MEASURES = (
     Measure(
         "tokens_after_end",
         "tokens after the end",
-        "committed behind the first end token, per sample",
+        "committed after the first end token, per sample",
         lambda records: fmean(record.after_end for record in records),
     ),
     Measure("kendall", "order (Kendall)", "tau-b of position and commit step inside answers", _order(kendall, False)),

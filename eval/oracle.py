@@ -27,9 +27,9 @@ LEGAL_STOPS = (NoStop, BlockStop, PrefixStop, TruncateStop)  # they look at noth
 class Oracle(Scheduler):
     """Commit the masks of the block whose candidate is the token of a known answer.
 
-    Where no candidate is, the position that the reference committed first is written from the answer.
-    Every step commits one position at least that the reference spent a forward on, so against one commit per step it
-    is never slower. Positions that the reference left undecided, behind its end token, stay so.
+    If no candidate is, the position that the reference committed first is written from the answer.
+    Every step commits one position at least that the reference spent a forward on, so it is never slower than one
+    commit per step. Positions that the reference left undecided, after its end token, stay so.
 
     It is greedy: a token committed early, though right, can turn a neighbour's prediction wrong, and a step that
     leaves it out could be the start of a shorter decoding. So its forwards are an upper bound on the fewest possible
@@ -65,7 +65,7 @@ class Oracle(Scheduler):
             rows, tokens = self.answer.shape
             raise UserError(
                 "length-mismatch",
-                f"this oracle has {rows} answers of {tokens} tokens, not {given[0]} of {given[1]}. Make another.",
+                f"This oracle has {rows} answers of {tokens} tokens, not {given[0]} of {given[1]}. Make another.",
             )
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
@@ -101,10 +101,10 @@ def decode(
     if predicts or not isinstance(stop, LEGAL_STOPS):
         raise UserError(
             "stop-incompatible",
-            f"the oracle does not support stop={named(stop)}, which reads predictions. Use stop=prefix.",
+            f"The oracle does not support stop={named(stop)}, which reads predictions. Use stop=prefix.",
         )
     if is_random(reference.plugins.guides):
-        raise UserError("options-conflict", "the oracle needs greedy decoding. Remove the temperature.")
+        raise UserError("options-conflict", "The oracle needs greedy decoding. Remove the temperature.")
     one_by_one = reference.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)
     oracle = Sampler(denoiser, scheduler=Oracle.of(one_by_one.trace), tokenizer=tokenizer, **plugins)  # type: ignore[arg-type]
     return one_by_one, oracle.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)

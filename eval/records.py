@@ -1,4 +1,4 @@
-"""What is kept of one sample: counters, from which every measure is derived, and what a replay needs."""
+"""The record of one sample: counters for every measure, and the data of a replay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Chance = Annotated[Number, BeforeValidator(lambda value: math.nan if value is No
 
 @dataclass(frozen=True)
 class Record:
-    """One sample. Positions count from the first token behind the prompt; N is the canvas length."""
+    """One sample. Positions count from the first token after the prompt. N is the canvas length."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # of a line that is read: see `checked`
 
@@ -69,19 +69,19 @@ class Record:
 
     @property
     def graded(self) -> Answer:
-        """What a task grades: the text, and the tokens before the end token."""
+        """The answer to grade: the text, and the tokens before the end token."""
         return Answer(self.text or "", self.tokens[: self.answer - self.ended])
 
     @property
     def after_end(self) -> int:
-        """Tokens committed behind the first end token."""
+        """Number of tokens committed after the first end token."""
         return sum(step >= 0 for step in self.step_map[self.answer :])
 
     @property
     def idle(self) -> int:
-        """Forwards that wrote no token of it: they stored, looked, or took back.
+        """Number of forwards that wrote no token of it: they stored, looked, or remasked.
 
-        Exact whatever was revised: a token stands in the step map or is among the revisions.
+        Exact after revisions, too: a token is in the step map or among the revisions.
         """
         stood = {step for step in self.step_map if step >= 0}
         return self.nfe - len(stood | {step for step, _, piece in self.revisions if piece is not None})
@@ -90,11 +90,13 @@ class Record:
         """As JSON has it: what differs from run to run apart from the rest.
 
         Raises:
-            UserError: a grade is no number that JSON has.
+            UserError: a grade is not finite.
         """
         for name, value in self.scores.items():
             if not math.isfinite(value):
-                raise UserError("task-result", f"the task's grade {name} of sample {self.index} is {value}, not finite")
+                raise UserError(
+                    "task-result", f"The task's grade {name} of sample {self.index} is {value}. Correct it."
+                )
         fields = asdict(self)
         times = {name: fields.pop(name) for name in TIMES}
         fields["confidence"] = [finite(value) for value in self.confidence]
@@ -107,7 +109,7 @@ def finite(value: float) -> float | None:
 
 
 def encoded_again(text: str | None, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
-    """How many tokens, none of them special, a text has: not always as many as it was decoded from."""
+    """Return the number of tokens of a text, without special ones. It may differ from the number decoded."""
     if text is None or tokenizer is None:
         return None
     return len(tokenizer.encode(text, add_special_tokens=False))

@@ -76,7 +76,7 @@ def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> 
         for records in runner.records(batches, done):
             folder.add(records)
             progress(len(records))
-    except NotWrittenError:  # the disk is full, say: that is no fault of the configuration
+    except NotWrittenError:  # for example a full disk, which is not the configuration's fault
         raise
     except UserError as error:
         if error.code in FAULTS:
@@ -100,7 +100,7 @@ class Answered:
 
     @staticmethod
     def of(sample: Sample, answer: Answer, times: tuple[float, int, int]) -> Answered:
-        """An answer of which nothing was taken back: the trace has the whole step map."""
+        """Record an answer without remasked tokens: the trace has the whole step map."""
         assert answer.trace is not None
         return Answered(sample, answer, int((answer.trace.generated >= 0).sum()), (), times)
 
@@ -129,7 +129,7 @@ class Runner:
         laid_out(self.sampler.denoiser, self.sampler.kernels)
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(
-                "tokenizer-missing", f"task={job.choices['task']} needs a tokenizer, and the model has none"
+                "tokenizer-missing", f"task={job.choices['task']} needs a tokenizer, and the model has none. Add one."
             )
         check_prompts(task, self._prompts, self.tokenizer, self.denoiser.spec, job.max_new_tokens)
 

@@ -17,7 +17,7 @@ _FUNCTION = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:function
 
 
 def files(group: str, settings: Any) -> list[Path]:
-    """What the settings of a plug-in, or of a task, name: each file once, in order.
+    """Return the files that the settings of a plug-in or of a task name, each once, in order.
 
     Args:
         group: `scheduler`, `task` or another folder of `conf/`.

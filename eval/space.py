@@ -1,4 +1,4 @@
-"""What a search may choose and what it looks for: a file of `conf/tune`, checked before anything is tried."""
+"""The space and the goal of a search: a file of `conf/tune`, checked before anything is tried."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRIALS = 10_000  # most of a search: each is an evaluation
 
 @dataclass(frozen=True)
 class Domain:
-    """What a knob may be: one of `values`, or a number from `low` to `high`."""
+    """The values of a knob: one of `values`, or a number from `low` to `high`."""
 
     values: tuple[str | float | None, ...] = ()
     low: float = 0
@@ -45,19 +45,19 @@ class Domain:
         """
         if isinstance(given, list):
             if not given or not all(value is None or isinstance(value, str | int | float) for value in given):
-                raise UserError("option-type", f"{where} must be a list of values, not {given!r}")
+                raise UserError("option-type", f"{where} is {given!r}. Give a list of values.")
             for value in given:
                 check(value)
             return Domain(tuple(given))
         if not isinstance(given, Mapping) or not {"low", "high"} <= set(given) <= {"low", "high", "log", "step"}:
-            raise UserError("option-type", f"{where} must be a list, or low and high, not {given!r}")
+            raise UserError("option-type", f"{where} is {given!r}. Give a list, or low and high.")
         low, high, log, step = given["low"], given["high"], given.get("log", False), given.get("step")
         if not all(map(is_real, (low, high))):
             raise UserError("option-type", f"{where}: low and high are {low!r} and {high!r}. Give numbers.")
         if low > high:
             raise UserError("option-range", f"{where}: low={low} is above high={high}. Swap them.")
         if not isinstance(log, bool) or (log and (low <= 0 or step is not None)):
-            raise UserError("option-range", f"{where}: log=true needs low above 0, and no step")
+            raise UserError("option-range", f"{where}: log=true excludes step and low=0. Change one.")
         if step is not None and (not is_real(step) or step <= 0):
             raise UserError("option-range", f"{where}: step is {step!r}. Set a number above 0.")
         check(low)
@@ -109,7 +109,7 @@ class Space:
 
     @property
     def keys(self) -> list[str]:
-        """What a word must not set, since it is searched."""
+        """Options that a word must not set, since they are searched."""
         return [*self.groups, *self.options]
 
     def choose(self, trial: Trial) -> list[str]:
@@ -171,7 +171,7 @@ class Tuning:
 def _knobs(group: str, name: str, given: object) -> Knobs:
     where, settings = f"tune.space.{group}.{name}", entry(group, name).settings
     if given is not None and not isinstance(given, Mapping):
-        raise UserError("option-type", f"{where} must have knobs, as in {{KNOB: [VALUE, ...]}}, or {{}}, not {given!r}")
+        raise UserError("option-type", f"{where} is {given!r}. Give knobs, as in {{KNOB: [VALUE, ...]}}, or {{}}.")
     found = {}
     for knob, domain in (given or {}).items():
         names = [field for field in settings if field != "_target_"]
@@ -200,7 +200,7 @@ def _option(knob: str, domain: object) -> Domain:
 
 
 def _real(check: Check) -> bool:
-    """Whether fractions are among what a knob can have."""
+    """Return True if a knob may be a fraction."""
     try:
         check(0.5)
     except UserError:

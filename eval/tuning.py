@@ -121,7 +121,7 @@ class Tuner:
 
     @cached_property
     def digest(self) -> str:
-        """What makes this search another one than others."""
+        """The identity of this search."""
         what = {**asdict(self.tuning), "trials": None, "name": None, "jobs": [job.identity for job in self.base]}
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -132,7 +132,7 @@ class Tuner:
             import optuna
             from sqlalchemy.exc import OperationalError, SQLAlchemyError  # comes with Optuna
         except ImportError as error:
-            raise UserError("package-missing", f"the search needs Optuna: {installing('eval')}") from error
+            raise UserError("package-missing", f"The search needs Optuna. Run {installing('eval')}.") from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         files.make_folder(self.output)
         file = self.output.resolve() / "study.db"
@@ -151,7 +151,7 @@ class Tuner:
             if not isinstance(cause, OperationalError):  # neither a full disk nor a lock
                 raise UserError("run-damaged", f"{file} is damaged ({reason}). Remove it to restart.") from error
             raise NotWrittenError(
-                f"{file} cannot be used: {reason}; what is done is kept, and the same command goes on from there"
+                f"{file} cannot be used ({reason}). Finished samples are kept. Rerun the command to resume."
             ) from error
 
     def _make(self, file: Path) -> None:
@@ -174,7 +174,7 @@ class Tuner:
         """
         import optuna
 
-        # Seeded by what is done, not by the process: a search that was cut off goes on as if it had not been.
+        # Seeded by the finished trials, not by the process: an interrupted search resumes as if it had not been.
         study.sampler = optuna.samplers.TPESampler(seed=self.tuning.seed + done)
         trial = study.ask()
         words = self.tuning.choices.choose(trial)
@@ -189,20 +189,20 @@ class Tuner:
         study.tell(trial, found.speed if found.score >= least - 1e-9 else found.score - least)
 
     def reference(self, words: Sequence[str]) -> Found:
-        """What one token per step reaches.
+        """Return the results of one token per step.
 
         Raises:
             UserError: it cannot run, or scores nothing.
         """
         found = self.measure(words, REFERENCE)
         if isinstance(found, str):
-            raise UserError("baseline-failed", f"one token per step cannot run: {found}")
+            raise UserError("baseline-failed", f"One token per step cannot run ({found}). Change the base settings.")
         if found.score <= 0:
-            raise UserError("baseline-failed", f"one token per step scores 0 on {tasks_of(found)}")
+            raise UserError("baseline-failed", f"One token per step scores 0 on {tasks_of(found)}. Use an easier task.")
         return found
 
     def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | str:
-        """What a configuration reaches on all tasks, or why it cannot run."""
+        """Return a configuration's results on all tasks, or the reason that it cannot run."""
         from dllm_sampler.eval.launch import run_all
         from dllm_sampler.eval.runner import Share
 
@@ -218,7 +218,7 @@ class Tuner:
         score, speed = figures["score"], figures[self.tuning.measure]
         assert score is not None
         if speed is None:
-            raise UserError("option-not-applicable", f"tune.measure={self.tuning.measure} needs answers that are texts")
+            raise UserError("option-not-applicable", f"tune.measure={self.tuning.measure} needs texts. Set another.")
         return Found(found, chosen, score, speed, sum(len(run.records) for run in runs.values()))
 
     def confirm(self, tried: Sequence[Trial], reference: Found) -> tuple[Found, Found, Found, dict[Sequence[str], str]]:
@@ -252,7 +252,7 @@ class Tuner:
         return reference, plain, plain, verdicts
 
     def unseen(self, fresh: Found) -> str:
-        """How many samples it was confirmed on, and how many of their prompts the search had seen."""
+        """Return the numbers of samples that confirmed it, and of their prompts that the search had seen."""
         seen = set(_prompts(self.base))
         old = sum(prompt in seen for prompt in _prompts(fresh.jobs))
         if old == fresh.samples:
@@ -285,7 +285,7 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
         if "=" not in word and not word.startswith("~"):
             raise UserError("option-syntax", f"'{word}' is not NAME=VALUE. See dllm-tune --help.")
         if of_hydra(word) or word.startswith(("suite=", "report=", "workers=")):
-            raise UserError("option-not-applicable", f"{word} is for dllm-eval, not for a search")
+            raise UserError("option-not-applicable", f"{word} is for dllm-eval, not for a search. Remove it.")
     own = [word for word in words if re.match(r"[+~]{0,2}tune[.=]", word)]
     settings = composition(TUNE, own).tree.get("tune") or {}
     rest = [word for word in words if word not in own]
@@ -307,7 +307,7 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
 def main(words: Sequence[str] | None = None) -> int:
     """Run `dllm-tune`; returns its exit status."""
     given = list(sys.argv[1:] if words is None else words)
-    return ending("dllm-tune", lambda: with_config_dir(given, _run), "interrupted; the same command goes on from there")
+    return ending("dllm-tune", lambda: with_config_dir(given, _run), "interrupted. Rerun the command to resume.")
 
 
 def _run(words: list[str]) -> int:

@@ -19,7 +19,7 @@ PROMPTS = ["latin: 1_3_, _3_1, 2___, _41_", "latin: 12__, __1_, 2__3, _3__", "sh
 
 
 def reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """What is wanted of the answers: here, as many different characters as there are places."""
+    """Reward answers: here, by the share of different characters."""
     return [len(set(text)) / max(len(text), 1) for text in completions]
 
 

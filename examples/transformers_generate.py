@@ -26,7 +26,7 @@ def diffusion(
     seed: int = 0,
     **inputs: Any,  # of the model: transformers passes twice what is named here too
 ) -> Tensor:
-    """Prompts `[B, L]` and answers behind them, `[B, L + max_new_tokens]`."""
+    """Return prompts `[B, L]` with their answers, `[B, L + max_new_tokens]`."""
     eos = generation_config.eos_token_id
     pad = eos[0] if isinstance(eos, list) else eos
     denoiser = MaskedLMDenoiser(model, mask_token_id, eos, pad)

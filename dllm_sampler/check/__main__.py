@@ -75,7 +75,7 @@ def subject(words: Sequence[str]) -> dict[str, Any]:
     if not groups:
         raise UserError(
             "option-missing",
-            "There is nothing to check. Add scheduler=NAME, or another group of --help.",
+            "No plug-in is named. Add scheduler=NAME, or another group of --help.",
         )
     _, plugins = parts(composition(SAMPLE, words))
     return {group: plugins[group] for group in groups}

@@ -58,7 +58,7 @@ def transformer(
 
 
 def causal_transformer(seed: int = 2) -> Transformer:
-    """As LLaDA2: norms on queries and keys, partly rotated heads, experts in groups behind a dense layer."""
+    """Build a network as LLaDA2's: query and key norms, partly rotated heads, a dense layer, groups of experts."""
     experts = MoeConfig(
         num_experts=8, top_k=2, expert_size=24, layers=frozenset({1}), shared_size=16, score="sigmoid", groups=4,
         top_groups=2, normalise=True, scale=1.5, bias=True,

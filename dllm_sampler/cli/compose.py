@@ -30,7 +30,7 @@ class App:
 
 SAMPLE = App("dllm-sample", "sample", (*config.GROUPS, "experiment"), Options)
 GROUPS = SAMPLE.groups
-SEVERAL = ("guide", "experiment")  # groups of which a list can be chosen
+SEVERAL = ("guide", "experiment")  # groups that take a list
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         if override.package is not None:
             raise UserError("option-syntax", f"{override.input_line} has an @. Write {group}=NAME.")
         if group in app.groups and group not in SEVERAL and isinstance(override.value(), list):
-            raise UserError("option-missing", f"{override.input_line} names several. Write {group}=NAME.")
+            raise UserError("option-missing", f"{override.input_line} has several names. Write {group}=NAME.")
     with uninterrupted():  # OmegaConf fails where Ctrl-C comes while it cleans up
         composed = _compose(app, parsed)
     if unread is not None:
@@ -224,7 +224,7 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
     there = isinstance(node, dict) and last in node
     if not isinstance(node, dict) or not (there or adds):
         wrong = missing(app, key, tree, chosen, short(word.partition("=")[2]))
-        raise wrong or UserError("field-unknown", f"{word}: there is no field '{key}'. Write +{word} to add it.")
+        raise wrong or UserError("field-unknown", f"{word}: the field '{key}' is unknown. Write +{word} to add it.")
     if one.is_delete():
         if value is not None and value != node[last]:
             raise UserError(
@@ -237,7 +237,7 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
         inner = None if adds else _unknown_field(node[last], value)
         if inner is not None:
             raise missing(app, f"{key}.{inner}", tree, chosen) or UserError(
-                "field-unknown", f"{word}: there is no field '{inner}'"
+                "field-unknown", f"{word}: the field '{inner}' is unknown. Remove it."
             )
         _merge(node[last], {str(name): each for name, each in value.items()})
     else:
@@ -265,7 +265,7 @@ def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
     plugins: dict[str, object] = {}
     model = tree.pop("model", None)
     if not isinstance(model, dict) or model.get("path") in (None, "???"):
-        raise UserError("option-missing", "There is no model. Add model=NAME, model=FOLDER or model=ORG/NAME.")
+        raise UserError("option-missing", "The model is missing. Add model=NAME, model=FOLDER or model=ORG/NAME.")
     for group in config.GROUPS[1:]:
         found = tree.pop(group, None)
         plugins[group] = _guides(found) if group == "guide" else _plugin(group, found, chosen)
@@ -279,7 +279,7 @@ def _plugin(group: str, found: object, chosen: dict[str, Any]) -> object:
 
 
 def _from_file(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What a choice's file says; `config.build` must not look elsewhere for a class that it lacks."""
+    """Return the settings of a choice's file. `config.build` must not look elsewhere for a class that it lacks."""
     return {"name": name, "_target_": None, **found}
 
 
@@ -300,7 +300,7 @@ def _guides(found: object) -> list[object]:
     guides: dict[str, dict[str, Any]] = {}
     for name, given in found.items() if isinstance(found, dict) else ():
         if not isinstance(given, dict):
-            raise UserError("option-type", f"guide.{name} must be settings, as in guide={name}, not {given!r}")
+            raise UserError("option-type", f"guide.{name}={given!r} is not a set of settings. Write guide={name}.")
         guides[str(name)] = given
     return [_from_file(name, given) for name, given in guides.items()]
 

@@ -78,7 +78,7 @@ def listing(console: Console, prefix: str, cls: Any, settings: Mapping[str, Any]
 
 
 def meanings(cls: Any) -> dict[str, str]:
-    """What the docstrings of a class and of those that it extends say of each field."""
+    """Return the meaning of each field by the docstrings of a class and of those that it extends."""
     return {name: said for base in reversed(cls.__mro__) for name, said in _arguments(base).items()}
 
 
@@ -120,7 +120,7 @@ def _prose(cls: Any) -> Iterator[str]:
 
 
 def _arguments(cls: Any) -> dict[str, str]:
-    """What the docstring's `Args:` say of each name; several names may share a line. Without them: its last lines."""
+    """Return the `Args:` of a docstring by name, or else its last lines. Several names may share a line."""
     doc = _documentation(cls)
     before, _, text = doc.partition("\nArgs:\n")
     if not text:
@@ -164,7 +164,7 @@ def _fields(prefix: str, cls: Any, given: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _chosen(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What an experiment sets, as words of the command line."""
+    """Yield the settings of an experiment, as words of the command line."""
     for one in settings.get("defaults", []) if not prefix else []:
         for key, value in one.items() if isinstance(one, Mapping) else ():
             yield key.removeprefix("override /"), value

@@ -89,7 +89,7 @@ def check_target(options: Options, overrides: Sequence[str]) -> None:
 class Forms(NamedTuple):
     """Values of the field `form` in the lines of a file. They mean something only if a guide has forms."""
 
-    values: list[object]  # of each prompt; None: it says nothing
+    values: list[object]  # of each prompt, None if it names no form
     places: list[str]  # of each prompt: FILE line N, or the prompt's number
     file: str
 
@@ -141,7 +141,7 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: 
     forms: Forms | None = None
     if file == "-" or (file is None and not prompts and stdin is not None and wanted):
         if stdin is None:
-            raise UserError("prompt-missing", "prompts_file=- reads a pipe, and there is none")
+            raise UserError("prompt-missing", "prompts_file=- reads a pipe, and none is open. Name a file.")
         prompts += _lines(stdin, "standard input")
     elif file is not None:
         path = expanded("prompts_file", file)
@@ -157,15 +157,15 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: 
                 else:
                     prompts += _lines(lines, file)
         except OSError as error:
-            raise UserError("file-unreadable", f"cannot read prompts_file {file}: {error.strerror}") from None
+            raise UserError("file-unreadable", f"prompts_file {file}: {error.strerror}. Name another file.") from None
     if not prompts and wanted:
-        where = f" in {file}" if file else ': dllm-sample "reverse: Ada, Ben, Cal, Dan", or see dllm-sample --help'
-        raise UserError("prompt-missing", f"there is no prompt{where}")
+        way = f"{file} is empty. Add a line" if file else 'Write dllm-sample "copy: Ada", or see dllm-sample --help'
+        raise UserError("prompt-missing", f"The prompt is missing. {way}.")
     for number, one in enumerate(prompts, 1):
         try:
             json.dumps(one, ensure_ascii=False).encode()
         except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8
-            raise UserError("text-invalid", f"prompt {number} is not valid Unicode text") from None
+            raise UserError("text-invalid", f"prompt {number} is not valid Unicode. Save it as UTF-8.") from None
     return Given(prompts, forms)
 
 
@@ -205,7 +205,7 @@ def _numbered(lines: Iterable[str], name: str) -> list[tuple[int, str]]:
     try:
         return [(number, line) for number, line in enumerate(_unmarked(lines), 1) if line.strip()]
     except UnicodeDecodeError as error:
-        raise UserError("text-invalid", f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise UserError("text-invalid", f"{name} is not UTF-8 at byte {error.start}. Save it as UTF-8.") from None
 
 
 def _json(line: str, where: str) -> Any:
@@ -213,11 +213,12 @@ def _json(line: str, where: str) -> Any:
         record = json.loads(line)
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # "\\udc80": half of a character
-        raise UserError("text-invalid", f"{where} is not valid Unicode text") from None
+        raise UserError("text-invalid", f"{where} is not valid Unicode. Save it as UTF-8.") from None
     except RecursionError:
-        raise UserError("json-invalid", f"{where} is JSON that is nested too deeply. Use fewer brackets.") from None
+        raise UserError("json-invalid", f"{where} is nested too deeply. Use fewer brackets.") from None
     except ValueError as error:
-        raise UserError("json-invalid", f"{where} is not JSON: {str(error).partition(':')[0]}") from None
+        reason = str(error).partition(":")[0]
+        raise UserError("json-invalid", f"{where} is not JSON ({reason}). Correct it.") from None
     return record
 
 
@@ -230,7 +231,7 @@ def prompt(record: Any, where: str) -> Prompt:
     if isinstance(record, str):
         return record
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
-        raise UserError("prompt-missing", f'{where} needs either "prompt" or "messages"')
+        raise UserError("prompt-missing", f'{where} has no prompt. Give either "prompt" or "messages".')
     if "messages" in record:
         return _messages(record["messages"], where)
     given = record["prompt"]
@@ -247,5 +248,5 @@ def _messages(messages: object, where: str) -> list[dict[str, str]]:
         )
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError("messages-invalid", f'{where}: each of "messages" needs the texts "role" and "content"')
+            raise UserError("messages-invalid", f'{where}: "messages" lacks a text. Give "role" and "content".')
     return messages

@@ -54,11 +54,11 @@ def ask() -> str:
 
 
 def session(overrides: Sequence[str], ask: Callable[[], str] = ask) -> int:
-    """Answer what is typed until Ctrl-D. A mistake is one sentence, and the session goes on.
+    """Answer prompts until Ctrl-D. After a mistake it prints the message and continues.
 
     Args:
         overrides: settings of the command line, in force until others are typed.
-        ask: reads a line; raises EOFError behind the last one.
+        ask: reads a line. Raises EOFError after the last one.
 
     Returns:
         The exit status.
@@ -90,10 +90,10 @@ class Session:
     sampler: Sampler | None = None
 
     def do(self, line: str) -> None:
-        """What one line says.
+        """Run one line.
 
         Raises:
-            UserError: a mistake in it; all stays as it was.
+            UserError: a mistake in it. Nothing has changed.
             EOFError: it ends the session.
         """
         line = line.strip()
@@ -181,7 +181,7 @@ def explain(line: str) -> None:
 
 
 def merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Overrides of which later ones count: a choice of a plug-in also takes the fields of the one before it away."""
+    """Return the overrides in force. A new choice of a plug-in removes the fields of the choice before."""
     words = spelled_out([*old, *new])
     later = {_name(word): word for word in words[len(old) :]}
     kept = [word for word in words[: len(old)] if not any(_replaced(_name(word), one) for one in later.values())]
@@ -193,7 +193,7 @@ def _name(word: str) -> str:
 
 
 def _replaced(old: str, new: str) -> bool:
-    """Whether the setting named `old` is none any more where the override `new` is typed."""
+    """Return True if the override `new` removes the setting named `old`."""
     name = _name(new)
     if name == "guide" and old.startswith("guide."):
         return old.split(".")[1] not in guides([new])
@@ -201,7 +201,7 @@ def _replaced(old: str, new: str) -> bool:
 
 
 def _idle(word: str, overrides: Sequence[str]) -> bool:
-    """Whether an override takes a setting back that nothing else sets."""
+    """Return True if an override removes a setting that nothing else sets."""
     others = [one for one in overrides if one != word]
     return word.endswith("=null") and settings(others) == settings(overrides)
 

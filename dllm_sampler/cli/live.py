@@ -96,7 +96,7 @@ class Screen:
         self.live.stop()
 
     def show(self, commits: Commits) -> float:
-        """Draw a step; returns the seconds spent on showing it, which are no part of sampling."""
+        """Draw a step. Returns the seconds spent on it, which do not count as sampling."""
         begun = time.perf_counter()
         count, result = len(commits.nfe), commits.result
         ends = [None] * count if commits.open_end is None else commits.open_end.tolist()

@@ -19,7 +19,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run `dllm-sample`; returns its exit status.
 
     Args:
-        words: the command line without the program's name; None: that of the process.
+        words: the command line without the program's name. By default that of the process.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # stderr is for one summary or one sentence

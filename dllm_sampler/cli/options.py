@@ -51,7 +51,7 @@ class Options(options.Options):
     draft_scheduled: bool = option(
         False, "draft with the scheduler, in several forwards, instead of in one; no temperature then"
     )
-    separator: str | None = option(None, "token behind the masks that the drafter was trained with")
+    separator: str | None = option(None, "token after the masks that the drafter was trained with")
     chat: bool = option(False, "send each prompt as a user's message, through the model's chat template")
     prompts_file: str | None = option(
         None, 'text lines, or FILE.jsonl with "prompt" or "messages" in each, and "form"; - reads a pipe', _check_path

@@ -1,4 +1,4 @@
-"""What a run leaves behind: one JSON line per sample, and one line of figures on stderr."""
+"""Results of a run: one JSON line per sample, and one line of figures on stderr."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Records:
 
     @property
     def replaces_answers(self) -> bool:
-        """Whether the lines go to standard output, where the answers themselves would stand among them."""
+        """True if the lines go to standard output, in place of the answers."""
         return self.lines.stdout
 
     def resume(self, prompts: Sequence[Prompt]) -> None:
@@ -183,13 +183,13 @@ class Records:
 
 
 def _filled(result: Result | Speculation, row: int) -> dict[str, object]:
-    """What stands in the gaps of a sample, where it has some."""
+    """Return the texts in the gaps of a sample, if it has gaps."""
     gaps = result.gaps[row] if isinstance(result, Result) and result.gaps is not None else None
     return {} if gaps is None else {"gaps": gaps}
 
 
 def _ending(result: Result | Speculation, row: int) -> dict[str, object]:
-    """How a sample ended, and what a guide says of it, where there is one."""
+    """Return how a sample ended, and a guide's verdict, if there is a guide."""
     if not isinstance(result, Result):
         return {}
     said = {} if result.valid is None else {"valid": bool(result.valid[row]), "rejections": int(result.rejections[row])}

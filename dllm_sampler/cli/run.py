@@ -95,7 +95,7 @@ def respond(
     """Answer prompts. The answers go to stdout.
 
     Args:
-        own: what the prompts say of their forms; None: nothing.
+        own: forms that the prompts name, if any.
 
     Raises:
         UserError: a bad prompt; nothing was printed then.

@@ -166,11 +166,11 @@ def _mute() -> None:
 
 
 class Parser(ArgumentParser):
-    """Reports a wrong argument like any other mistake, in one sentence."""
+    """A parser that reports a wrong argument like any other mistake."""
 
     def error(self, message: str) -> NoReturn:
         """See `ArgumentParser.error`."""
-        raise UserError("option-syntax", f"{message}; try --help")
+        raise UserError("option-syntax", f"{message}. See --help.")
 
 
 def command(name: str) -> Callable[[Main], Callable[..., int]]:

@@ -66,7 +66,7 @@ def with_config_dir(words: Sequence[str], run: Callable[[list[str]], int]) -> in
             name = word.partition("=")[2] if "=" in word else next(rest, "")
             folder = expanded(FLAG, name) if name else None
             if folder is None or not folder.is_dir():
-                raise UserError("file-missing", f"{FLAG} {name}".rstrip() + " names no folder. Name one.")
+                raise UserError("file-missing", f"{FLAG} {name}".rstrip() + " does not exist. Name a folder.")
         else:
             kept.append(word)
     with using(folder):
@@ -132,7 +132,7 @@ def _readable(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise UserError("file-unreadable", f"{file} cannot be read: {first_line(error)}") from error
+        raise UserError("file-unreadable", f"{file} cannot be read ({first_line(error)}). Correct it.") from error
 
 
 def check(group: str, name: str) -> None:

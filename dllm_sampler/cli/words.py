@@ -25,8 +25,8 @@ from dllm_sampler.host.reading import load_json
 
 FLAGS = {"-h": "help", "--help": "help", "--version": "version", "--info": "info"}
 
-# Hydra's own beginnings: name=, group@package=, +name=, ++name=, ~name and ~name=. No space may stand before the
-# `=`, so that "2+2=4 ?" and "x = 3" stay prompts.
+# Hydra's own beginnings: name=, group@package=, +name=, ++name=, ~name and ~name=. No space is allowed before the `=`,
+# so that "2+2=4 ?" and "x = 3" stay prompts.
 _NAME = r"[A-Za-z_][\w./@-]*"
 _OVERRIDE = re.compile(rf"(\+\+?|~)?{_NAME}=|~{_NAME}\Z")
 _FLAG = re.compile(r"--?[A-Za-z][\w.-]*(=\S*)?\Z")

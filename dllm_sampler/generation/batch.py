@@ -52,7 +52,7 @@ def steps(
     """
     rows, plugins = prompts.as_list(prompt), runtime.plugins
     if not rows:
-        raise UserError("prompt-missing", "There is no prompt. Give at least one.")
+        raise UserError("prompt-missing", "The prompt is missing. Give at least one.")
     if not all(isinstance(one, Infill) for one in rows):
         prompts.check_new_tokens(max_new_tokens, runtime.spec)  # one number, and no list of them
     asked = Arguments.checked(runtime, rows, max_new_tokens=max_new_tokens, **arguments)

@@ -51,7 +51,7 @@ def answers(
         ("batching", batching, BATCHING),
     ):
         if value not in choices:
-            raise UserError("choice-unknown", f"{name} must be {' or '.join(choices)}, not {value!r}")
+            raise UserError("choice-unknown", f"{name} is {value!r}. Set {' or '.join(choices)}.")
     try:
         several = None if isinstance(prompts, str | Mapping) else iter(prompts)
     except TypeError:  # a tensor of no dimension is an `Iterable`, too

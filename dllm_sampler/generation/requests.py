@@ -75,13 +75,13 @@ class Arguments:
                 if max_length is not None and max_length <= max_new_tokens:
                     raise UserError(
                         "context-exceeded",
-                        f"max_length={max_length} has no room beside max_new_tokens={max_new_tokens}",
+                        f"max_length={max_length} has no room beside max_new_tokens={max_new_tokens}. Raise it.",
                     )
             else:
                 for number, one in enumerate(max_new_tokens, 1):
                     check_new_tokens(one, spec, f"max_new_tokens of prompt {number}")
         if progress is not None and not callable(progress):
-            raise UserError("function-invalid", f"progress must be a function, not {progress!r}")
+            raise UserError("function-invalid", f"progress is {progress!r}. Give a function.")
         arguments = cls(
             runtime,
             max_new_tokens,
@@ -194,7 +194,7 @@ def whole_numbers(name: str, given: Any) -> int | list[int]:
             raise TypeError
         return [operator.index(one) for one in values] if several else operator.index(values)
     except TypeError:
-        raise UserError("option-type", f"{name} must be one or several whole numbers, not {given!r}") from None
+        raise UserError("option-type", f"{name} is {given!r}. Give one or several whole numbers.") from None
 
 
 def seeds(given: int | Sequence[int], count: int) -> list[int]:
@@ -212,7 +212,7 @@ def seeds(given: int | Sequence[int], count: int) -> list[int]:
 
 def _checked_seed(seed: int, given: Any) -> int:
     if abs(seed) >= 2**63:
-        raise UserError("option-type", f"seed must be a whole number of 64 bits, or one per prompt, not {given!r}")
+        raise UserError("option-type", f"seed is {given!r}. Set a whole number of 64 bits, or one per prompt.")
     return seed
 
 
@@ -226,15 +226,15 @@ def check_forms(given: Any, known: int) -> int | list[int] | None:
         return None
     if given is None:
         if known == 1:
-            raise UserError("form-number", "the guide has a list of one form. Remove its brackets, or set forms=0.")
-        raise UserError("form-number", f"a guide has several forms. Set forms= from 0 to {known - 1}.")
+            raise UserError("form-number", "The guide has a list of one form. Remove its brackets, or set forms=0.")
+        raise UserError("form-number", f"A guide has several forms. Set forms= from 0 to {known - 1}.")
     if not known:
         raise UserError("option-not-applicable", "forms= needs a guide with a list of forms. Add one or remove it.")
     found = whole_numbers("forms", given)
     for number, one in enumerate([found] if isinstance(found, int) else found, 1):
         if not 0 <= one < known:
             where = "forms" if isinstance(found, int) else f"forms of prompt {number}"
-            raise UserError("form-number", f"{where} must be from 0 to {known - 1}, not {one}")
+            raise UserError("form-number", f"{where} is {one}. Set a number from 0 to {known - 1}.")
     return found
 
 
@@ -246,7 +246,7 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
     """
     spec = plugins.context.spec
     if FREE not in given:
-        raise UserError("nothing-to-generate", f"prompt {number}: all {len(given)} tokens of the answer are given")
+        raise UserError("nothing-to-generate", f"prompt {number}: all {len(given)} tokens are given. Add a gap.")
     first = given.index(FREE)
     last = max((at for at, token in enumerate(given) if token != FREE), default=-1)
     if plugins.scheduler.traits.has(ChangingLength) and first < last:
@@ -271,13 +271,13 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
     if spec.attention == "causal_context":
         raise UserError(
             "given-unsupported",
-            f"this causal model cannot see given tokens after a gap of prompt {number}. Give a beginning alone.",
+            f"This causal model cannot see given tokens after a gap of prompt {number}. Give a beginning alone.",
         )
     grid = plugins.blocks.grid
     begin = prompt if spec.blocks_from == "text" else 0
     if grid is not None and (begin + first) // grid < (begin + last) // grid:
         raise UserError(
             "given-unsupported",
-            f"this block-causal model cannot see given tokens after the gap's block of {grid} tokens (prompt {number})."
+            f"This block-causal model cannot see given tokens after the gap's block of {grid} tokens (prompt {number})."
             " Give a beginning alone, or tokens in the gap's block.",
         )

@@ -58,8 +58,8 @@ class SpeculativeSampler:
     proposal counts where it is the target's best token, so that the text is greedy decoding's. Temperature, top-k and
     top-p rewrite `p` and `q` alike, and the ratio is that of the rewritten ones.
 
-    The published algorithm goes on after a rejection with the next proposal, whose `p_i` was computed for another
-    prefix; this stops there. Its text samples "from p" in one place: the residual is what keeps the law.
+    The published algorithm continues after a rejection with the next proposal, whose `p_i` was computed for another
+    prefix. This one stops there. Its text samples "from p" in one place: the residual keeps the law.
 
     Args:
         drafter: a `Sampler`; its denoiser drafts, its guides and its noise are those of both models.
@@ -68,7 +68,7 @@ class SpeculativeSampler:
             drafter's context shorten it.
         scheduled: draft with the sampler's own scheduler, blocks, stop and cache, in as many forwards as they take.
             Greedy only: the joint distribution of such a draft is unknown.
-        separator: id or text of a token that the drafter sees behind the masks, as the training put it there.
+        separator: id or text of a token that the drafter sees after the masks, as in its training.
 
     Raises:
         UserError: a drafter without masks or with a guide on the form, another vocabulary, or a bad argument.
@@ -88,7 +88,7 @@ class SpeculativeSampler:
         check_count("draft_length", draft_length, 0)
         if spec.mask_id is None:
             raise UserError(
-                "mask-token-missing", "a drafter needs masks, and this model has none (uniform diffusion). Use another."
+                "mask-token-missing", "A drafter needs masks, and this model has none (uniform diffusion). Use another."
             )
         forms = [named(guide) for guide in plugins.guides if guide.joint or guide.vetoes]
         if forms:
@@ -103,7 +103,7 @@ class SpeculativeSampler:
         self.guides = tuple(guide for guide in plugins.guides if guide.chooses)
         self.draws = is_random(self.guides)
         if scheduled and self.draws:
-            raise UserError("options-conflict", "a draft of several steps cannot have a temperature. Remove one.")
+            raise UserError("options-conflict", "draft_scheduled and temperature exclude each other. Remove one.")
         self.separator = self._token(separator)
         self.target: Verifier = autoregressive.fit(target, spec, "target")
         if self.drafter.tokenizer is not None:
@@ -113,7 +113,7 @@ class SpeculativeSampler:
 
     @property
     def spec(self) -> ModelSpec:
-        """The drafter's, but for the context: where the drafter's is shorter, the target goes on alone."""
+        """The drafter's spec with the target's context. After the drafter's context the target continues alone."""
         return replace(self.drafter.denoiser.spec, max_positions=self.target.longest)
 
     def generate(
@@ -295,10 +295,10 @@ class SpeculativeSampler:
         if isinstance(separator, str):
             found = None if tokenizer is None else tokenizer.get_vocab().get(separator)
             if found is None:
-                raise UserError("token-outside-vocabulary", f"separator {separator!r} is not a token of the drafter")
+                raise UserError("token-outside-vocabulary", f"separator={separator!r} is not one token. Use another.")
             return found
         if separator is not None and (isinstance(separator, bool) or not 0 <= separator < size):
-            raise UserError("token-outside-vocabulary", f"separator {separator!r} is outside the vocabulary of {size}")
+            raise UserError("token-outside-vocabulary", f"separator={separator!r} is not below {size}. Use another.")
         return separator
 
     def _end_tokens(self) -> tuple[int, ...]:

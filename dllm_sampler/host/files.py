@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from dllm_sampler.errors import NotWrittenError, UserError
 
-# Names of streams that this process has open. Opened by name, a file behind one would be written from its start.
+# Names of this process's open streams. Opened by such a name, a file would be written from its start.
 _OPEN = re.compile(r"/dev/std(?P<name>out|err)|/(?:dev|proc/self)/fd/(?P<number>\d+)")
 _OS_ERROR = re.compile(r"(?:\(os error|\bOs \{ code:) (\d+)")  # in what libraries written in Rust say
 STDOUT = 1
@@ -70,9 +70,9 @@ def make_folder(path: str | Path) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except FileExistsError:  # no `NotWrittenError`: the same command would fail again
-        raise UserError("folder-invalid", f"cannot write to {path}: it is not a folder") from None
+        raise UserError("folder-invalid", f"{path} is not a folder. Name another.") from None
     except OSError as error:
-        raise NotWrittenError(f"results cannot be kept in {path}: {error.strerror}") from error
+        raise NotWrittenError(f"Cannot store results in {path}: {error.strerror}. Name another folder.") from error
 
 
 def append(path: str | Path, lines: str) -> None:
@@ -88,7 +88,7 @@ def append(path: str | Path, lines: str) -> None:
         NotWrittenError: they cannot be written.
     """
     with reported(path), _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
-        lock(file, wait=True)  # what is cut off after an error is no line of another process
+        lock(file, wait=True)  # after an error only lines of this process are cut off
         size = os.fstat(file).st_size
         torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
         _extend(file, size, ("\n" * torn + lines).encode())
@@ -183,7 +183,7 @@ class Lines:
             self.regular = number is None and stat.S_ISREG(os.fstat(self.file).st_mode)
         if self.regular and not lock(self.file, wait=False):
             os.close(self.file)
-            raise UserError("file-locked", f"another process is writing {named}. Wait, or name another file.")
+            raise UserError("file-locked", f"Another process is writing {named}. Wait, or name another file.")
 
     def add(self, line: str) -> None:
         """Write a line, given without its end. After an error a regular file has the lines before and no part of it.
@@ -242,7 +242,7 @@ def reported(path: str | Path, named: str | None = None, broken: bool = False) -
 
 
 def is_stream(path: str | Path) -> bool:
-    """Whether a path names a pipe, a device or an open stream: what was written there cannot be replaced."""
+    """Return True if a path names a pipe, a device or an open stream: what was written there cannot be replaced."""
     if _descriptor(path) is not None:
         return True
     try:
@@ -253,7 +253,7 @@ def is_stream(path: str | Path) -> bool:
 
 
 def same(one: str | Path, other: str | Path) -> bool:
-    """Whether two paths lead to one regular file: by `..`, through links of either kind."""
+    """Return True if two paths lead to one regular file, by `..` or through links."""
     with suppress(OSError):
         return os.path.samefile(one, other) and not is_stream(one)
     return os.path.realpath(one) == os.path.realpath(other)

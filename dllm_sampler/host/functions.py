@@ -30,14 +30,14 @@ class _Named:
 
 
 def resolve(name: str) -> Any:
-    """What `package.module:attribute` or `package.module.attribute` names; its module is imported.
+    """Import the module of `package.module:attribute` or `package.module.attribute`, and return the attribute.
 
     The module may be a file or a package of the working directory. An installed module of that name comes first. Only
     what `name` says is looked for there: `sys.path` does not change, so neither this library nor the imported module
     imports another file of the working directory by accident.
 
     Raises:
-        ImportError, AttributeError, ValueError: there is none. Whatever the module raises when it is imported.
+        ImportError, AttributeError, ValueError: it does not exist. Whatever the module raises when it is imported.
     """
     finder = _Named(name.partition(":")[0].partition(".")[0])
     sys.meta_path.append(finder)
@@ -61,23 +61,23 @@ def resolve_callable(what: str, name: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise UserError("function-missing", f"{what} {name} cannot be imported{_reason(name, error)}") from None
     if not callable(found):
-        raise UserError("function-invalid", f"{what} {name} is not a function, but of type {type(found).__name__}")
+        raise UserError("function-invalid", f"{what} {name} is of type {type(found).__name__}. Name a function.")
     return found
 
 
 def _reason(name: str, error: BaseException) -> str:
-    """Why there is no such function, and where its module was looked for if that may be the mistake."""
+    """Return why a function was not found, and what to do."""
     top = name.partition(":")[0].partition(".")[0]
     module, _, attribute = name.partition(":")
     if module.endswith(".py"):
-        return f": say {Path(module).stem}:{attribute or 'FUNCTION'}, the module and not its file"
+        return f". Write {Path(module).stem}:{attribute or 'FUNCTION'}, the module and not its file."
     if isinstance(error, ModuleNotFoundError) and error.name == top:
-        return f": no module '{top}' is installed, and there is no {top}.py in the working directory"
+        return f". Install the module '{top}', or put {top}.py into the working directory."
     found = f" ({type(error).__name__}: {error})"
     if isinstance(error, ModuleNotFoundError) and Path(f"{error.name}.py").is_file():
         found += f": a file of the working directory cannot import its neighbour {error.name}.py, make them a package"
     own = Path.cwd() / f"{top}.py"
     with suppress(OSError):
         if own.exists() and not own.samefile(getattr(sys.modules.get(top), "__file__", None) or own):
-            found += f": the installed module '{top}' comes before {own.name} in the working directory, rename the file"
-    return found
+            return f"{found}: the module '{top}' is installed, too. Rename {own.name} in the working directory."
+    return f"{found}. Correct it."

@@ -14,5 +14,5 @@ def load_json(text: str | bytes) -> Any:
     """
     try:
         return json.loads(text)
-    except RecursionError:  # which is no ValueError: a caller that expects a damaged file would miss it
+    except RecursionError:  # not a ValueError: a caller that expects a damaged file would miss it
         raise ValueError("lists and objects are nested too deeply") from None

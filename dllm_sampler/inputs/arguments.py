@@ -22,7 +22,7 @@ def check_name(model: object) -> None:
             f"from_pretrained needs a name. Use Sampler(TransformerDenoiser(...)) for a {type(model).__name__}.",
         )
     if not isinstance(model, str | PathLike | Mapping):
-        raise UserError("model-invalid", f"model must be a name, folder, hub id or dict, not a {type(model).__name__}")
+        raise UserError("model-invalid", f"model is a {type(model).__name__}. Give a name, folder, hub id or dict.")
 
 
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
@@ -31,7 +31,7 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
     if not isinstance(spec, ModelSpec):
         raise UserError(
             "model-invalid",
-            f"a {type(denoiser).__name__} is not a denoiser. Wrap it in dllm_sampler.TransformerDenoiser or by"
+            f"A {type(denoiser).__name__} is not a denoiser. Wrap it in dllm_sampler.TransformerDenoiser or by"
             " dllm_sampler.models.huggingface.wrap, or use Sampler.from_callable.",
         )
     if spec.mask_id in spec.eos_ids:
@@ -39,13 +39,13 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
             "mask-token-invalid", f"{type(denoiser).__name__}: mask_id and eos_id are both {spec.mask_id}. Correct one."
         )
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError("option-type", f"tokenizer must be one of transformers, not a {type(tokenizer).__name__}")
+        raise UserError("option-type", f"tokenizer is a {type(tokenizer).__name__}. Give one of transformers.")
     methods = ("tokens", "order", "uniform", "ids")
     complete = not isinstance(noise, type) and all(callable(getattr(noise, one, None)) for one in methods)
     if noise is not None and not complete:
         raise UserError(
             "option-type",
-            f"noise must be a CounterNoise() or None, not a {type(noise).__name__}. Set seed for other numbers.",
+            f"noise is a {type(noise).__name__}. Give CounterNoise() or None, and set seed for other numbers.",
         )
 
 
@@ -64,6 +64,5 @@ def _spec(denoiser: object) -> object:
     except AttributeError as error:
         raise UserError(
             "model-invalid",
-            f"the spec of a {type(denoiser).__name__} raises AttributeError: {first_line(error)}. Correct its property"
-            " `spec`",
+            f"{type(denoiser).__name__}.spec raises AttributeError: {first_line(error)}. Correct that property.",
         ) from error

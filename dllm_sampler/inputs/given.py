@@ -58,7 +58,7 @@ class GivenTokens:
             return tuple(piece_ids(one, name, tokenizer, spec, masks) for one in found)
 
         if any(isinstance(one, str) for one in (pinned if isinstance(pinned, list | tuple) else [pinned])):
-            raise UserError("option-type", "pinned must be token ids, -1 where free. Text goes into infill.")
+            raise UserError("option-type", "pinned is text. Give token ids, -1 where free, or use infill.")
         return GivenTokens(rows("prefix", prefix), rows("suffix", suffix), rows("pinned", pinned, True))
 
     def __bool__(self) -> bool:
@@ -84,7 +84,9 @@ class GivenTokens:
         own: dict[str, list[int]] = {}
         for name, rows in vars(self).items():
             if index >= len(rows) > 1:
-                raise UserError("length-mismatch", f"{name} has {len(rows)} entries, and there is prompt {index + 1}")
+                raise UserError(
+                    "length-mismatch", f"{name} has {len(rows)} entries, none for prompt {index + 1}. Add one."
+                )
             if rows:
                 own[name] = rows[index if len(rows) > 1 else 0]
         if all(token == FREE for row in own.values() for token in row):
@@ -93,7 +95,8 @@ class GivenTokens:
         fixed = len(own.get("prefix", ())) + len(own.get("suffix", ()))
         if max(fixed, len(own.get("pinned", ()))) > max_new_tokens:
             raise UserError(
-                "given-too-long", f"prompt {index + 1}: max_new_tokens={max_new_tokens} cannot hold {sizes}"
+                "given-too-long",
+                f"prompt {index + 1}: max_new_tokens={max_new_tokens} is too small for {sizes}. Raise it.",
             )
         given = [FREE] * max_new_tokens
         for name, row in own.items():
@@ -102,7 +105,8 @@ class GivenTokens:
                 if FREE not in (token, given[at]) and token != given[at]:
                     raise UserError(
                         "given-conflict",
-                        f"prompt {index + 1}: {', '.join(own)} give token {at + 1} as {given[at]} and {token}",
+                        f"prompt {index + 1}: {', '.join(own)} give token {at + 1} as {given[at]} and {token}."
+                        " Remove one.",
                     )
                 given[at] = given[at] if token == FREE else token
         return given
@@ -120,12 +124,13 @@ def piece_ids(
     """Return the token ids of a text, or checked ids. If `masks` are allowed, each becomes `FREE`."""
     if isinstance(piece, str):
         if tokenizer is None:
-            raise UserError("tokenizer-missing", f"{name} is text and there is no tokenizer. Give token ids.")
+            raise UserError("tokenizer-missing", f"{name} is text, and the tokenizer is missing. Give token ids.")
         ids = prompts.text_ids(piece, tokenizer, name, special=False)
     else:
         ids = piece.tolist() if isinstance(piece, Tensor) else piece
         if not isinstance(ids, list | tuple) or not all(map(is_whole, ids)):
-            raise UserError("option-type", f"{name} must be {'' if masks else 'text or '}token ids, not {piece!r:.60}")
+            kinds = "token ids" if masks else "text or token ids"
+            raise UserError("option-type", f"{name} is {piece!r:.60}. Give {kinds}.")
     free = {FREE, spec.mask_id} if masks else set()
     for token in ids:
         if token not in free and not 0 <= token < spec.vocab_size:
@@ -145,13 +150,15 @@ def templates(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | N
     """
     texts = [answers] if isinstance(answers, str) or not isinstance(answers, Iterable) else list(answers)
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError("option-type", 'infill takes texts with gaps, "... {gap:8} ...": for tokens use pinned')
+        raise UserError(
+            "option-type", 'infill is not text with gaps. Write "... {gap:8} ...", or use pinned for tokens.'
+        )
     if given is None:
         return [Infill(text) for text in texts]
     known = prompts.as_list(given)
     texts = texts * len(known) if len(texts) == 1 else texts
     if len(known) != len(texts):
-        raise UserError("length-mismatch", f"there are {len(texts)} texts for {len(known)} prompts. Give as many.")
+        raise UserError("length-mismatch", f"infill has {len(texts)} texts for {len(known)} prompts. Give as many.")
     return [Infill(text, prompt) for text, prompt in zip(texts, known, strict=True)]
 
 
@@ -164,7 +171,7 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
     rows = [_row(row, number) for number, row in enumerate(prompts.as_list(answers), 1)]
     known = [None] * len(rows) if given is None else prompts.as_list(given)
     if len(known) != len(rows):
-        raise UserError("length-mismatch", f"there are {len(rows)} answers for {len(known)} prompts. Give as many.")
+        raise UserError("length-mismatch", f"refine has {len(rows)} answers for {len(known)} prompts. Give as many.")
     return [
         Infill(_without(row, spans, number), prompt or None)
         for number, (row, prompt) in enumerate(zip(rows, known, strict=True), 1)
@@ -177,7 +184,7 @@ def _row(answer: Any, number: int) -> list[int]:
         return [operator.index(token) for token in answer]
     except TypeError:
         raise UserError(
-            "option-type", f"refine takes results or token ids, and answer {number} is {answer!r:.60}"
+            "option-type", f"refine: answer {number} is {answer!r:.60}. Give results or token ids."
         ) from None
 
 
@@ -185,13 +192,13 @@ def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:
     """Return an answer with its spans free."""
     found = [spans] if isinstance(spans, tuple | list) and spans and isinstance(spans[0], int) else spans
     if not isinstance(found, tuple | list) or not found:
-        raise UserError("span-invalid", f"span must be (first, end), or a list of these, not {spans!r}")
+        raise UserError("span-invalid", f"span is {spans!r}. Give (first, end), or a list of these.")
     free = list(row)
     for span in found:
         whole = isinstance(span, tuple | list) and len(span) == 2 and all(type(one) is int for one in span)
         if not whole or not 0 <= span[0] < span[1] <= len(row):
             raise UserError(
-                "span-invalid", f"span {span!r} must be (first, end) within 0 and {len(row)} of answer {number}"
+                "span-invalid", f"span {span!r} is not in answer {number}. Give (first, end) within 0 and {len(row)}."
             )
         free[span[0] : span[1]] = [FREE] * (span[1] - span[0])
     return free
@@ -220,10 +227,12 @@ def encode_template(
         raise UserError("gap-without-text", f"{name} is only a gap. Add text or a prompt before it.")
     context = f"the model's context of {spec.max_positions} positions"
     if len(given) > spec.max_positions:
-        raise UserError("context-exceeded", f"{name} has {len(given)} tokens with its gaps, more than {context}")
+        size = f"{name} has {len(given)} tokens with its gaps"
+        raise UserError("context-exceeded", f"{size}, more than {context}. Shorten it.")
     if not alone and len(given) == spec.max_positions:
         raise UserError(
-            "context-exceeded", f"{name} has {len(given)} tokens with its gaps, and no prompt fits {context}"
+            "context-exceeded",
+            f"{name} has {len(given)} tokens with its gaps, and no prompt fits {context}. Shorten it.",
         )
     return given
 
@@ -256,7 +265,7 @@ def _split(text: str, name: str) -> Iterator[str | int]:
             yield text[end : gap.start()]
         count = (gap[1] or "").strip()
         if not count.isdecimal() or int(count) < 1:
-            raise UserError("gap-invalid", f"{name} has {gap[0]}. Write a gap with its length: {{gap:8}}")
+            raise UserError("gap-invalid", f"{name} has {gap[0]}. Write a gap with its length: {{gap:8}}.")
         yield int(count)
         end = gap.end()
     if text[end:]:

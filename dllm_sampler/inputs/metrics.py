@@ -1,4 +1,4 @@
-"""How good an answer to a line of a user's data is: a few ways to compare texts, or a function of the user's own."""
+"""Metrics for answers to a user's data: a few ways to compare texts, or the user's function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def exact_match(text: str, answer: str) -> float:
 
 
 def contains(text: str, answer: str) -> float:
-    """1 where the answer stands somewhere in the text."""
+    """Return 1 if the answer is in the text."""
     return float(answer in text)
 
 
@@ -36,13 +36,13 @@ class Metric:
     """Judges texts by the answers that are expected.
 
     Args:
-        setting: what errors call the metric's name, `task.metric` say.
+        setting: the option with the metric's name, for errors, for example `task.metric`.
         name: `exact_match`, `contains` or `regex`; or `package.module:function`, called as
             `function(text=..., answer=..., prompt=..., ids=..., line=...)`, which returns the score, a number from 0
             to 1, or a mapping of names to numbers with `score` among them.
 
     Raises:
-        UserError: there is no such metric.
+        UserError: the metric is unknown.
     """
 
     setting: str
@@ -57,7 +57,7 @@ class Metric:
 
     @property
     def own(self) -> bool:
-        """Whether it is a function of the user's."""
+        """True for the user's function."""
         return self.name not in METRICS
 
     @cached_property
@@ -75,14 +75,16 @@ class Metric:
             return
         right = [answer] if isinstance(answer, str) else answer
         if not isinstance(right, list) or not right or not all(isinstance(one, str) for one in right):
-            raise UserError("example-invalid", f'{where}: "answer" must be texts for {self.setting}={self.name}')
+            raise UserError(
+                "example-invalid", f'{where}: "answer" is not a text. {self.setting}={self.name} needs one.'
+            )
         if self.name == "regex":
             for one in right:
                 try:
                     patterns.compiled(one)
                 except ValueError as error:
                     raise UserError(
-                        "example-invalid", f'{where}: "answer" is not a regular expression: {error}'
+                        "example-invalid", f'{where}: "answer" is not a regular expression ({error}). Correct it.'
                     ) from None
 
     def scores(
@@ -111,7 +113,9 @@ class Metric:
             given = self.call(text=text, answer=answer, prompt=prompt, ids=list(ids), line=dict(line))
         except (Exception, SystemExit) as error:  # whatever the user's function raises
             said = f"{type(error).__name__}: {error}"
-            raise UserError("function-failed", f"{where}: {self.setting}={self.name} raised {said}") from error
+            raise UserError(
+                "function-failed", f"{where}: {self.setting}={self.name} raised {said}. Correct it."
+            ) from error
         named = given if isinstance(given, Mapping) else {"score": given}
         try:
             found = {str(name): float(value) for name, value in named.items()}

@@ -56,7 +56,7 @@ def check_new_tokens(max_new_tokens: int, spec: ModelSpec, name: str = "max_new_
     check_count(name, max_new_tokens)
     if max_new_tokens >= spec.max_positions:
         raise UserError(
-            "context-exceeded", f"{name}={max_new_tokens} leaves no room in the context of {spec.max_positions}"
+            "context-exceeded", f"{name}={max_new_tokens} fills the context of {spec.max_positions}. Lower it."
         )
 
 
@@ -74,7 +74,7 @@ def encode(
     """
     given = as_list(prompts)
     if not given:
-        raise UserError("prompt-missing", "There is no prompt. Give at least one.")
+        raise UserError("prompt-missing", "The prompt is missing. Give at least one.")
     return [
         encode_one(prompt, tokenizer, spec, max_new_tokens, f"prompt {number}")
         for number, prompt in enumerate(given, first)
@@ -113,7 +113,7 @@ def encode_one(
 def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> list[int]:
     if isinstance(prompt, Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
-            raise UserError("prompt-type", f"{name} must be 1-D token ids, not {prompt.dim()}-D {prompt.dtype}")
+            raise UserError("prompt-type", f"{name} is {prompt.dim()}-D {prompt.dtype}. Give 1-D token ids.")
         return prompt.tolist()
     if isinstance(prompt, BYTES):
         raise UserError("prompt-type", f"{name} is bytes. Give text, for example by bytes.decode().")
@@ -123,16 +123,16 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> l
         return list(prompt)
     text = isinstance(prompt, str)
     if not text and not isinstance(prompt, Sequence):
-        raise UserError("prompt-type", f"{name} must be text, token ids or messages, not {type(prompt).__name__}")
+        raise UserError("prompt-type", f"{name} is a {type(prompt).__name__}. Give text, token ids or messages.")
     for at, message in () if text else enumerate(prompt, 1):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise UserError("messages-invalid", f"{name} must be text, token ids, or have 'role' and 'content'")
+            raise UserError("messages-invalid", f"{name} has a message that lacks text. Give 'role' and 'content'.")
         if not isinstance(message["content"], str):
             raise UserError(
-                "messages-invalid", f"{name}: message {at} must be text, not {short(repr(message['content']))}"
+                "messages-invalid", f"{name}: message {at} is {short(repr(message['content']))}. Give text."
             )
     if tokenizer is None:
-        raise UserError("tokenizer-missing", f"{name} is text and there is no tokenizer. Give token ids.")
+        raise UserError("tokenizer-missing", f"{name} is text, and the tokenizer is missing. Give token ids.")
     if not text:
         return text_ids(chat_text(prompt, tokenizer, name), tokenizer, name, special=False)  # the template has its own
     if not prompt.strip():
@@ -169,7 +169,7 @@ def chat_text(
         message = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise UserError(
             "chat-template-failed",
-            f"{name} does not fit this model's chat template: {short(' '.join(message.split()))}",
+            f"{name}: the chat template fails ({short(' '.join(message.split()))}). Change the messages.",
         ) from None
 
 

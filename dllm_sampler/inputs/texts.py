@@ -19,9 +19,9 @@ def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase 
     """
     stops = (given,) if isinstance(given, str) else given
     if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise UserError("option-type", f"stop_strings must be texts that are not empty, not {given!r}")
+        raise UserError("option-type", f"stop_strings is {given!r}. Give texts that are not empty.")
     if stops and tokenizer is None:
-        raise UserError("tokenizer-missing", "stop_strings need a tokenizer, and this checkpoint has none")
+        raise UserError("tokenizer-missing", "stop_strings need a tokenizer, and the checkpoint has none. Add one.")
     own = () if tokenizer is None else tokenizer.init_kwargs.get("stop_strings") or ()
     return tuple(dict.fromkeys((*stops, *own)))
 

@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status.
 
     Args:
-        words: the command line without the program's name; None: that of the process.
+        words: the command line without the program's name. By default that of the process.
     """
     given = list(sys.argv[1:] if words is None else words)
     with warnings.catch_warnings():
@@ -112,24 +112,24 @@ def written(words: Sequence[str]) -> str:
 
 
 def _check(word: str) -> None:
-    """Refuse a word that is no setting, or that sets what the engine or its requests say."""
+    """Refuse a word that is not a setting, or that the engine or its requests set."""
     if not is_override(word):
         raise UserError("option-syntax", f"'{word}' is not NAME=VALUE. See {COMMAND} --help.")
     key = re.split(r"[.=@/]", word.lstrip("+~"))[0]
     if key in OURS or key not in {*config.GROUPS, *Options.__dataclass_fields__}:  # what nothing has is refused later
         return
     why = THEIRS.get(key, f"these have {', '.join(OURS)}")
-    raise UserError("option-not-applicable", f"{word} does not belong in an engine's settings: {why}")
+    raise UserError("option-not-applicable", f"{word} does not belong in an engine's settings ({why}). Remove it.")
 
 
 def _settings(plugins: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """What `integrations.settings.Settings` reads."""
+    """Return the fields of `integrations.settings.Settings`."""
     from dllm_sampler.blocks.fixed import FixedBlocks
 
     blocks = config.build("blocks", plugins["blocks"])
     if not isinstance(blocks, FixedBlocks):
         raise UserError(
-            "blocks-incompatible", f"blocks={plugins['blocks']['name']}: blocks need one length. Use blocks=fixed."
+            "blocks-incompatible", f"blocks={plugins['blocks']['name']} has no fixed length. Use blocks=fixed."
         )
     guides = [_named("guide", _held(one)) for one in plugins["guide"]]
     found = {
@@ -156,7 +156,7 @@ def _named(group: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _notes(chosen: Mapping[str, object], options: Options, fixed: bool) -> Iterator[str]:
-    """What the YAML leaves to the engine and its requests, of which an experiment said something."""
+    """Yield the settings of an experiment that the YAML leaves to the engine and its requests."""
     plain, default = asdict(Options()), defaults()
     left = [f"{group}={chosen[group]}" for group in ("model", "cache", "stop") if chosen[group] != default[group]]
     left += [f"{key}={value}" for key, value in asdict(options).items() if value != plain[key] and key not in OURS]

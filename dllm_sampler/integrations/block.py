@@ -43,7 +43,7 @@ NO_END = 2**31 - 1  # stands for an end token that is not known
 
 @dataclass(frozen=True)
 class BlockState:
-    """What rows carry through their blocks. Every tensor in it has one row per row of the batch."""
+    """The state of rows in their blocks. Every tensor in it has one row per row of the batch."""
 
     canvas: Canvas  # `[B, W+1]`: the block, and the empty slot
     carry: Carry  # of the scheduler
@@ -52,9 +52,9 @@ class BlockState:
 
 
 class Decision(NamedTuple):
-    """What a forward changes."""
+    """The changes of one forward."""
 
-    ids: Tensor  # [B, W] the block after it; what stands at noise has no meaning, unless noise are random tokens
+    ids: Tensor  # [B, W] the block after it. Ids at noise mean nothing, unless noise are random tokens
     noise: Tensor  # [B, W] bool: still to be decoded
     commit: Tensor  # [B, W] bool: written by this step
     token: Tensor  # [B, W] what the model would write at each position, as far as the scheduler asked; else `ids`
@@ -69,11 +69,11 @@ class BlockRule:
     """Decides what each forward over a block commits, as `Sampler` with the same scheduler does.
 
     It holds no state of a row. The scheduler sees the block as a whole answer: `scheduler.steps` are forwards per full
-    block, and rules that count over an answer (`Traits.scope`) count over the block, of which a warning tells.
+    block. Rules that count over an answer (`Traits.scope`) count over the block, with a warning.
 
     Args:
         scheduler: a name, a dict with `name` and settings, or a `Scheduler`.
-        spec: what the engine knows of the model, see `model`.
+        spec: of the model, by the engine, see `model`.
         length: W, positions of a block.
         guide, temperature, top_k, top_p: as `Sampler`'s.
         compat: let the mask id be chosen, as published code does.
@@ -136,8 +136,8 @@ class BlockRule:
         rule = self.plugins.scheduler
         if rule.traits.scope == "answer":
             warnings.warn(
-                f"scheduler={named(rule)} counts over an answer, and here over each block of {length} positions: its"
-                " tokens differ from those of Sampler",
+                f"scheduler={named(rule)} counts over an answer, but sees one block of {length} positions. Its tokens"
+                " differ from Sampler's.",
                 stacklevel=2,
             )
         needs = self.plugins.needs | {"logits"} if spec.self_conditioning else self.plugins.needs
@@ -147,13 +147,13 @@ class BlockRule:
     def open(
         self, ids: Tensor, noise: Tensor, frozen: Tensor, before: Sequence[Sequence[int]] | None = None
     ) -> BlockState:
-        """The state of blocks before their first forward.
+        """Create the state of blocks before their first forward.
 
         Args:
-            ids: `[B, W] int64` what stands there.
+            ids: `[B, W] int64` tokens of the blocks.
             noise: `[B, W] bool` positions to be decoded.
             frozen: `[B, W] bool` positions that may not be changed, a prompt's: the first ones of a block.
-            before: tokens of each answer in earlier blocks, for a guide on its form; None: these are first blocks.
+            before: tokens of each answer in earlier blocks, if any, for a guide on its form.
         """
         canvas = layout.block_canvas(ids, noise, frozen, self.spec)
         carry = self.plugins.scheduler.init(canvas)
@@ -168,7 +168,7 @@ class BlockRule:
     def decide(
         self, state: BlockState, ids: Tensor, logits: Tensor, first: Tensor, step: Tensor, seed: Tensor
     ) -> tuple[Decision, BlockState]:
-        """What one forward changes, and the state for the next. Nothing is read back from the device.
+        """Return the changes of one forward, and the state for the next. Nothing is read back from the device.
 
         Args:
             state: of rows whose blocks may differ in age.
@@ -223,7 +223,7 @@ class BlockRule:
         )
 
     def _read(self, canvas: Canvas, query: Query, logits: Tensor, state: BlockState) -> Readout:
-        """What the logits `[B, W, V]` say of the queried positions."""
+        """Read the queried positions out of the logits `[B, W, V]`."""
         if self.asks:
             at = query.positions.clamp(max=canvas.length - 1)  # the empty slot has no logits: any will do
             rows = at + canvas.length * select.arange(len(at), at.device)[:, None]
@@ -262,7 +262,7 @@ def check_text(spec: ModelSpec, guides: Iterable[Guide], tokenizer: PreTrainedTo
     """
     formed = [one for one in guides if of_text(one)]
     if formed and tokenizer is None:
-        raise UserError("tokenizer-missing", f"guide={named(formed[0])} must know the text of tokens. Add a tokenizer.")
+        raise UserError("tokenizer-missing", f"guide={named(formed[0])} reads the text of tokens. Add a tokenizer.")
     _check_ends(spec, formed)
 
 

@@ -34,7 +34,7 @@ try:
     from diffusers.utils.outputs import BaseOutput
 except ImportError as error:
     raise UserError(
-        "package-missing", f"DllmScheduler needs the package diffusers: {installing('diffusers')}"
+        "package-missing", f"DllmScheduler needs the package diffusers. Run {installing('diffusers')}."
     ) from error
 
 # What `LLaDA2Pipeline` tells every scheduler unless its caller says otherwise.
@@ -251,7 +251,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
 
         token, ids, left, self._over = decision.token, decision.ids, decision.noise, decision.over
         if mask_id is not None and (self._rule.asks or self.config["compat"]):
-            # The mask token was chosen, or stands where the scheduler did not ask.
+            # The mask token was chosen, or is at a position that the scheduler did not ask about.
             best = model_output.index_fill(-1, sample.new_tensor([mask_id]), -torch.inf).argmax(-1)
             token = torch.where(token == mask_id, best, token)
         if index + 1 >= self.steps:
@@ -289,7 +289,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         return self._finished
 
     def check_block_should_continue(self, finished: Tensor, **_: Any) -> bool:
-        """Whether some row that is not `finished [B]` has not decoded its block. Called by diffusers 0.42."""
+        """Return True if a row that is not `finished [B]` has not decoded its block. Called by diffusers 0.42."""
         return not bool((self._over | finished).all())
 
     def save_config(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
@@ -325,7 +325,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             )
         if logits.dim() != 3 or logits.shape[:2] != sample.shape:
             raise UserError(
-                "shape-mismatch", f"model_output has the shape {tuple(logits.shape)}, not that of {tuple(shape)}"
+                "shape-mismatch", f"model_output has the shape {tuple(logits.shape)}. Give logits for {tuple(shape)}."
             )
 
     def _filled(self, ids: Tensor, left: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -333,9 +333,9 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         rows = left.any(1)
         if bool((rows & ~self._finished).any()):
             warnings.warn(
-                f"scheduler={named(self._rule.plugins.scheduler)} was not through with a block after"
-                f" num_inference_steps={self.num_inference_steps}, whose last step wrote all that was left: give the"
-                " pipeline more steps, or the scheduler settings with which it takes fewer",
+                f"scheduler={named(self._rule.plugins.scheduler)} needs more than"
+                f" num_inference_steps={self.num_inference_steps} for a block: the last step wrote the rest. Raise it,"
+                " or change the scheduler's settings.",
                 stacklevel=3,
             )
         assert self._state is not None
@@ -362,7 +362,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         if others.get("prompt_mask") is not None:
             frozen = frozen | others["prompt_mask"]
         if bool(frozen.all()):
-            raise UserError("nothing-to-generate", f"sample has no mask token {mask_id}, so nothing to decode")
+            raise UserError("nothing-to-generate", f"sample has no mask token {mask_id}. Give masks to decode.")
         made_for = (logits.shape[-1], mask_id, sample.shape[1], sample.device)
         if self._built_for != made_for:
             with warnings.catch_warnings():
@@ -372,8 +372,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             said = [f"{name}={others[name]}" for name in UNSAID if others.get(name, UNSAID[name]) != UNSAID[name]]
             if said:
                 warnings.warn(
-                    f"{', '.join(said)} of the pipeline has no effect: give settings to DllmScheduler, as in"
-                    ' DllmScheduler({"name": "threshold", "threshold": 0.8}, temperature=1.0)',
+                    f"{', '.join(said)} of the pipeline has no effect. Give settings to DllmScheduler, as in"
+                    ' DllmScheduler({"name": "threshold", "threshold": 0.8}, temperature=1.0).',
                     stacklevel=3,
                 )
             # Renoising draws from the generator; where there is none, its next call must find another state.
@@ -387,7 +387,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         self._state = self._rule.open(sample, ~frozen, frozen, before)
 
     def _earlier(self, form: Guide, mask_id: int | None) -> list[list[int]] | None:
-        """Tokens of each answer in earlier blocks, for a guide on its form; None: there are none."""
+        """Return the tokens of each answer in earlier blocks, if any, for a guide on its form."""
         if mask_id is None or self._length is None:
             raise UserError(
                 "guide-incompatible",

@@ -99,7 +99,7 @@ def _padded(values: Tensor, value: int) -> Tensor:
 
 
 def of_text(plugin: object) -> bool:
-    """Whether a plug-in says what form a whole answer has, for which it must know the text of tokens."""
+    """Return True if a plug-in decides the form of a whole answer, and so reads the text of tokens."""
     return getattr(plugin, "joint", False) or getattr(plugin, "vetoes", False)
 
 

@@ -29,7 +29,7 @@ from dllm_sampler.kernels.backend import select
 State = TypeVar("State")
 
 RULES = 256  # kept at a time: requests may name as many temperatures as they like
-DEVICES = 4  # of which guides are kept
+DEVICES = 4  # most devices with bound guides
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Row:
 
 
 class Model(NamedTuple):
-    """What requests tell of the model."""
+    """Facts of the model that requests carry."""
 
     vocab_size: int
     ends: tuple[int, ...] = ()  # tokens at which the engine ends an answer, the model's own first
@@ -74,7 +74,7 @@ class Model(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What there is of an answer when a block of it opens."""
+    """An answer so far, when a block of it opens."""
 
     seed: int
     sampling: Sampling = Sampling()
@@ -84,11 +84,11 @@ class Answer(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a round has come to."""
+    """The outcome of a round."""
 
     ids: Tensor  # [B, W]
     settled: list[bool]  # the forward has seen the final tokens of the block, or none will: the row rests
-    failed: list[int]  # rows for which the model returned no finite numbers in this round
+    failed: list[int]  # rows with NaN or infinite logits in this round
     endless: list[int]  # rows that made as many forwards as a block can need; these rest too, and their masks stay
     made: dict[int, int]  # forwards of rows whose block is decoded now, those in earlier blocks included
 
@@ -100,7 +100,7 @@ class Serving:
     Args:
         settings: of the engine.
         length: W.
-        mask_id: what stands where something is to be decoded.
+        mask_id: the token at positions to decode.
     """
 
     settings: Settings
@@ -120,7 +120,7 @@ class Serving:
         self._rule, self._guides = lru_cache(RULES)(self._make), lru_cache(DEVICES)(self._bound)
 
     def obstacle(self, sampling: Sampling, model: Model) -> str | None:
-        """Why a request that tells of the model cannot have its tokens chosen like this; None: it can."""
+        """Return the reason that a request with this model and sampling cannot be served, or None if it can."""
         try:
             self._rule(sampling, model, model.vocab_size, CPU, torch.float32)
             self.model = model
@@ -129,10 +129,10 @@ class Serving:
         return None
 
     def open(self, ids: Tensor, frozen: Tensor, answers: Sequence[Answer]) -> list[Row]:
-        """Blocks before their first forward.
+        """Open blocks, before their first forward.
 
         Args:
-            ids: `[B, W] int64` what stands there.
+            ids: `[B, W] int64` tokens of the blocks.
             frozen: `[B, W] bool` the prompt's.
             answers: of each row.
         """
@@ -222,7 +222,7 @@ class Serving:
         )
 
     def _bound(self, model: Model, vocab_size: int, device: torch.device) -> tuple[Guide, ...]:
-        """The guides, of which one on the form of answers is bound: that takes long, and rules have it in common."""
+        """Return the guides. One on the form of answers is bound here: that takes long, and rules share it."""
         guides = config.build("guide", self.settings.guide)
         if not self.formed:
             return guides
@@ -238,10 +238,10 @@ def _within(ends: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 
 
 def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:
-    """What a scheduler remembers, without a part of `logits`: the engine's next forward writes there.
+    """Copy the parts of a scheduler's state that share memory with `logits`: the engine's next forward writes there.
 
-    `spent` is what it remembered before. Its memory is used again: that of tables as large as the logits takes longer
-    to allocate than to fill.
+    Memory of `spent`, the state before, is used again: tables as large as the logits take longer to allocate than to
+    fill.
     """
     if carry is None:
         return None
@@ -272,10 +272,10 @@ def taken(state: State, rows: Tensor) -> State:
 
 
 def stacked(states: Sequence[State]) -> State:
-    """The state of all rows of `states`, which may differ in age.
+    """Return the state of all rows of `states`, which may differ in age.
 
-    Before the first forward of a block a scheduler may hold less of a row, in fewer columns, than behind it; what it
-    holds then does not count, so any numbers fill up.
+    Before the first forward of a block a scheduler may have fewer columns of a row than later. Their values do not
+    count then, so any numbers fill up.
     """
     if len(states) == 1:
         return states[0]

@@ -1,4 +1,4 @@
-"""What the configuration file of an engine says of our part: `python -m dllm_sampler.integrations` writes it."""
+"""Our part of an engine's configuration file, which `python -m dllm_sampler.integrations` writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTH = 32  # of blocks to try settings on, where neither they nor a model say 
 
 
 class Sampling(NamedTuple):
-    """How the tokens of a request are chosen; the default is greedy."""
+    """Sampling settings of a request. The default is greedy."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -38,12 +38,12 @@ class Sampling(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine's configuration file says of our part.
+    """Our part of an engine's configuration file.
 
     Args:
         scheduler, guide, compat: as `BlockRule`'s.
-        temperature, top_k, top_p: for all requests; without a temperature each request has its own.
-        block_size: positions of a block, which the engine reads; None: the model's.
+        temperature, top_k, top_p: for all requests. Without a temperature each request has its own.
+        block_size: positions of a block, which the engine reads. By default the model's.
     """
 
     scheduler: str | dict[str, Any]
@@ -78,7 +78,9 @@ class Settings:
         try:
             found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise UserError("file-unreadable", f"{where}: {path} cannot be read: {first_line(error)}") from error
+            raise UserError(
+                "file-unreadable", f"{where}: {path} cannot be read ({first_line(error)}). Correct it."
+            ) from error
         if not isinstance(found, dict):
             raise UserError("config-invalid", f"{where}: {path} has no names with values. Write scheduler: threshold.")
         return Settings.read(found, where)
@@ -96,11 +98,11 @@ class Settings:
         tokenizer: PreTrainedTokenizerBase | None = None,
         warn: bool = False,
     ) -> BlockRule:
-        """What decides over blocks of `length`.
+        """Build the rule that decides over blocks of `length`.
 
         Args:
-            ends: tokens that end an answer; none: they are not known.
-            sampling: of a request; None: that of these settings.
+            ends: tokens that end an answer, if known.
+            sampling: of a request. By default that of these settings.
             guides: in place of those of these settings; one on the form of answers needs the `tokenizer`.
             warn: whether it warns, as `BlockRule` does; `checked` has warned already.
 
@@ -140,9 +142,9 @@ class Settings:
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are chosen where requests do not say it."""
+        """Sampling settings of requests without their own."""
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     def fixes(self, rule: BlockRule) -> bool:
-        """Whether these settings, of which `rule` was made, say how tokens are chosen, so that requests do not."""
+        """Return True if these settings, which made `rule`, choose tokens, so that requests cannot."""
         return self.temperature is not None or any(one.draws or one.truncates for one in rule.plugins.guides)

@@ -102,8 +102,10 @@ class BlockAlgorithm:
 
     @classmethod
     def validate_request(cls, req: Any) -> str | None:
-        """Why a request cannot be served as it asks to be; None: it can. SGLang calls it where it decodes, once for
-        each request, which from then on tells how long its answer may be and what stands in it."""
+        """Return the reason that a request cannot be served, or None if it can.
+
+        SGLang calls it once for each request. The request is kept for the length and the tokens of its answer.
+        """
         wanted = req.sampling_params
         unknown = [name for name, plain in OTHERS.items() if (getattr(wanted, name, plain) or plain) != plain]
         unknown += [name for name in OF_REQUEST if getattr(req, name, None)]
@@ -122,7 +124,7 @@ class BlockAlgorithm:
         return self.serving.steps
 
     def init_step_state(self, forward_batch: Any) -> list[Any]:
-        """What each request keeps until its block is over. Reads the device, which waits for the forward anyway."""
+        """Return the state of each request until its block is over. Reads the device, which waits for the forward."""
         ids, frozen = self._ids(forward_batch), forward_batch.dllm_prompt_mask
         frozen = ids != self.mask_id if frozen is None else frozen
         names = forward_batch.rids or [str(row) for row in range(len(ids))]
@@ -163,7 +165,7 @@ class BlockAlgorithm:
         return forward_batch.input_ids.view(-1, self.block_size).long()
 
     def _answer(self, name: str, sampling: Sampling) -> Answer:
-        """What there is of a request's answer."""
+        """Return a request's answer so far."""
         from dllm_sampler.integrations.serving import Answer
 
         request = self.requests.get(name)
@@ -177,7 +179,7 @@ class BlockAlgorithm:
         return Answer(seed, sampling, made, tuple(request.output_ids))
 
     def _samplings(self, forward_batch: Any, count: int) -> list[Sampling]:
-        """How each of `count` requests wants its tokens to be chosen."""
+        """Return the sampling settings of each of `count` requests."""
         from dllm_sampler.integrations.settings import Sampling
 
         info = forward_batch.sampling_info
@@ -198,7 +200,7 @@ def _sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
 
 
 def _model(request: Any) -> Model:
-    """What a request tells of the model."""
+    """Return the facts of the model that a request carries."""
     from dllm_sampler.integrations.serving import Model
 
     tokenizer, listed = request.tokenizer, request.eos_token_ids or ()
@@ -210,5 +212,5 @@ def _model(request: Any) -> Model:
 
 
 def _seed(name: str) -> int:
-    """Of the draws of a request that brings no seed along: the same in every process."""
+    """Return the seed of a request without one: the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)

@@ -42,15 +42,15 @@ def packed_attention(
     """Attention output `[T, H, Dh]` of a pack: T entries of a whole batch, sorted by row, segment and column.
 
     q: `[T, H, Dh]`, rotated
-    k, v: `[T, Hkv, Dh]`, the entries' own keys and values (fresh ones); None: they are in their slots already
-    slots: keys and values `[B, L+1, Hkv, Dh]`, the last one empty; None: nothing is stored
+    k, v: `[T, Hkv, Dh]`, the entries' own keys and values (fresh ones). Without them they are in their slots already
+    slots: keys and values `[B, L+1, Hkv, Dh]`, the last one empty. Without them nothing is stored
     bounds: int64 `[B+1]`: row b has the entries bounds[b]..bounds[b+1]-1; those from bounds[B] on are fillers
-    columns: int64 `[T]`, where the entries stand
+    columns: int64 `[T]`, of the entries
     end: integers `[B]`, columns from here on are hidden; default: L
-    until: int64 `[T]`, first column that each entry does not see, at most the row's `end`; None: it is `end`
+    until: int64 `[T]`, first column that each entry does not see, at most the row's `end`, which is the default
     segment: integers `[T]`; a fresh key is seen by entries of its own row and segment. Default: by those of its row
     unread: bool `[B, L+1]`, stored columns that no entry sees: fresh keys replace them, or they are hidden
-    stored: whether stored keys are seen; false for a forward that computes every column
+    stored: stored keys are seen. False for a forward that computes every column
     longest: a row has no more entries than that; default T
     scale: of the scores; default `Dh ** -0.5`
     splits: programs that share the keys of a row; default: enough to fill the GPU

@@ -69,12 +69,12 @@ def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
     why = obstacle(device, dtype)
     if why is None:
         return _triton()
-    warn(f"Triton kernels cannot run here, torch takes their place: {why}")
+    warn(f"Triton kernels cannot run here ({why}). torch replaces them.")
     return TORCH
 
 
 def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Triton's kernels cannot run; None: they can."""
+    """Return the reason that Triton's kernels cannot run, or None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if dtype not in DTYPES:
@@ -84,7 +84,7 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if knobs.runtime.interpret:
         return None  # on the CPU too, slowly
     if device.type != "cuda":
-        return f"the device is {device.type}, which is no GPU of NVIDIA or AMD"
+        return f"the device is {device.type}, not a GPU of NVIDIA or AMD"
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     capability = torch.cuda.get_device_capability(device)
@@ -96,7 +96,7 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @cache
 def driver() -> str | None:
-    """Why Triton finds no GPU or cannot launch anything on it; None: it can."""
+    """Return the reason that Triton finds no GPU or cannot launch anything on it, or None if it can."""
     from triton.runtime import driver as runtime
 
     try:
@@ -149,7 +149,7 @@ def guarded(fused: Function, plain: Function) -> Function:
                 if not replaceable(error):
                     raise
                 failed.add(alike((args, kwargs)))
-                warn(f"the Triton kernel {fused.__name__} cannot run, torch takes its place: {first_line(error)}")
+                warn(f"The Triton kernel {fused.__name__} cannot run ({first_line(error)}). torch replaces it.")
         return plain(*args, **kwargs)
 
     return cast(Function, call)
@@ -169,7 +169,7 @@ def alike(value: Any) -> Hashable:
 
 
 def replaceable(error: Exception) -> bool:
-    """Whether torch can do the work: the kernel does not compile or launch, the device is fine, nothing is recorded."""
+    """Return True if torch can do the work: the kernel fails, the device is fine, and nothing is recorded."""
     from triton.errors import TritonError
 
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

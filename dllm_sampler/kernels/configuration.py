@@ -1,4 +1,4 @@
-"""How a kernel is compiled. Tests, ahead-of-time compilation and launches on a GPU share these values."""
+"""Values to compile kernels with. Tests, ahead-of-time compilation and launches on a GPU share them."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None)
 
 
 def linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What `linear` computes, in torch: integers are exact in every dtype, but their sums may leave float16's range."""
+    """Compute `linear` in torch. Integers are exact in every dtype, but their sums may exceed float16's range."""
     if x.dtype == torch.float16:
         return F.linear(x, (weight * scale[:, None]).to(x.dtype), bias)
     weight, flat = weight.to(x.dtype), x.reshape(-1, x.shape[-1])

@@ -40,7 +40,7 @@ def norm(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
 
     hidden: `[..., D]`, the stream, or the heads `[..., H, Dh]` of a per-head norm
     weight: `[D]`, in the stream's dtype
-    delta: `[..., D]` to add first, in the stream's dtype; None: nothing, and `residual` is `hidden` itself
+    delta: `[..., D]` to add first, in the stream's dtype. Without it `residual` is `hidden` itself
 
     Reduces in float32 and rounds like `norm_reference`: after the sum, after the norm and after the weight.
     """
@@ -67,7 +67,7 @@ def norm(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
 
 
 def norm_reference(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What `norm` computes, in torch."""
+    """Compute `norm` in torch."""
     residual = hidden if delta is None else hidden + delta
     return F.rms_norm(residual, weight.shape, None, eps) * weight, residual
 

@@ -1,4 +1,4 @@
-"""What readout and head share: the statistics of a part of the vocabulary, and of all parts together.
+"""Shared parts of readout and head: the statistics of a part of the vocabulary, and of all parts together.
 
 Nine numbers describe a part. They keep what the best token leaves to the others, however little it is:
 
@@ -225,7 +225,7 @@ def finishing(parts: int, draw: bool) -> dict[str, Any]:
 
 
 def empty(rows: int, device: torch.device, sampling: Sampling) -> Readout:
-    """What a kernel returns for `rows`, before it is written: float64, but for the token."""
+    """Allocate a kernel's result for `rows`: float64, except the token."""
 
     def real() -> Tensor:
         return torch.empty(rows, dtype=torch.float64, device=device)

@@ -22,7 +22,7 @@ NEEDS = frozenset({"margin", "gap", "entropy", "logsumexp"})
 
 
 def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
-    """What `kernels.readout.readout` computes; it stores a tempered copy of the logits."""
+    """Compute `kernels.readout.readout` in torch. Stores a tempered copy of the logits."""
     sampling.check(logits, logits.shape[1])
     logits = logits.clone()
     if sampling.mask_id is not None:
@@ -40,7 +40,7 @@ def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
 
 
 def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY) -> Readout:
-    """What `kernels.head.head` computes; it stores the logits."""
+    """Compute `kernels.head.head` in torch. Stores the logits."""
     sampling.check(hidden, weight.shape[0])
     return readout(F.linear(hidden, weight), sampling)
 

@@ -177,7 +177,7 @@ def qkv_rope_reference(
     places: Tensor | None = None,
     fresh: bool = True,
 ) -> Heads:
-    """What `qkv_rope` computes, in torch."""
+    """Compute `qkv_rope` in torch."""
     size, turned = fused.shape[-1] // (heads + 2 * kv_heads), cos.shape[-1]
     every = (fused if bias is None else fused + bias).unflatten(-1, (-1, size))  # [T, H+2Hkv, Dh]
     q, k, v = every.split([heads, kv_heads, kv_heads], 1)

@@ -1,4 +1,4 @@
-"""How the kernels `readout` and `head` choose a token, and what they measure."""
+"""Settings of the kernels `readout` and `head`: the choice of a token, and the measures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dllm_sampler.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose a token for each of N rows, and what to measure.
+    """Settings to choose a token for each of N rows, and what to measure.
 
-    mask_id: a token that is never chosen and has no probability; None: every token may be chosen
-    temperature: of the draw; 0: the best token, the lowest id among equals
+    mask_id: a token that is never chosen and has no probability. By default every token may be chosen
+    temperature: of the draw. 0 takes the best token, the lowest id among equals
     measured: measure the distribution at the temperature, see `guides.Temperature`; otherwise the one without it
     keys: `[N] int64`, `noise.key` of each row in the stream `TOKENS`; needed at a temperature
     current: `[N] int64` tokens whose log-probability is measured too
@@ -28,7 +28,7 @@ class Sampling:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are drawn: at a temperature of 0 the best one is taken."""
+        """True if tokens are drawn."""
         return self.temperature > 0
 
     def check(self, rows: Tensor, vocab: int) -> None:
@@ -38,14 +38,14 @@ class Sampling:
             UserError: a temperature without keys, a token out of range, rows that are not contiguous.
         """
         if not 0 <= self.temperature < float("inf"):
-            raise UserError("option-range", f"temperature must be a number of at least 0, not {self.temperature!r}")
+            raise UserError("option-range", f"temperature is {self.temperature!r}. Set a number of at least 0.")
         if self.draws and self.keys is None:
-            raise UserError("option-missing", "sampling at a temperature needs keys, the noise.key of every row")
+            raise UserError("option-missing", "A temperature above 0 needs keys. Give the noise.key of every row.")
         if self.mask_id is not None and not 0 <= self.mask_id < vocab:
-            raise UserError("token-outside-vocabulary", f"mask_id must be a token below {vocab}, not {self.mask_id}")
+            raise UserError("token-outside-vocabulary", f"mask_id is {self.mask_id}. Set a token below {vocab}.")
         if rows.dim() != 2 or rows.stride(1) != 1:
             shape = f"{tuple(rows.shape)} {rows.stride()}"
-            raise UserError("shape-mismatch", f"rows must be [N, width] with neighbours in memory, not {shape}")
+            raise UserError("shape-mismatch", f"The rows are {shape}. Give contiguous rows [N, width].")
 
 
 GREEDY = Sampling()

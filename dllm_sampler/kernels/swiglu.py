@@ -45,7 +45,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """What `swiglu` computes, in torch."""
+    """Compute `swiglu` in torch."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     return F.silu(gate) * up
 

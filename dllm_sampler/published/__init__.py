@@ -1,7 +1,7 @@
-"""What published code adds to its rule, to the letter: quirks that the plug-ins of the package leave out.
+"""Quirks of published code, to the letter, that the plug-ins of the package leave out.
 
-Each class is the clean plug-in with the quirk on top, made for the replay of recorded runs. To have a published loop as
-it is, hand the object over:
+Each class is the clean plug-in with the quirk on top, made for the replay of recorded runs. To run a published loop as
+it is, pass the object:
 
     from dllm_sampler.published import ForcedFirst, PublishedDualCache
 

@@ -1,4 +1,4 @@
-"""What AdaBlock's Dream path takes for a confidence."""
+"""The confidence of AdaBlock's Dream path."""
 
 from __future__ import annotations
 

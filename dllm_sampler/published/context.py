@@ -17,7 +17,7 @@ from dllm_sampler.stops.end_tokens import BlockStop, finished
 
 @dataclass(frozen=True)
 class LeavesAtEnd(Around):
-    """Leave a block once an end token has no mask before it, though masks may stand behind.
+    """Leave a block once an end token has no mask before it, though masks may follow.
 
     Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
 
@@ -38,7 +38,7 @@ class LeavesAtEnd(Around):
 
 @dataclass(frozen=True)
 class StopStored(BlockStop):
-    """End a row with the forward that stores the block behind an end token.
+    """End a row with the forward that stores the block after an end token.
 
     Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
     """

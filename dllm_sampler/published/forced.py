@@ -40,7 +40,7 @@ class ForcedFirst(Around):
 
 
 def forces_first(scheduler: Scheduler) -> bool:
-    """Whether it or a scheduler inside commits a block's first position by force."""
+    """Return True if a scheduler, or one inside it, commits a block's first position by force."""
     if isinstance(scheduler, ForcedFirst):
         return True
     return isinstance(scheduler, Around) and forces_first(scheduler.inner)

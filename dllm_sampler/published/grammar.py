@@ -16,10 +16,10 @@ from dllm_sampler.guides.grammar.language import Language
 
 @dataclass(frozen=True)
 class PublishedGrammar(Grammar):
-    """The scheduler says how many tokens a step commits; which, each rejection decides again. One row.
+    """The scheduler sets the number of tokens per step. Each rejection decides again which. One row.
 
     After a rejection the position competes with its next best token, at temperature 0 with probabilities that are
-    normalised again. An end token overwrites everything behind it. The canvas ends open. The number of rejections is
+    normalised again. An end token overwrites everything after it. The canvas ends open. The number of rejections is
     limited over the whole generation, and reaching it ends the row at once.
 
     Args:
@@ -106,7 +106,7 @@ def _surest(best: Tensor, plain: Tensor, open_: Tensor) -> tuple[int, int]:
 
 
 def _ends(text: Text) -> bool:
-    """Whether no mask stands before the first end."""
+    """Return True if there is an end before any mask."""
     for word in text.words:
         if word is None:
             return False
@@ -117,7 +117,7 @@ def _ends(text: Text) -> bool:
 
 @dataclass(frozen=True)
 class Behind(Stop):
-    """Ask about everything behind the block too: an end token is written there."""
+    """Ask about everything after the block too: an end token is written there."""
 
     def positions(self, canvas: Canvas) -> Tensor:
         """See `Stop.positions`."""

@@ -1,4 +1,4 @@
-"""What the published functions of DAEDAL and rho-EOS commit, and rho-EOS's guidance and batches."""
+"""Commits of the published functions of DAEDAL and rho-EOS, and rho-EOS's guidance and batches."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from dllm_sampler.schedulers.rho_eos import RhoEos
 class AboveThreshold(Scheduler):
     """Commit above a threshold, not at it, and never the mask token, although it may be the candidate (`compat`).
 
-    Source: Li-Jinsong/DAEDAL and yjyddq/rho-EOS (arXiv 2508.00819, 2601.22527). Where nothing passes, the surest
-    candidate that is no mask token is committed; where all are, the surest of the tokens behind it, by the law without
-    it.
+    Source: Li-Jinsong/DAEDAL and yjyddq/rho-EOS (arXiv 2508.00819, 2601.22527). If nothing passes, the surest candidate
+    other than the mask token is committed. If all are mask tokens, it is the surest other token, by the law without it.
 
     Args:
         threshold: probability.
@@ -36,7 +35,7 @@ class AboveThreshold(Scheduler):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Laws, of which the mask token is taken."""
+        """Laws, since the mask token is removed from them."""
         return frozenset({"probabilities"})
 
     def bind(self, context: Context) -> AboveThreshold:

@@ -14,10 +14,10 @@ from dllm_sampler.schedulers.linear_spec import Draft, LinearSpec
 
 @dataclass(frozen=True)
 class PublishedLinearSpec(LinearSpec):
-    """The first forward computes the prompt and commits the token behind it, and a row ends after a whole round.
+    """The first forward computes the prompt and commits the token after it, and a row ends after a whole round.
 
-    Source: Nemotron-Labs-Diffusion (`linear_spec_generate`). What the last round accepts beyond `tokens` stays; what it
-    accepts behind an end token does not. One prompt at a time: it reads the device.
+    Source: Nemotron-Labs-Diffusion (`linear_spec_generate`). Tokens that the last round accepts beyond `tokens` stay,
+    and those after an end token do not. One prompt at a time: it reads the device.
 
     Args:
         tokens: a round that leaves the row with this many ends it.

@@ -1,4 +1,4 @@
-"""What d3LLM's loops add to their rule."""
+"""Additions of d3LLM's loops to their rule."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class HeldProgress(MultiBlock):
 class PublishedFill(FillStop):
     """`FillStop` that fills nothing once no mask is left on the canvas.
 
-    Source: d3LLM's early stop, arXiv 2601.07568. With `StaleMasks` other tokens may then stand behind the end token.
+    Source: d3LLM's early stop, arXiv 2601.07568. With `StaleMasks` other tokens may then follow the end token.
     """
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:

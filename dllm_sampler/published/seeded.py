@@ -71,7 +71,7 @@ class SeededContext(SeededBlocks):
     """`SeededBlocks` in a loop that leaves a block at an end token, and stores even the last one.
 
     Source: Nemotron-Labs-Diffusion's `generate`. It leaves a block once an end token has no mask before it, though
-    masks may stand behind, and ends after the forward that stores the block. The canvas is one token longer than the
+    masks may follow, and ends after the forward that stores the block. The canvas is one token longer than the
     answer, so that the last block has such a forward too.
 
     Args:
@@ -112,7 +112,7 @@ class StoresApart(BlockCausalCache):
 
 @dataclass
 class PublishedSubBlockCache(StoresApart, SubBlockCache):
-    """The block's first forward behind the one that seeded it computes the whole block."""
+    """The block's first forward after the one that seeded it computes the whole block."""
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """See `Cache.observe`."""

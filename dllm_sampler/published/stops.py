@@ -31,7 +31,7 @@ class StopAt(BlockStop):
 
 @dataclass(frozen=True)
 class EarlyStop(PrefixStop):
-    """As `PrefixStop`, but the published loop looks only when a step commits an end token, and behind each block.
+    """As `PrefixStop`, but the published loop looks only when a step commits an end token, and after each block.
 
     It looks for the first end token from the prompt's first token on: one in the prompt has no mask before it.
     Source: LLaDA2's loop, arXiv 2512.15745.

@@ -13,7 +13,7 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass(frozen=True)
 class SuffixDraws(ReplayNoise):
-    """One draw when a block opens: of numbers for all that is behind it, or of an order of the columns asked about.
+    """One draw when a block opens: of numbers for all columns after it, or of an order of the columns asked about.
 
     Source: DPad, arXiv 2508.14148. One row, and nothing else that draws.
     """

@@ -41,7 +41,7 @@ class AbsorbingKernel(Scheduler):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The whole distribution, of which it draws."""
+        """The whole distribution, to draw from."""
         return frozenset({"probabilities"})
 
     def masks(self) -> Tensor:

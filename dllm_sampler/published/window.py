@@ -31,7 +31,7 @@ class PublishedWindow(WindowCache):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} leaves each block's first position without a prediction on this model,"
-                f" and scheduler={named(scheduler)} does not commit it first: use ForcedFirst around it",
+                f" and scheduler={named(scheduler)} does not commit it first. Put ForcedFirst around it.",
             )
         return super().bind(context)
 

@@ -21,7 +21,7 @@ class PublishedWino(Wino):
 
     Source: WINO, arXiv 2507.18578. A step with a single commit takes nothing back. The loop has a record of its own of
     the positions that are open: a mask token written under `compat` is decided, and shadows judge it like any other
-    token. The record is made anew for each block, so masks written in earlier blocks are open again then.
+    token. Each block has a new record, so masks written in earlier blocks are open again then.
     """
 
     @property

@@ -35,7 +35,7 @@ class _EosStop(Stop):
         return with_bound_fields(self, end_ids=context.spec.eos_ids)
 
     def ends(self, after: Canvas) -> Tensor:
-        """`[B, L+1] bool` end tokens that stand committed in the generation."""
+        """Return `[B, L+1] bool` the committed end tokens of the generation."""
         return is_end(after.ids, self.end_ids) & ~after.masked & ~after.layout.frozen & after.seen()
 
 
@@ -49,7 +49,7 @@ class BlockStop(_EosStop):
     """Stop after a complete block that contains an end token; everything after it becomes padding.
 
     Raises:
-        UserError: in `bind`, with blocks of which several are open at once.
+        UserError: in `bind`, if several blocks are open at once.
     """
 
     def bind(self, context: Context) -> Self:

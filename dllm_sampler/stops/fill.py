@@ -1,4 +1,4 @@
-"""d3LLM's early stop: an end token fills what stands behind it."""
+"""d3LLM's early stop: an end token overwrites everything after it."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -16,9 +16,9 @@ class FillStop(PrefixStop):
     """Write the (first) end token everywhere after a committed one. Stop once no mask remains before it.
 
     Source: the early stop of d3LLM, arXiv 2601.07568. The model sees end tokens where masks were (with `stop=truncate`
-    it sees nothing there). An end token that is committed farther left fills again. In the published code masks behind
-    an end token may still be committed by one forward. With a scheduler that takes tokens back (`edit.remask`), once
-    the block is over.
+    it sees nothing there). An end token that is committed farther left fills again. In the published code one forward
+    may still commit masks after an end token. With a scheduler that remasks (`edit.remask`), it fills once the block is
+    over.
     """
 
     fills: ClassVar[bool] = True

@@ -15,14 +15,14 @@ from dllm_sampler.stops.end_tokens import finished
 
 @dataclass(frozen=True)
 class Prophet(Stop):
-    """Fill every mask at once when the best token stands far above the second on the answer's positions.
+    """Commit every mask at once when the best token is far above the second on the answer's positions.
 
     Source: Prophet, arXiv 2508.19982. The gap is between the two best logits, averaged over the region, masked or
     not; the bound falls as decoding proceeds. It is judged only on forwards with fresh rows for the whole region and
     every mask: under a dual cache those that open a block.
 
     Args:
-        start: first position of the answer region inside the generation; None: the region is every mask.
+        start: first position of the answer region inside the generation. By default the region is every mask.
         length: positions of the region; those outside the generation do not count. Without any inside it never fires.
         early, mid, late: bounds on the mean gap until a third, two thirds and the rest of the way.
         steps: planned forwards, which make progress the step's number (from 1) over them, as published; None:

@@ -25,12 +25,12 @@ def check(spec: ModelSpec) -> None:
         UserError: no mask token, or block-causal attention.
     """
     if spec.mask_id is None:
-        raise UserError("mask-token-missing", "likelihoods need a mask token. Use generation tasks.")
+        raise UserError("mask-token-missing", "Likelihoods need a mask token. Use generation tasks.")
     if spec.attention != "bidirectional":
         kind = "block-causal" if spec.attention == "block_causal" else "causal up to its active block"
         raise UserError(
             "model-not-scorable",
-            f"likelihoods are those of models that see the whole text, and this one is {kind}: use generation tasks",
+            f"Likelihoods need a model that sees the whole text, and this one is {kind}. Use generation tasks.",
         )
 
 

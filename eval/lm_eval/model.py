@@ -60,7 +60,7 @@ class SamplerLM(LM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> SamplerLM:
-        """What stands in `--model_args` comes before the harness's own arguments, which have defaults."""
+        """Build the model. `--model_args` come before the harness's own arguments, which have defaults."""
         others = {key: value for key, value in (additional_config or {}).items() if value is not None}
         made = cls(**{**others, **arg_dict})
         size = threads.parameters(networks(made.sampler.denoiser))
@@ -86,7 +86,7 @@ class SamplerLM(LM):
         if self.tokenizer.chat_template is None:
             raise UserError(
                 "chat-template-missing",
-                f"{self.settings.pretrained} has no chat template: leave --apply_chat_template out",
+                f"{self.settings.pretrained} has no chat template. Remove --apply_chat_template.",
             )
         self.templated = True
         return chat_text(chat_history, self.tokenizer, "a sample", add_generation_prompt)
@@ -150,7 +150,7 @@ class SamplerLM(LM):
         found = []
         for request in track(requests, "likelihoods", console=_console(), disable=disable_tqdm):
             ids = self._plain(str(request.args[0]))
-            size = self.sampler.denoiser.spec.max_positions - 1  # a token stands before the first window
+            size = self.sampler.denoiser.spec.max_positions - 1  # a token comes before the first window
             windows = map(make_disjoint_window, get_rolling_token_windows(ids, self._first(), size, 1))
             found.append(sum(self._likelihood(list(prompt), list(answer)) for prompt, answer in windows))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
@@ -181,7 +181,9 @@ class SamplerLM(LM):
         elif not answer:
             return 0.0
         if len(answer) >= spec.max_positions:
-            raise UserError("context-exceeded", f"{len(answer)} tokens do not fit a context of {spec.max_positions}")
+            raise UserError(
+                "context-exceeded", f"{len(answer)} tokens exceed the context {spec.max_positions}. Shorten them."
+            )
         prompt = prompt[-(spec.max_positions - len(answer)) :]
         if s.likelihood == "exact":
             return float(self.sampler.score([list(prompt)], [list(answer)]).log_p)
@@ -189,7 +191,7 @@ class SamplerLM(LM):
         return likelihood.log_likelihood(self.sampler.denoiser, prompt, answer, s.mc_num, batch, s.seed)
 
     def _greedy(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Whether one token per step, the surest first, gives the answer."""
+        """Return True if one token per step, the surest first, gives the answer."""
         if not answer:
             return True
         room = self.sampler.denoiser.spec.max_positions - len(answer)
@@ -200,7 +202,7 @@ class SamplerLM(LM):
         """Token ids of a prompt, its end where it is too long."""
         size = self.sampler.denoiser.spec.max_positions - room
         if size < 1:
-            raise UserError("context-exceeded", f"max_new_tokens={room} leaves no room in this model's context")
+            raise UserError("context-exceeded", f"max_new_tokens={room} fills the model's context. Lower it.")
         return (self._plain(text) if self.templated else self._special(text))[-size:] or [self._first()]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -226,7 +228,7 @@ class SamplerLM(LM):
         return [self._first(), *ids] if self.settings.add_bos and ids[:1] != [self._first()] else ids
 
     def _first(self) -> int:
-        """What stands before a text that nothing stands before."""
+        """Return the token before the beginning of a text."""
         bos = self.tokenizer.bos_token_id
         return int(bos) if isinstance(bos, int) else self.sampler.denoiser.spec.eos_id
 

@@ -71,11 +71,11 @@ OWN = [name for name in DEFAULTS if name not in ("plugins", "model", "block_leng
 def harness() -> None:
     """Refuse to begin without lm-evaluation-harness."""
     if find_spec("lm_eval") is None:
-        raise UserError("package-missing", f"this command needs lm-evaluation-harness: {installing('eval')}")
+        raise UserError("package-missing", f"This command needs lm-evaluation-harness. Run {installing('eval')}.")
 
 
 def parse(given: Mapping[str, Any]) -> Settings:
-    """Settings of what stands in `--model_args`.
+    """Read the settings in `--model_args`.
 
     A plug-in's field is written `scheduler.threshold=0.9`, or `threshold=0.9` where only one of the chosen plug-ins has
     it; `block_length` is `blocks.length`.

@@ -99,7 +99,9 @@ def _target(output: str) -> Path:
 
 def _check_folder(what: str, target: Path, output: str) -> None:
     if (above := next((one for one in target.parents if one.exists()), None)) is not None and not above.is_dir():
-        raise UserError("folder-invalid", f"{what} cannot be written to {output}: {above} is a file")
+        raise UserError(
+            "folder-invalid", f"{what} cannot be written to {output}: {above} is a file. Name another path."
+        )
 
 
 def write(

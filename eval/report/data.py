@@ -63,7 +63,7 @@ class Run:
 
     @property
     def together(self) -> Figures:
-        """What the task says of all answers together, once all are there."""
+        """The task's measures of all answers together, once all are there."""
         return self.about.get("measures") or {}
 
     @property
@@ -234,7 +234,7 @@ class Comparison:
 
 
 def load(paths: Sequence[Path]) -> Comparison:
-    """What runs found, and folders of runs at any depth; raises as `read` does."""
+    """Compare runs, in folders at any depth. Raises as `read` does."""
     return compare(read(paths))
 
 
@@ -262,7 +262,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
         except (OSError, ValueError):  # a name that is too long, or has a NUL
             there = False
         if not there:
-            raise UserError("file-missing", f"There is no folder {path}. Name directories that dllm-eval wrote.")
+            raise UserError("file-missing", f"The folder {path} does not exist. Name directories of dllm-eval.")
     runs = []
     for folder in run_folders(paths):
         about = RunFolder(folder).about()
@@ -272,7 +272,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
         runs += [Run(one.about, (), file.parent, one) for one in harness.results(file)]
     if not any(run.is_measured for run in runs):
         where = ", ".join(map(str, paths))
-        raise UserError("samples-missing", f"there are no samples under {where}. Run dllm-eval.")
+        raise UserError("samples-missing", f"No samples are under {where}. Run dllm-eval.")
     return runs
 
 

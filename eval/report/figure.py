@@ -87,7 +87,7 @@ class Panel:
 def require_matplotlib() -> None:
     """Refuse to begin a run whose picture cannot be drawn."""
     if find_spec("matplotlib") is None:
-        raise UserError("package-missing", f"the picture needs matplotlib: {installing('eval')}")
+        raise UserError("package-missing", f"The picture needs matplotlib. Run {installing('eval')}.")
 
 
 def draw(
@@ -471,7 +471,7 @@ def _text(method: Method, swept: Mapping[str, Sequence[str]], named: bool) -> st
 def _place(
     x: float, y: float, width: float, height: float, frame: Bbox, taken: Sequence[Bbox], reach: float, least: float
 ) -> Bbox | None:
-    """The nearest box of this size around a point that lies in the frame and on nothing else; None: there is none."""
+    """Return the nearest free box of this size around a point inside the frame, or None if there is none."""
     from matplotlib.transforms import Bbox
 
     radius = least

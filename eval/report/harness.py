@@ -58,7 +58,7 @@ def results(file: Path) -> list[Result]:
     except UserError:  # a ValueError, too
         raise
     except OSError as error:
-        raise UserError("file-unreadable", f"cannot read {file}: {error.strerror}. Check its permissions.") from None
+        raise UserError("file-unreadable", f"Cannot read {file} ({error.strerror}). Check its permissions.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError("file-invalid", f"{file} is not of lm-evaluation-harness ({error!r}). Remove it.") from None
 

@@ -1,4 +1,4 @@
-"""What five minutes of reading should leave behind: a few sentences, computed."""
+"""The headline of a report: a few sentences, computed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def compare_forwards(fast: Figures, given: Figures) -> str:
 
 
 def dependency(found: Comparison) -> str | None:
-    """What parallel decoding costs where tokens have to agree, and where they do not: the family that shows it best."""
+    """Return the cost of parallel decoding if tokens must agree and if not, for the family that shows it best."""
     low, high = (found.figures.get(f"{level} dependency", {}) for level in ("low", "high"))
     ends = []
     for methods in found.families.values():
@@ -96,7 +96,7 @@ def dependency(found: Comparison) -> str | None:
 
 
 def room(found: Comparison) -> str | None:
-    """How far the best methods are from perfect knowledge of the answers."""
+    """Return the distance of the best methods from perfect knowledge of the answers."""
     oracle, whole = found.oracle("all tasks"), found.figures["all tasks"]
     if oracle is None or found.reference is None:
         return None

@@ -37,7 +37,7 @@ def curves(found: Comparison, task: str) -> dict[str, list[Run]]:
 def draw(families: dict[str, list[Run]]) -> bytes:
     """A PNG file: KL of transitions above, the gap in log-likelihood below, both against forwards.
 
-    A column shows up to `COLUMN` families in colours of their own, with the others in grey behind them: more colours
+    A column shows up to `COLUMN` families in colours of their own, over the others in grey: more colours
     cannot be told apart. The families are in the order of the KL at their slowest setting.
     """
     from matplotlib import colormaps
@@ -105,7 +105,7 @@ def _slowest(runs: Sequence[Run]) -> float:
 
 
 def _kl(runs: Sequence[Run]) -> float:
-    """Of the run with the most forwards."""
+    """Return the KL of the run with the most forwards."""
     return _of(max(runs, key=lambda run: _of(run, "nfe")), "transition_kl")
 
 

@@ -49,7 +49,7 @@ _PARTS = ("page.html", "page.css", "page.js")
 
 
 def notes(found: Comparison) -> list[str]:
-    """What one must know to trust the figures."""
+    """Return what a reader must know to trust the figures."""
     lines = []
     if found.missing:
         lines.append(
@@ -73,7 +73,7 @@ def notes(found: Comparison) -> list[str]:
 
 
 def data(found: Comparison, replays: int) -> dict[str, Any]:
-    """What the page's script works on."""
+    """Return the data of the page's script."""
     index = {method.label: number for number, method in enumerate(found.methods)}
     ranges = [f"{name}_{end}" for name in found.passes for end in passes.BOUNDS]
     extra = [*found.passes, *ranges, *found.together]  # measures that not every run has
@@ -120,7 +120,7 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same without NaN and infinities, for which JSON has no word: null."""
+    """Replace NaN and infinities, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

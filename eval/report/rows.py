@@ -38,7 +38,7 @@ def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
             | {"folder": str(run.folder / run.about["name"]), "refused": run.about["refused"]}
         )
     columns = list(dict.fromkeys(name for row in found for name in row))
-    last = ("folder", "refused")  # behind the settings of all runs
+    last = ("folder", "refused")  # after the settings of all runs
     columns = [name for name in columns if name not in last] + [*last] * bool(found)
     return [{name: row.get(name) for name in columns} for row in found]
 

@@ -1,1 +1,1 @@
-"""What can be evaluated: samples, and how an answer is graded."""
+"""Tasks to evaluate: samples, and the grading of answers."""

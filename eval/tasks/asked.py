@@ -30,7 +30,7 @@ class Asked:
         """See `Task.samples`; asked for once.
 
         Raises:
-            UserError: it raised an error, or they are no samples.
+            UserError: it raised an error, or they are not samples.
         """
         if self._samples is None:
             found = self._of("samples()", self.task.samples)
@@ -46,7 +46,7 @@ class Asked:
     def _check(self, place: int, sample: Sample) -> None:
         if sample.index != place:
             raise UserError(
-                "task-result", f"{self.called}: the index of sample {place + 1} is {sample.index!r}, not {place}"
+                "task-result", f"{self.called}: sample {place + 1} has index {sample.index!r}. Set {place}."
             )
         given = sample.prompt
         ids = isinstance(given, Sequence) and not isinstance(given, str) and all(type(one) is int for one in given)
@@ -58,13 +58,13 @@ class Asked:
         try:
             json.dumps(given)
         except (TypeError, ValueError):
-            raise UserError("task-result", f"{self.called}: the prompt of sample {place + 1} is not JSON") from None
+            raise UserError("task-result", f"{self.called}: prompt {place + 1} is not JSON. Give text.") from None
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """See `Task.grade`.
 
         Raises:
-            UserError: it raised an error, or the grades are no numbers with the task's `score` from 0 to 1 among them.
+            UserError: it raised an error, or the grades are not numbers with the task's `score` from 0 to 1 among them.
         """
         given = self._of(f"grade() of sample {sample.index + 1}", lambda: self.task.grade(sample, answer))
         score = self.task.score
@@ -102,7 +102,7 @@ class Asked:
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise UserError(
-                "function-failed", f"{self.called}: {what} raised {type(error).__name__}: {error}"
+                "function-failed", f"{self.called}: {what} raised {type(error).__name__} ({error}). Correct the task."
             ) from error
 
 

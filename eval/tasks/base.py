@@ -81,26 +81,26 @@ class Task:
         return None
 
     def form(self, sample: Sample) -> str | None:
-        """The regular expression that every answer to a sample matches, right or wrong; None: there is none."""
+        """Return the regular expression that every answer to a sample matches, right or wrong, if there is one."""
         return None
 
     @property
     def content(self) -> str | None:
-        """What samples and grading come from beyond the module of the class and files that a field names.
+        """A digest of further sources of samples and grading, for example of other files.
 
-        It is part of what a run is: a hash of other files, say. None: there is nothing else.
+        It is part of a run's identity. None if the class's module and the files that fields name are all.
         """
         return None
 
     def source(self, sample: Sample) -> str | None:
-        """Where a sample stands, for an error: its file and line; None: it is made from the fields."""
+        """Return the file and line of a sample, for errors, or None if it is made from the fields."""
         return None
 
     @property
     def dependency(self) -> Literal["low", "high"] | None:
-        """Whether the tokens of an answer have to agree with one another (ParallelBench's question); None: unknown."""
+        """How much the tokens of an answer must agree with one another, as in ParallelBench, if known."""
         return None
 
     def denoiser(self) -> Denoiser | None:
-        """The model of a test bed, whose truth is known; None: the task is for any model."""
+        """Return the model of a test bed, whose truth is known, or None for a task for any model."""
         return None

@@ -41,11 +41,11 @@ class Ideal(Drawn):
             raise unknown("operation of ideal", self.operation, LAWS)
         most = {"latin_square": 4, "even_parity": 14}.get(self.operation, 1000)
         if not 2 <= self.items <= most:
-            raise UserError("option-range", f"task.items must be from 2 to {most}, not {self.items!r}")
+            raise UserError("option-range", f"task.items is {self.items!r}. Set a number from 2 to {most}.")
 
     @cached_property
     def law(self) -> Listed | Shuffle:
-        """What may come out."""
+        """The law of the results."""
         return LAWS[self.operation](self.items)
 
     @property
@@ -104,7 +104,9 @@ class Markov(Drawn):
         super().__post_init__()
         if self.states < 2 or self.length < 1 or not self.concentration > 0:
             raise UserError(
-                "option-range", "task.states must be at least 2, task.length at least 1 and task.concentration above 0"
+                "option-range",
+                f"The task has states={self.states}, length={self.length}, concentration={self.concentration}. Set at"
+                " least 2, at least 1, and above 0.",
             )
 
     @cached_property
@@ -142,8 +144,7 @@ class Markov(Drawn):
         }
 
     def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
-        """How far the set of answers is from the chain, each with what exact samples show (`chain.Distance`); nothing
-        where an answer is cut."""
+        """Measure the distance of the answers from the chain (`chain.Distance`). Empty if an answer is cut."""
         rows = [(list(a.ids)[: self.length], int(s.facts["start"])) for s, a in zip(samples, answers, strict=True)]
         if any(len(ids) < self.length or max(ids) >= self.states for ids, _ in rows):
             return {}

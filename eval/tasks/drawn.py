@@ -26,7 +26,7 @@ class Drawn(Task):
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise UserError("option-range", f"task.count must be a whole number of at least 1, not {self.count!r}")
+            raise UserError("option-range", f"task.count is {self.count!r}. Set a whole number of at least 1.")
 
     def samples(self) -> Sequence[Sample]:
         """See `Task.samples`."""

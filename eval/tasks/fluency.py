@@ -1,4 +1,4 @@
-"""Whether a text is well written: LanguageTool where it is installed, and a stand-in with a name of its own."""
+"""Fluency of a text: LanguageTool if it is installed, and a stand-in with its own name."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def check(grammar: str | None) -> None:
 
 
 def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, float]]:
-    """What counts in the score, and the measures: `fluency_proxy`, and `grammar` where LanguageTool is asked.
+    """Return the part of the score, and the measures: `fluency_proxy`, and `grammar` if LanguageTool is asked.
 
-    grammar: None; `languagetool`, which starts a local one; or the URL of a server. 1 where it finds nothing at all.
+    grammar: None; `languagetool`, which starts a local one; or the URL of a server. The measure is 1 without findings.
     """
     proxy = fluency_proxy(text)
     if grammar is None:
@@ -81,7 +81,7 @@ def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, f
 @cache
 def _tool(grammar: str) -> Any:
     if grammar != "languagetool" and not grammar.startswith(("http://", "https://")):
-        raise UserError("choice-unknown", f"task.grammar must be null, languagetool or a URL, not {grammar!r}")
+        raise UserError("choice-unknown", f"task.grammar is {grammar!r}. Set null, languagetool or a URL.")
     try:
         module: Any = import_module("language_tool_python")
     except ImportError:
@@ -93,4 +93,6 @@ def _tool(grammar: str) -> Any:
         server = {} if grammar == "languagetool" else {"remote_server": grammar}
         return module.LanguageTool("en-US", **server)
     except Exception as error:  # no Java, no download, no server: each has a kind of its own
-        raise UserError("package-missing", f"LanguageTool cannot be started ({first_line(error)})") from error
+        raise UserError(
+            "package-missing", f"LanguageTool does not start ({first_line(error)}). Install Java."
+        ) from error

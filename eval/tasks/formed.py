@@ -44,7 +44,7 @@ class Formed(Mini):
         several = replace(self, count=4 * self.count)
         found = [one for one in Mini.samples(several) if str(one.prompt).count(",") < NAMES][: self.count]
         if len(found) < self.count:
-            raise UserError("option-range", f"task.count={self.count}: there are {len(found)} prompts")
+            raise UserError("option-range", f"task.count={self.count} exceeds the {len(found)} prompts. Lower it.")
         return [replace(one, index=index) for index, one in enumerate(found)]
 
     def form(self, sample: Sample) -> str:

@@ -16,7 +16,7 @@ from dllm_sampler.inputs.metrics import Metric
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the file: where it stands, its prompt, its answer (None: it has none), and all that it says."""
+    """A line of the file: its place, its prompt, its answer if it has one, and all its fields."""
 
     where: str
     prompt: Prompt
@@ -30,15 +30,15 @@ class Jsonl(Task):
 
     Args:
         file: its path. A line is an object with `prompt` (a text or token ids) or `messages`, as in a `prompts_file`,
-            and `answer`: a text, or a list of texts of which each is right.
+            and `answer`: a text, or a list of right texts.
         metric: `exact_match`, `contains` or `regex`; or `package.module:function`, called as
             `function(text=..., answer=..., prompt=..., ids=..., line=...)`, which returns the score, a number from 0
             to 1, or a mapping of names to numbers with `score` among them.
-        count: how many lines, from the first; None: all.
+        count: number of lines, from the first. By default all.
         seed: the samples do not depend on it.
 
     Raises:
-        UserError: the file or a line of it cannot be used, or the metric cannot be had.
+        UserError: the file or a line of it cannot be used, or the metric is missing.
     """
 
     name: ClassVar[str] = "jsonl"
@@ -66,13 +66,15 @@ class Jsonl(Task):
             with expanded("task.file", self.file).open(encoding="utf-8") as opened:
                 found = records(opened, self.file)
         except OSError as error:
-            raise UserError("file-unreadable", f"cannot read task.file {self.file}: {error.strerror}") from None
+            raise UserError(
+                "file-unreadable", f"Cannot read task.file={self.file} ({error.strerror}). Check it."
+            ) from None
         if not found:
-            raise UserError("file-invalid", f"task.file {self.file} has no lines")
+            raise UserError("file-invalid", f"task.file={self.file} has no lines. Add some.")
         lines = []
         for where, record in found[: self.count]:
             if not isinstance(record, dict):
-                raise UserError("example-invalid", f'{where} should be an object like {{"prompt": ..., "answer": ...}}')
+                raise UserError("example-invalid", f'{where} is not a sample. Write {{"prompt": ..., "answer": ...}}.')
             lines.append(Line(where, prompt(record, where), record.get("answer"), record))
         return lines
 

@@ -16,7 +16,7 @@ def written(items: Sequence[str]) -> str:
 
 
 def loose(text: str) -> list[str]:
-    """The items behind the last `[`, up to the first `]` from there; neither bracket is needed, quotes neither."""
+    """Return the items after the last `[`, up to the next `]`. Brackets and quotes may be missing."""
     inside = text.rpartition("[")[2].partition("]")[0]
     items = [item.strip(whitespace + '"') for item in inside.split(",")]
     return [item for item in items if item]
@@ -34,7 +34,7 @@ def strict(text: str) -> list[str] | None:
 def mistakes(
     found: Sequence[str], answer: Answer, known: Sequence[str], needed: Collection[str], room: int
 ) -> dict[str, float]:
-    """What went wrong, each 0 or 1; several may hold at once.
+    """Return the kinds of mistakes, each 0 or 1. Several may apply at once.
 
     Args:
         found: the items that were read.

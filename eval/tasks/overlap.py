@@ -1,4 +1,4 @@
-"""How much two texts share: ROUGE, BLEU and, where its weights are, BERTScore."""
+"""Overlap of two texts: ROUGE, BLEU and, if its weights are there, BERTScore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def need(module: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        raise UserError("package-missing", f"{what} needs the package {module}: {installing('eval')}") from None
+        raise UserError("package-missing", f"{what} needs the package {module}. Run {installing('eval')}.") from None
 
 
 def rouge(text: str, reference: str) -> dict[str, float]:
@@ -42,7 +42,7 @@ def bleu(text: str, reference: str) -> float:
 def check_bert_score(wanted: bool) -> None:
     """Refuse a task that asks for BERTScore where the package is missing."""
     if wanted and find_spec("bert_score") is None:
-        raise UserError("package-missing", "task.bert_score needs 1.4 GB and pip install bert-score")
+        raise UserError("package-missing", "task.bert_score needs bert-score and 1.4 GB. Run pip install bert-score.")
 
 
 def bert_score(text: str, reference: str) -> float:
@@ -51,7 +51,7 @@ def bert_score(text: str, reference: str) -> float:
         scorer = _bert_scorer()
     except Exception as error:  # the hub's kinds of errors are many
         raise UserError(
-            "model-not-found", f"task.bert_score cannot load roberta-large ({first_line(error)})"
+            "model-not-found", f"task.bert_score cannot load roberta-large ({first_line(error)}). Download it first."
         ) from error
     return float(scorer.score([text], [reference])[2][0])
 

@@ -38,11 +38,11 @@ class LatinSquare(Drawn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 2 <= self.side <= 9:
-            raise UserError("option-range", f"task.side must be from 2 to 9, not {self.side!r}")
+            raise UserError("option-range", f"task.side is {self.side!r}. Set a number from 2 to 9.")
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Room for a token per cell and one behind it; 64 up to a side of 5."""
+        """Room for a token per cell and one after it. 64 up to a side of 5."""
         return max(64, 32 * ceil(2 * self.side**2 / 32))
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
@@ -53,7 +53,7 @@ class LatinSquare(Drawn):
         return chat(self._message(asked), self._message(shown), square), {"symbols": asked}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`score`: the first lines that are rows make a latin square; `score_strict`: nothing else stands there."""
+        """Grade an answer. `score`: the first rows make a latin square. `score_strict`: it has nothing else."""
         symbols, lines = set(sample.facts["symbols"]), answer.text.strip().splitlines()
         cells = [[cell.strip() for cell in line.split(",")] for line in lines]
         rows = [row for row in cells if set(row) == symbols and (self.compat or len(row) == self.side)][: self.side]
@@ -110,7 +110,7 @@ class Sudoku(Drawn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.holes <= 10:
-            raise UserError("option-range", f"task.holes must be from 1 to 10, not {self.holes!r}")
+            raise UserError("option-range", f"task.holes is {self.holes!r}. Set a number from 1 to 10.")
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
         """A puzzle, and an example."""
@@ -118,7 +118,7 @@ class Sudoku(Drawn):
         return chat(self._message(asked), self._message(shown), answer), {"puzzle": asked, "solution": solution}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`score`: the lines of four digits are the solution; `score_strict`: nothing else stands there."""
+        """Grade an answer. `score`: the lines of four digits are the solution. `score_strict`: it has nothing else."""
         solution, puzzle = str(sample.facts["solution"]), str(sample.facts["puzzle"])
         lines = [line.replace(" ", "").replace(",", "") for line in answer.text.splitlines()]
         rows = [line for line in lines if len(line) == SIDE and line.isascii() and line.isdigit()]

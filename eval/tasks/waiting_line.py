@@ -32,8 +32,8 @@ class WaitingLine(Drawn):
 
     Args:
         items: lengths of the lists; sample i has the i-th of them, over and over.
-        template: the user's message in words of your own, with `{queue}` and, where the operation has them, `{word}`
-            and `{index}`; None: ours.
+        template: the user's message in your own words, with `{queue}` and, if the operation has them, `{word}` and
+            `{index}`. By default ours.
     """
 
     task: ClassVar[str]
@@ -46,13 +46,13 @@ class WaitingLine(Drawn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.items or min(self.items) < 2 or max(self.items) > len(GIVEN):
-            raise UserError("option-range", f"task.items must be from 2 to {len(GIVEN)}, not {list(self.items)}")
+            raise UserError("option-range", f"task.items is {list(self.items)}. Set numbers from 2 to {len(GIVEN)}.")
         try:
             whole = PLACE in self._message(PLACE, "", 0)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError("option-syntax", f"task.template has an unknown field ({error})") from None
+            raise UserError("option-syntax", f"task.template has the unknown field {error}. Remove it.") from None
         if not whole:
-            raise UserError("option-syntax", "task.template should have {queue}, where the waiting line stands")
+            raise UserError("option-syntax", "task.template has no waiting line. Add {queue}.")
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -92,11 +92,11 @@ class WaitingLine(Drawn):
         raise NotImplementedError
 
     def places(self, n: int) -> int:
-        """How many positions the operation has."""
+        """Return the number of positions of the operation."""
         return n
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
-        """Whether an answer is right."""
+        """Return True if an answer is right."""
         return found == self.edit(queue, word, index)
 
     def needed(self, queue: list[str], word: str, index: int) -> Sequence[str]:
@@ -220,7 +220,7 @@ class InsertIndex(WaitingLine):
     )
 
     def places(self, n: int) -> int:
-        """Also behind the last."""
+        """Include the position after the last."""
         return n + 1
 
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:

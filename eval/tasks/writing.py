@@ -50,7 +50,7 @@ class Words(Writing):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.size <= 8:
-            raise UserError("option-range", f"task.size must be from 1 to 8 words, not {self.size!r}")
+            raise UserError("option-range", f"task.size is {self.size!r}. Set 1 to 8 words.")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -106,13 +106,15 @@ class FromTexts(Writing):
         except UserError:
             raise
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError("json-invalid", f"task.file {self.file} cannot be read as JSON lines: {error}") from error
+            raise UserError(
+                "json-invalid", f"task.file={self.file} is not JSON lines ({error}). Correct it."
+            ) from error
         for number, line in enumerate(found, 1):
             for field in self.fields:
                 if not isinstance(line, dict) or not isinstance(line.get(field), str):
-                    raise UserError("example-invalid", f"line {number} of {self.file} has no text '{field}'")
+                    raise UserError("example-invalid", f"line {number} of {self.file} has no '{field}'. Add a text.")
         if not found:
-            raise UserError("file-invalid", f"task.file {self.file} has no lines")
+            raise UserError("file-invalid", f"task.file={self.file} has no lines. Add some.")
         return found
 
     def samples(self) -> Sequence[Sample]:

@@ -19,13 +19,13 @@ from dllm_sampler.eval.testbeds.laws import UNKNOWN, normalised
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a set of sequences is from the chain, each measure with what exact samples of that number show.
+    """The distance of a set of sequences from the chain. Each measure comes with that of as many exact samples.
 
     kl, kl_floor: nats per transition, sum over states of their share times KL(counted || true). The expectation over
         exact samples, about (free parameters) / (2 * transitions), is subtracted, so that exact samples are near 0;
         the floor is the root mean square of what they show.
     tv, tv_floor: the same with total variation, not corrected: the floor is the mean over exact samples.
-    gap: nats per token by which the sequences are less likely under the chain than its own, negative: more likely.
+    gap: nats per token by which the sequences are less likely under the chain than its own. Negative if more likely.
         Samples that are too likely are as wrong as unlikely ones.
     impossible: share of transitions that the chain never makes.
     """
@@ -52,9 +52,9 @@ class MarkovChain:
     def __post_init__(self) -> None:
         table = torch.tensor(self.rows, dtype=torch.float64)
         if table.dim() != 2 or table.shape[0] != table.shape[1] or bool((table < 0).any()):
-            raise UserError("option-range", "a chain's rows must be probabilities, one row per state")
+            raise UserError("option-range", "The chain's rows are not probabilities. Give one row per state.")
         if not torch.allclose(table.sum(1), torch.ones(len(table), dtype=torch.float64), atol=1e-9):
-            raise UserError("option-range", "each row of a chain must sum to 1")
+            raise UserError("option-range", "A row of the chain does not sum to 1. Normalise it.")
 
     @staticmethod
     def drawn(states: int, length: int, concentration: float = 0.3, seed: int = 0) -> MarkovChain:

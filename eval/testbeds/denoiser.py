@@ -29,7 +29,7 @@ class LawDenoiser:
 
     @property
     def spec(self) -> ModelSpec:
-        """What the loop must know."""
+        """Properties for the loop."""
         eos, mask = self.law.symbols, self.law.symbols + 1
         return ModelSpec(
             vocab_size=mask + 1,

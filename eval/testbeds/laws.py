@@ -124,7 +124,7 @@ class Shuffle:
         twice = (placed.sum(1) > 1).any(1)
         weight = (~placed.any(1) & ~twice[:, None])[:, None].expand_as(placed).double()
         if self.moved:
-            # With m places left, m! orders are possible, less one while everything placed stands where it stood.
+            # With m places left, m! orders are possible, less one while everything placed is where it was.
             still = ((known == item) | undecided).all(1)  # [R]
             left = undecided.sum(1).clamp(min=1)
             own = -torch.lgamma(left.double()).exp().reciprocal()  # the one order, in units of (m-1)!

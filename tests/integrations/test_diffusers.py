@@ -143,7 +143,7 @@ def test_rows_that_have_ended_do_not_hold_up_others() -> None:
 
 
 def test_the_last_step_writes_what_is_left() -> None:
-    with pytest.warns(UserWarning, match="scheduler=fixed was not through with a block after num_inference_steps=2"):
+    with pytest.warns(UserWarning, match="scheduler=fixed needs more than num_inference_steps=2"):
         short = run(adapter("fixed"), PROMPTS, num_inference_steps=2)
     assert short.forwards == 2 * 3 and not (short.tokens == MASK).any()
 

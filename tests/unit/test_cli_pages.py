@@ -93,7 +93,7 @@ def test_a_named_folder_is_listed_beside_conf_and_comes_first(
     assert "unknown field of scheduler=mine 'treshold'" in capsys.readouterr().err
     assert "Threshold 0.5." in page(capsys, "--info", "scheduler"), "it holds for one command"
     for words in ([FLAG, "gone"], [FLAG], [f"{FLAG}="]):
-        assert main([*words]) == 2 and "names no folder" in capsys.readouterr().err
+        assert main([*words]) == 2 and "Name a folder" in capsys.readouterr().err
 
 
 def test_an_own_scheduler_inside_another_one_has_its_settings(tmp_path: Path) -> None:
@@ -287,4 +287,4 @@ def test_a_mistyped_model_folder_lists_no_names(capsys: pytest.CaptureFixture[st
     for command, words in ((main, ["copy: Ada", "model=my-ladda"]), (train, trained)):
         assert command(words) == 2
         said = capsys.readouterr().err
-        assert "unknown model 'my-ladda'" in said and "there is no such folder" in said and len(said) < 200
+        assert "unknown model 'my-ladda'" in said and "org/name" in said and len(said) < 200
