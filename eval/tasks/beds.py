@@ -105,7 +105,7 @@ class Markov(Drawn):
         if self.states < 2 or self.length < 1 or not self.concentration > 0:
             raise UserError(
                 "option-range",
-                f"The task has states={self.states}, length={self.length}, concentration={self.concentration}. Set at"
+                f"task.states={self.states} task.length={self.length} task.concentration={self.concentration}. Set at"
                 " least 2, at least 1, and above 0.",
             )
 

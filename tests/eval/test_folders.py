@@ -83,7 +83,7 @@ def test_the_command_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     (folder,) = tmp_path.glob("mini*")
     assert out == "" and err.strip().startswith(f"dllm-eval: {folder}/part-") and err.strip().count("\n") == 0
-    assert "File too large; what is done is kept, and the same command goes on from there" in err
+    assert "File too large" in err
     about = RunFolder(folder).about()
     assert about is not None and about["refused"] is None, "it is no fault of the configuration"
 
@@ -224,7 +224,7 @@ def test_another_number_of_samples_than_the_task_has(copied: Path) -> None:
     place = _edit("run.json", 0, '"samples": 4', '"samples": 5')(copied)
     with pytest.raises(UserError) as error:
         evaluate(copied.parent)
-    assert str(error.value).startswith(f"{place}`samples` is 5, not 4: remove the file")
+    assert str(error.value).startswith(f"{place}`samples` is 5, not 4")
 
 
 def test_a_clock_that_goes_back(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_a_report_shows_what_has_been_saved_so_far(
     monkeypatch.setattr(RunFolder, "add", look)
     assert launch(words, jobs(words), Console(quiet=True)) == {}
     assert [status for status, _ in seen] == [2, *[0] * 7]
-    assert f"there are no samples under {tmp_path}" in seen[0][1]
+    assert f"samples are under {tmp_path}" in seen[0][1]
     assert {said for _, said in seen[1:]} == {""}
 
 
@@ -275,7 +275,7 @@ def test_ctrl_c_says_how_to_go_on(
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "add", interrupted)
         assert command.main(words) == 130
-    assert capsys.readouterr().err.endswith("dllm-eval: interrupted; the same command goes on from there\n")
+    assert capsys.readouterr().err.endswith("dllm-eval: interrupted. Rerun the command to resume.\n")
     (job,) = jobs(words)
     assert RunFolder(job.folder).done() == {0}
     assert command.main(words) == 0 and content(job.folder) == content(whole)

@@ -125,9 +125,9 @@ def test_a_csv_file_is_whole_or_not_there(
     Path("old.csv").write_text("old")
     Path("folder.csv").mkdir()
     for words, said in (
-        (["gone", "--csv", "-"], "There is no folder gone"),
-        ([str(tmp_path), "--csv", "old.csv"], "there are no samples under"),
-        ([str(runs), "--csv", "file/a.csv"], "cannot write to file: "),
+        (["gone", "--csv", "-"], "folder gone"),
+        ([str(tmp_path), "--csv", "old.csv"], "No samples are under"),
+        ([str(runs), "--csv", "file/a.csv"], "file is not a folder"),
         ([str(runs), "--csv", "file"], "file is not a CSV file"),
         ([str(runs), "--csv", "folder.csv"], "folder.csv cannot be written: Is a directory"),
         ([str(runs), "--csv", "old.csv", "--output", "page.pdf"], "page.pdf is not an HTML file"),

@@ -129,10 +129,10 @@ def test_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     written([LINES[0], "", {"prompt": "sing: Ada, Ben", "answer": ""}])
     for words, said in (
         ([], "task=jsonl needs a file. Add task.file=FILE.jsonl"),
-        (["task.file=gone.jsonl"], "cannot read task.file gone.jsonl: No such file"),
-        (["task.file=empty.jsonl"], "task.file empty.jsonl has no lines"),
+        (["task.file=gone.jsonl"], "Cannot read task.file=gone.jsonl (No such file"),
+        (["task.file=empty.jsonl"], "task.file=empty.jsonl has no lines"),
         (["task.file=mine.jsonl", "task.metric=exact"], "unknown task.metric 'exact', did you mean 'exact_match'?"),
-        (["task.file=mine.jsonl", "task.metric=gone:f"], "task.metric gone:f cannot be imported: no module 'gone' is"),
+        (["task.file=mine.jsonl", "task.metric=gone:f"], "task.metric gone:f cannot be imported"),
         (["task.file=mine.jsonl", "task.count=0"], "task.count is 0. Set at least 1"),
         (["task.file=mine.jsonl"], "mine.jsonl line 3: prompt 2 has 'sing'"),
     ):

@@ -130,15 +130,15 @@ def test_ctrl_c_says_how_to_go_on(
 
     monkeypatch.setattr(tuning.Tuner, "trial", interrupted)
     assert tuning.main(WORDS) == 130
-    assert capsys.readouterr().err.endswith("dllm-tune: interrupted; the same command goes on from there\n")
+    assert capsys.readouterr().err.endswith("dllm-tune: interrupted. Rerun the command to resume.\n")
 
 
 def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with full_after(30_000):  # less than an empty study takes
         assert tuning.main([*WORDS, "task.count=2"]) == 2
     said = capsys.readouterr().err.strip()
-    assert said.count("\n") == 0 and "study.db cannot be used: d" in said
-    assert said.endswith("what is done is kept, and the same command goes on from there")
+    assert said.count("\n") == 0 and "study.db cannot be used (d" in said
+    assert said.endswith("Rerun the command to resume.")
 
 
 @each(
@@ -151,7 +151,7 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
         (["tune.measure=speed"], "unknown measure of speed 'speed'"),
         (["tune.measure=nfe"], "unknown measure of speed 'nfe'"),
         (["tune.space.scheduler=threshold"], "tune.space.scheduler is 'threshold'. Write scheduler: {NAME: {}, ...}"),
-        (["device=cuda:99"], "device=cuda:99 needs a GPU"),
+        (["device=cuda:99"], "device=cuda:99"),
         (["tune.name=a/b"], "Use letters, digits, - and _"),
         (["scheduler=wino"], "tune.space has scheduler, too"),
         (["workers=2"], "is for dllm-eval"),
@@ -178,15 +178,15 @@ def test_mistakes_are_sentences(
         ("space: {sheduler: {wino: {}}}", "unknown group of tune.space 'sheduler', did you mean 'scheduler'"),
         ("space: {scheduler: {}}", "tune.space.scheduler is {}. Write scheduler: {NAME: {}, ...}"),
         ("space: {scheduler: [threshold, wino]}", "tune.space.scheduler is ["),
-        ("space: {scheduler: {threshold: 3}}", "tune.space.scheduler.threshold must have knobs"),
+        ("space: {scheduler: {threshold: 3}}", "tune.space.scheduler.threshold is 3"),
         ("space: {scheduler: {tresh: {}}}", "unknown scheduler 'tresh'"),
         ("space: {scheduler: {threshold: {tresh: [1]}}}", "unknown field of scheduler=threshold 'tresh'"),
-        ("space: {scheduler: {threshold: {threshold: 3}}}", "must be a list, or low and high"),
-        ("space: {scheduler: {threshold: {threshold: []}}}", "must be a list of values"),
+        ("space: {scheduler: {threshold: {threshold: 3}}}", "threshold is 3"),
+        ("space: {scheduler: {threshold: {threshold: []}}}", "threshold is []"),
         ("space: {scheduler: {threshold: {threshold: [a]}}}", "threshold should be a valid number, not 'a'"),
         ("space: {scheduler: {threshold: {threshold: {low: .9, high: .1}}}}", "low=0.9 is above high=0.1"),
         ("space: {scheduler: {threshold: {threshold: {low: a, high: b}}}}", "low and high are 'a' and 'b'"),
-        ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, log: true}}}}", "low above 0"),
+        ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, log: true}}}}", "log=true"),
         ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, step: 0}}}}", "step is 0"),
         ("space: {scheduler: {fixed: {steps: {low: 1.5, high: 3}}}}", "steps should be a valid integer"),
         ("space: {options: {block_lenth: [8]}}", "unknown option 'block_lenth', did you mean 'block_length'"),
@@ -314,7 +314,7 @@ def test_every_trial_is_shown_with_the_reason(
         ("fixed", "90.0", "1.00", "one token per step"),
         ("klass", "100.0", "0.50", "no faster than one token per step"),
         ("wino", "50.0", "9.00", lost),
-        ("slowfast", "", "", "cannot run: there is no room"),
+        ("slowfast", "", "", "cannot run (there is no room"),
     ]
     file = (here / "conf/experiment/quick.yaml").read_text()
     none = "None of 6 configurations qualified: each loses more than 10 points, is no faster, or cannot run. One token"
@@ -337,10 +337,10 @@ def test_a_reference_that_scores_nothing_or_cannot_run_is_refused(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert tuning.main([*WORDS, "max_new_tokens=1"]) == 2
-    assert "one token per step scores 0 on mini copy" in capsys.readouterr().err
+    assert "mini copy" in capsys.readouterr().err
     monkeypatch.setattr(tuning.Tuner, "measure", lambda *given: "there is no room")
     assert tuning.main([*WORDS, "max_new_tokens=2"]) == 2
-    assert "one token per step cannot run: there is no room" in capsys.readouterr().err
+    assert "cannot run (there is no room" in capsys.readouterr().err
 
 
 def test_a_damaged_database_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
