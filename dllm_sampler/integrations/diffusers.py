@@ -22,8 +22,10 @@ from dllm_sampler import config as configuration
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.ends import end_ids, is_end
 from dllm_sampler.core.naming import described, named
-from dllm_sampler.core.protocols import Guide, Scheduler
+from dllm_sampler.core.packing import HeadRows
+from dllm_sampler.core.protocols import Guide, Scheduler, is_random
 from dllm_sampler.core.spec import UniformNoise
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import NotFiniteError, UserError, installing
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.integrations.block import BlockRule, BlockState, model
@@ -36,6 +38,11 @@ except ImportError as error:
     raise UserError(
         "package-missing", f"DllmScheduler needs the package diffusers. Run {installing('diffusers')}."
     ) from error
+
+try:  # not in diffusers 0.42
+    from diffusers.schedulers.scheduling_utils import DiscreteSchedulerOutput  # pyright: ignore
+except ImportError:
+    DiscreteSchedulerOutput = BaseOutput
 
 # What `LLaDA2Pipeline` tells every scheduler unless its caller says otherwise.
 UNSAID = {"temperature": 0.0, "top_p": None, "top_k": None, "threshold": 0.7, "editing_threshold": 0.5}
@@ -85,13 +92,13 @@ class Timesteps:
 
 
 @dataclass
-class DllmSchedulerOutput(BaseOutput):
+class DllmSchedulerOutput(DiscreteSchedulerOutput):
     """The changes of a step, in the fields that discrete schedulers of diffusers share (PR #14741)."""
 
     prev_sample: Tensor  # [B, W] the block that the next forward is to see
     pred_original_sample: Tensor  # [B, W] the token that the model would write, everywhere
     sampled_probs: Tensor  # [B, W] float32 its probability, before temperature and truncation
-    pred_logits: Tensor  # [B, W, V] logits; where noise are random tokens, those that the tokens were chosen from
+    pred_logits: Tensor  # [B, W, V] logits that tokens are drawn from. Without a mask token, those to condition on next
     committed_mask: Tensor  # [B, W] bool: was noise, and is none any more
     edited_mask: Tensor  # [B, W] bool: was no noise, and has become another token or noise
 
@@ -262,11 +269,12 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             fresh = torch.randint(vocab, sample.shape, generator=generator, device=sample.device)
             ids = torch.where(left, fresh, ids)
         raw = model_output.float()
+        shaped = self._shaped(model_output, canvas) if decision.logits is None else decision.logits
         output = DllmSchedulerOutput(
             prev_sample=ids,
             pred_original_sample=token,
             sampled_probs=(raw.gather(-1, token[..., None])[..., 0] - raw.logsumexp(-1)).exp(),
-            pred_logits=model_output if decision.logits is None else decision.logits.to(model_output.dtype),
+            pred_logits=shaped.to(model_output.dtype),
             committed_mask=noise & ~left,
             edited_mask=~noise & changed,
         )
@@ -327,6 +335,17 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             raise UserError(
                 "shape-mismatch", f"model_output has the shape {tuple(logits.shape)}. Give logits for {tuple(shape)}."
             )
+
+    def _shaped(self, logits: Tensor, canvas: Canvas) -> Tensor:
+        """Return the logits `[B, W, V]` after temperature, top-k and top-p. The same ones if nothing is drawn."""
+        guides = [guide for guide in self._rule.plugins.guides if guide.chooses and not guide.joint]
+        if not is_random(guides):
+            return logits
+        columns, shaped = canvas.columns()[:, :-1].expand(len(logits), -1), logits.flatten(0, 1)
+        rows = HeadRows.every(Query.at(canvas, columns))
+        for guide in guides:
+            shaped = guide(shaped, canvas, rows)
+        return shaped.view_as(logits)
 
     def _filled(self, ids: Tensor, left: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """The block with a `token [B, W]` wherever noise is `left`, and no noise."""

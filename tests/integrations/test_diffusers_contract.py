@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers.schedulers import scheduling_utils
 from diffusers.schedulers.scheduling_block_refinement import BlockRefinementScheduler
+from diffusers.utils.outputs import BaseOutput
 from torch import Tensor
 
 from dllm_sampler import config
 from dllm_sampler.core import naming
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.guides import Temperature
+from dllm_sampler.guides import Temperature, TopK, TopP
 from dllm_sampler.integrations.diffusers import DllmScheduler, DllmSchedulerOutput
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -116,6 +120,54 @@ def test_a_tuple_has_the_same_six(name: str, mask_id: int | None) -> None:
     assert isinstance(plain, tuple) and isinstance(output, DllmSchedulerOutput)
     assert len(plain) == 6 and all(map(torch.equal, plain, output.to_tuple()))
     assert torch.equal(plain[0], output.prev_sample) and torch.equal(plain[4], output.committed_mask)
+
+
+def test_tokens_are_drawn_from_the_logits_in_the_output() -> None:
+    """After the scheduler's own temperature and truncation. The probabilities are of the logits before."""
+    made = quiet("threshold", mask_token_id=MASK, temperature=0.5, top_k=3, top_p=0.9)
+    made.set_timesteps(STEPS)
+    sample = block()
+    sample[:, :2] = 5  # the end of a prompt
+    output = made.step(logits(), made.timesteps[0], sample, generator=torch.Generator().manual_seed(0))
+    kept = output.pred_logits.isfinite()
+    assert ((kept.sum(-1) >= 1) & (kept.sum(-1) <= 3)).all()
+    torch.testing.assert_close(output.pred_logits[kept], (logits() / 0.5)[kept])
+    assert kept.gather(-1, output.pred_original_sample[..., None])[:, 2:].all()
+    greedy = opened("threshold").step(logits(), torch.tensor(1.0), block())
+    assert torch.equal(greedy.pred_logits, logits())
+
+
+def test_a_swap_takes_over_the_schedulers_own_settings() -> None:
+    """Those that PR #14741 gives to every discrete scheduler."""
+    theirs = {"mask_token_id": 7, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "threshold": 0.8}
+    made = DllmScheduler.from_config(theirs, scheduler="klass")
+    assert isinstance(made, DllmScheduler) and made.config["mask_token_id"] == 7
+    assert made._rule.plugins.guides == (Temperature(0.7), TopK(5), TopP(0.9))
+
+
+def test_the_output_is_the_one_that_all_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a diffusers that has it. The module is made anew, since it looks for it when it is imported."""
+
+    @dataclass
+    class DiscreteSchedulerOutput(BaseOutput):
+        prev_sample: Tensor
+        pred_original_sample: Tensor
+        sampled_probs: Tensor
+        pred_logits: Tensor
+        committed_mask: Tensor
+        edited_mask: Tensor | None = None
+
+    monkeypatch.setattr(scheduling_utils, "DiscreteSchedulerOutput", DiscreteSchedulerOutput, raising=False)
+    spec = importlib.util.find_spec(DllmScheduler.__module__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    made = module.DllmScheduler("threshold", mask_token_id=MASK)
+    made.set_timesteps(STEPS)
+    output = made.step(logits(), made.timesteps[0], block())
+    assert isinstance(output, DiscreteSchedulerOutput) and len(output.to_tuple()) == 6
+    assert torch.equal(output.to_tuple()[4], output.committed_mask)
 
 
 def test_a_block_may_be_entered_later() -> None:
