@@ -1,4 +1,4 @@
-"""The table of recommended settings in docs/choose.md, from `conf/experiment/recommended.yaml`.
+"""The recommended settings in docs/choose.md, from `conf/experiment/recommended.yaml`.
 
 python -m tests.tables.choose
 """
@@ -14,25 +14,30 @@ from tests.tables import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "choose.md"
 SECTION = "recommended"
-HEAD = ("model", "for", "settings", "published accuracy, %", "published speed", "evidence")
+NONE = "none published"
 
 
-def rows() -> Iterator[tuple[str, ...]]:
-    """A line for each entry. Models with the same entries share their lines."""
+def lines() -> Iterator[str]:
+    """Yield a line for each entry, after the names of its models. Models with the same entries share their lines."""
     models = config.entry("experiment", "recommended").settings["models"]
     shared: dict[str, list[str]] = {}
     for model, entries in models.items():
         shared.setdefault(repr(entries), []).append(model)
     for names in shared.values():
-        for number, one in enumerate(models[names[0]]):
-            named = ", ".join(f"`{name}`" for name in names) if number == 0 else ""
-            words = f"`{' '.join(one['words'])}`"
-            yield named, one["use"], words, one["accuracy"], one["speed"], f"{one['evidence']} ({one['source']})"
+        yield "\n### " + ", ".join(f"`{name}`" for name in names) + "\n"
+        for one in models[names[0]]:
+            said = {
+                "Accuracy": one["accuracy"],
+                "Speed": one["speed"],
+                "Evidence": f"{one['evidence']} ({one['source']})",
+            }
+            kept = " ".join(f"{name}: {text}." for name, text in said.items() if text != NONE)
+            yield f"- {one['use']}: `{' '.join(one['words'])}`. {kept}"
 
 
 def main() -> None:
-    """Write the table into the page."""
-    files.write(PAGE, markdown.fill(markdown.read(PAGE, SECTION), SECTION, markdown.table(HEAD, rows())))
+    """Write the entries into the page."""
+    files.write(PAGE, markdown.fill(markdown.read(PAGE, SECTION), SECTION, "\n".join([*lines(), ""])))
 
 
 if __name__ == "__main__":
