@@ -126,6 +126,14 @@ def outcome(found: dict[str, Any]) -> str:
     return f"{found['state']}: {found['passed']} passed, {len(found['failed'])} failed, {skipped} skipped"
 
 
+def brief(found: dict[str, Any]) -> str:
+    """Return how an environment's tests ended, without those that passed."""
+    if "passed" not in found:
+        return str(found["state"])
+    counts = {"failed": len(found["failed"]), "skipped": sum(found["skipped"].values())}
+    return ", ".join([found["state"], *(f"{count} {name}" for name, count in counts.items() if count)])
+
+
 def earlier(file: Path) -> dict[str, Any]:
     """What earlier calls wrote, by environment.
 
@@ -149,7 +157,7 @@ def table(found: dict[str, Any]) -> str:
     for it in ENVIRONMENTS:
         one = found.get(it.name, {"state": "not run", "versions": {}, "commit": "-"})
         versions = [version(it, one, name) for name in ("python", *PINNED)]
-        rows.append([it.name, *versions, it.rest, outcome(one), str(one["commit"])[:9]])
+        rows.append([it.name, *versions, it.rest, brief(one), str(one["commit"])[:9]])
     return markdown.table(["environment", "Python", *PINNED, "others", "tests", "commit"], rows)
 
 
