@@ -103,8 +103,10 @@ class Command:
             raise NotWrittenError(f"{folder} cannot be written: {first_line(error)}") from None
         except UserError:
             raise
-        except (ValueError, ImportError) as error:  # what transformers and accelerate refuse
-            if type(error).__module__ == "builtins":
+        except Exception as error:  # what transformers and accelerate refuse, and the hub
+            module = type(error).__module__.partition(".")[0]
+            refused = isinstance(error, ValueError | ImportError) and module == "builtins"
+            if refused or module.startswith(("httpx", "huggingface_hub")):
                 raise UserError("option-range", f"train={self.name}: {first_line(error)}") from error
             raise
 

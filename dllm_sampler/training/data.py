@@ -74,7 +74,7 @@ def examples(rows: Iterable[Any], answers: bool, named: str) -> list[Example]:
     """Return the examples of all rows of a data set; examples stay as they are. `answers`: each must have one."""
     found = [
         row if isinstance(row, Example) else Data().example(f"row {number} of {named}", row, answers)
-        for number, row in enumerate(rows)
+        for number, row in enumerate(rows or ())
     ]
     if not found:
         raise UserError("nothing-to-learn", f"{named} is empty. Give it at least one example.")
@@ -241,8 +241,8 @@ class Data:
             there = ", ".join(map(str, given)) or "none"
             raise UserError(
                 "example-invalid",
-                f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there}). Name yours:"
-                " train.data.prompt=COLUMN and train.data.answer=COLUMN, or train.data.messages=COLUMN.",
+                f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there}). Rename"
+                " them, or set train.data.prompt=COLUMN and train.data.answer=COLUMN, or train.data.messages=COLUMN.",
             )
         names = ANSWERS if self.answer is None else (self.answer,)
         answer: Any = next((given[name] for name in names if given.get(name) is not None), None)

@@ -116,6 +116,10 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         listed = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else [*reward_funcs]
         found = [(one, rewards.find(one)) if isinstance(one, str) else (one.__name__, one) for one in listed]
         weights = [1.0] * len(found) if reward_weights is None else reward_weights
+        if len(weights) != len(found):
+            raise UserError(
+                "length-mismatch", f"{len(found)} reward_funcs have {len(weights)} reward_weights. Give as many."
+            )
         self._rewards = {name: (one, weight) for (name, one), weight in zip(found, weights, strict=True)}
         args = args or TrajectoryGRPOConfig("trained")
         self.reference = Reference("reference", 0.0, args.ref_model_sync_steps)

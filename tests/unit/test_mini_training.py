@@ -76,7 +76,7 @@ def test_a_run_that_resumes_ends_where_an_uninterrupted_one_does(
         (["train=mini", "train.max_steps=few"], "max_steps should be a valid integer"),
         (["train=mini", "train.data.size=0"], "train.data.size must be a whole number of at least 1"),
         (["train=mini", "train.data.long=1.5"], "train.data.long must be a share"),
-        (["train=mini", "train.data.tails=[0, 0]"], "train.data.tails must be numbers of at least 0"),
+        (["train=mini", "train.data.tails=[0, 0]"], "train.data.tails is [0.0, 0.0]. Give numbers of at least 0"),
         (["train=mini", "train.model.num_layers=-1"], "train.model.num_layers must be"),
         (["train=mini", "train.model.num_layers=x"], "num_layers should be a valid integer"),
         (["train=mini", "train.model.head_dim=7"], "or head_dim is odd"),

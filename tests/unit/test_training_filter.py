@@ -24,7 +24,7 @@ from dllm_sampler.training.filter import (
     loss,
 )
 from tests import tiny
-from tests.sampling import each, sampled
+from tests.sampling import sampled
 
 FACTS = Path(__file__).parents[2] / "examples" / "facts.jsonl"
 
@@ -93,35 +93,6 @@ def test_the_loss_by_hand(committed: bool) -> None:
     (total / count).backward()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-12, rtol=1e-10)
-
-
-@pytest.mark.slow
-def test_counts_only_what_is_open_unless_told() -> None:
-    """Positions already committed say nothing, or everything."""
-    known = torch.tensor([[0.2, 0.8]]).repeat(50, 1)
-    there = torch.ones_like(known, dtype=torch.bool)
-    open_ = torch.tensor([[True, False]]).repeat(50, 1)
-    final = torch.tensor([[True, False]]).repeat(50, 1)
-    one = Records(known, final, open_, there)
-    logit = {
-        committed: judge(fit(one, one, max_steps=300, committed=committed, caution=1.0)[0], known[:1])[0]
-        for committed in (False, True)
-    }
-    assert logit[False][0] > 2
-    assert logit[True][0] > 2
-    assert logit[True][1] < -2 < logit[False][1]
-
-
-@pytest.mark.slow
-def test_caution_accepts_less() -> None:
-    """Two thirds right wherever it looks: enough for even odds, not where a mistake weighs four times as much."""
-    known = torch.full((60, 2), 0.9)
-    everywhere = torch.ones_like(known, dtype=torch.bool)
-    one = Records(known, (torch.arange(60) % 3 > 0)[:, None].expand(60, 2), everywhere, everywhere)
-    options: dict[str, Any] = {"max_steps": 400, "learning_rate": 1e-2, "weight_decay": 0.1}
-    layers = [fit(one, one, caution=caution, **options)[0] for caution in (1, 4)]
-    chance = [float(judge(each, known[:1]).sigmoid().mean()) for each in layers]
-    assert chance == pytest.approx([2 / 3, 1 / 3], abs=0.02)
 
 
 def test_scores_by_hand() -> None:
@@ -226,29 +197,3 @@ def test_a_killed_run_resumes(
     assert len(done) == 6 - 3  # 18 training prompts in batches of 4, and one more of 2
     whole, parts = (tmp_path / name / "filter.safetensors" for name in ("whole", "parts"))
     assert whole.read_bytes() == parts.read_bytes()
-
-
-@each(
-    ("more", "said"),
-    [
-        (["depth=0"], "depth should be greater than or equal to 1"),
-        (["caution=0.0"], "caution should be greater than 0"),
-        (["threshold=1.5"], "threshold should be less than or equal to 1"),
-        (["data={FEW}", "held_out=3"], "leaves none to learn from"),
-        (["data.path=null"], "lacks mini's tokenizer"),
-    ],
-)
-def test_refusals(more: list[str], said: str, checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join(json.dumps({"prompt": f"copy : {name}"}) + "\n" for name in ("Ada", "Ben", "Cal")))
-    given = [word.replace("{FEW}", str(few)) for word in more]
-    assert cli.main(words(tmp_path / "run", checkpoint, *given)) == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_tasks_of_mini(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a few seconds; right answers are counted, too."""
-    few = ["prompts=25", "held_out=3", "max_steps=50", "answer_batch_size=14", "block_length=32", "new_tokens=32"]
-    assert cli.main(words(tmp_path / "run", Path("mini"), *few)) == 0
-    assert json.loads((tmp_path / "run" / "filter.json").read_text())["records"]["validation"] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,30 +103,6 @@ def goal_of(view: Trajectories, advantage: Tensor, reference: Tensor | None = No
     return Goal(advantage, view.weight / len(view.weight), old, reference)
 
 
-def test_first_update_is_reinforce(view: Trajectories) -> None:
-    """With the ratio at 1, the gradient is that of the mean over transitions of the mean log-probability."""
-    advantage = torch.randn(6, dtype=torch.double, generator=torch.Generator().manual_seed(0))
-    model = toys.transformer()
-    _, found, figures = gradient(model, view, goal_of(view, advantage), 10**6, 0.0)
-    _, fresh, _ = gradient(model, view, replace(goal_of(view, advantage), old=None), 10**6, 0.0)
-    torch.testing.assert_close(found, fresh, atol=1e-11, rtol=0)
-    model.zero_grad()
-    loss = torch.zeros((), dtype=torch.double)
-    for row, steps in enumerate(view.trace.steps(b) for b in range(6)):
-        parts = []
-        for number, step in enumerate(steps):
-            columns = torch.tensor(step) + view.trace.origin
-            begin = int(view.trace.begin[row])
-            logits = model(view.trace.state(number)[row : row + 1, begin:])[0, columns - begin]
-            logits = logits.masked_fill(torch.arange(toys.VOCAB) == toys.MASK, -torch.inf)
-            parts.append(logits.log_softmax(-1).gather(1, view.trace.ids[row, columns][:, None]).mean())
-        loss = loss - advantage[row] * torch.stack(parts).mean() / 6
-    loss.backward()
-    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(found, expected, atol=1e-11, rtol=0)
-    assert figures["clipped"] == 0
-
-
 def test_the_cut_into_forwards_does_not_matter(view: Trajectories) -> None:
     advantage = torch.tensor([1.0, -1, 0, 2, -1, -1], dtype=torch.double)
     reference = view.log_probabilities(toys.transformer(seed=3))
@@ -137,11 +112,6 @@ def test_the_cut_into_forwards_does_not_matter(view: Trajectories) -> None:
     torch.testing.assert_close(one[1], two[1], atol=1e-11, rtol=1e-11)
     assert one[2] == pytest.approx(two[2])
     assert one[2]["clipped"] > 0 and one[2]["kl"] > 0
-
-
-def test_equal_rewards_teach_nothing(view: Trajectories) -> None:
-    _, found, _ = gradient(toys.transformer(seed=4), view, goal_of(view, torch.zeros(6)), 10**6, 0.0)
-    assert not found.any()
 
 
 def test_advantages_by_hand() -> None:

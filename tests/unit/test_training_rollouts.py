@@ -54,19 +54,6 @@ def test_every_state_is_rebuilt_and_every_run_repeated(plugins: dict[str, Any], 
         assert torch.equal(getattr(trace, name), getattr(again, name)), name
 
 
-def test_a_cut_is_recorded() -> None:
-    trace = toys.sampler(stop="truncate", temperature=1.5).generate(toys.PROMPTS, max_new_tokens=TOKENS).trace
-    cut = trace.end < trace.ids.shape[1]
-    assert cut.any()
-    assert torch.equal(cut, (trace.gone >= 0).any(1))
-
-
-def test_what_is_taken_back_is_said() -> None:
-    revising = toys.sampler(scheduler={"name": "remdm"}, temperature=1.0)
-    assert revising.plugins.scheduler.traits.revises
-    assert revising.generate(toys.PROMPTS, max_new_tokens=TOKENS).trace.revised.any()
-
-
 def test_entropy_is_the_predictions() -> None:
     trace = toys.sampler(entropy=True, temperature=1.0).generate(toys.PROMPTS[1:2], max_new_tokens=TOKENS).trace
     assert trace.entropy is not None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,7 +97,7 @@ def trainer(kind: str, model: Any, output: Path, **changes: Any) -> DiffusionTra
         settings = {"keep": False, "block_length": 4, **changes}
         return DistillTrainer(model, arguments(DistillConfig, output, **settings), **data)
     own = {"num_generations": 3, "rollout": {"temperature": 4.0}, "beta": 0.1, "ref_model_sync_steps": 1} | changes
-    rewards = own.pop("reward_funcs", letters)
+    rewards, data["reward_weights"] = own.pop("reward_funcs", letters), own.pop("reward_weights", None)
     return TrajectoryGRPOTrainer(model, rewards, arguments(TrajectoryGRPOConfig, output, **own), **data)
 
 
@@ -194,6 +196,21 @@ def test_the_average_is_measured_and_saved(llada: Path, tmp_path: Path, monkeypa
         torch.testing.assert_close(weight.detach(), mean[f"network.{name}"], atol=1e-6, rtol=1e-5)
 
 
+def test_what_the_hub_gets(llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The family's own format, once, after training; checkpoints on the way stay here."""
+    sent, url = list[list[str]](), SimpleNamespace(repo_id="me/mine")
+    hub = SimpleNamespace(
+        create_repo=lambda *_, **__: url, upload_folder=lambda folder_path, **_: sent.append(os.listdir(folder_path))
+    )
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    run = trainer("sft", llada, tmp_path / "run", max_steps=1, push_to_hub=True, hub_model_id="me/mine")
+    run.train()
+    assert not sent
+    monkeypatch.setattr(run, "create_model_card", lambda **_: None)
+    run.save_model()
+    assert len(sent) == 1 and {"config.json", "model.safetensors", "tokenizer.json"} <= {*sent[0]}
+
+
 @pytest.mark.slow
 def test_layers_that_run_twice_change_nothing(llada: Path, tmp_path: Path) -> None:
     """Neither does it matter how a step is cut into forwards."""
@@ -268,6 +285,8 @@ def test_rewards_that_fail(llada: Path, tmp_path: Path, monkeypatch: pytest.Monk
         ("trajectory", {"num_iterations": 2}, "options-conflict: save_steps=1, num_iterations=2"),
         ("distill", {"ratio": 1.0}, "option-range: ratio"),
         ("sft", {"train_dataset": []}, "nothing-to-learn: train_dataset"),
+        ("sft", {"train_dataset": None}, "nothing-to-learn: train_dataset"),
+        ("trajectory", {"reward_funcs": [letters] * 2, "reward_weights": [1.0]}, "length-mismatch: 2"),
         ("sft", {"train_dataset": [{"question": "a"}]}, "example-invalid: row 0 of train_dataset, question"),
         ("sft", {"train_dataset": [{"prompt": "a", "completion": "b" * 600}]}, "example-too-long: 602 tokens, 512"),
         ("sft", {"new_tokens": 1}, "example-too-long: row, eval_dataset, new_tokens=1"),
@@ -324,17 +343,6 @@ def test_the_clip_of_a_second_iteration(llada: Path, tmp_path: Path, monkeypatch
     trainer("trajectory", llada, tmp_path / "run", **changes).train()
     (first, advantage), (second, same) = old
     assert first < 1e-5 < second and torch.equal(advantage, same)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["grpo", "cjgrpo"])
-def test_small_data_is_enough(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(f'{{"prompt": "copy: Ada {i}", "answer": "Ada"}}\n' for i in range(21)))
-    few = ["max_steps=1", "per_device_train_batch_size=2", "num_generations=2", "new_tokens=4", "use_cpu=true"]
-    few += ["rollout.scheduler.inner.steps=2", f"data={data}", f"output_dir={tmp_path / 'run'}", "rewards={partly: 1}"]
-    assert cli.main([f"train={name}", *(f"train.{one}" for one in few)]) == 0
-    assert "19 examples to learn from; 2 held out to measure on" in capsys.readouterr().err
 
 
 def test_settings_in_braces_replace() -> None:
