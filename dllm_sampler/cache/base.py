@@ -207,6 +207,11 @@ class BaseCache(Cache):
                 f"blocks={named(context.blocks)} hides the masks of blocks that are not open, and {cache} serves noise"
                 " as an earlier forward saw it: use cache=d2f, cache=prefix or cache=none"
             )
+        if context.blocks.slides and self.refreshes:
+            yield (
+                f"{cache} refreshes what it stores when a block opens, and blocks={named(context.blocks)} opens one"
+                " only. Use cache=sliding, or cache=none."
+            )
         if context.scheduler is None:
             return
         traits, scheduler = context.scheduler.traits, f"scheduler={named(context.scheduler)}"

@@ -52,7 +52,7 @@ class D2FCache(BaseCache):
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`. Block-causal attention takes the length of the blocks."""
         blocks = context.blocks
-        if self.attention == "block_causal" and blocks.sizes_on_open:
+        if self.attention == "block_causal" and (blocks.sizes_on_open or blocks.slides):
             raise UserError(
                 "cache-incompatible",
                 f"cache.attention=block_causal wants blocks of one length, and blocks={named(blocks)} makes others:"

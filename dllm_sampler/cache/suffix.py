@@ -120,6 +120,11 @@ class SuffixCache(Cache, ABC):
             yield f"{cache} hides masks behind the block, and this block-causal model sees none: use cache=block_causal"
         if not spec.cacheable:
             yield f"{cache} leaves masks out of the forward, and this model computes whole rows only: use cache=none"
+        if context.blocks.slides:
+            yield (
+                f"{cache} chooses masks when a block opens, and blocks={named(context.blocks)} opens one only. Use"
+                " cache=sliding, or cache=none."
+            )
         if context.scheduler is None:
             return
         traits, scheduler = context.scheduler.traits, f"scheduler={named(context.scheduler)}"

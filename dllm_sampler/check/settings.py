@@ -154,6 +154,12 @@ SETTINGS: dict[str, list[Settings]] = {
     "blocks.adablock": [{"delimiters": [3, 15, 20, 34], "threshold": 0.1, "length": 7, "window": 0.5}],
     "blocks.ascending": [{"count": 3}],
     "blocks.multi_block": [{"length": 4, "add_threshold": 0.25}, {"length": 6, "full_threshold": 0.3}],
+    "blocks.sliding": [{"masks": 4}, {"masks": 5, "max_width": 7, "until_end": True}],
+    "cache.sliding": [
+        {"before": 2, "every": 5},
+        {"before": 1, "after": 2, "every": 4, "anchor": "last"},
+        {"before": 0, "after": None, "every": 6, "anchor": "window"},
+    ],
     "cache.delayed_prefix": [{"delay": 0}, {"delay": 2, "refresh_every": 3}],
     "blocks.pipeline": [{"length": 4, "add_threshold": 0.25, "full_threshold": 0.5}],
     "stop.end_of_text": [{}, {"mode": "predicted", "min_conf": 0.5}],

@@ -280,12 +280,15 @@ class Blocks(PlugIn):
     Attributes:
         sizes_on_open: The forward that opens a block may shorten it.
         several: Several blocks are open at once: no scheduler that remasks tokens or follows a schedule.
+        slides: The active block is a window that moves with its first mask and opens once: no scheduler that remasks
+            tokens or follows a schedule, no cache that acts when a block opens, no stop=block.
         hides: The columns after the open blocks are not seen: no cache that serves old masks.
         judges_draws: Drawn tokens, or their confidence, decide where a block ends or what it commits.
     """
 
     sizes_on_open: ClassVar[bool] = False
     several: ClassVar[bool] = False
+    slides: ClassVar[bool] = False
     hides: ClassVar[bool] = False
     judges_draws: ClassVar[bool] = False
     part: int | None = None  # length of the parts in which blocks of the grid are decoded, counted as those are

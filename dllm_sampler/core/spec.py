@@ -80,7 +80,8 @@ class Traits:
         graph_safe: Its steps only launch operations on tensors. If false: Its steps read the device: no CUDA graphs.
         ranks_by_confidence: A factor on `readout.confidence` changes what it commits. If false: It does not use
             confidence: no scheduler=eoser around it.
-        scheduled: It depends on the block's length or on the forwards made in it: no blocks=multi_block.
+        scheduled: It depends on the block's length or on the forwards made in it: no blocks=multi_block, no
+            blocks=sliding.
         scope: Its rule needs only the logits of one block. If answer: Its rule counts over the whole answer: see
             docs/engines.md. If model: Its rule needs more of the model than the logits of one block (shadow rows,
             drafts, hidden columns) or another model: see docs/engines.md.

@@ -173,7 +173,8 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
     if moved is None:
         state.canvas = after.advance(after.block_over(edit), canvas.layout.lookahead, edit.finish)
     else:
-        state.canvas = after.move(*moved, edit.finish)
+        opens = torch.zeros_like(after.done) if plugins.blocks.slides else None
+        state.canvas = after.move(*moved, edit.finish, opens)
     if edit.resize is not None:
         live = ~canvas.done if edit.finish is None else ~(canvas.done | edit.finish)
         resized = effect_on(after, edit.resize, live)

@@ -289,8 +289,8 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
                 f"cache={named(plugins.cache)} counts on commits that {forms[0]} may refuse: use another cache,"
                 " for example dual"
             )
-    if plugins.blocks.several:
-        yield from _of_several(plugins.scheduler, blocks)
+    if plugins.blocks.several or plugins.blocks.slides:
+        yield from _of_several(plugins.scheduler, plugins.blocks)
     trained = traits.find(TrainedBlocks)
     if trained is not None and _length(plugins.blocks, trained.length) != trained.length:
         yield (
@@ -365,16 +365,14 @@ def _of_attention(plugins: Plugins) -> Iterator[str]:
         yield f"{who} looks at attention, and scheduler={named(plugins.scheduler)} has several candidates. Remove one."
 
 
-def _of_several(scheduler: Scheduler, blocks: str) -> Iterator[str]:
-    """Why a scheduler cannot run where several blocks are open."""
+def _of_several(scheduler: Scheduler, blocks: Blocks) -> Iterator[str]:
+    """Yield reasons why a scheduler cannot run if several blocks are open, or a window slides."""
+    does = "opens several blocks at once" if blocks.several else "slides a window"
     inner = scheduler.inner if isinstance(scheduler, Around) else None
     inside = [] if inner is None else _of_one_block(inner.traits)
     for fact in _of_one_block(scheduler.traits):
         too = f", as scheduler.inner={named(inner)} does" if fact in inside else ""
-        yield (
-            f"scheduler={named(scheduler)} {fact}{too}, and {blocks} opens several blocks at once: use"
-            " scheduler=threshold"
-        )
+        yield f"scheduler={named(scheduler)} {fact}{too}, and blocks={named(blocks)} {does}. Use scheduler=threshold."
 
 
 def _of_one_block(traits: Traits) -> list[str]:
@@ -396,7 +394,7 @@ def _of_lengths(plugins: Plugins, scheduler: str, blocks: str, stop: str) -> Ite
             f"{scheduler} looks for the end of the answer behind the block, which this model does not see: use"
             " scheduler=threshold with stop=prefix, for which max_new_tokens is a bound too"
         )
-    if plugins.blocks.sizes_on_open or plugins.blocks.several:
+    if plugins.blocks.sizes_on_open or plugins.blocks.several or plugins.blocks.slides:
         yield f"{scheduler} moves the end of a block, and {blocks} says where it is: use blocks=fixed or blocks=full"
     if plugins.stop.cuts or plugins.stop.fills:
         yield f"{scheduler} says how long the answer is, and {stop} changes the canvas under it: use stop=prefix"

@@ -61,6 +61,7 @@ from dllm_sampler.published.seeded import (
     SeededContext,
     StoresApart,
 )
+from dllm_sampler.published.sliding import FillAtBlock, FirstFromRefresh, StepQuota, WithoutLookahead
 from dllm_sampler.published.slowfast import PublishedSlowFast
 from dllm_sampler.published.stops import AllEnd, EarlyStop, StopAt
 from dllm_sampler.published.suffix import SuffixDraws
@@ -88,6 +89,8 @@ __all__ = [
     "EarlyStop",
     "EndsAnywhere",
     "EvenRest",
+    "FillAtBlock",
+    "FirstFromRefresh",
     "ForcedFirst",
     "HeldProgress",
     "HiddenUncounted",
@@ -138,6 +141,7 @@ __all__ = [
     "SeededContext",
     "ShiftedDraws",
     "StaleMasks",
+    "StepQuota",
     "StopAt",
     "StopStored",
     "StopTogether",
@@ -146,4 +150,5 @@ __all__ = [
     "SuffixDraws",
     "UnrefreshedBlocks",
     "Unrolled",
+    "WithoutLookahead",
 ]

@@ -33,7 +33,7 @@ class PublishedKlass(Klass):
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`. A later block's masks have a history."""
-        return replace(super().traits, asks_block=False).adding(AllColumns())
+        return replace(super().traits, asks_block=False, scheduled=True).adding(AllColumns())
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Every mask."""

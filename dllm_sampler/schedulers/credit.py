@@ -17,7 +17,7 @@ class Credit(DInferThreshold):
 
     Source: credit decoding, arXiv 2510.06133, as in dInfer. In each step all credit decays, and each mask's candidate
     earns its probability to the power gamma; alpha log(1 + credit) is added to its logit. Credit ends with the block,
-    that of several open blocks with the first of them.
+    that of several open blocks with the first of them, and that of a window that slides not at all.
     The published matrix has a number per position and token; here a position remembers its `memory` best-credited
     tokens, which differs only after more tokens than that have been candidates there. With a temperature the sampled
     candidates earn credit, and the one whose probability with credit is highest is committed.

@@ -54,8 +54,9 @@ class Klass(FixedSteps):
 
     @property
     def traits(self) -> Traits:
-        """Confidence decides with any score."""
-        return replace(super().traits, ranks_by_confidence=True)
+        """Confidence decides with any score. Without `steps` a forward commits one position if no mask is ready."""
+        scheduled = self.steps is not None or self.schedule != "uniform"
+        return replace(super().traits, ranks_by_confidence=True, scheduled=scheduled)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -79,6 +80,8 @@ class Klass(FixedSteps):
         """See `Scheduler.tell`."""
         opened, asked, then, moves = carry
         count, opened = self.count(canvas, opened)
+        if not self.traits.scheduled:
+            count = torch.ones_like(count)
         now = Predictions.of(readout)
         at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]

@@ -49,15 +49,16 @@ class BlockStop(_EosStop):
     """Stop after a complete block that contains an end token; everything after it becomes padding.
 
     Raises:
-        UserError: in `bind`, if several blocks are open at once.
+        UserError: in `bind`, if several blocks are open at once, or a window slides.
     """
 
     def bind(self, context: Context) -> Self:
         """See `Stop.bind`."""
-        if context.blocks.several:
+        if context.blocks.several or context.blocks.slides:
             raise UserError(
                 "stop-incompatible",
-                f"stop={named(self)} needs one open block, not blocks={named(context.blocks)}. Use stop=prefix.",
+                f"stop={named(self)} needs one open block that ends, not blocks={named(context.blocks)}. Use"
+                " stop=prefix.",
             )
         return super().bind(context)
 

@@ -159,7 +159,9 @@ def runs_to_the_end(case: Case) -> bool:
 @pytest.mark.parametrize("case", thinned(CASES, "guide", "traits", first=runs_to_the_end))
 def test_stopping_early_changes_nothing_before_the_end_token(case: Case) -> None:
     full = replace(case, stop={"name": "none"}).record
-    early = ("prefix", "block")[len(case.id) % 2 and not case.sampler.plugins.blocks.several]
+    blocks = case.sampler.plugins.blocks
+    moving = blocks.several or blocks.slides
+    early = ("prefix", "block")[len(case.id) % 2 and not moving]
     result = cases.by_row(replace(case, stop={"name": early}).generate())
     for row, length in enumerate(full["lengths"]):
         assert result["lengths"][row] == length

@@ -55,7 +55,7 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     trained, hidden = traits.find(TrainedBlocks), traits.find(HiddenMasks)
     wrong_blocks = trained is not None and blocks.lookahead(1000) != trained.length
     apart = traits.revises or traits.has(PlannedCommits) or traits.scheduled or trained is not None
-    wrong_blocks = wrong_blocks or (blocks.several and apart)
+    wrong_blocks = wrong_blocks or ((blocks.several or blocks.slides) and apart)
     starved = (traits.has(AllColumns) and cache.stores) or (
         isinstance(cache, Foresees) and not traits.has(PlannedCommits)
     )
@@ -67,7 +67,7 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     starved = starved or (moves and (hides or (inner.stores and not inner.supports_resize)))
     stops = (traits.drafts or moves) and (stop.cuts or stop.fills)
     wrong_blocks = wrong_blocks or (traits.has(CausalQueries) and blocks.sizes_on_open)
-    wrong_blocks = wrong_blocks or (moves and (blocks.sizes_on_open or blocks.several))
+    wrong_blocks = wrong_blocks or (moves and (blocks.sizes_on_open or blocks.several or blocks.slides))
     against = {f"cache={named(cache)}": starved, f"blocks={named(blocks)}": wrong_blocks, f"stop={named(stop)}": stops}
     return [name for name, opposes in against.items() if opposes]
 
@@ -96,8 +96,12 @@ def test_every_combination_runs_or_is_refused(name: str, share: str) -> None:
                 toys.sampler(stop=stop, cache=cache)
             continue
         against = opposed(rule, plugins["blocks"], plugins["stop"], cache)
-        if plugins["blocks"].several and chosen[1] == "block":  # whatever the scheduler
+        if (plugins["blocks"].several or plugins["blocks"].slides) and chosen[1] == "block":  # whatever the scheduler
             with refused(f"stop-incompatible: stop=block, blocks={chosen[0]}, stop=prefix"):
+                toys.sampler(**plugins)
+            continue
+        if plugins["blocks"].slides and (inside(cache).refreshes or isinstance(cache, SuffixCache)):
+            with refused(f"cache-incompatible: cache={chosen[2]}, blocks=sliding, cache=sliding"):
                 toys.sampler(**plugins)
             continue
         if plugins["blocks"].hides and inside(cache).keeps_noise:  # whatever the scheduler

@@ -25,6 +25,7 @@ from dllm_sampler.core.values import Edit, Readout
 from dllm_sampler.engine import layout
 from dllm_sampler.guides import Temperature
 from dllm_sampler.published import (
+    FirstFromRefresh,
     ForcedFirst,
     HidesPads,
     LeavesAtEnd,
@@ -59,6 +60,7 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     AmongTop: AmongTop,
     Daedal: Daedal,
     Eoser: Eoser,
+    FirstFromRefresh: FirstFromRefresh,
     ForcedFirst: ForcedFirst,
     FreeDave: FreeDave,
     Lengthening: Lengthening,

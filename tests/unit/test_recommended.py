@@ -25,12 +25,12 @@ def test_each_entry_can_be_set_and_the_first_is_the_experiment() -> None:
 def test_typed_words_come_first() -> None:
     found = settings(["experiment=recommended", "model=llada-8b", "scheduler=wino", "max_new_tokens=9"])
     assert (found.plugins["scheduler"]["name"], found.options.max_new_tokens) == ("wino", 9)  # type: ignore[index]
-    assert found.plugins["cache"]["name"] == "prefix"  # type: ignore[index]
+    assert found.plugins["cache"]["name"] == "sliding"  # type: ignore[index]
 
 
 def test_a_hub_id_is_the_model_of_that_id() -> None:
     found = settings(["experiment=recommended", "model=GSAI-ML/LLaDA-8B-Instruct"])
-    assert found.plugins["cache"]["name"] == "prefix"  # type: ignore[index]
+    assert found.plugins["cache"]["name"] == "sliding"  # type: ignore[index]
 
 
 def test_a_model_without_an_entry_is_refused() -> None:

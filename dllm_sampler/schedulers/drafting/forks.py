@@ -52,7 +52,7 @@ class Forks(NamedTuple):
 
     def stops(self, canvas: Canvas, blocks: Blocks) -> Tensor | None:
         """`[B, K]` where the active block of each candidate ends; None: where that of the canvas does."""
-        if not blocks.several:
+        if not (blocks.several or blocks.slides):
             return None
         before, found = replace(canvas, stop=self.stop), [canvas.stop]
         for at, token in zip(self.at.T[..., None], self.ids.T[..., None], strict=True):

@@ -1,0 +1,83 @@
+"""The cache of a window that slides: it computes the window and its surroundings, and refreshes after some commits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.base import BaseCache
+from dllm_sampler.core.checks import check_choice, check_count
+from dllm_sampler.core.spec import ModelSpec
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+
+Anchor = Literal["both", "last", "window"]
+
+
+@dataclass
+class SlidingCache(BaseCache):
+    """Compute the active block and some columns around it. Refresh everything after `every` commits.
+
+    Source: DSB, arXiv 2602.05992, and DCD, arXiv 2601.02076 (`anchor=last` with `before` and `after` of 2 is its
+    `dual-delay2`, with `after=null` its `prefix-delay2`). Made for `blocks=sliding`. With other blocks it refreshes
+    when a block opens, too. A refresh commits like any other forward. Its own commits are the first that count, and
+    masks that a stop fills or cuts count as well.
+
+    On models with a logit shift (Dream) the row that predicts the block's first position is computed in any case.
+
+    Args:
+        before: columns before the block that are computed.
+        after: columns after it. None means all that follow.
+        every: commits from one refresh to the next. With 1 every forward computes everything.
+        anchor: column that `before` counts from. `window`: the block's first one. `last`: where the block began in the
+            forward before, so that tokens are computed again once they are committed. Never before the answer. `both`:
+            `before` columns before the block, and at least all that it has just left (DSB).
+    """
+
+    before: int = 24
+    after: int | None = 0
+    every: int = 32
+    anchor: Anchor = "both"
+    left: Tensor = field(init=False, repr=False, compare=False)  # [B] masks before the last refresh
+    was: Tensor = field(init=False, repr=False, compare=False)  # [B] start of the block in the forward before
+
+    def __post_init__(self) -> None:
+        check_count("cache.before", self.before, 0)
+        check_count("cache.after", self.after, 0, optional=True)
+        check_count("cache.every", self.every)
+        check_choice("cache.anchor", self.anchor, Anchor)
+
+    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
+        """See `Cache.init`."""
+        live = super().init(canvas, spec)
+        live.left, live.was = torch.zeros_like(canvas.start), canvas.start
+        return live
+
+    def due(self, canvas: Canvas) -> Tensor:
+        """See `BaseCache.due`."""
+        return (canvas.age == 0) | (self.left - canvas.masked.sum(1) >= self.every)
+
+    def computes(self, canvas: Canvas) -> Tensor:
+        """See `Cache.computes`."""
+        column = canvas.columns()
+        around = (column >= self.first(canvas)[:, None]) & (column < self.end(canvas)[:, None])
+        return around | self.due(canvas)[:, None]
+
+    def first(self, canvas: Canvas) -> Tensor:
+        """Return `[B]` the first column that a forward computes between two refreshes."""
+        shift = int(self.spec.shift)
+        if self.anchor == "both":
+            return torch.minimum(self.was, canvas.start - max(self.before, shift))
+        anchor = self.was if self.anchor == "last" else canvas.start
+        return torch.maximum(anchor - self.before, canvas.layout.first) - shift
+
+    def end(self, canvas: Canvas) -> Tensor:
+        """Return `[B]` the end of what a forward computes between two refreshes."""
+        return canvas.end if self.after is None else torch.minimum(canvas.stop + self.after, canvas.end)
+
+    def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
+        """See `Cache.observe`."""
+        self.left = torch.where(self.due(canvas), canvas.masked.sum(1), self.left)
+        self.was = canvas.start

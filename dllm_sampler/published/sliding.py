@@ -1,0 +1,109 @@
+"""Quirks of the loops of DSB (arXiv 2602.05992) and DCD (arXiv 2601.02076), whose windows slide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.cache.sliding import SlidingCache
+from dllm_sampler.core.around import Around
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.select import top
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.schedulers.score import Score, rate, score_needs
+from dllm_sampler.stops.fill import FillStop
+
+
+@dataclass(frozen=True)
+class FirstFromRefresh(Around):
+    """Commit only the window's first position from a forward that refreshes the cache, whatever its confidence.
+
+    Source: DSB's cached Dream loop.
+
+    Args:
+        inner: the scheduler of every other step.
+        every: commits from one refresh to the next, as `SlidingCache.every`.
+    """
+
+    every: int = 32
+
+    def init(self, canvas: Canvas) -> Carry:
+        """Return the inner carry, and `[B]` the masks before the last refresh."""
+        return super().init(canvas), torch.zeros_like(canvas.start)
+
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry[0]
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, inner = self.inner.tell(canvas, query, readout, carry[0])
+        left = canvas.masked.sum(1)
+        due = (canvas.step == 0) | (carry[1] - left >= self.every)
+        first = canvas.eligible(query.positions) & (query.positions == canvas.start[:, None])
+        commit = torch.where(due[:, None], first, edit.commit)
+        return replace(edit, commit=commit), (inner, torch.where(due, left, carry[1]))
+
+
+@dataclass(frozen=True)
+class StepQuota(Scheduler):
+    """Commit the surest masks of the window, a fixed number in each forward.
+
+    Source: DCD's `fixed` and `entropy_fixed`, and DSB without a threshold.
+
+    Args:
+        count: positions per forward.
+        extra: forwards that commit one position more, from the first one on.
+        score: how sure the model is of a position.
+    """
+
+    count: int
+    extra: int = 0
+    score: Score = "confidence"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """See `PlugIn.needs`."""
+        return score_needs(self.score)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        count = self.count + (canvas.step < self.extra).long()
+        commit = top(rate(self.score, canvas, query, readout), canvas.eligible(query.positions), count)
+        return Edit(readout.token[:, 0], commit), carry
+
+
+@dataclass
+class WithoutLookahead(SlidingCache):
+    """The last column of the window is not computed, because on a model with a logit shift it predicts nothing.
+
+    Source: DCD's wrapper of Dream with `lookahead=0`.
+    """
+
+    def end(self, canvas: Canvas) -> Tensor:
+        """See `SlidingCache.end`."""
+        return super().end(canvas) - 1
+
+
+@dataclass(frozen=True)
+class FillAtBlock(FillStop):
+    """`FillStop` that acts once a block is over.
+
+    Source: DCD's baseline with fixed blocks.
+    """
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        filled = super().__call__(canvas, after, query, readout, edit)
+        assert filled.confidence is not None and filled.finish is not None
+        over = after.block_over(edit) & self.ends(after).any(1)  # [B]
+        sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
+        return replace(
+            filled,
+            ids=torch.where(over[:, None], filled.ids, edit.ids),
+            commit=torch.where(over[:, None], filled.commit, edit.commit),
+            confidence=torch.where(over[:, None], filled.confidence, sure),
+            finish=over if edit.finish is None else edit.finish | over,
+        )
