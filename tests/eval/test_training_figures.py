@@ -30,7 +30,6 @@ def test_a_curve_is_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture
     text = page.read_text()
     assert capsys.readouterr().out.strip() in text
     assert "old" not in text
-    assert "| first, a | 25.0 | 50.0 | +25.0 | 50.0 at 2 | 0.0 |" in text
     assert "| first, 2 runs | 37.5 | 50.0 | 12.5 | 50.0 | 0.0 |" in text, "no range of so few"
     assert "first: 2 steps, 0.1 to 0.1 minutes" in text
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
@@ -40,7 +39,6 @@ def test_a_curve_is_drawn_and_told(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_range_takes_eight_runs(tmp_path: Path) -> None:
     runs = [run(tmp_path / str(number), {0: 0.25, 1: 0.5 + 0.01 * number, 2: 0.5}) for number in range(8)]
     table = learning_curves.content([learning_curves.curve("x", runs)])
-    assert "| x, 7 | 25.0 | 50.0 | +25.0 | 57.0 at 1 | -7.0 |" in table
     mean = "| x, 8 runs | 25.0 (25.0 to 25.0) | 50.0 (50.0 to 50.0) | 25.0 (25.0 to 25.0) | 53.5 (50.0 to 57.0) | -3.5"
     assert mean in table
     assert learning_curves.draw([learning_curves.curve("x", runs)]) != learning_curves.draw(
@@ -73,7 +71,7 @@ def test_forwards_at_equal_accuracy() -> None:
     assert distilled.forwards(before, "entropy", 0.0) == pytest.approx(10 - len(distilled.BOUNDS["entropy"]) + 1)
     assert distilled.forwards({**before, "entropy 0.02": {"right": 0.9, "nfe": 10}}, "entropy", 0.95) is None
     rows = distilled.equal(before, [after, before]).splitlines()
-    assert rows[2] == "| entropy | 95 % | 9.50 | 9.00 | 1.06 | 8.50, 9.50 |"
+    assert rows[2] == "| entropy | 95 % | 9.50 | 9.00 | 1.06 |"
     poor = {name: {**each, "right": 0.85} for name, each in after.items()}
     assert "1 of 2 do not reach it" in distilled.equal(before, [poor, before])
     assert "not reached" in distilled.equal(poor, [before])

@@ -73,29 +73,19 @@ def equal(before: Mapping[str, Figures], after: Sequence[Mapping[str, Figures]])
         for level in LEVELS:
             base, ours = forwards(before, rule, level), [forwards(one, rule, level) for one in after]
             reached = [one for one in ours if one is not None]
-            cells = ["not reached" if base is None else f"{base:.2f}", spread(reached), "", ""]
+            cells = ["not reached" if base is None else f"{base:.2f}", spread(reached), ""]
             if len(reached) < len(ours):
                 cells[1] += f", {len(ours) - len(reached)} of {len(ours)} do not reach it"
             if base is not None and len(reached) == len(ours):
-                cells[2:] = [spread([base / one for one in reached]), ", ".join(f"{one:.2f}" for one in reached)]
+                cells[2] = spread([base / one for one in reached])
             rows.append([rule, f"{100 * level:g} %", *cells])
-    head = ["rule", "accuracy", "forwards before", "after", "times fewer", "after, by seed"]
+    head = ["rule", "accuracy", "forwards before", "after", "times fewer"]
     return markdown.table(head, rows)
 
 
-def points(before: Mapping[str, Figures], after: Sequence[Mapping[str, Figures]]) -> str:
-    """The table of what was measured."""
-    rows = []
-    for name, base in before.items():
-        right, nfe = ([one[name][key] for one in after] for key in ("right", "nfe"))
-        cells = [f"{100 * base['right']:.1f}", f"{base['nfe']:.2f}", spread([100 * one for one in right], 1)]
-        rows.append([name, *cells, spread(nfe)])
-    return markdown.table(["rule", "right before, %", "forwards", "right after, %", "forwards"], rows)
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
+def spread(values: Sequence[float]) -> str:
     """Mean and range."""
-    return statistics.spread(values, digits) if values else "not reached"
+    return statistics.spread(values, 2) if values else "not reached"
 
 
 @command(COMMAND)
@@ -114,8 +104,6 @@ def main(words: Sequence[str] | None = None) -> int:
             f" canvas of {options.new_tokens} tokens in blocks of {options.block_length}. After: {kind} of"
             f" {len(after)} seeds.",
             equal(before, after),
-            "What was measured:",
-            points(before, after),
         ]
     )
     files.write(options.docs, markdown.fill(page, SECTION, text))

@@ -90,20 +90,15 @@ def draw(curves: Sequence[Curve]) -> bytes:
 
 
 def content(curves: Sequence[Curve]) -> str:
-    """Each run before and after, and the mean and range over the runs, in %."""
+    """Return the mean and range over the runs of each method, before and after, in %."""
     rows = []
     for one in curves:
-        for folder, run in zip(one.runs, one.right, strict=True):
-            best = max(run)
-            cells = [f"{100 * run[0]:.1f}", f"{100 * run[-1]:.1f}", f"{100 * (run[-1] - run[0]):+.1f}"]
-            cells += [f"{100 * best:.1f} at {one.steps[run.index(best)]}", f"{100 * (run[-1] - best):.1f}"]
-            rows.append([f"{one.name}, {Path(folder).name}", *cells])
         each = [(run[0], run[-1], run[-1] - run[0], max(run), run[-1] - max(run)) for run in one.right]
         rows.append([f"{one.name}, {len(one.runs)} runs", *map(spread, zip(*each, strict=True))])
     minutes = "; ".join(
         f"{one.name}: {one.steps[-1]} steps, {min(one.minutes):.1f} to {max(one.minutes):.1f} minutes" for one in curves
     )
-    head = ["", "before", "after", "gain", "best, at step", "after - best"]
+    head = ["", "before", "after", "gain", "best", "after - best"]
     kind = f"Right answers in %. Means of the runs, with the range from {statistics.ENOUGH} runs on."
     return f"{markdown.table(head, rows)}\n\n{kind} {minutes} a run."
 
