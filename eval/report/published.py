@@ -21,6 +21,7 @@ SCHEDULERS = {
     "one per step": "fixed", "entropy, one per step": "fixed", "fixed": "fixed", "threshold": "threshold",
     "entropy threshold": "entropy", "entropy multi-block": "entropy", "hierarchical": "hierarchical",
 }  # fmt: skip
+BLOCKS = {"adablock": "adablock", "dsb": "sliding"}  # rows of other blocks do not name them
 SPEEDS = {
     "forwards": "protocol_steps", "TPF": "protocol_tokens_per_forward", "tokens/s": "protocol_tokens_per_second",
 }  # fmt: skip
@@ -175,18 +176,27 @@ def _block(run: Run, length: int) -> str:
         return "full"
     config = run.about["config"]
     blocks: Any = config.get("blocks")
-    given = config.get("block_length") or (blocks.get("length") if isinstance(blocks, Mapping) else None)
+    found = [blocks.get("length"), blocks.get("masks")] if isinstance(blocks, Mapping) else []
+    given = next((one for one in (config.get("block_length"), *found) if one), None)
     return "full" if given in (None, length) else str(given)
 
 
 def _has_method(row: Figure, run: Run) -> bool:
-    """Return True if a row has the scheduler, its threshold, and the cache of a run. What a row leaves out matches."""
+    """Return True if a row has the scheduler, its threshold, the blocks, and the cache of a run.
+
+    What a row leaves out matches.
+    """
     choices, config = run.about["choices"], run.about["config"]
     scheduler: Mapping[str, Any] = config["scheduler"]
     plain = re.sub(r" \(.*\)", "", row.method)
     name = SCHEDULERS.get(plain, plain.partition(",")[0])
     ours = {"budgeted": "threshold"}.get(choices["scheduler"], choices["scheduler"])  # Fast-dLLM's threshold for Dream
-    if name != ours or row.cache not in ("", choices["cache"]):
+    if name != ours or BLOCKS.get(row.cache, row.cache) not in ("", choices["cache"]):
+        return False
+    said = next((kind for theirs, kind in BLOCKS.items() if f"blocks {theirs}" in row.settings), None)
+    if said != next((kind for kind in BLOCKS.values() if kind == choices["blocks"]), None):
+        return False
+    if said == "sliding" and ("greedy" in row.settings) != (config["blocks"].get("max_width") is None):
         return False
     if choices["scheduler"] == "entropy" and ("multi-block" in plain) != (choices["blocks"] == "multi_block"):
         return False

@@ -57,6 +57,17 @@ def test_how_forwards_are_counted_makes_no_other_task(found) -> None:
     assert list(found.tasks) == ["fast-dllm/gsm8k"]
 
 
+def test_rows_of_sliding_windows_stand_beside_runs_of_them() -> None:
+    """Accuracies of DSB's main table, for windows with and without a bound, and of fixed blocks."""
+    runs = [ran(157, 200, "threshold", cache, threshold=0.9) for cache in ("sliding", "sliding", "none")]
+    for run, width in zip(runs, (None, 32), strict=False):
+        run.about["choices"]["blocks"] = "sliding"
+        run.about["config"]["blocks"] = {"name": "sliding", "masks": 32, "max_width": width}
+    greedy, constant, fixed = ({one.figure.accuracy for one in beside(compare([run]))} for run in runs)
+    assert (greedy, constant) == ({80.29}, {80.14})
+    assert 77.26 in fixed and not fixed & {77.94, 78.17, 78.54}
+
+
 def test_every_matching_row_stands_beside_a_figure_and_no_average(found) -> None:
     rows = beside(found)
     prefix = [row for row in rows if row.figure.cache == "prefix"]
