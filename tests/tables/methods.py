@@ -19,7 +19,8 @@ from tests.tables import markdown
 COMMAND = "python -m tests.tables.methods"
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "schedulers.md"
-REST = ("does", "paper", "checked by", "needs, deviates")
+SPEC = "spec"
+REST = ("does", "paper", "needs, deviates")
 SECTIONS = {"methods": ("scheduler",), "other methods": ("blocks", "stop", "cache")}
 
 
@@ -27,13 +28,16 @@ def document(text: str) -> str:
     """Return the text of docs/schedulers.md with its tables made anew."""
     for section, groups in SECTIONS.items():
         head = "`scheduler=`" if groups == ("scheduler",) else "plug-in"
-        lines = [cells for group in groups for cells in rows(group)]
-        text = markdown.fill(text, section, markdown.table((head, *REST), lines))
+        found = [cells for group in groups for cells in rows(group)]
+        made = markdown.table((head, *REST), [(label, *cells) for label, _, *cells in found])
+        if untraced := ", ".join(label for label, checked, *_ in found if checked == SPEC):
+            made += f"\n\nWritten from the paper, whose invariants are tests: {untraced}."
+        text = markdown.fill(text, section, made)
     return text
 
 
 def rows(group: str) -> Iterator[list[str]]:
-    """Yield the cells of each method of a group."""
+    """Yield the name, the kind of check and the cells of each method of a group."""
     for name in config.names(group):
         text = (ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8")
         marked = dict(re.findall(r"^# (Paper|Checked by|Note): (.+)", text, re.MULTILINE))
@@ -41,7 +45,7 @@ def rows(group: str) -> Iterator[list[str]]:
             does, paper = described(config.entry(group, name).about)
             label = f"`{name}`" if group == "scheduler" else f"`{group}={name}`"
             paper = marked.get("Paper", paper).replace("arXiv ", "")
-            yield [label, does, paper, marked.get("Checked by", ""), marked.get("Note", "")]
+            yield [label, marked.get("Checked by", ""), does, paper, marked.get("Note", "")]
 
 
 def described(about: str) -> tuple[str, str]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SECTION = "scheduler table"
-HEAD = ("method", "exact match", "easy tasks", "hard tasks", "NFE", "tokens per forward", "ms per token")
+HEAD = ("method", "exact match", "hard tasks", "tokens per forward", "ms per token")
 COMMAND = "python -m tests.tables.schedulers"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "schedulers.md"
 OUTPUT = Path("outputs/scheduler-table")
@@ -92,7 +92,6 @@ class Row:
 
     method: str
     all: Tally
-    easy: Tally | None
     hard: Tally | None
     milliseconds: float | None  # per token, the median batch
 
@@ -228,13 +227,10 @@ def run(base: Sampler, setup: Setup, store: Store[Figures], console: Console) ->
 def row(method: str, found: Mapping[str, Figures]) -> Row:
     """A method's figures from those of each task."""
 
-    def total(hard: bool) -> Tally | None:
-        chosen = [figures.tally for task, figures in found.items() if (task in HARD) == hard]
-        return Tally.total(chosen) if chosen else None
-
+    hard = [figures.tally for task, figures in found.items() if task in HARD]
     pace = [time for figures in found.values() for time in figures.milliseconds]
     everything = Tally.total(figures.tally for figures in found.values())
-    return Row(method, everything, total(False), total(True), median(pace) if pace else None)
+    return Row(method, everything, Tally.total(hard) if hard else None, median(pace) if pace else None)
 
 
 def front(rows: Sequence[Row]) -> set[str]:
@@ -307,29 +303,19 @@ def content(setup: Setup, rows: Sequence[Row], lacking: Sequence[str], picture: 
     lines = [cells(row, row.method in best) for row in sorted(rows, key=lambda row: row.point)]
     lines += [[f"`{method}`", NEEDS[method], *[""] * (len(HEAD) - 2)] for method in lacking]
     hard = [name for name in setup.tasks if name in HARD]
-    easy = [name for name in setup.tasks if name not in HARD]
     steps, count = max(1, setup.max_new_tokens // 4), setup.prompts * len(setup.tasks)
     notes = [
-        f"{setup.prompts} held-out prompts for each task of `{setup.model}`, the same for every method; a canvas of"
-        f" {setup.max_new_tokens} tokens in blocks of {setup.block_length}, greedy, no cache, `stop=prefix`, seed"
-        f" {setup.seed}. A method stands here as the options that call it, all others at their defaults; where these"
-        f" mean one token per step it stands here a second time with {steps} steps. AdaBlock's delimiter is `, `,"
-        " since `mini` has no line breaks.",
-        "*Exact match*: right answers in %, and where several are right each of them counts; of"
-        f" {count} answers, a share of 98 % has a standard error of {_error(98, count):.1f} points, one of 80 %"
-        f" {_error(80, count):.1f}."
+        f"{setup.prompts} held-out prompts for each task of `{setup.model}`; a canvas of {setup.max_new_tokens} tokens"
+        f" in blocks of {setup.block_length}, greedy, no cache, `stop=prefix`, seed {setup.seed}. A method is named by"
+        f" its options, all others at their defaults; where these mean one token per step, a second row has {steps} steps.",
+        f"*Exact match*: right answers in %, with a standard error of {_error(98, count):.1f} points at 98 % and"
+        f" {_error(80, count):.1f} at 80 %."
         + (f" *Hard tasks* are those whose tokens must agree with one another: {', '.join(hard)}." if hard else "")
-        + (f" *Easy tasks*: {', '.join(easy)}." if easy else "")
-        + " *NFE*: forwards per answer. *Tokens per forward* count up to the first end token: one per step comes out"
-        " below one, because end tokens behind the answer cost steps too. Bold: no other method is as good in both"
-        " exact match and tokens per forward and better in one.",
-        "The *oracle* knows the answer of `fixed`, which it reproduces: each step commits every prediction that equals"
-        " it. It says how far a rule could go that tells final predictions from others. It is greedy, so fewer forwards"
-        " may be possible; and a method that arrives at another right answer is not bound by it.",
-        f"*ms per token*: process time, median over batches of {setup.batch}, {setup.threads} thread"
-        f"{'s' * (setup.threads > 1)} (`OMP_NUM_THREADS={setup.threads}`), the methods in turn task by task."
-        " `mini`'s forward is so short that the column shows the sampler's own cost as much as the number of forwards;"
-        " on a large model it goes with NFE.",
+        + " *Tokens per forward* count up to the first end token. Bold: no other method is as good in both exact match"
+        " and tokens per forward and better in one. The *oracle* knows the answer of `fixed`: each step commits every"
+        " prediction that equals it. *ms per token*: process time with"
+        f" {setup.threads} thread{'s' * (setup.threads > 1)}, median over batches of {setup.batch}. It shows the"
+        " sampler's own cost, since the forward is short.",
         f"{setup.machine}, {setup.versions}. Made by `{COMMAND}`.",
     ]
     return "\n\n".join([f"![Exact match against tokens per forward]({picture})", markdown.table(HEAD, lines), *notes])
@@ -343,10 +329,9 @@ def _error(share: float, count: int) -> float:
 def cells(row: Row, best: bool) -> list[str]:
     """A line of the table."""
     name = row.method if row.method == ORACLE else f"`{row.method}`"
-    shares = (f"{tally.exact:.1f}" if tally else "" for tally in (row.all, row.easy, row.hard))
-    rates = (f"{row.all.nfe / row.all.count:.1f}", f"{row.all.tokens_per_forward:.2f}")
+    shares = (f"{tally.exact:.1f}" if tally else "" for tally in (row.all, row.hard))
     time = "" if row.milliseconds is None else f"{row.milliseconds:.2f}"
-    return [f"**{name}**" if best else name, *shares, *rates, time]
+    return [f"**{name}**" if best else name, *shares, f"{row.all.tokens_per_forward:.2f}", time]
 
 
 def stale(docs: Path, setup: Setup) -> list[str]:
