@@ -13,7 +13,7 @@ from dllm_sampler.core.values import Canvas, Query, Readout
 
 @dataclass(frozen=True)
 class AdaBlock(Blocks):
-    """End a block at the surest delimiter (a newline, say), where the model is sure enough of one.
+    """End a block at the surest delimiter (for example a newline), if the model is sure enough of one.
 
     Source: AdaBlock-dLLM, arXiv 2509.26432. The forward that opens a block also sizes it: among the positions of the
     window whose candidate is a delimiter the most confident one ends the block, inclusively, if its confidence

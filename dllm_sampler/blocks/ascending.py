@@ -35,7 +35,7 @@ class AscendingBlocks(Blocks):
         steps = tokens.bit_length() - 1
         if self.count > max(steps, 1):
             raise UserError(
-                "option-range", f"blocks.count={self.count} is more than {tokens} new tokens allow: {steps}"
+                "option-range", f"blocks.count={self.count} exceeds the {steps} blocks of {tokens} tokens. Lower it."
             )
         later = [2 ** (steps - 1) + 1 + tokens - 2**steps, *(2 ** (steps - 2 - i) for i in range(self.count - 2))]
         sizes = list(reversed(later[: self.count - 1]))
@@ -52,8 +52,6 @@ class AscendingBlocks(Blocks):
         steps = torch.frexp(canvas.layout.new_tokens.double()).exponent - 1  # [B] floor(log2 G)
         following = canvas.end
         for back in range(1, self.count):
-            end = (
-                canvas.layout.first + 2 ** (steps - back) - 1
-            )  # of the block that has `back` blocks behind it; see `ends`
+            end = canvas.layout.first + 2 ** (steps - back) - 1  # of the block with `back` blocks after it, see `ends`
             following = torch.where(canvas.start < end, end, following)
         return torch.minimum(following, canvas.end)

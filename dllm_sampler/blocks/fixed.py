@@ -21,9 +21,9 @@ class FixedBlocks(Blocks):
     inside it; published block-causal samplers decode it to its end and drop what is too long.
 
     Args:
-        length: positions per block; None: the length the model was trained on, 32 where that is not one length.
-        part: block-causal models only: decode each block in parts of this many positions, left to right, each of which
-            sees the whole block (Fast-dLLM v2's sub-blocks, arXiv 2509.26328); None: whole.
+        length: positions per block. By default the length the model was trained on, or 32 if that is not one length.
+        part: block-causal models only: decode each block in parts of this many positions, left to right. Each part
+            sees the whole block (Fast-dLLM v2's sub-blocks, arXiv 2509.26328). By default blocks are whole.
 
     Raises:
         UserError: in `bind`, where the blocks cannot be cut into such parts.
@@ -44,7 +44,9 @@ class FixedBlocks(Blocks):
         if self.part is not None and not causal:
             raise UserError("blocks-incompatible", "blocks.part is for block-causal models. Set blocks.length alone.")
         if self.part is not None and length % self.part:
-            raise UserError("option-range", f"blocks.part={self.part} does not divide blocks of {length} positions")
+            raise UserError(
+                "option-range", f"blocks.part={self.part} does not divide blocks.length={length}. Set a divisor."
+            )
         return with_bound_fields(replace(self, length=length), causal=causal)
 
     @property

@@ -23,15 +23,15 @@ class MultiBlock(Blocks):
     to the end of the last one that was opened. Each forward opens at most one, by the shares that the forward before
     left, and commits at least one position of the first block with masks: the scheduler's best, if it chose none.
 
-    d3LLM's `decoded_token_threshold` is no argument: what must get on there is the first full block with masks, which
-    is the first block with masks whatever the threshold.
+    d3LLM's `decoded_token_threshold` is not an argument: it only names the first full block with masks, which is the
+    first block with masks whatever the threshold.
 
     Args:
         length: positions per block, counted from the answer's first one; the last block may be shorter.
         add_threshold: share of the last open block that must be committed before the next one opens, above 0; 1: one
             block at a time. The published evaluation has 0.1, its function's default is 0.5.
         full_threshold: share of a block from which on each forward must commit a position of the next block too, as in
-            D2F, arXiv 2508.09192; None: only the first block with masks must get on.
+            D2F, arXiv 2508.09192. By default only the first block with masks must get on.
 
     Raises:
         UserError: in `bind`, for models whose attention knows blocks.
@@ -92,7 +92,7 @@ class MultiBlock(Blocks):
         return torch.cat([before, _share(left, size)[:, :-1]], 1) >= self.full_threshold
 
     def number(self, canvas: Canvas, columns: Tensor) -> Tensor:
-        """`[B, Q]` in which block each of `columns` lies, from 0; what is no part of the answer in the nearest one."""
+        """Return `[B, Q]` the number of each column's block, from 0. Columns outside the answer get the nearest."""
         last = (canvas.layout.longest - 1) // self.length
         return ((columns - canvas.layout.first[:, None]) // self.length).clamp(0, last)
 
@@ -113,5 +113,5 @@ class MultiBlock(Blocks):
 
 
 def _share(left: Tensor, size: Tensor) -> Tensor:
-    """What is committed of blocks of `size` positions of which `left` are masks; of none: all."""
+    """Return the committed share of blocks of `size` positions with `left` masks. Empty blocks are committed."""
     return 1 - left.double() / size.clamp(min=1)

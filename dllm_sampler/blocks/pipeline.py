@@ -1,4 +1,4 @@
-"""D2F's pipeline: several blocks open at once, and nothing behind them."""
+"""D2F's pipeline: several blocks open at once, and nothing after them."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Self

@@ -1,4 +1,4 @@
-"""What every cache shares: the default layer on a pack, and the padded form for caches that drive layers themselves."""
+"""The base of all caches: the default layer on a pack, and the padded form for caches that drive layers themselves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class PaddedPlan(Plan):
     """
 
     positions: Tensor = field(kw_only=True)  # [B, M] sorted columns, padded with L
-    keys: Tensor | None = field(kw_only=True)  # [B, L+1] or [B, M] bool: keys seen, or [B, M, ...] by row; None: all
+    keys: Tensor | None = field(
+        kw_only=True
+    )  # [B, L+1] or [B, M] bool: keys seen, or [B, M, ...] by row. By default all
     contiguous: bool = field(kw_only=True)  # positions are the columns 0..M-1 of every row
     slots: Tensor | None = field(kw_only=True)  # [B*M] where the positions lie in a buffer of B*(L+1) columns
 
@@ -187,25 +189,25 @@ class BaseCache(Cache):
         if self.live:
             raise UserError(
                 "cache-in-use",
-                f"this {type(self).__name__} belongs to one generation. Give the cache it was made from.",
+                f"This {type(self).__name__} belongs to one generation. Give the cache it was made from.",
             )
 
     def _obstacles(self, context: Context) -> Iterator[str]:
         """Why it cannot serve the model or the scheduler: what the facts above and the scheduler's traits say."""
         spec, cache = context.spec, f"cache={named(self)}"
         if self.stores and not spec.cacheable:
-            yield f"{cache} cannot serve this model, whose forward computes whole rows only: use cache=none"
+            yield f"{cache} cannot serve this model, whose forward computes whole rows only. Use cache=none."
         if self.causal and spec.attention == "bidirectional":
-            yield f"{cache} is for block-causal models, and this one sees the whole canvas: use cache=dual, or none"
+            yield f"{cache} is for block-causal models, and this one sees the whole canvas. Use cache=dual, or none."
         if self.stores and not self.causal and spec.attention != "bidirectional":
             yield (
-                f"{cache} is for models that see the whole canvas, and this one is block-causal: use"
-                " cache=block_causal, which is exact, or cache=none"
+                f"{cache} is for models that see the whole canvas, and this one is block-causal. Use"
+                " cache=block_causal, which is exact, or cache=none."
             )
         if context.blocks.hides and self.keeps_noise:
             yield (
                 f"blocks={named(context.blocks)} hides the masks of blocks that are not open, and {cache} serves noise"
-                " as an earlier forward saw it: use cache=d2f, cache=prefix or cache=none"
+                " as an earlier forward saw it. Use cache=d2f, cache=prefix or cache=none."
             )
         if context.blocks.slides and self.refreshes:
             yield (
@@ -217,34 +219,34 @@ class BaseCache(Cache):
         traits, scheduler = context.scheduler.traits, f"scheduler={named(context.scheduler)}"
         if traits.has(AllColumns) and self.stores:
             yield (
-                f"{scheduler} needs every position computed in each forward, and {cache} computes a part: use"
-                " cache=none"
+                f"{scheduler} needs every position computed in each forward, and {cache} computes a part. Use"
+                " cache=none."
             )
         if traits.has(ChangingLength) and self.stores and not (self.supports_resize or self.causal):
             yield (
                 f"{scheduler} moves columns and adds new ones, and {cache} serves columns as an earlier forward left"
-                " them: use cache=prefix, which computes all of the answer that can move, or cache=none"
+                " them. Use cache=prefix, which computes all of the answer that can move, or cache=none."
             )
         if traits.needs_every_position and self.chooses:
             yield (
                 f"{scheduler} needs a prediction at every position it asks about, and {cache} chooses which masks to"
-                " predict: use cache=dual or cache=none"
+                " predict. Use cache=dual or cache=none."
             )
         if traits.drafts and not self.steady:
             yield (
                 f"{scheduler} asks about states that may not come true, and what {cache} keeps changes from one forward"
-                " to the next, so that tokens would differ: use cache=dual, prefix or none"
+                " to the next, so that tokens would differ. Use cache=dual, prefix or none."
             )
         if traits.has(BlocksOpenedAhead) and self.stores:
             yield (
                 f"scheduler.eager opens blocks without a forward of their own, in which {cache} refreshes what it"
-                " keeps: use scheduler.eager=false, or cache=none"
+                " keeps. Use scheduler.eager=false, or cache=none."
             )
         hidden = traits.find(HiddenMasks)
         if hidden is not None and hidden.horizon is not None and self.keeps_noise:
             yield (
                 f"{scheduler} hides what lies beyond its max_lookahead, and {cache} serves noise as an earlier forward"
-                " saw it: use cache=trailing, cache=none or scheduler.max_lookahead=null"
+                " saw it. Use cache=trailing, cache=none or scheduler.max_lookahead=null."
             )
 
 

@@ -36,9 +36,9 @@ class BlockCausalCache(BaseCache):
 
     Args:
         store_pass: `ride`; `separate` makes the published forwards that only store (they count as NFE).
-        token_causal: what stands before the first mask sees nothing behind itself, in the block and where it is stored:
-            keys and values as the model has them at block size 1, what S2D2 (arXiv 2603.25702) calls an AR-like cache.
-            Answers differ from those of `cache=none`.
+        token_causal: tokens before the first mask see nothing after themselves, in the block and in the cache: keys and
+            values as the model has them at block size 1, which S2D2 (arXiv 2603.25702) calls an AR-like cache. Answers
+            differ from those of `cache=none`.
     """
 
     keeps_noise: ClassVar[bool] = False
@@ -51,7 +51,7 @@ class BlockCausalCache(BaseCache):
 
     def __post_init__(self) -> None:
         if self.store_pass not in get_args(StorePasses):
-            raise UserError("choice-unknown", f"cache.store_pass must be ride or separate, not {self.store_pass!r}")
+            raise UserError("choice-unknown", f"cache.store_pass is {self.store_pass!r}. Set ride or separate.")
         check_switch("cache.token_causal", self.token_causal)
 
     def bind(self, context: Context) -> Cache:
@@ -88,7 +88,7 @@ class BlockCausalCache(BaseCache):
         return True
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
-        """See `Prefills.prefill`. The prompt's full blocks see nothing behind them: one forward per prompt, copied."""
+        """See `Prefills.prefill`. The prompt's full blocks see nothing after them: one forward per prompt, copied."""
         if self.twin is not None:
             return None
 
@@ -126,7 +126,7 @@ class BlockCausalCache(BaseCache):
         if self.spec.attention == "causal_context":  # a finished block is computed again, as context
             full = torch.zeros_like(full)
         clean = torch.where(full, canvas.grid_end(), canvas.grid_start())
-        if query.shifted is not None:  # what it computed is context as far as it saw what stands there now
+        if query.shifted is not None:  # what it computed is context as far as it saw the present tokens
             void = canvas.eligible(query.positions) & ~(edit.commit & (edit.ids == query.ids[:, 0]))
             sound = query.positions.masked_fill(~void, canvas.length).amin(1).minimum(canvas.stop)
             clean = torch.where(query.shifted, sound, clean)

@@ -27,12 +27,12 @@ class D2FCache(BaseCache):
     Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Keys and values of the prompt come from the
     first forward, those of a block from the first one that saw all its tokens; they are not renewed. Where a forward
     computes several candidates, those of the one that won are stored. On models with a logit shift (Dream) the row
-    that predicts the first position behind what is stored is kept from the same forward; where that forward did not ask
-    about the position (`random_order`, say), the row is computed again.
+    that predicts the first position after the stored ones comes from the same forward. If that forward did not ask
+    about the position (for example under `random_order`), the row is computed again.
 
     Args:
-        attention: what a token sees. `full`: all that is stored or computed, so that what is stored depends on what
-            stood behind it then. `block_causal`: the prompt, earlier blocks and its own block, which is what D2F
+        attention: what a token sees. `full`: all that is stored or computed, so that stored values depend on the
+            tokens after them at that time. `block_causal`: the prompt, earlier blocks and its own block, which D2F
             trains; nothing stored depends on what comes later, and answers are those of forwards that compute all.
     """
 
@@ -55,8 +55,8 @@ class D2FCache(BaseCache):
         if self.attention == "block_causal" and (blocks.sizes_on_open or blocks.slides):
             raise UserError(
                 "cache-incompatible",
-                f"cache.attention=block_causal wants blocks of one length, and blocks={named(blocks)} makes others:"
-                " use blocks=pipeline, blocks=fixed or cache.attention=full",
+                f"cache.attention=block_causal needs blocks of one length, and blocks={named(blocks)} makes others."
+                " Use blocks=pipeline, blocks=fixed or cache.attention=full.",
             )
         bound = replace(self)
         bound.length = blocks.lookahead(2**16)

@@ -16,9 +16,9 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class DelayedPrefix(BaseCache):
-    """Store what stands before the active block once it has been finished for `delay` forwards; compute all the rest.
+    """Store columns before the active block once they have been finished for `delay` forwards; compute all the rest.
 
-    Source: d3LLM, arXiv 2601.07568. A forward computes the columns that are not stored, masks behind the active block
+    Source: d3LLM, arXiv 2601.07568. A forward computes the columns that are not stored, masks after the active block
     included. The forward in which columns are due stores them; from the next one on they are served. While finished
     columns wait, and in every `refresh_every`-th forward, the whole row is computed instead, and what is stored is
     renewed; columns that are due come first. Refreshes commit like any other forward, so they cost no extra ones. The
@@ -30,7 +30,7 @@ class DelayedPrefix(BaseCache):
     Args:
         delay: forwards between the one that finds columns finished and the one that stores them; 0 and 1 store the
             prompt in the first forward. The published evaluation has 1 (Dream) and 2 (LLaDA).
-        refresh_every: forwards from one refresh to the next; None: only while columns wait. Published: 3 (LLaDA).
+        refresh_every: forwards from one refresh to the next. By default only while columns wait. Published: 3 (LLaDA).
     """
 
     keeps_noise: ClassVar[bool] = False
@@ -38,7 +38,7 @@ class DelayedPrefix(BaseCache):
     delay: int = 1
     refresh_every: int | None = None
     since: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] forward that found it finished; -1: none
-    edge: Tensor = field(init=False, repr=False, compare=False)  # [B] what stands before it is stored
+    edge: Tensor = field(init=False, repr=False, compare=False)  # [B] columns before it are stored
 
     def __post_init__(self) -> None:
         check_count("cache.delay", self.delay, 0)
@@ -53,7 +53,7 @@ class DelayedPrefix(BaseCache):
 
     @property
     def back(self) -> int:
-        """How many columns before those that are not stored are computed too."""
+        """Number of stored columns that are computed again, too."""
         return int(self.spec.shift)
 
     def computes(self, canvas: Canvas) -> Tensor:

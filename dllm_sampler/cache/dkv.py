@@ -30,12 +30,13 @@ class DelayedCache(BaseCache):
 
     On a model with a logit shift row i predicts position i + 1, so the row of a token is still needed while its
     successor is a mask. `un` keeps a row when its successor is committed, as the paper's main figures have it: it may
-    then hold the row of a mask, and goes on serving it until a refresh. `un_right` wants both committed, and scored
+    then contain the row of a mask, and serves it until a refresh. `un_right` wants both committed, and scored
     higher in the paper. (Its third variant, `right`, loses rows that masks need and is refused.) The canvas's last row
     predicts nothing and is kept once its own position is committed.
 
     Args:
-        refresh_every: forwards from one full one to the next; 1 is no cache. None: the paper's 8, or 4 under a shift.
+        refresh_every: forwards from one full one to the next. 1 never reuses. By default the paper's 8, or 4 under a
+            shift.
         mode: `decode`: the above. `prefill`: the prompt is computed once and never again, all else always. `pd`: the
             prompt once, all else as in `decode`.
         per_block: count forwards from each block's opening, and make the second one full as well (the published LLaDA
@@ -57,7 +58,7 @@ class DelayedCache(BaseCache):
         if self.shift == "right":
             raise UserError("options-conflict", "cache.shift=right hides rows that predict masks. Use un_right or un.")
         if self.shift not in get_args(Shift):
-            raise UserError("choice-unknown", f"cache.shift must be un or un_right, not {self.shift!r}")
+            raise UserError("choice-unknown", f"cache.shift is {self.shift!r}. Set un or un_right.")
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""

@@ -29,7 +29,7 @@ class GreedyCache(BaseCache):
 
     Args:
         refresh_every: forwards from one full one to the next; they are counted in each block, which opens with one.
-            1 is no cache.
+            1 never reuses.
         window: masks around each position that is committed.
     """
 
@@ -49,8 +49,8 @@ class GreedyCache(BaseCache):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} must know before each forward what it will commit, and"
-                f" scheduler={named(context.scheduler)} decides that by the forward's predictions: use"
-                " scheduler=random_order, or another cache, for example dkv",
+                f" scheduler={named(context.scheduler)} decides that by the forward's predictions. Use"
+                " scheduler=random_order, or another cache, for example dkv.",
             )
         return super().bind(context)
 

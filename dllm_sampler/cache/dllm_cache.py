@@ -23,7 +23,7 @@ STEP = 1e-12  # cosines are compared in such steps: far above rounding errors of
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalPlan(PaddedPlan):
-    """Every column, of which a layer computes what is due."""
+    """Every column. Each layer computes those that are due."""
 
     prompt: Tensor  # [B, P] columns of the prompt, padded with L
     response: Tensor  # [B, G] columns of the response, padded with L
@@ -84,7 +84,7 @@ class IntervalCache(BaseCache):
     def padded(
         self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, entries: Tensor
     ) -> PaddedPlan:
-        """See `BaseCache.padded`: always whole rows, out of which each layer chooses what it computes."""
+        """See `BaseCache.padded`: always whole rows. Each layer chooses the part that it computes."""
         wanted = replace(wanted, sizes=replace(wanted.sizes, whole=True))
         return super().padded(canvas, wanted, head_rows, sees, entries)
 
@@ -132,12 +132,12 @@ class IntervalCache(BaseCache):
         return hidden
 
     def _due(self, index: int, parts: LayerParts, hidden: Tensor, plan: IntervalPlan) -> Tensor | None:
-        """`[B, R]` columns that layer `index` computes of its input `hidden [B, L, D]`, padded with L; None: none."""
+        """Return `[B, R]` columns to compute in layer `index` of `hidden [B, L, D]`, padded with L, or None."""
         assert self.slots is not None
         answer = plan.response
         prompt, response = self.fresh if index else (True, True)
         due = [*[plan.prompt] * prompt, *[answer] * response]
-        if not response and self.ratio:  # also where the share of a short response is no row at all
+        if not response and self.ratio:  # also if the share of a short response is zero rows
             values = parts.values(take(hidden, answer)).transpose(1, 2)  # [B, G, Hkv, Dh]
             stored = take(self.slots.values[index], answer)
             precise = torch.promote_types(values.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""DPad: the farther a mask is behind the block, the less likely the block sees it."""
+"""DPad: the farther a mask is after the block, the less likely the block sees it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Dropout = Literal["gaussian", "even", "uniform"]
 
 @dataclass
 class DPadCache(SuffixCache):
-    """Show a block a few masks behind it, chosen by distance when it opens, around another cache.
+    """Show a block a few masks after it, chosen by distance when it opens, around another cache.
 
-    Source: DPad, arXiv 2508.14148. At distance d behind the block, x = sigma * d / (window - 1), a mask stays with
+    Source: DPad, arXiv 2508.14148. At distance d after the block, x = sigma * d / (window - 1), a mask stays with
     probability scale / sqrt(2 pi) * exp(-x^2 / 2), and never from `window` on. The paper calls its choice
     deterministic; its code draws it (`gaussian`), from a generator that all draws share. Here the draw belongs to the
     row's seed and the block. `even` draws nothing: a mask stays where the sum of the probabilities up to it reaches
@@ -32,11 +32,11 @@ class DPadCache(SuffixCache):
     Args:
         inner: the cache of what is left; with `none` every forward computes all columns that the block sees.
         dropout: what chooses: gaussian, even, or uniform.
-        window: columns behind the block, of which some may stay.
+        window: columns after the block, some of them stay.
         sigma: how fast the probability falls.
         scale: what the probability is multiplied by.
-        number: columns that `uniform` keeps of the first `window`, each as likely as any other; where no more than
-            these are behind the block, all of them.
+        number: columns that `uniform` keeps of the first `window`, each as likely as any other. If no more than these
+            are after the block, it keeps all of them.
     """
 
     dropout: Dropout = "gaussian"
@@ -57,7 +57,7 @@ class DPadCache(SuffixCache):
         """See `SuffixCache.keeps`."""
         columns = canvas.columns().expand_as(canvas.ids)
         distance = columns - canvas.stop[:, None]
-        near = min(self.window, canvas.layout.longest)  # no mask is farther behind the block
+        near = min(self.window, canvas.layout.longest)  # no mask is farther from the block
         odds = _odds(near, self.window, self.sigma, self.scale, self.dropout == "even", canvas.ids.device)
         odds = odds[distance.clamp(0, near)]  # [B, L+1]
         if self.dropout == "even":

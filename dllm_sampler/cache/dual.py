@@ -10,7 +10,7 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class DualCache(WindowCache):
-    """Recompute the active block alone; the prefix and the masks behind it stay as the opening forward saw them.
+    """Recompute the active block alone; the prefix and the masks after it stay as the opening forward saw them.
 
     Source: Fast-dLLM, arXiv 2505.22618. The forward that opens a block computes the whole row, commits like any
     other, and refreshes every slot; each later one overwrites the block's own slots. The window begins at

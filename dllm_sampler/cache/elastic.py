@@ -46,19 +46,19 @@ class ElasticCache(BaseCache):
     schedule's share is cut to it, and a block takes a forward per window of its masks at least.
 
     Published with `blocks=full`, which the window replaces; inside shorter blocks it ends where the block does. Masks
-    behind a committed end of text come last, as if the published code had dropped them. Each row of a batch decides
+    after a committed end of text come last, as if the published code had dropped them. Each row of a batch decides
     for itself: a layer is as wide as the widest row needs it, and stores what each row asked for.
 
-    Whether to widen a layer decides the shape of the next one, so the host waits for the device once per layer, until
-    a row refreshes: the one cache that reads inside a step.
+    Widening a layer decides the shape of the next one, so the host waits for the device once per layer, until a row
+    refreshes: the one cache that reads inside a step.
 
     Args:
         gamma: similarity below which deeper layers are refreshed; -1: never, 1: wherever attention has moved, above 1:
             always.
         window: leftmost masks that are predicted.
         track: tokens tracked per layer.
-        block_caching: leave the masks behind the window as they were last computed.
-        full_every: steps from one whole forward to the next (1: no reuse, exact); None: the first step only.
+        block_caching: leave the masks after the window as they were last computed.
+        full_every: steps from one whole forward to the next (1: no reuse, exact). By default the first step only.
     """
 
     uses_padded_plan: ClassVar[bool] = True
@@ -97,7 +97,7 @@ class ElasticCache(BaseCache):
         return canvas.step == 0 if self.full_every is None else canvas.step % self.full_every == 0
 
     def ahead(self, canvas: Canvas) -> Tensor:
-        """`[B, L+1] bool` the window: the leftmost masks of the block, those behind an end of text last."""
+        """Return `[B, L+1] bool` the window: the leftmost masks of the block, those after an end of text last."""
         masked = canvas.masked & canvas.in_block()
         ended = is_end(canvas.ids, self.spec.eos_ids) & ~canvas.masked & ~canvas.layout.frozen
         behind = ended.cumsum(1) > 0

@@ -56,7 +56,7 @@ class PeriodicPrefix(_Periodic, PrefixCache):
     after a refresh even where the refresh filled the block; here it is left out.
 
     Args:
-        every: narrow forwards from one refresh to the next; None: refresh when a block opens only.
+        every: narrow forwards from one refresh to the next. By default only opening blocks refresh.
     """
 
 
@@ -67,5 +67,5 @@ class PeriodicDual(_Periodic, DualCache):
     Source: dInfer, arXiv 2510.08666; see `PeriodicPrefix`.
 
     Args:
-        every: narrow forwards from one refresh to the next; None: refresh when a block opens only.
+        every: narrow forwards from one refresh to the next. By default only opening blocks refresh.
     """

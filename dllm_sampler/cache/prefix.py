@@ -22,7 +22,7 @@ class PrefixCache(WindowCache):
     """
 
     keeps_noise: ClassVar[bool] = False
-    supports_resize: ClassVar[bool] = True  # nothing moves before the block, and all behind it is computed
+    supports_resize: ClassVar[bool] = True  # nothing moves before the block, and all after it is computed
 
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
         """See `WindowCache.span`."""

@@ -41,7 +41,7 @@ class Slots:
 
     @property
     def untouched(self) -> bool:
-        """Whether no buffer was made yet."""
+        """True if no buffer was made yet."""
         return not {"keys", "values"} & vars(self).keys()
 
     def take(self, other: Slots, rows: Tensor) -> None:
@@ -59,7 +59,7 @@ class Slots:
             buffer.index_copy_(0, slots, fresh[0].transpose(0, 1).to(buffer.dtype))
 
     def write(self, index: int, k: Tensor, v: Tensor, slots: Tensor | None) -> None:
-        """Store `k, v [B, Hkv, M, Dh]` at `slots [B*M]` of layer `index`; None: from column 0."""
+        """Store `k, v [B, Hkv, M, Dh]` at `slots [B*M]` of layer `index`, by default from column 0."""
         pairs = zip((self.keys[index], self.values[index]), self.flat[index], (k, v), strict=True)
         for buffer, flat, fresh in pairs:
             fresh = fresh.transpose(1, 2)  # [B, M, Hkv, Dh]

@@ -25,15 +25,15 @@ class SparsePlan(PaddedPlan):
     """The padded form, and what the layers need to choose."""
 
     due: Tensor  # [B] bool: rows that compute and see every column
-    sorts: Tensor | None  # [B] bool: rows that choose in this forward what they keep; None: certainly none
-    seen: Tensor  # [B, L+1] bool: columns of which stored keys count: they exist, and this forward has no fresh ones
+    sorts: Tensor | None  # [B] bool: rows that choose in this forward what they keep, if any
+    seen: Tensor  # [B, L+1] bool: columns whose stored keys count: they exist, and this forward has no fresh ones
     fresh: Tensor  # [B, M] bool: computed positions that exist
     block: Tensor  # [B, M] bool: those that are computed in every forward
 
 
 @dataclass
 class SparseCache(DualCache):
-    """Recompute the active block alone; of what stands around it, keep in each layer the keys the block looks at.
+    """Recompute the active block alone; of the columns around it, keep in each layer the keys the block looks at.
 
     Source: Sparse-dLLM, arXiv 2508.02558. A block begins with whole forwards; in the last of them each layer scores
     the keys outside the block by their product with the block's mean query, averaged over heads, and pooled over
@@ -60,7 +60,7 @@ class SparseCache(DualCache):
         check_share("cache.keep", self.keep)
         check_count("cache.delay", self.delay, 0)
         if isinstance(self.kernel, bool) or not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError("option-range", f"cache.kernel must be an odd number of positions, not {self.kernel!r}")
+            raise UserError("option-range", f"cache.kernel is {self.kernel!r}. Set an odd number of positions.")
 
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
         """See `Cache.init`."""
@@ -115,7 +115,7 @@ class SparseCache(DualCache):
         return hidden + parts.mlp(hidden)
 
     def store(self, index: int, k: Tensor, v: Tensor, plan: PaddedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What is kept and the fresh `k, v [B, Hkv, M, Dh]`; rows that compute every column see the fresh ones only."""
+        """Return the kept and the fresh `k, v [B, Hkv, M, Dh]`. Rows that compute every column see fresh ones only."""
         assert isinstance(plan, SparsePlan) and self.slots is not None
         if plan.contiguous:
             return k, v, None if plan.keys is None else plan.fresh[:, None, None]

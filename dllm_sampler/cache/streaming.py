@@ -1,4 +1,4 @@
-"""Streaming-dLLM: a block sees the masks next behind it, and where the answer ends."""
+"""Streaming-dLLM: a block sees the next masks after it, and the end of the answer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class StreamingCache(SuffixCache):
-    """Show a block the first `window` masks behind it and the last of the canvas, around another cache.
+    """Show a block the first `window` masks after it and the last of the canvas, around another cache.
 
     Source: Streaming-dLLM, arXiv 2601.17917, which has it around `prefix`. Its threshold is `scheduler=streaming`, its
     early exit `stop=block`.
 
     Args:
         inner: the cache of what is left; with `none` every forward computes all columns that the block sees.
-        window: columns right behind the block that stay; 0: none.
+        window: columns right after the block that stay. 0 keeps none.
         tail: last columns of the canvas that stay too, from which the model learns how long the answer may be.
     """
 

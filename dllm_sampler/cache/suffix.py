@@ -1,4 +1,4 @@
-"""The base of caches that leave masks far behind the block out of forwards, around another cache."""
+"""The base of caches that leave masks far after the block out of forwards, around another cache."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dllm_sampler.errors import UserError
 
 @dataclass
 class SuffixCache(Cache, ABC):
-    """Leave most of the masks behind the block out of its forwards; the cache inside does all else.
+    """Leave most of the masks after the block out of its forwards; the cache inside does all else.
 
     Which masks stay is chosen when a block opens (`keeps`) and holds until it is over. The others do not exist for the
-    block: they are no queries, and nothing attends to their keys. They keep their places, as all columns do, and come
-    back for later blocks. What is known behind the block (tokens that are given) stays. A block that its first forward
+    block: they are not queries, and nothing attends to their keys. They keep their columns and come back for later
+    blocks. Given tokens after the block stay. A block that its first forward
     shortens (`Blocks.sizes_on_open`) also keeps the columns that this forward had taken for a part of it.
 
     Args:
@@ -39,15 +39,13 @@ class SuffixCache(Cache, ABC):
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Cache):
-            raise UserError(
-                "option-type", f"cache.inner must be a Cache, for example PrefixCache(), not {self.inner!r}"
-            )
+            raise UserError("option-type", f"cache.inner is {self.inner!r}. Give a Cache, for example PrefixCache().")
         # The engine asks the wrapper, and the inner cache decides.
         vars(self).update({name: getattr(self.inner, name) for name in ("stores", "syncs", "shared", "judges_draws")})
 
     @abstractmethod
     def keeps(self, canvas: Canvas) -> Tensor:
-        """`[B, L+1] bool` which columns stay, of those behind the block (`stop`); what it says of others is ignored."""
+        """Return `[B, L+1] bool` the columns after the block (`stop`) that stay. Other columns do not count."""
 
     def bind(self, context: Context) -> Cache:
         """See `Cache.bind`."""
@@ -69,7 +67,7 @@ class SuffixCache(Cache, ABC):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} shows each block other masks, and cache.inner={named(self.inner)} does not"
-                " compute all that it is shown when a block opens: use cache.inner=prefix, dual or none",
+                " compute all of them when a block opens. Use cache.inner=prefix, dual or none.",
             )
         return replace(self, inner=inner)
 
@@ -117,9 +115,9 @@ class SuffixCache(Cache, ABC):
         """Why it cannot serve the model or the scheduler, whatever is inside."""
         spec, cache = context.spec, f"cache={named(self)}"
         if spec.attention != "bidirectional":
-            yield f"{cache} hides masks behind the block, and this block-causal model sees none: use cache=block_causal"
+            yield f"{cache} hides masks after the block, and this block-causal model sees none. Use cache=block_causal."
         if not spec.cacheable:
-            yield f"{cache} leaves masks out of the forward, and this model computes whole rows only: use cache=none"
+            yield f"{cache} leaves masks out of the forward, and this model computes whole rows only. Use cache=none."
         if context.blocks.slides:
             yield (
                 f"{cache} chooses masks when a block opens, and blocks={named(context.blocks)} opens one only. Use"
@@ -130,16 +128,16 @@ class SuffixCache(Cache, ABC):
         traits, scheduler = context.scheduler.traits, f"scheduler={named(context.scheduler)}"
         if traits.has(AllColumns):
             yield (
-                f"{scheduler} needs every position computed in each forward, and {cache} leaves masks out: use"
-                " cache=none"
+                f"{scheduler} needs every position computed in each forward, and {cache} leaves masks out. Use"
+                " cache=none."
             )
         if traits.has(ChangingLength):
             yield (
-                f"{scheduler} looks for the end of the answer behind the block, where {cache} leaves masks out: use"
-                " cache=prefix or cache=none"
+                f"{scheduler} looks for the end of the answer after the block, where {cache} leaves masks out. Use"
+                " cache=prefix or cache=none."
             )
         if traits.has(BlocksOpenedAhead):
             yield (
                 f"scheduler.eager opens blocks without a forward of their own, and {cache} chooses by the block what"
-                " a forward sees: use scheduler.eager=false, or cache=none"
+                " a forward sees. Use scheduler.eager=false, or cache=none."
             )

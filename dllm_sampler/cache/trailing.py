@@ -1,4 +1,4 @@
-"""APD's recompute window: keys and values far enough behind the first mask are stored."""
+"""APD's recompute window: keys and values far enough before the first mask are stored."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class TrailingCache(BaseCache):
-    """Recompute what lies less than `window` columns behind the first mask, and everything after; the rest is stored.
+    """Recompute columns less than `window` before the first mask, and all after it; the rest is stored.
 
-    Source: the recompute window W of APD (adaptive parallel decoding), arXiv 2506.00413. The window is laid behind the
-    mask that was first in the forward before, so that tokens committed since are inside it; with 0 they are stored as
-    the masks they were. Made for left-to-right schedulers;
-    whatever the order, all that lies right of a mask is computed in each forward.
+    Source: the recompute window W of APD (adaptive parallel decoding), arXiv 2506.00413. The window ends at the mask
+    that was first in the forward before, so that tokens committed since are inside it. With 0 they are stored as the
+    masks they were. Made for left-to-right schedulers. In any order, all columns right of a mask are computed in each
+    forward.
 
     Args:
         window: columns; 1 recomputes each token once after it was committed. On models with a logit shift (Dream) the

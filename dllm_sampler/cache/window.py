@@ -1,4 +1,4 @@
-"""What Fast-dLLM's caches share: a block opens with a whole row, then one run of columns is recomputed."""
+"""The base of Fast-dLLM's caches: a block opens with a whole row, then one run of columns is recomputed."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class WindowCache(BaseCache, ABC):
 
     @property
     def back(self) -> int:
-        """How many columns before the block the window begins: under a shift, the row that predicts the first one."""
+        """Number of columns before the block in the window: under a shift, the row that predicts the first one."""
         return int(self.spec.shift)
 
     def first(self, canvas: Canvas) -> Tensor:

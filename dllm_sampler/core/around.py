@@ -64,7 +64,7 @@ class Around(Scheduler):
         return self.inner.added_steps
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """See `Planner.ahead`; None where the inner scheduler is no planner."""
+        """See `Planner.ahead`. Returns None if the inner scheduler is not a planner."""
         return self.inner.ahead(canvas, self.inside(carry)) if isinstance(self.inner, Planner) else None
 
     def with_candidates(self, most: int) -> Self:

@@ -1,6 +1,6 @@
-"""Refuse a plug-in's settings that cannot be meant, each with one sentence.
+"""Refuse impossible settings of plug-ins.
 
-`name` is the setting as the user writes it: `scheduler.steps`, say.
+`name` is the setting as the user writes it, for example `scheduler.steps`.
 """
 
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ Inner = TypeVar("Inner")
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number; Python counts true and false among them, and here they are not."""
+    """Return True for a whole number. Python counts true and false among them, and here they are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_real(value: object) -> TypeGuard[int | float]:
-    """Whether a value is a number, NaN and infinities included; true and false are none."""
+    """Return True for a number, NaN and infinities included. True and false are not numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -95,17 +95,13 @@ def checked_tokens(name: str, value: Any) -> tuple[int, ...]:
     listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray)
     ids: tuple[Any, ...] = tuple(value) if listed else ()
     if not listed or not all(is_whole(one) and one >= 0 for one in ids):
-        raise UserError("option-type", f"{name} must be a list of token ids, [198] say, not {value!r}")
+        raise UserError("option-type", f"{name} is {value!r}. Give a list of token ids, for example [198].")
     return ids
 
 
 def check_text(name: str, text: str) -> None:
-    """Refuse a text with half of a character in it, as a byte that is no UTF-8 becomes on a command line.
-
-    Raises:
-        UserError: no tokenizer could read it.
-    """
+    """Refuse a text with half of a character, as a byte outside UTF-8 becomes on a command line."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError("text-invalid", f"{name} is not valid Unicode text") from None
+        raise UserError("text-invalid", f"{name} is not valid Unicode. Save it as UTF-8.") from None

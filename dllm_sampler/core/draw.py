@@ -1,4 +1,4 @@
-"""How a step chooses tokens from logits: by its guides and its noise."""
+"""The choice of tokens from logits, by guides and noise."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Draw:
     vocab: int
     barred: Barred
     raw: Tensor | None = None  # [B, K, Q, V] the step's logits before any guide
-    noise: Tensor | None = None  # [R, V] of the step; None: drawn with the canvas's row seeds when it is wanted
+    noise: Tensor | None = None  # [R, V] of the step. By default drawn with the canvas's row seeds when needed
     draws: bool = True  # False: the best token is taken
 
     @staticmethod
@@ -89,9 +89,9 @@ class Draw:
         return self.head_rows.spread(self.chosen(self.head_rows.pick(logits))[0])
 
     def chosen(self, choice: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`[R]` tokens chosen from `[R, V]`, and `[R] bool` whether they could be; None: there is no guide.
+        """Return `[R]` tokens chosen from `[R, V]`, and with a guide `[R] bool` whether they could be chosen.
 
-        No token can be chosen where the guides left a NaN, a +inf or no finite logit.
+        No token can be chosen if the guides left a NaN, a +inf or no finite logit.
         """
         if not self.guides:
             return argmax(choice), None
@@ -113,7 +113,7 @@ class Draw:
         return token, (choice.amax(-1) < torch.inf) & whole.amax(-1).isfinite()
 
     def scores(self, logits: Tensor) -> Tensor:
-        """`[B, K, Q, V]` of which a choice from `[B, K, Q, V]` is the best, without what a joint guide demands."""
+        """Return `[B, K, Q, V]` scores. A choice from the logits is the best of them, but for joint guides."""
         choice, _ = self._rewritten(self.head_rows.pick(logits))
         return self.head_rows.spread(_noised(choice, self._noise())[1])
 
@@ -156,7 +156,7 @@ class Draw:
         return choice, whole
 
     def _noise(self) -> Tensor | None:
-        """`[R, V]`; None: the best token is taken."""
+        """Return the noise `[R, V]`, or None if the best token is taken."""
         if not self.draws or self.noise is not None:
             return self.noise
         return self.canvas.layout.noise.tokens(self.canvas, self.head_rows, self.vocab)

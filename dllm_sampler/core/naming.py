@@ -1,4 +1,4 @@
-"""What messages call a plug-in: the name that the user typed."""
+"""Names of plug-ins in messages: as the user typed them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def typed(cls: type, name: str) -> None:
 
 
 def _packaged(cls: type) -> str | None:
-    """The YAML of the package that names a class; None: none does."""
+    """Return the packaged YAML that names a class, if one does."""
     names = {package: name for (package, word), name in _targets().items() if word == cls.__name__}
     return next((name for package, name in names.items() if f"{cls.__module__}.".startswith(f"{package}.")), None)
 

@@ -94,8 +94,8 @@ class CounterNoise:
     """Counter-based noise: the same numbers for a row whatever else is in the batch.
 
     Args:
-        begin: `[B]` where the canvas begins in its row, for a canvas that is one block of it; None: at its first
-            column.
+        begin: `[B]` column of the row at which the canvas begins, for a canvas that is one block of it. By default its
+            first.
     """
 
     begin: Tensor | None = field(default=None, kw_only=True)
@@ -136,7 +136,7 @@ class ReplayNoise:
         layout: whose order. `"dream"`: one draw per mask, in row order, ranking noise over the full row.
             `"llada"`: every draw covers the full row, masks or not. `"sdar"`: every position of the active block of
             a block-causal model, masks or not, and no draw where nothing is asked; one row.
-        beyond: columns behind the canvas for which `"llada"` draws tokens too.
+        beyond: further columns after the canvas. `"llada"` draws tokens for them too.
         fine: `"llada"` draws uniform numbers in float64, as it does tokens, not in float32.
     """
 
@@ -192,7 +192,7 @@ class ReplayNoise:
         return torch.multinomial(weight, 1, generator=self.generator)[:, 0]
 
     def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """See `Noise.ids`. DiffusionGemma's code draws behind every step, once for nothing when a canvas is over."""
+        """See `Noise.ids`. DiffusionGemma's code draws after every step, once for nothing when a canvas is over."""
         opens = canvas.age == 0
         if bool((opens & (canvas.step > 0)).any()):
             torch.randint(vocab, positions.shape, generator=self.generator)

@@ -1,4 +1,4 @@
-"""What is known before the first step: of a model (`ModelSpec`) and of a scheduler (`Traits`)."""
+"""Facts before the first step: of a model (`ModelSpec`) and of a scheduler (`Traits`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dllm_sampler.core.ends import end_ids
 Made = TypeVar("Made")
 Rare = TypeVar("Rare", bound="RareTrait")
 # What a token sees: everything; its own block, on a grid, and earlier ones; or, in the active block, that block and all
-# before it, and before the active block nothing behind itself.
+# before it, and before the active block nothing after itself.
 Attention = Literal["bidirectional", "block_causal", "causal_context"]
 # The token that blocks are counted from. text: the row's first one. answer: the answer's first one, in both directions.
 # whole_prompt: the answer's first one, and the prompt is one block.

@@ -22,7 +22,7 @@ class Predictions(NamedTuple):
     """Whole distributions in the form that a readout holds (`needs` of `predictions`), to compare later ones with."""
 
     table: Tensor  # [B, Q, V] probabilities, or logits
-    norm: Tensor | None  # [B, Q] the logits' logsumexp; None: they are probabilities
+    norm: Tensor | None  # [B, Q] the logits' logsumexp. None for probabilities
 
     @staticmethod
     def of(readout: Readout) -> Predictions:
@@ -131,7 +131,7 @@ def entropy(weight: Tensor) -> Tensor:
 def divergence(now: Tensor, then: Tensor, index: Tensor, precise: bool = False) -> Tensor:
     """`[N]` KL in nats of `now [N, V]` from the rows `index [N]` of `then [M, V]`, probabilities with `TINY` added.
 
-    Rounding makes float32 rows sum to 1 only within 1e-7, and the KL of such rows is no better: good for a bound, not
+    Rounding makes float32 rows sum to 1 only within 1e-7, and the KL of such rows is as rough: good for a bound, not
     for telling the smallest. `precise`: float64, and rows brought to a sum of 1, which leaves errors of second order.
     """
     parts, size = [], rows_at_once(now, 4 if precise else 1)
@@ -153,10 +153,10 @@ def drift(now: Tensor, then: Tensor, norm: Tensor, index: Tensor) -> Tensor:
 
 
 def rows_at_once(table: Tensor, room: int = 1) -> int:
-    """How many rows of `table [N, V]` are worked on at once: a CPU's time goes into buffers it has not touched yet.
+    """Return the number of rows of `table [N, V]` to work on at once: a CPU's time goes into untouched buffers.
 
     Args:
-        room: how much more of a cache the work takes than one buffer, as float64 copies do.
+        room: buffers that the work takes in the cache, for example for float64 copies.
     """
     rows, width = table.shape
     return max(1, min(rows, CACHE // (room * width)) if table.device.type == "cpu" else rows)

@@ -121,7 +121,7 @@ def block_causal(queries: Tensor, keys: Tensor, length: int) -> Tensor:
 
 
 def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor, *, causal: bool = False) -> Tensor:
-    """`[N, 2L, 2L] bool` what a row sees that is a clean copy of a text and, behind it, a noisy one (arXiv 2503.09573).
+    """Return `[N, 2L, 2L] bool` what a clean copy of a text and the noisy copy after it see (arXiv 2503.09573).
 
     The clean copy sees the clean blocks up to its own; a noisy block sees the clean ones before it, and itself. So one
     forward predicts every block as a block-causal model does when the blocks before it are decoded.
@@ -129,7 +129,7 @@ def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor, *, causal: bool
     Args:
         block: `[N, L]` the block of each column.
         clean, noisy: `[N, L] bool` columns that exist in each copy.
-        causal: a token of the clean copy sees those before it and itself, and none behind it in its block.
+        causal: a token of the clean copy sees those before it and itself, and none after it in its block.
     """
     own, other = block[:, :, None], block[:, None]
     column = torch.arange(block.shape[1], device=block.device)

@@ -40,7 +40,7 @@ def checked_answer(scheduler: Scheduler, told: Any, canvas: Canvas, query: Query
     """
     if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], Edit):
         raise UserError(
-            "plugin-result", f"scheduler={named(scheduler)}: tell must return (edit, carry), not {type(told).__name__}"
+            "plugin-result", f"scheduler={named(scheduler)}: tell returned {type(told).__name__}. Return (edit, carry)."
         )
     check_edit("scheduler", scheduler, told[0], canvas, query)
     return told[0], told[1]

@@ -54,7 +54,7 @@ class ReadsDevice(Protocol):
 
 
 def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
-    """Why steps of these cannot be recorded; None: they can."""
+    """Return the reason that steps of these cannot be recorded, or None if they can."""
     spec = denoiser.spec
     if spec.device.type != "cuda":
         return f"graphs are CUDA's, and the model is on {spec.device.type}"
@@ -78,7 +78,7 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
 
 
 def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
-    """What a forward does other than launch kernels on one GPU; None: nothing."""
+    """Return what a forward does besides launching kernels on one GPU, or None."""
     weights = list(networks.parameters())
     if not weights:
         return "the model is a function, and a recording cannot know when its weights move. Pass a module"
@@ -220,8 +220,10 @@ class StaticEngine(Engine):
         except UnsupportedLeaf as error:
             why = f"{error}, and a recording cannot know what it keeps"
             if self.must:
-                raise UserError("graph-unsupported", f"cuda_graph: {why}") from None
-            warn(f"steps run without CUDA graphs: {why}")
+                raise UserError(
+                    "graph-unsupported", f"cuda_graph=true is not supported here ({why}). Remove it."
+                ) from None
+            warn(f"Steps run without CUDA graphs ({why}).")
             return plain
         return state
 
@@ -261,7 +263,7 @@ class StaticEngine(Engine):
         state.replayed(step)
 
     def poll(self, state: Generation) -> None:
-        """See `Engine.poll`. Sizes are no part of the key."""
+        """See `Engine.poll`. The key does not contain sizes."""
         before = state.wanted
         super().poll(state)
         if isinstance(state, InPlace) and state.held and before is state.held[WANTED]:
@@ -281,7 +283,7 @@ class StaticEngine(Engine):
         state.enter()
 
     def _recorded(self, state: InPlace, record: Record) -> Step | None:
-        """The next step, recorded; None: it cannot be, and no step will be from now on."""
+        """Record the next step. Returns None if it cannot be, and then no further step is recorded."""
         before = copies(objects(state))
         state.buffers.complete = True
 
@@ -297,7 +299,7 @@ class StaticEngine(Engine):
                 # ending a recording that failed fails too
                 cause = cause.__context__
             self.record = None
-            warn(f"a step cannot be recorded as a CUDA graph and runs without one: {first_line(cause)}")
+            warn(f"A step cannot be recorded as a CUDA graph and runs without one ({first_line(cause)}).")
             return None
         finally:
             state.buffers.complete = False
@@ -305,7 +307,7 @@ class StaticEngine(Engine):
             state.held = ()
 
     def _found(self, canvas: Canvas) -> Buffers:
-        """Free buffers for such a canvas and the weights where they are, or new ones, for which there is room then."""
+        """Return free buffers that match this canvas and these weights, or allocate new ones."""
         device = canvas.ids.device
         # A stream does not wait for another one, which may still work on buffers of a generation that was given up.
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -376,7 +378,7 @@ def engine(
     """
     why = None if choice is False else obstacle(plugins, noise, denoiser)
     if why is not None and choice is True:
-        raise UserError("graph-unsupported", f"cuda_graph=true cannot be: {why}")
+        raise UserError("graph-unsupported", f"cuda_graph=true is not supported here ({why}). Remove it.")
     if why is not None or choice is False:
         return Engine(denoiser, plugins, poll_every, kernels, *options)
     settings = (plugins, poll_every, kernels, *options, inference_mode(denoiser))

@@ -31,7 +31,7 @@ def canvas(
     given: Sequence[Sequence[int] | None] | None = None,
     changing: ChangingLength | None = None,
 ) -> Canvas:
-    """A batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
+    """Lay out a batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
 
     Args:
         rows: token ids of each prompt; one may be empty where tokens of its answer are given.
@@ -41,12 +41,12 @@ def canvas(
             uses the last ones.
         length: the canvas has at least this many.
         lengths: of other answers that the canvas must have room for: see `engine/in_flight.py`.
-        forms: which of a guide's forms each answer has; None: no guide has a list of them.
-        given: as many tokens as the answer has for each row, `FREE` where one is to be generated, or None where all
-            are; None: no row has one, nor will one that joins.
+        forms: which of a guide's forms each answer has, if a guide has a list of them.
+        given: as many tokens as the answer has for each row, `FREE` where one is to be generated, or None for a row
+            without given tokens. None if no row has one, nor will one that joins.
         changing: the number of columns that each answer begins with, without a given beginning. There is room for all.
 
-    A model that denoises whole blocks gets whole ones, and columns to spare behind the answer.
+    A model that denoises whole blocks gets whole ones, and columns to spare after the answer.
     """
     wanted = [new_tokens] * len(rows) if isinstance(new_tokens, int) else new_tokens
     block = spec.block_length if spec.encoder and spec.block_length else 1
@@ -125,7 +125,7 @@ def block_canvas(ids: Tensor, masked: Tensor, frozen: Tensor, spec: ModelSpec) -
 
 
 def _unopened(ids: Tensor, masked: Tensor, end: Tensor, layout: Layout) -> Canvas:
-    """Return a canvas before its first step, with an empty block. Its last column is no row's."""
+    """Return a canvas before its first step, with an empty block. Its last column belongs to no row."""
     first, zero = layout.first, torch.zeros_like(layout.first)
     return Canvas(
         ids=ids, masked=masked, start=first, stop=first, end=end, age=zero, step=zero, done=zero > 0, layout=layout

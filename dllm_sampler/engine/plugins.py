@@ -101,7 +101,7 @@ class Plugins:
 
     @property
     def forms(self) -> int:
-        """How many forms of answers each prompt names one of; 0: none is named."""
+        """Number of forms of answers. Each prompt names one. 0 without such a guide."""
         return max((guide.forms for guide in self.guides), default=0)
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ def _set(guides: list[Guide], new: Guide, field: str, place: int) -> None:
 def _of(kind: type[Kind], group: str, plugin: object) -> Kind:
     if not isinstance(plugin, kind):
         raise UserError(
-            "option-type", f"{group} must be a name, a settings dict or a {kind.__name__}, not {type(plugin).__name__}"
+            "option-type", f"{group} is a {type(plugin).__name__}. Give a name, a settings dict or a {kind.__name__}."
         )
     return plugin
 
@@ -246,23 +246,23 @@ def untrained(plugins: Plugins) -> str | None:
 
 
 def _obstacles(plugins: Plugins) -> Iterator[str]:
-    """What scheduler, blocks, stop, cache and model cannot do together."""
+    """Yield what scheduler, blocks, stop, cache and model cannot do together."""
     spec, traits = plugins.context.spec, plugins.scheduler.traits
     scheduler, blocks, stop = (f"{group}={named(getattr(plugins, group))}" for group in ("scheduler", "blocks", "stop"))
     if traits.has(ShadowRows) and not (spec.cacheable and spec.mask_id is not None):
         yield (
-            f"{scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows only: use"
-            " another scheduler, for example threshold"
+            f"{scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows only. Use"
+            " another scheduler, for example threshold."
         )
     if traits.drafts and (plugins.stop.cuts or plugins.stop.fills):
         yield (
-            f"{scheduler} has drafted what comes next when a step is over, and {stop} would change the canvas under it:"
-            " use stop=prefix, block or none"
+            f"{scheduler} has drafted what comes next when a step is over, and {stop} would change the canvas under it."
+            " Use stop=prefix, block or none."
         )
     if plugins.stop.judges_all and isinstance(plugins.cache, SuffixCache):
         yield (
-            f"{stop} waits for a prediction of every mask, and cache={named(plugins.cache)} hides masks behind the"
-            " block: use stop=prefix or block, or another cache"
+            f"{stop} waits for a prediction of every mask, and cache={named(plugins.cache)} hides masks after the"
+            " block. Use stop=prefix or block, or another cache."
         )
     if plugins.watched_layers:
         yield from _of_attention(plugins)
@@ -273,71 +273,71 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         yield f"{' and '.join(forms)} both say what form an answer has: leave one of them out"
     if forms and traits.own_tokens:
         yield (
-            f"{scheduler} writes other tokens than the candidates of its step, and {forms[0]} vouches for these only:"
-            " use another scheduler, for example threshold"
+            f"{scheduler} writes other tokens than the candidates of its step, and {forms[0]} checks these only."
+            " Use another scheduler, for example threshold."
         )
     if forms and plugins.stop.fills:
-        yield f"{stop} fills in tokens by itself, and {forms[0]} vouches for candidates of a step only: use stop=prefix"
+        yield f"{stop} writes tokens that {forms[0]} has not checked. Use stop=prefix."
     if any(guide.vetoes for guide in plugins.guides):
         if traits.drafts:
             yield (
-                f"{scheduler} counts on commits that {forms[0]} may refuse: use another scheduler, for example"
-                " threshold"
+                f"{scheduler} counts on commits that {forms[0]} may refuse. Use another scheduler, for example"
+                " threshold."
             )
         if plugins.foresees:
             yield (
-                f"cache={named(plugins.cache)} counts on commits that {forms[0]} may refuse: use another cache,"
-                " for example dual"
+                f"cache={named(plugins.cache)} counts on commits that {forms[0]} may refuse. Use another cache,"
+                " for example dual."
             )
     if plugins.blocks.several or plugins.blocks.slides:
         yield from _of_several(plugins.scheduler, plugins.blocks)
     trained = traits.find(TrainedBlocks)
     if trained is not None and _length(plugins.blocks, trained.length) != trained.length:
         yield (
-            f"{scheduler} was trained on blocks of {trained.length} positions, and {blocks} makes others: use"
+            f"{scheduler} was trained on blocks of {trained.length} positions, and {blocks} makes others. Use"
             f" blocks=fixed with blocks.length={trained.length} (in SGLang and diffusers"
-            f" block_length={trained.length}), or train for other blocks"
+            f" block_length={trained.length}), or train for other blocks."
         )
     uniform = traits.find(UniformNoise)
     if spec.mask_id is not None and uniform is not None and not uniform.masks:
         yield (
-            f"{scheduler} denoises random tokens (uniform diffusion), and this model has a mask token: use"
-            " scheduler=origin"
+            f"{scheduler} denoises random tokens (uniform diffusion), and this model has a mask token. Use"
+            " scheduler=origin."
         )
     if spec.mask_id is None and uniform is None:
         yield (
-            f"{scheduler} fills masks, and this model has none, its noise are random tokens (uniform diffusion): use"
-            " scheduler=entropy_renoise, scheduler=block_refine or scheduler=discrete_ddim"
+            f"{scheduler} fills masks, and this model has none, its noise are random tokens (uniform diffusion). Use"
+            " scheduler=entropy_renoise, scheduler=block_refine or scheduler=discrete_ddim."
         )
     if spec.encoder and _length(plugins.blocks, spec.block_length or 1) != spec.block_length:
         yield (
-            f"this model denoises canvases of {spec.block_length} positions, and {blocks} makes others: use"
-            f" blocks=fixed with blocks.length={spec.block_length} or null"
+            f"this model denoises canvases of {spec.block_length} positions, and {blocks} makes others. Use"
+            f" blocks=fixed with blocks.length={spec.block_length} or null."
         )
     if spec.encoder and plugins.stop.cuts:
         yield (
-            f"{stop} cuts the canvas behind an end token, and this model knows whole canvases only: use stop=prefix or"
-            " stop=block"
+            f"{stop} cuts the canvas after an end token, and this model takes whole canvases only. Use stop=prefix or"
+            " stop=block."
         )
     if spec.attention == "block_causal" and plugins.blocks.grid is None:
         yield (
             "this model is block-causal, its attention knows blocks of one length from the first token on, and"
-            f" {blocks} makes others: use blocks=fixed"
+            f" {blocks} makes others. Use blocks=fixed."
         )
     if spec.routing is not None and (plugins.blocks.grid or 0) % spec.routing:
         yield (
-            f"this model chooses experts for blocks of {spec.routing} tokens together, and {blocks} makes others: use"
-            f" blocks=fixed with blocks.length={spec.routing} or a multiple"
+            f"this model chooses experts for blocks of {spec.routing} tokens together, and {blocks} makes others. Use"
+            f" blocks=fixed with blocks.length={spec.routing} or a multiple."
         )
     if spec.routing is not None and traits.has(ShadowRows):
         yield (
             f"{scheduler} adds shadow rows of mask tokens to the forward, and this model chooses experts for blocks of"
-            " tokens together, which these would change: use another scheduler, for example threshold"
+            " tokens together, which these would change. Use another scheduler, for example threshold."
         )
     if spec.seeds and (traits.has(ShadowRows) or traits.drafts) and not traits.has(CausalQueries):
         yield (
             f"{scheduler} asks about states other than the canvas, and this model computes a finished block again, as"
-            " context: use another scheduler, for example threshold"
+            " context. Use another scheduler, for example threshold."
         )
 
 
@@ -376,7 +376,7 @@ def _of_several(scheduler: Scheduler, blocks: Blocks) -> Iterator[str]:
 
 
 def _of_one_block(traits: Traits) -> list[str]:
-    """What a scheduler does that has a meaning in single blocks only."""
+    """Return what a scheduler does that has a meaning in single blocks only."""
     trained = traits.find(TrainedBlocks)
     facts = {
         "takes back or replaces tokens, which a finished block cannot have": traits.revises,
@@ -388,21 +388,21 @@ def _of_one_block(traits: Traits) -> list[str]:
 
 
 def _of_lengths(plugins: Plugins, scheduler: str, blocks: str, stop: str) -> Iterator[str]:
-    """What a scheduler that changes the length of answers cannot do with the others."""
+    """Yield what a scheduler that changes the length of answers cannot do with the others."""
     if plugins.context.spec.attention != "bidirectional" or plugins.context.spec.encoder:
         yield (
-            f"{scheduler} looks for the end of the answer behind the block, which this model does not see: use"
-            " scheduler=threshold with stop=prefix, for which max_new_tokens is a bound too"
+            f"{scheduler} looks for the end of the answer after the block, which this model does not see. Use"
+            " scheduler=threshold with stop=prefix, which takes max_new_tokens as a bound, too."
         )
     if plugins.blocks.sizes_on_open or plugins.blocks.several or plugins.blocks.slides:
         yield f"{scheduler} moves the end of a block, and {blocks} says where it is: use blocks=fixed or blocks=full"
     if plugins.stop.cuts or plugins.stop.fills:
-        yield f"{scheduler} says how long the answer is, and {stop} changes the canvas under it: use stop=prefix"
+        yield f"{scheduler} says how long the answer is, and {stop} changes the canvas under it. Use stop=prefix."
     for guide in plugins.guides:
         if guide.joint or guide.vetoes:
             yield (
-                f"{scheduler} changes the length of the answer, which guide={named(guide)} must know: use another"
-                " scheduler, for example threshold"
+                f"{scheduler} changes the length of the answer, which guide={named(guide)} must know. Use another"
+                " scheduler, for example threshold."
             )
 
 
@@ -412,15 +412,12 @@ def _length(blocks: Blocks, near: int) -> int:
 
 
 def _of_guides(guides: tuple[Guide, ...]) -> Iterator[str]:
-    """What guides cannot do together."""
+    """Yield what guides cannot do together."""
     draws, cut = is_random(guides), None
     for guide in guides:
         name = named(guide)
         if guide.truncates and not draws and not guide.measures:
             yield f"{name} changes nothing without a temperature: tokens are chosen greedily; add temperature=1"
         if guide.excludes and cut is not None:
-            yield (
-                f"guide={name} stands behind {cut}, which may have left nothing but the tokens that it takes away: put"
-                f" {name} first"
-            )
+            yield (f"guide={name} comes after {cut}, which may leave only tokens that it removes. Put {name} first.")
         cut = name if guide.truncates else cut

@@ -24,7 +24,7 @@ FIELDS = frozenset(MEASURABLE) | {"predictions"}  # what a plug-in may list in `
 
 
 class Head(Protocol):
-    """What makes logits of hidden states: a denoiser."""
+    """The part of a denoiser that makes logits of hidden states."""
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits `[..., V]` of `[..., D]`."""
@@ -32,7 +32,7 @@ class Head(Protocol):
 
 
 class Rule(NamedTuple):
-    """How tokens are chosen and what is measured: the same in every step of a generation."""
+    """The choice of tokens and the measures: the same in every step of a generation."""
 
     spec: ModelSpec
     guides: tuple[Guide, ...]  # in the order of application
@@ -98,7 +98,7 @@ def _sampling(
     head_rows: HeadRows,
     rule: Rule,
 ) -> Sampling | None:
-    """What makes a kernel choose and measure as `read` does; None: no kernel can."""
+    """Return the settings of a kernel that does as `read` does, or None if no kernel can."""
     spec, guides, needs, compat, judges_best = rule
     if judges_best and is_random(guides):
         return None
@@ -139,7 +139,7 @@ def read(
             measured = rewritten(guide, measured, canvas, head_rows, barred)
     draw = Draw.of(guides, canvas, head_rows, spec.vocab_size, barred)
     law = any(guide.joint and guide.measures for guide in guides)
-    bound = (measured != logits).any(-1) if law else None  # [R] answers of which a form says something
+    bound = (measured != logits).any(-1) if law else None  # [R] answers that a form restricts
     token, sound = draw.chosen(logits)
     written = None
     if judges_best and draw.draws:
@@ -155,8 +155,8 @@ def read(
 def round_for_ties(seen: Readout, bound: Tensor, dtype: torch.dtype) -> Readout:
     """Statistics `[R]` under the law of a form, rounded to what `dtype` can tell apart where `bound [R]` is true.
 
-    Tokens of which each makes the other certain have equal probabilities, but for rounding errors. These must not rank
-    them, since they differ between a batch and a row alone.
+    Tokens that make each other certain have equal probabilities, except for rounding errors. These must not rank them,
+    since they differ between a batch and a row alone.
     """
     parts = {name: getattr(seen, name) for name in ("margin", "gap", "entropy", "current")}
     parts = {name: (one, one.round(decimals=digits(dtype))) for name, one in parts.items() if one is not None}

@@ -101,7 +101,7 @@ class BlockRule:
         kernels: Backend = TORCH,
     ):
         given = config.build("scheduler", scheduler)
-        why = beyond(given) if isinstance(given, Scheduler) else None  # before a second model is loaded
+        why = unsupported_trait(given) if isinstance(given, Scheduler) else None  # before a second model is loaded
         if why is not None:
             raise UserError("engine-unsupported", why)
         guides = config.build("guide", guide)
@@ -299,18 +299,20 @@ def obstacle(plugins: Plugins) -> str | None:
     """Return the reason that the plug-ins want more than the logits of one block. Returns None if they do not."""
     for guide in plugins.guides:
         if guide.vetoes:
-            return f"guide={named(guide)} judges whole answers, and an engine shows one block: use json_schema or regex"
+            return (
+                f"guide={named(guide)} judges whole answers, and an engine shows one block. Use json_schema or regex."
+            )
         if guide.forms:
-            return f"guide={named(guide)} has a list of forms, and an engine's requests name none of them: give it one"
-    return beyond(plugins.scheduler)
+            return f"guide={named(guide)} has a list of forms, and an engine's requests name none of them. Give it one."
+    return unsupported_trait(plugins.scheduler)
 
 
-def beyond(scheduler: Scheduler) -> str | None:
-    """Why the logits of one block are not all that a scheduler wants, as far as it says so before it is bound."""
+def unsupported_trait(scheduler: Scheduler) -> str | None:
+    """Return the reason that a scheduler wants more than the logits of one block, or None, before it is bound."""
     why = reason(scheduler.traits)
     return why and (
-        f"scheduler={named(scheduler)} needs more than the logits of a block, which are all that an engine hands over:"
-        f" {why}; use another scheduler, for example threshold"
+        f"scheduler={named(scheduler)} needs more than the logits of a block, which are all that an engine passes:"
+        f" {why}. Use another scheduler, for example threshold."
     )
 
 

@@ -41,7 +41,7 @@ def find(path: str | None, spec: ModelSpec) -> Path:
     return spec.folder / FILE
 
 
-def about(spec: ModelSpec, block_length: int) -> dict[str, Any]:
+def metadata_of(spec: ModelSpec, block_length: int) -> dict[str, Any]:
     """Return the metadata of a filter's file: the model and the blocks it was trained on."""
     shape = {"vocab_size": spec.vocab_size, "num_layers": spec.num_layers}
     return {"schema": SCHEMA, "block_length": block_length, **shape}

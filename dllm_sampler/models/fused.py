@@ -19,7 +19,7 @@ from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.kernels.backend import DTYPES, LayerKernels, has_hooks, warn
 from dllm_sampler.models.moe import feed
-from dllm_sampler.models.quantized import integers
+from dllm_sampler.models.quantized import int8_parts
 from dllm_sampler.models.transformer import Drive, Layer, RMSNorm, Rope, SwiGLU, Transformer, pick_rows
 
 
@@ -40,16 +40,21 @@ def drive(
         return None
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
-    unknown = beyond(model, query)
+    unknown = unsupported_feature(model, query)
     if unknown is not None:
         warn(f"Triton's attention does not support {unknown}. The layers of such a forward run in torch.")
         return None
-    if dtype not in DTYPES or not stored or torch.is_autocast_enabled(device) or not all(map(plain, model.layers)):
+    if (
+        dtype not in DTYPES
+        or not stored
+        or torch.is_autocast_enabled(device)
+        or not all(map(is_unmodified, model.layers))
+    ):
         return None
     return Fused(kernels, plan, plan.pack, together)
 
 
-def beyond(model: Transformer, query: Query) -> str | None:
+def unsupported_feature(model: Transformer, query: Query) -> str | None:
     """Return a feature of the forward that the kernels do not support, or None."""
     yarn = model.config.yarn
     if query.leave_one_out:
@@ -57,7 +62,7 @@ def beyond(model: Transformer, query: Query) -> str | None:
     return "queries that are scaled by position" if yarn is not None and yarn.queries > 0 else None
 
 
-def plain(layer: nn.Module) -> bool:
+def is_unmodified(layer: nn.Module) -> bool:
     """Return True if the layer is as it was built: nothing hooks into its modules, wraps or replaces them."""
     if type(layer) is not Layer or has_hooks(layer):  # between two layers a part of the stream is not added yet
         return False
@@ -179,7 +184,7 @@ def _product(hidden: Tensor, linears: tuple[nn.Linear, ...], kernels: LayerKerne
 
 def _together(weights: list[Tensor]) -> Tensor | tuple[Tensor, Tensor] | None:
     """Weights `[N_i, K]` as one, if they follow one another in memory: numbers, or integers and their scales `[N]`."""
-    found = [integers(weight) for weight in weights]
+    found = [int8_parts(weight) for weight in weights]
     if any(one is None for one in found):
         return adjacent(*weights)
     numbers, scales = zip(*(one for one in found if one is not None), strict=True)
@@ -210,7 +215,7 @@ def join(model: Transformer) -> None:
     """
     for layer in model.layers:
         assert isinstance(layer, Layer)
-        groups = [[layer.q_proj, layer.k_proj, layer.v_proj]] if plain(layer) else []
+        groups = [[layer.q_proj, layer.k_proj, layer.v_proj]] if is_unmodified(layer) else []
         if type(layer.ffn) is SwiGLU:
             groups.append([layer.ffn.gate_proj, layer.ffn.up_proj])
         for linears in groups:

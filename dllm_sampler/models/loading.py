@@ -106,7 +106,7 @@ def load(
     """
     target = as_device(device)
     wanted = as_dtype(dtype)
-    quantized.check(quantize)
+    quantized.check_kind(quantize)
     if quantize is not None and device_map is not None:
         raise UserError("options-conflict", "model.quantize and device_map exclude each other. Remove one.")
     folder, added = with_adapter(find(path, revision, trust_remote_code), adapter, trust_remote_code)

@@ -13,7 +13,7 @@ from dllm_sampler.models.transformer import Layer, SwiGLU, Transformer
 KINDS = ("int8",)
 
 
-def check(kind: object) -> None:
+def check_kind(kind: object) -> None:
     """Refuse a value that `model.quantize` does not take."""
     if kind is not None and kind not in KINDS:
         raise UserError("choice-unknown", f"model.quantize must be null or {' or '.join(KINDS)}, not {kind!r}")
@@ -67,7 +67,7 @@ def _join(linears: list[nn.Linear]) -> None:
             linear.bias.data = bias
 
 
-def integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+def int8_parts(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the `[N, K] int8` and `[N, 1]` scales of a weight that `quantize` made, or None for another weight."""
     data = weight.data
     scales_activations = (getattr(data, name, "") is not None for name in ("act_quant_kwargs", "act_pre_scale"))

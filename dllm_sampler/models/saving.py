@@ -57,7 +57,7 @@ def save(network: nn.Module, source: Path, target: Path, hub: str | None = None)
     files.write_folder(target, lambda made: save_torch_state_dict(tensors, made, metadata={"format": "pt"}))
 
 
-def finished(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
     """Return True if a folder has the weights of a checkpoint, in one file or in several."""
     return (folder / weights.SINGLE).exists() or (folder / weights.INDEX).exists()
 

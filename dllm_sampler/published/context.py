@@ -12,7 +12,7 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.stops.end_tokens import BlockStop, finished
+from dllm_sampler.stops.end_tokens import BlockStop, with_finish
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StopStored(BlockStop):
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         stores = (query.positions == canvas.length).all(1)  # nothing is asked about
-        return finished(edit, stores & self.ends(after).any(1))
+        return with_finish(edit, stores & self.ends(after).any(1))
 
 
 @dataclass

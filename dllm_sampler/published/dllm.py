@@ -17,7 +17,7 @@ from dllm_sampler.models.cfg import GuidedDenoiser
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.schedulers.budget import equal_steps, opened_share
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.stops.end_tokens import BlockStop, finished
+from dllm_sampler.stops.end_tokens import BlockStop, with_finish
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class StopTogether(BlockStop):
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         full, last = (after.noise_left() == 0).all(), (canvas.stop >= canvas.end).all()
-        return finished(edit, (full & (last | self.ends(after).any(1).all())).expand_as(canvas.done))
+        return with_finish(edit, (full & (last | self.ends(after).any(1).all())).expand_as(canvas.done))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class ParallelDecoding(Leftmost):
     exactly. Published with `blocks=full`, window W as `cache=trailing`. The verifier's passes do not count as NFE.
 
     Args:
-        max_lookahead: M, columns from the first mask on that the model sees and drafts; None: all.
+        max_lookahead: M, columns from the first mask on that the model sees and drafts. By default all.
         verifier: a causal LM of transformers with the model's tokenizer: a folder, a hub id or a live model.
         mixture_weight: R, the model's own share; 1 takes every draft, 0 only what the verifier draws.
     """
@@ -77,7 +77,7 @@ class ParallelDecoding(Leftmost):
         return facts.adding(BatchState(), LeftToRightVerifier())
 
     def init(self, canvas: Canvas) -> Carry:
-        """What the verifier has read: nothing."""
+        """Return an empty reading of the verifier."""
         assert self.loaded is not None
         return self.loaded.begin(canvas)
 

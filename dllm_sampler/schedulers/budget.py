@@ -1,4 +1,4 @@
-"""How many positions a step of a fixed schedule commits."""
+"""Shares of positions that the steps of a fixed schedule commit."""
 
 import math
 
@@ -24,11 +24,11 @@ class SharedSteps:
 def check_eps(eps: float) -> None:
     """Refuse an end time outside (0, 1)."""
     if not isinstance(eps, float) or not 0 < eps < 1:
-        raise UserError("option-range", f"scheduler.eps must lie between 0 and 1, not {eps!r}")
+        raise UserError("option-range", f"scheduler.eps is {eps!r}. Set a number between 0 and 1.")
 
 
 def block_steps(canvas: Canvas, steps: int | None) -> Tensor:
-    """`[B]` the active block's part of a generation's `steps`, by its length (at least 1); None: one per position."""
+    """Return `[B]` the active block's part of a generation's `steps`, by its length. By default one per position."""
     if steps is None:
         return canvas.free_in_block().clamp(min=1)
     total = canvas.free_total()  # a stop may have cut off a part of them
@@ -45,7 +45,7 @@ def plan_block(canvas: Canvas, steps: int | None, plan: tuple[Tensor, Tensor], l
     """`[B]` masks and `[B]` steps of the block, fixed when it opens, since a stop may shorten the canvas later.
 
     Args:
-        steps: forwards for the whole generation; None: one per token.
+        steps: forwards for the whole generation. By default one per token.
         plan: what this returned in the last step.
         left: `[B]` masks of the block now.
     """
@@ -59,7 +59,7 @@ def even_share(
     """`[B]` positions this step commits under an even schedule, at least one; and the schedule, to hand in next time.
 
     Args:
-        steps: forwards for the whole generation; None: one per token.
+        steps: forwards for the whole generation. By default one per token.
         plan: see `plan_block`.
         left: `[B]` masks of the block now, where they are counted already.
     """

@@ -24,7 +24,7 @@ class BudgetedThreshold(SharedSteps, Threshold):
 
     Args:
         threshold: probability; above 1 it commits one position per step.
-        steps: planned forwards for the whole generation; None: one per position, which means one commit per step.
+        steps: planned forwards for the whole generation. By default one per position, which means one commit per step.
     """
 
     steps: int | None = None

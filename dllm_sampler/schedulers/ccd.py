@@ -18,7 +18,7 @@ class Coherent(SharedSteps, Scheduler):
     """Commit masks that were next in line a step ago and still have the same candidate; else the best one.
 
     Source: CCD and CCD-DS, arXiv 2512.02044, the rule of its code (`ccd_marginal` is the paper's). Each step verifies
-    the best positions against the previous step: those it had just behind its own commits, if their candidate has not
+    the best positions against the previous step: those it had just after its own commits, if their candidate has not
     changed, count as supported by two contexts. The line looked at grows by one per step up to `1 + expand` shares,
     from the last step of the warm-up on. Published for one block and one token per step; here everything counts within
     a block, and a share that does not divide evenly is larger in the first steps. Under a temperature the sampled
@@ -26,7 +26,7 @@ class Coherent(SharedSteps, Scheduler):
 
     Args:
         dynamic: commit all that agree (CCD-DS); false: the step's share (CCD).
-        steps: forwards for the whole generation; None: one per token.
+        steps: forwards for the whole generation. By default one per token.
         score: what ranks the masks; entropy: the lowest first.
         warmup: steps at the start of a block that commit the best positions unverified.
         expand: how many shares the line grows beyond the first.
@@ -72,7 +72,7 @@ class Coherent(SharedSteps, Scheduler):
         late = left <= self.late * (canvas.stop - canvas.start)
         short = late | (canvas.age == 0)  # a line does not go on in the next block
         line = torch.minimum(carry[2].masked_fill(short, 1) + 1, share + (share * self.expand).long())
-        grows = canvas.age >= self.warmup - 1  # [B] nothing is expected before a first line stood behind
+        grows = canvas.age >= self.warmup - 1  # [B] nothing is expected before the first line
         line = line.where(grows, 1)
 
         score = rate(self.score, canvas, query, readout)

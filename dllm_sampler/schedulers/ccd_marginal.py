@@ -25,7 +25,7 @@ class CoherentMarginal(SharedSteps, Scheduler):
 
     Args:
         dynamic: commit all averaged positions up to `epsilon` (CCD-DS); false: the step's share (CCD).
-        steps: forwards for the whole generation; None: one per token.
+        steps: forwards for the whole generation. By default one per token.
         depth: steps averaged over.
         buffer: positions kept per step.
         epsilon: bound in nats on the averaged entropy; 0.325 is that of a (0.9, 0.1) choice.

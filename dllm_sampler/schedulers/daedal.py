@@ -14,12 +14,12 @@ from dllm_sampler.schedulers.lengthening import Lengthening
 
 @dataclass(frozen=True)
 class Daedal(Lengthening):
-    """Lengthen the canvas before anything is committed, then insert masks behind the least sure one.
+    """Lengthen the canvas before anything is committed, then insert masks after the least sure one.
 
     Source: DAEDAL, arXiv 2508.00819, the rule of its code. `max_new_tokens` is a bound. Forwards come first that commit
     nothing: each appends `expand` masks while the signal, the mean probability of the last `eos_tokens` predicted end
     tokens (missing ones count 0), is below `grow`. Then `eos_tokens // 2` end tokens are appended, for good, and the
-    inner scheduler decodes. A step whose signal is below `insert` inserts `expand - 1` masks behind the block's least
+    inner scheduler decodes. A step whose signal is below `insert` inserts `expand - 1` masks after the block's least
     sure mask, if that is below `unsure` and was not committed; what exceeds the bound is cut off at the right. Blocks
     are windows that begin where the one before ended. The published function commits above its threshold, here the
     inner scheduler says (`threshold`: from it on), and the mask token is never chosen; it ends all rows of a batch
@@ -69,7 +69,7 @@ class Daedal(Lengthening):
         close = None if edit.close_block is None else edit.close_block & ready
         commit = edit.commit & ready[:, None] & (edit.ids != self.mask)  # under `compat` it may be chosen
         edit = replace(edit, commit=commit, close_block=close, resize=resize)
-        over = ~canvas.apply(query.positions, edit).masked.any(1)  # behind the last mask stand end tokens
+        over = ~canvas.apply(query.positions, edit).masked.any(1)  # after the last mask there are end tokens
         edit = replace(edit, finish=over if edit.finish is None else (edit.finish | over) & ready)
         return edit, (grows, where_rows(ready, inner, before, canvas.length))
 

@@ -28,7 +28,7 @@ class DynamicThreshold(Threshold):
 
     Args:
         threshold: probability a mask must exceed; from 1 on only the share counts.
-        steps: forwards for a whole block (not for the generation); None: one per position.
+        steps: forwards for a whole block (not for the generation). By default one per position.
         score: what ranks the masks where too few are above the threshold; position: left to right.
     """
 

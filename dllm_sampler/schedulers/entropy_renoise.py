@@ -33,8 +33,8 @@ class EntropyRenoise(Renoising):
         entropy_bound: nats; the entropies of the accepted positions, without the largest, sum to at most this.
         max_denoising_steps: forwards per block at most.
         t_min, t_max: temperatures; the lower one is not reached. Both 0: the best tokens, measured as they are.
-        stability_threshold: forwards before this one that must have had the same best tokens; None: never stop early.
-        confidence_threshold: nats that the block's mean entropy must be below as well; None: never stop early.
+        stability_threshold: forwards before this one that must have had the same best tokens. null never stops early.
+        confidence_threshold: nats that the block's mean entropy must be below as well. null never stops early.
     """
 
     entropy_bound: float = 0.1
@@ -52,7 +52,7 @@ class EntropyRenoise(Renoising):
         check_count("scheduler.stability_threshold", self.stability_threshold, 0, optional=True)
         check_number("scheduler.confidence_threshold", self.confidence_threshold, optional=True)
         if self.t_max < self.t_min or self.t_max == float("inf"):
-            raise UserError("option-range", f"scheduler.t_max must be at least t_min={self.t_min}, not {self.t_max!r}")
+            raise UserError("option-range", f"scheduler.t_max={self.t_max!r} is below t_min={self.t_min}. Raise it.")
 
     def bind(self, context: Context) -> Self:
         """Take the noise token, and look whether a guide chooses the tokens of a step together."""
@@ -116,7 +116,7 @@ class EntropyRenoise(Renoising):
         ids = torch.where(last, best, readout.token[:, 0])
         sure = torch.where(last, (peak.double() - readout.logsumexp[:, 0]).exp(), readout.confidence[:, 0])
         keep = inside & (accepted | last)
-        # A token that is drawn again has stood since it was written first.
+        # A token that is drawn again counts from its first commit.
         commit = keep & (canvas.masked.gather(1, at) | (ids != canvas.ids.gather(1, at)))
         back = inside & ~keep
         ids = ids.masked_fill(back, self.noise_id)

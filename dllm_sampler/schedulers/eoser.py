@@ -47,7 +47,7 @@ class Eoser(Around):
         if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
             raise UserError(
                 "options-conflict",
-                "scheduler.progress must be committed, or step or ascending together with scheduler.steps",
+                f"scheduler.progress={self.progress} needs scheduler.steps. Set it, or progress=committed.",
             )
         inner = named(self.inner)
         if check_inner(self.inner).traits.drafts:

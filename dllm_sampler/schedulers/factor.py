@@ -11,7 +11,7 @@ from dllm_sampler.schedulers.drawn_positions import DrawnPositions
 
 @dataclass(frozen=True)
 class Factor(DrawnPositions):
-    """Commit the n surest masks of the block, with the largest n for which (n + 1)(1 - c_n) <= factor.
+    """Commit the n surest masks of the block, with the largest n such that (n + 1)(1 - c_n) <= factor.
 
     Source: Fast-dLLM, arXiv 2505.22618. The paper's inequality is strict, the published code's is not; this is the
     latter. At least one position is committed.

@@ -40,7 +40,7 @@ class FixedSteps(SharedSteps, Scheduler):
     predicted.
 
     Args:
-        steps: forwards for the whole generation; None: one per token.
+        steps: forwards for the whole generation. By default one per token.
         score: what ranks the masks; entropy: the lowest first.
         schedule: `uniform` divides the block's masks evenly, the first steps taking one more. `even` spreads these
             steps: step k of n leaves masks (1 - k/n), cut off. `timestep` commits the share 1 - s/t of what is left,
@@ -107,7 +107,7 @@ class FixedSteps(SharedSteps, Scheduler):
         return self.share(canvas, masks, steps, left), (masks, steps)
 
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
-        """`[B]` positions that this step commits in a block of `masks [B]`, of which `left [B]` are left."""
+        """Return `[B]` positions that this step commits in a block of `masks [B]`, `left [B]` of them undecided."""
         if self.schedule == "uniform":
             count = uniform_share(masks, steps, canvas.age)
         elif self.schedule == "even":

@@ -22,7 +22,7 @@ class Hierarchical(Renoising):
 
     Args:
         low: confidence the best of a run must exceed; the surest mask of the block is committed in any case.
-        threshold: masks above it are committed wherever they stand; None: none.
+        threshold: masks above it are committed wherever they are. null commits none so.
         remask: committed tokens of the block whose candidate's confidence is now below it count as masks: they are
             either chosen again or become noise. At least one more position is chosen than there are such tokens.
             None: never.
@@ -44,7 +44,7 @@ class Hierarchical(Renoising):
             UserError: remasking on a model without a mask token.
         """
         if self.remask is not None and context.spec.mask_id is None:
-            raise UserError("mask-token-missing", "scheduler.remask needs a model with a mask token: set it to null")
+            raise UserError("mask-token-missing", "scheduler.remask needs a model with a mask token. Set it to null.")
         return super().bind(context)
 
     @property
@@ -70,7 +70,7 @@ class Hierarchical(Renoising):
         return Edit(token.masked_fill(back, self.noise_id), chosen & free, remask=back), carry
 
     def _doubtful(self, canvas: Canvas, at: Tensor, eligible: Tensor, sure: Tensor) -> Tensor | None:
-        """`[B, Q]` committed tokens of the block that the model doubts, none where no mask is left; None: not asked."""
+        """Return `[B, Q]` the block's tokens that the model doubts while masks are left, or None without `remask`."""
         if self.remask is None:
             return None
         return (canvas.inside(at) ^ eligible) & (sure < self.remask) & eligible.any(1, keepdim=True)

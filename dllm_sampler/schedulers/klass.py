@@ -65,7 +65,7 @@ class Klass(FixedSteps):
 
     @property
     def precise(self) -> bool:
-        """Whether divergences are ranked, and not only compared with a bound."""
+        """True if divergences are ranked, and not only compared with a bound."""
         return self.take == "steadiest"
 
     def init(self, canvas: Canvas) -> Carry:
@@ -96,7 +96,7 @@ class Klass(FixedSteps):
         still = -move.masked_fill(move < ROUNDING, 0)  # else equal predictions were ranked by how a sum was rounded
         score = still if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
-        # The last step takes all; one that a cache lets see a part of the masks must not fall behind the schedule.
+        # The last step takes all. A step that sees only a part of the masks must still keep to the schedule.
         free = (eligible.sum(1) == canvas.noise_left()) & (canvas.age + 1 < opened[1])
         follow = chosen.sum(1) >= count.masked_fill(free, 1)
         share = select.top(self.order(canvas, query, readout, count), eligible, count)

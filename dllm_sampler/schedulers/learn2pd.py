@@ -27,10 +27,10 @@ class LearnedFilter(SharedSteps, DrawnPositions):
     may also commit in a later block when the share exceeds the masks left; here the share ends with the block.
 
     Args:
-        filter: safetensors file with `fc1.weight`, `fc1.bias`, `fc2.weight`, ...; None: `filter.safetensors` in the
-            checkpoint's folder.
+        filter: safetensors file with `fc1.weight`, `fc1.bias`, `fc2.weight`, ... By default `filter.safetensors` in
+            the checkpoint's folder.
         threshold: probability that the filter's output must exceed; 1 accepts nothing.
-        steps: forwards for the whole generation if the filter accepts nothing; None: one per token.
+        steps: forwards for the whole generation if the filter accepts nothing. By default one per token.
     """
 
     filter: str | None = None

@@ -17,7 +17,7 @@ class Leftmost(Scheduler):
     """The base of rules that commit a run of the block's leftmost masks; a subclass defines `tell`.
 
     Args:
-        max_lookahead: columns from the first mask on that the model gets to see, and at most commits; None: all.
+        max_lookahead: columns from the first mask on that the model gets to see, and at most commits. By default all.
     """
 
     max_lookahead: int | None
@@ -33,7 +33,7 @@ class Leftmost(Scheduler):
         return facts if limit is None else replace(facts, scope="model").adding(HiddenMasks(limit))
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The masks up to the horizon, behind which no mask is seen."""
+        """Ask for the masks up to the horizon. No mask after it is seen."""
         if self.max_lookahead is None:
             return Query.masks(canvas)
         horizon = self.horizon(canvas, self.max_lookahead)

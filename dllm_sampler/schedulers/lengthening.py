@@ -24,7 +24,7 @@ class Lengthening(Around):
 
     Args:
         inner: what commits.
-        initial: columns that an answer begins with, behind those that are given.
+        initial: columns that an answer begins with, after the given ones.
         expand: columns of one expansion.
         eos_tokens: how many predicted end tokens the signal looks at.
     """
@@ -73,7 +73,7 @@ class Lengthening(Around):
         return with_bound_fields(super().bind(context), end_ids=spec.eos_ids, mask=mask, draws=context.draws)
 
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`: behind what the rule remembers of each row."""
+        """See `Around.inside`: it is after the rule's own state."""
         return carry[1]
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:

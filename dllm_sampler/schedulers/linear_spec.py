@@ -57,7 +57,7 @@ class LinearSpec(Threshold):
             raise UserError(
                 "scheduler-incompatible",
                 f"{name} verifies drafts by a model with a causal context (Nemotron-Labs-Diffusion), and this one has"
-                " none: use scheduler=freedave, or scheduler=s2d2 for block-causal models",
+                " none. Use scheduler=freedave, or scheduler=s2d2 for block-causal models.",
             )
         if context.blocks.sizes_on_open:
             raise UserError(
@@ -76,7 +76,7 @@ class LinearSpec(Threshold):
         return canvas.masked & canvas.in_block() & ((column < last) | (column == 0)) & ~carry.known
 
     def ask(self, canvas: Canvas, carry: Draft) -> Query:
-        """The block with its draft. A verifier sees no masks, and a draft none behind those to be drafted."""
+        """Ask for the block with its draft. A verifier sees no masks, and a draft none after those to be drafted."""
         query, verifies = Query.masks(canvas), ~self.missing(canvas, carry).any(1)
         ids = torch.where(carry.known, carry.ids, canvas.ids).gather(1, query.positions)
         drafted = replace(canvas, masked=canvas.masked & ~carry.known)

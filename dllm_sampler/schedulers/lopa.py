@@ -45,7 +45,7 @@ class LoPA(Forking):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What it scores by, too."""
+        """The readout's parts that it scores by, too."""
         return super().needs | score_needs(self.score)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Held) -> tuple[Edit, Carry]:

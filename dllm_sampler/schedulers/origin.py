@@ -21,7 +21,7 @@ class Origin(SharedSteps, Scheduler):
     asked. A step may open none. Published with `blocks=full`; other blocks share the steps by length.
 
     Args:
-        steps: forwards for the whole generation; None: one per position.
+        steps: forwards for the whole generation. By default one per position.
         eps: where the timestep schedule ends.
     """
 

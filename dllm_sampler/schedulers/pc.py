@@ -64,7 +64,7 @@ class PositionCalibrated(FixedSteps):
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     "file-invalid",
-                    f"scheduler.frequency: {self.frequency} lacks num_token or p_baseline_dict ({error})",
+                    f"scheduler.frequency: {self.frequency} lacks num_token or p_baseline_dict ({error}). Correct it.",
                 ) from error
             if not (0 < total < math.inf) or not all(0 <= count < math.inf for count in counts.values()):
                 raise UserError(

@@ -23,7 +23,7 @@ class RandomOrder(SharedSteps, Scheduler):
     at least one position.
 
     Args:
-        steps: forwards for the whole generation; None: one per token.
+        steps: forwards for the whole generation. By default one per token.
     """
 
     steps: int | None = None
@@ -49,7 +49,7 @@ class RandomOrder(SharedSteps, Scheduler):
         return torch.where(noise & (turn < share[:, None]), turn + 1, 0)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """What comes next, and nothing else."""
+        """Ask only for the next positions."""
         most = 1  # positions of a step: a block's share of the steps is rounded, by a factor of 2 at most
         if self.steps is not None:
             most = min(canvas.layout.width, -(-2 * canvas.layout.longest // self.steps))

@@ -20,7 +20,7 @@ class RunningConfidence(Remasking):
     predicted it, and is taken back when enough later ones are surer.
 
     Args:
-        steps: forwards for the whole generation, of which a block takes one per position at most; None: that many.
+        steps: forwards for the whole generation. A block takes one per position at most, which is the default.
     """
 
     steps: int | None = None
@@ -43,7 +43,7 @@ class RunningConfidence(Remasking):
         return canvas.start[:, None]
 
     def missing(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """`[B]` positions that the step leaves as noise, and whether the block goes on."""
+        """Return `[B]` positions that the step leaves as noise, and whether the block continues."""
         length, steps = self.block(canvas)
         missing = length * (steps - canvas.age - 1) // steps
         return missing, missing > 0

@@ -22,7 +22,7 @@ class Remdm(Remasking):
     once remasked, its old confidence is forgotten.
 
     Args:
-        steps: forwards for the whole generation, revisions not counted; None: one per token.
+        steps: forwards for the whole generation, revisions not counted. By default one per token.
         revisions: of each block; 0: fixed steps.
         tokens: positions remasked by each.
     """
@@ -57,7 +57,7 @@ class Remdm(Remasking):
         length, steps = self.block(canvas)
         first = (steps * 7 // 8).clamp(min=1)  # [B] steps before the revisions
         beyond = canvas.age + 1 - first
-        # Steps of the plain schedule behind us after this forward: revisions stand still.
+        # Steps of the plain schedule up to this forward: revisions do not count.
         made = first + beyond - beyond.clamp(0, self.revisions)
         target = made if steps is length else made * (length // steps) + torch.minimum(made, length % steps)
         # No cache chooses among the masks (`needs_every_position`): all that the block has are asked.

@@ -27,11 +27,7 @@ class _Row(NamedTuple):
 
 
 def listed(given: Any) -> list[Any]:
-    """What a user's function returned for some answers, in their order.
-
-    Raises:
-        TypeError: it has no order of numbers: the keys of a mapping are none.
-    """
+    """Return a user function's numbers for some answers, in their order. Raise `TypeError` for a mapping."""
     if isinstance(given, Mapping | Set | str):
         raise TypeError(f"a {type(given).__name__} in place of a list of numbers")
     return list(given)
@@ -65,9 +61,7 @@ class Reward:
             UserError: it is none.
         """
         if not isinstance(given, str) and not callable(given):
-            raise UserError(
-                "function-invalid", f"{setting} must be a function or package.module:function, not {given!r}"
-            )
+            raise UserError("function-invalid", f"{setting} is {given!r}. Give a function or package.module:function.")
         name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
         call: Any = resolve_callable(f"{setting}:", given) if isinstance(given, str) else given
         return Reward(call, f"{setting}={name}", tokenizer, end_ids)
@@ -130,18 +124,20 @@ class Reward:
             direct = error.__traceback__ is None or error.__traceback__.tb_next is None  # not inside the function
             if isinstance(error, TypeError) and direct and "unexpected keyword argument" in reason:
                 reason += "; a last argument **_ takes those that it does not read"
-            raise RowError("function-failed", f"{self.name} failed for {{prompts}} ({reason})", numbers) from error
+            raise RowError(
+                "function-failed", f"{self.name} failed for {{prompts}} ({reason}). Correct it.", numbers
+            ) from error
         if found is None:
             raise RowError(
                 "function-result",
-                f"{self.name} returned None for {{prompts}}: it must return one number for each answer",
+                f"{self.name} returned None for {{prompts}}. Return one number for each answer.",
                 numbers,
             )
         if len(found) != wanted:
             raise RowError(
                 "function-result",
-                f"{self.name} returned {len(found)} numbers for the {wanted} answers of {{prompts}}: it must return"
-                " one for each",
+                f"{self.name} returned {len(found)} numbers for the {wanted} answers of {{prompts}}. Return one for"
+                " each.",
                 numbers,
             )
         owners = [row.number for row in rows for _ in row.answers]
@@ -155,7 +151,7 @@ class Reward:
         if math.isnan(number) or number == math.inf:
             raise RowError(
                 "function-result",
-                f"{self.name} returned {value!r} for {{prompts}}: it must return a finite number, or -inf",
+                f"{self.name} returned {value!r} for {{prompts}}. Return a finite number, or -inf.",
                 [row],
             )
         return number

@@ -24,7 +24,7 @@ class RhoEos(Lengthening):
 
     Source: rho-EOS, arXiv 2601.22527. `max_new_tokens` is a bound. The further the signal lies outside of `low` to
     `high`, the more: `expand` columns times 1, 2, 4, 8 per started 0.1 (`exp`), 1, 2, 3 ... 8 (`linear`), or `expand`
-    (`const`). A cut takes whatever stands there, the whole answer even. A row changes in its first 64 steps, and not
+    (`const`). A cut takes any tokens, even the whole answer. A row changes in its first 64 steps, and not
     after it was as long as the bound. A block begins where the one before ended.
 
     Deviations: a finished row rests, where the published function cuts and lengthens it as long as others in its batch
@@ -38,8 +38,8 @@ class RhoEos(Lengthening):
         signal_of: `confidence`, the published code's, as in DAEDAL: the mean probability of the last `eos_tokens`
             predicted end tokens, missing ones count 0. `density`, the paper's: the share of the masks that are
             predicted to be end tokens; 0 without masks.
-        min_length: a cut leaves at least this many columns, what stands before the block, and every committed token
-            that is no end token; None: no such guard, as published.
+        min_length: a cut leaves at least this many columns, all columns before the block, and every committed token
+            other than end tokens. By default cuts have no such limit, as published.
     """
 
     low: float = 0.4
@@ -53,7 +53,7 @@ class RhoEos(Lengthening):
         for name in ("low", "high"):
             check_share(f"scheduler.{name}", getattr(self, name))
         if self.low > self.high:
-            raise UserError("option-range", f"scheduler.low={self.low} must not be above scheduler.high={self.high}")
+            raise UserError("option-range", f"scheduler.low={self.low} exceeds scheduler.high={self.high}. Lower it.")
         for name, choices in (("scale", Scale), ("signal_of", Signal)):
             check_choice(f"scheduler.{name}", getattr(self, name), choices)
         check_count("scheduler.min_length", self.min_length, 0, optional=True)

@@ -33,7 +33,7 @@ class SelfVerified(routing.Routing, verify.Verifying):
     predicts each of them from the tokens before it alone, drafted ones too. The first run of masks is accepted from the
     left, up to the first token that fails; that one is drawn again. Other rounds commit by the threshold and pace of
     `dynamic`. A verification computes the block and its masks; the published code computes the block twice. Where
-    tokens are not drawn, a draft stands if it is the verifier's best token; the published code draws all the same
+    tokens are not drawn, a draft is accepted if it is the verifier's best token; the published code draws all the same
     (`PublishedSelfVerified`). With `cache.token_causal`, a temperature and `steps=null`, if every round is verified, an
     answer is a sample of the model at block size 1.
 
@@ -56,7 +56,7 @@ class SelfVerified(routing.Routing, verify.Verifying):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the policy reads too."""
+        """The readout's parts that the policy reads, too."""
         return super().needs | self.routing_needs
 
     def init(self, canvas: Canvas) -> Round:

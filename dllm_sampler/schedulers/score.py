@@ -1,4 +1,4 @@
-"""What ranks masks: one number per queried position, higher first."""
+"""Scores that rank masks: one number per queried position, higher first."""
 
 from typing import Literal
 

@@ -20,8 +20,8 @@ class StreamingThreshold(Threshold):
     """Commit by a threshold that is the lower the fewer masks the model sees from the block on.
 
     Source: Streaming-dLLM, arXiv 2601.17917. The threshold of a step is `threshold * (1 - alpha * (1 - r))`, where r is
-    the share of masks among the columns that the forward sees of the block and behind it. `cache=streaming` keeps few
-    behind it; the more there are, the less the threshold falls.
+    the share of masks among the columns that the forward sees of the block and after it. `cache=streaming` keeps few
+    after it; the more there are, the less the threshold falls.
 
     Args:
         threshold: probability where all is noise; above 1 the rule may still fall below 1.
@@ -29,7 +29,7 @@ class StreamingThreshold(Threshold):
     """
 
     alpha: float = 0.3
-    behind: bool = field(init=False, default=True)  # the model sees columns behind the block
+    behind: bool = field(init=False, default=True)  # the model sees columns after the block
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,11 +37,11 @@ class StreamingThreshold(Threshold):
 
     @property
     def traits(self) -> Traits:
-        """It counts masks behind the block."""
+        """Traits of a rule that counts masks after the block."""
         return replace(super().traits, scope="answer")
 
     def bind(self, context: Context) -> Self:
-        """Take whether the model sees what is behind the block."""
+        """Take whether the model sees columns after the block."""
         return with_bound_fields(super().bind(context), behind=context.spec.attention == "bidirectional")
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

@@ -83,14 +83,16 @@ class SoftValueGuided(Choosing):
         if self.candidates == 1:
             return bound
         if self.reward is None:
-            raise UserError("option-missing", "scheduler=svdd needs a reward: scheduler.reward=package.module:function")
+            raise UserError(
+                "option-missing", "scheduler=svdd needs a reward. Set scheduler.reward=package.module:function."
+            )
         draws = is_random(bound.guides(context.guides))
         order = bound.inner.traits.draws_order and bound.inner.traits.asks_block  # else all candidates ask the same
         if not draws and not order:
             raise UserError(
                 "candidates-identical",
-                f"scheduler=svdd chooses among candidates, and {named(self.inner)} draws nothing, so that all"
-                " are the same: use temperature=1, for example, or scheduler.inner={name: fixed, score: random}",
+                f"scheduler=svdd chooses among candidates, and {named(self.inner)} draws nothing, so that all are the"
+                " same. Set a temperature, for example temperature=1, or scheduler.inner={name: fixed, score: random}.",
             )
         ends = spec.eos_ids if self.looks_ahead else ()
         judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, ends)

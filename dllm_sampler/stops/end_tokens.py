@@ -39,7 +39,7 @@ class _EosStop(Stop):
         return is_end(after.ids, self.end_ids) & ~after.masked & ~after.layout.frozen & after.seen()
 
 
-def finished(edit: Edit, finish: Tensor) -> Edit:
+def with_finish(edit: Edit, finish: Tensor) -> Edit:
     """The edit that also stops the rows `finish [B] bool`."""
     return replace(edit, finish=finish if edit.finish is None else edit.finish | finish)
 
@@ -64,7 +64,7 @@ class BlockStop(_EosStop):
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        return finished(edit, after.block_over(edit) & (self.ends(after) & canvas.in_block()).any(1))
+        return with_finish(edit, after.block_over(edit) & (self.ends(after) & canvas.in_block()).any(1))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class PrefixStop(_EosStop):
         """See `Stop.__call__`."""
         reached = (after.masked.cumsum(1) == 0) & after.seen() & ~after.layout.frozen
         fire = (reached & is_end(after.ids, self.end_ids)).any(1)
-        return finished(edit, fire if edit.remask is None else fire & after.block_over(edit))
+        return with_finish(edit, fire if edit.remask is None else fire & after.block_over(edit))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Stop
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.stops.end_tokens import finished
+from dllm_sampler.stops.end_tokens import with_finish
 
 
 @dataclass(frozen=True)
@@ -77,4 +77,4 @@ class Prophet(Stop):
         fill = canvas.masked.gather(1, query.positions) & fire[:, None]
         ids = torch.where(fill, readout.token[:, 0], edit.ids)
         remask = None if edit.remask is None else edit.remask & ~fire[:, None]
-        return finished(replace(edit, ids=ids, commit=edit.commit | fill, remask=remask), fire)
+        return with_finish(replace(edit, ids=ids, commit=edit.commit | fill, remask=remask), fire)

@@ -105,8 +105,8 @@ def _warn_of_dropout(model: nn.Module) -> None:
         if module.training and module not in _DROPPING and _drops(module):
             _DROPPING.update(model.modules())
             warnings.warn(
-                f"the model that is scored is in train mode with dropout ({name}): its log-probabilities are random,"
-                " and not those that were recorded. Call model.eval() first, or set dropout to 0",
+                f"The scored model is in train mode with dropout ({name}), so its log-probabilities are random, and not"
+                " the recorded ones. Call model.eval() first, or set dropout to 0.",
                 RandomScoreWarning,
                 stacklevel=3,
             )

@@ -131,7 +131,7 @@ def read(words: Sequence[str]) -> Command:
     names = [word.partition("=")[2] for word in words if word.startswith("train=")]
     if not names:
         known = ", ".join(user_files.choices("train"))
-        raise UserError("option-missing", f"nothing to train. Set train to one of {known}")
+        raise UserError("option-missing", f"The trainer is missing. Set train to one of {known}.")
     name = names[-1]
     defaults = user_files.entry("train", name).settings
     kept = list[str]()
@@ -158,7 +158,7 @@ def read(words: Sequence[str]) -> Command:
     if paths:
         settings["output_dir"] = None if paths[-1] == "null" else paths[-1]  # a folder of that name is ./null
     if not isinstance(folder := settings.get("output_dir"), str):
-        raise UserError("option-type", f"train.output_dir should be a folder's name, not {folder!r}")
+        raise UserError("option-type", f"train.output_dir is {folder!r}. Name a folder.")
     settings["output_dir"] = str(expanded("train.output_dir", folder))
     return Command(name, _target(name, target), settings, tree["threads"])
 

@@ -212,7 +212,7 @@ class Front:
         folder, last = Path(args.output_dir), last_checkpoint(args.output_dir) if resume else None
         args.eval_on_start = args.eval_on_start and last is None
         train, held = self.examples(args, trainer.answers, trainer.most_held_out)
-        self.begin(folder, resume, saving.finished(folder))
+        self.begin(folder, resume, saving.has_weights(folder))
         more: dict[str, Any] = {}
         if self.rewards:
             more = {"reward_funcs": [*self.rewards], "reward_weights": [*self.rewards.values()]}

@@ -99,7 +99,7 @@ class DeerTrainer(MaskedDiffusionTrainer):
         """Check the model and the separator, and encode prompts and answers."""
         if self.trained.spec.attention == "causal_context":
             raise UserError(
-                "model-not-trainable", f"train.model={self.trained.named} has a causal context and cannot draft blocks"
+                "model-not-trainable", f"train.model={self.trained.named} has a causal context. Use another."
             )
         self._after = separator_ids(self.trained.spec, self.trained.tokenizer, args.separator)
         return super().rows(args)
@@ -196,7 +196,7 @@ class DeerRun:
             ("refine", "drafter", args.refine_steps),
         ):
             place = folder / name
-            if not saving.finished(place):
+            if not saving.has_weights(place):
                 own = front.arguments(DeerConfig, output_dir=str(place), stage=stage, max_steps=steps)
                 trainer = DeerTrainer(model, own, pairs, peft_config=front.peft_config)
                 trainer.train(resume_from_checkpoint=last_checkpoint(str(place)) if resume else None)

@@ -28,7 +28,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
 from dllm_sampler.inputs.prompts import Prompt
-from dllm_sampler.models.filter import Layers, about, judge
+from dllm_sampler.models.filter import Layers, judge, metadata_of
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import lay_out
@@ -254,7 +254,7 @@ class FilterTrainer(Trainer):
             "validation": judged(trainer.best, validation, args.threshold),
         }
         files.write(path.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
-        write(path, trainer.best, about(spec, args.block_length))
+        write(path, trainer.best, metadata_of(spec, args.block_length))
         shutil.rmtree(records)
         say(", ".join(f"{name} {value:.4f}" for name, value in report["validation"].items()))
         return path

@@ -67,7 +67,7 @@ class TrajectoryGRPOConfig(DiffusionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.rollout.get("temperature"):
-            raise UserError("option-range", "rollout.temperature must be above 0: answers must differ")
+            raise UserError("option-range", "rollout.temperature=0 gives equal answers. Raise it.")
         if self.save_strategy == "steps" and self.save_steps % self.num_iterations:
             raise UserError(
                 "options-conflict",

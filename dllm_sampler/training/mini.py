@@ -92,7 +92,8 @@ class MiniTrainer(Trainer):
             check_count(f"train.model.{name}", shape[name])
         if shape["num_heads"] % shape["num_kv_heads"] or shape["head_dim"] % 2:
             raise UserError(
-                "option-range", "train.model: num_heads is not a multiple of num_kv_heads, or head_dim is odd"
+                "option-range",
+                "train.model: num_heads is not a multiple of num_kv_heads, or head_dim is odd. Correct them.",
             )
         self.tokenizer = build_tokenizer(shape["max_positions"])
         pools = Pools(**config.check("train.data", Pools, {"seed": args.seed, **args.data}, whole=True))
@@ -134,7 +135,7 @@ class MiniTrainer(Trainer):
         whole = {**front.settings, "model": front.model, "data": front.data}
         args: Any = Front("mini", None, settings=whole).arguments(MiniConfig)
         folder = Path(args.output_dir)
-        front.begin(folder, resume, saving.finished(folder))
+        front.begin(folder, resume, saving.has_weights(folder))
         trainer = cls(args)
         front.choose_threads([trainer.network], args.device)
         front.started(folder)

@@ -266,7 +266,7 @@ def lora_config(settings: Mapping[str, Any] | None) -> Any:
     if settings is None:
         return None
     if find_spec("peft") is None:
-        raise UserError("package-missing", f"train.lora needs the package peft: {installing('train')}")
+        raise UserError("package-missing", f"train.lora needs the package peft. Run {installing('train')}.")
     from peft import LoraConfig  # takes seconds to import
 
     return LoraConfig(**config.check("train.lora", LoraConfig, settings))

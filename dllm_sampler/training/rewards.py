@@ -55,7 +55,7 @@ def call(name: str, reward: Reward, prompts: Sequence[Any], completions: list[st
 
 @dataclass(frozen=True)
 class Scores:
-    """What rewards said of a batch."""
+    """Scores of a batch by the rewards."""
 
     total: Tensor  # [N] float64 weighted sum; NaN where a sample has no score
     means: dict[str, float]  # of each reward over the samples that it judged

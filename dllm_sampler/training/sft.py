@@ -30,7 +30,7 @@ class MaskedDiffusionConfig(DiffusionConfig):
         `block`: up to the end of its block, counted from the row's first column (in a causal context from the
         answer's). `none`: one. A number is the number of tokens of an answer. None chooses `longest` if the model is
         bidirectional, else `block`
-    max_length: tokens of a prompt with its answer; None: the model's context
+    max_length: tokens of a prompt with its answer. By default the model's context
     longer: what is done with an example that is longer: `refuse` it, or `drop` it
     self_conditioning, encoder: of DiffusionGemma alone, see `UniformLoss`; `weight` does not apply there
     """
@@ -63,7 +63,8 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         if spec.mask_id is None:
             if args.complementary:
                 raise UserError(
-                    "mask-token-missing", f"complementary needs a mask token: {self.trained.named} has none"
+                    "mask-token-missing",
+                    f"complementary needs a mask token, and {self.trained.named} has none. Remove it.",
                 )
             self.loss = UniformLoss(spec, args.self_conditioning, args.encoder)
         self.most = min(args.max_length or spec.max_positions, spec.max_positions)

@@ -62,7 +62,7 @@ class Trajectories:
     def __post_init__(self) -> None:
         trace = self.trace
         if trace.mask_id is None:
-            raise UserError("trace-not-scorable", "this trace has no masks (uniform diffusion)")
+            raise UserError("trace-not-scorable", "The trace has no masks (uniform diffusion). Use a masked model.")
         if (trace.revised.any() or trace.born is not None) and not self.single:
             said = "this trace's scheduler replaced tokens or changed lengths. Use scheduler=fixed or threshold."
             raise UserError("trace-not-scorable", said)
@@ -232,4 +232,4 @@ def check(sampler: Sampler) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UserError("trajectories-unsupported", f"trajectories cannot be scored again: {reason}")
+            raise UserError("trajectories-unsupported", f"Trajectories cannot be scored again: {reason}.")

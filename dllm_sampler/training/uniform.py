@@ -1,6 +1,6 @@
 """The loss of uniform diffusion (DiffusionGemma): some tokens of a canvas are replaced by others, all are predicted.
 
-There is no paper. The loss is that of NVIDIA's public recipe for the model (NeMo AutoModel, `dllm_sft`): the mean
+It has no paper. The loss is that of NVIDIA's public recipe for the model (NeMo AutoModel, `dllm_sft`): the mean
 cross-entropy without the 1/t of masked diffusion, self-conditioning in half of the examples, and the next-token loss of
 the encoder, which shares its weights with the decoder. That recipe learns one canvas of each answer in a step; this
 module learns all of them, each with a noise level of its own.

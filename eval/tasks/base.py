@@ -98,7 +98,7 @@ class Task:
 
     @property
     def dependency(self) -> Literal["low", "high"] | None:
-        """How much the tokens of an answer must agree with one another, as in ParallelBench, if known."""
+        """Dependency between the tokens of an answer (ParallelBench's question), if known."""
         return None
 
     def denoiser(self) -> Denoiser | None:

@@ -18,7 +18,7 @@ def bounds(places: Sequence[int], tail: int, stops: Sequence[bool], lattice: Lat
 
     Args:
         places: classes of bytes; -1 is a mask.
-        tail: from this place on there are no bytes.
+        tail: end of the bytes: only masks and gaps follow.
         stops: whether the text may end before each place, and after the last one.
     """
     count, (ends, word) = len(lattice.rows), lattice.arrays

@@ -54,7 +54,7 @@ class _Search:
     def __init__(self, places: Sequence[int], lattice: Lattice, limit: int, ahead: int, early: bool):
         self.places, self.lattice, self.left = [*places], lattice, limit
         self.grammar = grammar = lattice.grammar
-        self.tail = len(places)  # there are no bytes from there on
+        self.tail = len(places)  # only masks and gaps follow
         while self.tail and places[self.tail - 1] < 0:
             self.tail -= 1
         self.stops = [at >= self.tail or (early and label == MASK) for at, label in enumerate([*places, GAP])]

@@ -1,4 +1,4 @@
-"""Several drafts of a scheduler's next step, of which one becomes the step."""
+"""Several drafts of a scheduler's next step. One becomes the step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Choosing(Around):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether drafts are judged by the forward that they begin."""
+        """True if drafts are judged by the forward that they begin."""
         raise NotImplementedError
 
     def pick(self, canvas: Canvas, step: Tensor, ids: Tensor, judged: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Choosing(Around):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What it takes to draw again, and to say how likely what was drawn is."""
+        """The readout's parts to draw again, and to measure the probability of a draw."""
         more = {"draw", "probabilities"} if self.candidates > 1 and self.draws else set[str]()
         return super().needs | more
 
@@ -203,6 +203,6 @@ class Choosing(Around):
 
 
 def _taken(options: Sequence[Any], pick: Tensor, canvas: Canvas) -> Any:
-    """Of M trees of tensors the one that `pick [B]` names for each row."""
+    """Return for each row the tree of tensors, of M, that `pick [B]` names."""
     numbered = enumerate(options[1:], 1)
     return reduce(lambda found, one: where_rows(pick == one[0], one[1], found, canvas.length), numbered, options[0])

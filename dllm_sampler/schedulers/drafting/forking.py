@@ -46,8 +46,8 @@ class Forking(Around, ABC):
         if self.forks and (traits.drafts or own):
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} cannot fork for {named(self.inner)}, which drafts, takes tokens back, moves"
-                " them or chooses what to ask in each step: use scheduler.inner=d2f or scheduler.inner=threshold",
+                f"scheduler={named(self)} cannot fork for {named(self.inner)}, which drafts, remasks, moves tokens or"
+                " chooses what to ask in each step. Use scheduler.inner=d2f or scheduler.inner=threshold.",
             )
 
     @property
@@ -68,7 +68,7 @@ class Forking(Around, ABC):
         return None if self.forks else super().ahead(canvas, carry)
 
     def bind(self, context: Context) -> Self:
-        """Take the blocks, of which a fork may open other ones than the canvas."""
+        """Take the blocks. A fork may open others than the canvas."""
         return with_bound_fields(super().bind(context), blocks=context.blocks)
 
     def init(self, canvas: Canvas) -> Held:

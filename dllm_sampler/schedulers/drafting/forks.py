@@ -16,7 +16,7 @@ from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 class Forks(NamedTuple):
     """The candidates 1, 2, ... of the next query, by what each has and candidate 0, the canvas, has not."""
 
-    at: Tensor  # [B, F] the column of its token; L: there is no such fork
+    at: Tensor  # [B, F] the column of its token, L for a missing fork
     ids: Tensor  # [B, F] the token
     sure: Tensor  # [B, F] its probability
     worth: Tensor  # [B, F] the score of its position
@@ -51,7 +51,7 @@ class Forks(NamedTuple):
         return F.pad(canvas.eligible(self.at), (1, 0), value=True)
 
     def stops(self, canvas: Canvas, blocks: Blocks) -> Tensor | None:
-        """`[B, K]` where the active block of each candidate ends; None: where that of the canvas does."""
+        """Return `[B, K]` the end of each candidate's active block, or None if it is the canvas's."""
         if not (blocks.several or blocks.slides):
             return None
         before, found = replace(canvas, stop=self.stop), [canvas.stop]
@@ -72,7 +72,7 @@ class Forks(NamedTuple):
 
         Args:
             score: `[B, K, Q]` how sure the model is of each position.
-            share: of a candidate's masks, those with the lowest scores, of which the mean is taken; 1 if it has none.
+            share: of a candidate's masks with the lowest scores, whose mean is taken. The mean is 1 if it has none.
             alpha: weight of the score of the position that it filled, 1 for the canvas, against that mean.
         """
         masks = self._masks(canvas, query)

@@ -1,4 +1,4 @@
-"""How many candidates a forward computes in hardly more time than one, measured while it runs."""
+"""The number of candidates that a forward computes in hardly more time than one, measured while it runs."""
 
 from __future__ import annotations
 

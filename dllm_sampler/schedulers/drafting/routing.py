@@ -1,4 +1,4 @@
-"""Whether a drafted span is worth a forward that verifies it: the routing policies of S2D2 (arXiv 2603.25702)."""
+"""Routing policies of S2D2 (arXiv 2603.25702): is a drafted span worth a forward that verifies it?"""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Routing:
         enter, leave: bounds of `score_hysteresis`, scores; `leave` is the lower one.
         cost: what is subtracted from the expected gain.
         cost_above: the cost is for each mask of the block whose probability exceeds this (it could be committed
-            unverified); None: for the round.
+            unverified). By default it is for the round.
         estimator: `soft_entropy_negexp`: exp(-`entropy_weight` H / ln V). `hard_margin_threshold`: 1 where the best
             probability exceeds the second by more than `margin`, else 0.
         entropy_weight: of `soft_entropy_negexp`.
@@ -73,7 +73,7 @@ class Routing:
             check_number(f"scheduler.{name}", getattr(self, name), "a score", least=-inf, finite=True)
         if self.policy == "score_hysteresis" and self.leave > self.enter:
             raise UserError(
-                "option-range", f"scheduler.leave must be at most scheduler.enter={self.enter}, not {self.leave}"
+                "option-range", f"scheduler.leave={self.leave} exceeds scheduler.enter={self.enter}. Lower it."
             )
         check_positive("scheduler.entropy_weight", self.entropy_weight)
         check_number("scheduler.margin", self.margin, "a probability")
@@ -152,5 +152,5 @@ class Routing:
 
 
 def _total(values: Tensor, where: Tensor) -> Tensor:
-    """`[B]` sum of `values [B, Q]` at `where`, in order, so that what stands behind changes no bit."""
+    """Return `[B]` the sum of `values [B, Q]` at `where`, in order, so that later values change no bit."""
     return values.masked_fill(~where, 0).cumsum(1)[:, -1]

@@ -40,7 +40,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class RunAhead(Around):
-    """What drafting needs of the scheduler inside, of the model and of the blocks, and the inner scheduler's steps."""
+    """The base of drafting: checks of inner scheduler, model and blocks, and the inner scheduler's steps."""
 
     eager: bool = False
     mask_id: int = field(init=False, default=-1)
@@ -56,8 +56,8 @@ class RunAhead(Around):
         if traits.revises or traits.has(ShadowRows) or not traits.asks_block:
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={name} cannot look ahead for {inner}, which takes tokens back or chooses what to ask in"
-                f" each step: use another scheduler inside {name}, for example threshold, or {inner} alone",
+                f"scheduler={name} cannot look ahead for {inner}, which remasks or chooses what to ask in each step."
+                f" Use another scheduler inside {name}, for example threshold, or {inner} alone.",
             )
         if self.eager and traits.asks == "window":
             raise UserError(

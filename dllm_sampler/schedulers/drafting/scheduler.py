@@ -29,7 +29,7 @@ class Drafting(RunAhead):
     Args:
         inner: the scheduler to speed up: one that asks for its block and takes nothing back.
         eager: draft over the end of the block, into the next one, and open that without a forward of its own where
-            the draft was right (one block ends per forward at most; a stop may then leave other tokens behind the
+            the draft was right (one block ends per forward at most; a stop may then leave other tokens after the
             end token). It needs blocks that are not sized on opening, and a cache that opening a block does not
             refresh.
     """

@@ -21,13 +21,13 @@ TINY = 1e-12  # no drafted token counts as less probable
 
 
 class Draft(NamedTuple):
-    """What a forward predicted."""
+    """The prediction of a forward."""
 
     positions: Tensor  # [B, Q] sorted
     token: Tensor  # [B, Q]
     confidence: Tensor  # [B, Q] float64
     score: Tensor  # [B, Q] what ranks the masks
-    law: Tensor | None  # [B, Q, V] what tokens are drawn from; None: the best ones are taken
+    law: Tensor | None  # [B, Q, V] the law that tokens are drawn from. None takes the best ones
 
     def at(self, positions: Tensor) -> Draft:
         """The same at `positions [B, Q]`, void where nothing was predicted."""
@@ -40,7 +40,7 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a verification commits."""
+    """The commits of a verification."""
 
     commit: Tensor  # [B, Q] bool
     token: Tensor  # [B, Q]
@@ -49,7 +49,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Verifying(DynamicThreshold):
-    """What it takes to have a draft verified by the model that made it.
+    """The base of schedulers whose drafts are verified by the same model.
 
     Args:
         tempering: power of the odds that a drafted token is accepted.
@@ -72,13 +72,13 @@ class Verifying(DynamicThreshold):
             raise UserError(
                 "scheduler-incompatible",
                 f"scheduler={named(self)} verifies drafts by a block-causal model at block size 1 (SDAR, LLaDA2), and"
-                f" this model {what}: use scheduler=ssd or scheduler=freedave",
+                f" this model {what}. Use scheduler=ssd or scheduler=freedave.",
             )
         return with_bound_fields(super().bind(context), model=spec, draws=context.draws)
 
     @property
     def needs(self) -> frozenset[str]:
-        """What tokens are drawn from."""
+        """The readout's parts that tokens are drawn from."""
         return super().needs | ({"draw"} if self.draws else set())
 
     def undrafted(self, canvas: Canvas) -> Draft:
@@ -90,7 +90,7 @@ class Verifying(DynamicThreshold):
         return Draft(nowhere, zero, zero.double(), zero.double(), law)
 
     def drafted(self, canvas: Canvas, query: Query, readout: Readout) -> Draft:
-        """What a forward predicted."""
+        """Return the prediction of a forward."""
         law = None
         if self.draws:
             assert readout.draw is not None
@@ -126,11 +126,11 @@ class Verifying(DynamicThreshold):
         return Verdict(commit, token, now.law.gather(-1, token[..., None])[..., 0].double())
 
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """`[B, Q]` uniform numbers for `positions [B, Q]`, of which the empty slot wants none."""
+        """Return `[B, Q]` uniform numbers for `positions [B, Q]`. That of the empty slot means nothing."""
         return canvas.uniform(positions)
 
     def redrawn(self, readout: Readout, weight: Tensor, failed: Tensor) -> Tensor:
-        """`[B, Q]` tokens drawn in proportion to `weight [B, Q, V]`, of which those at `failed [B, Q]` are used."""
+        """Return `[B, Q]` tokens drawn in proportion to `weight [B, Q, V]`. Those at `failed [B, Q]` are used."""
         assert readout.draw is not None
         return readout.draw.drawn(weight[:, None])[:, 0]
 
