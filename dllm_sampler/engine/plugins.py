@@ -395,7 +395,7 @@ def _of_lengths(plugins: Plugins, scheduler: str, blocks: str, stop: str) -> Ite
             " scheduler=threshold with stop=prefix, which takes max_new_tokens as a bound, too."
         )
     if plugins.blocks.sizes_on_open or plugins.blocks.several or plugins.blocks.slides:
-        yield f"{scheduler} moves the end of a block, and {blocks} says where it is: use blocks=fixed or blocks=full"
+        yield f"{scheduler} moves the end of a block, and {blocks} says where it is. Use blocks=fixed or blocks=full."
     if plugins.stop.cuts or plugins.stop.fills:
         yield f"{scheduler} says how long the answer is, and {stop} changes the canvas under it. Use stop=prefix."
     for guide in plugins.guides:

@@ -15,7 +15,7 @@ from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract import cases
-from tests.refusals import refused
+from tests.refusals import check_refusal, refused
 from tests.sampling import sampled
 
 TOKENS, BLOCK = 10, 6
@@ -210,8 +210,10 @@ def test_other_caches_are_refused(cache: str) -> None:
 
 @pytest.mark.parametrize("blocks", [name for name in config.names("blocks") if name != "fixed"])
 def test_other_blocks_are_refused(blocks: str) -> None:
-    with refused("blocks-incompatible: blocks=, blocks=fixed"):
+    with pytest.raises(UserError) as error:
         sampler(blocks=blocks)
+    assert error.value.code in ("blocks-incompatible", "plugins-incompatible")
+    check_refusal(error.value, f"{error.value.code}: blocks={blocks}, blocks=fixed")
 
 
 def test_the_cache_is_refused_where_it_would_not_be_exact() -> None:

@@ -199,7 +199,7 @@ def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             answers = list(it.generate_many(toys.PROMPTS[:2], max_new_tokens=12))
         assert [answer.tokens.tolist() for answer in answers] == expected.tokens.tolist()
         backend.warn.cache_clear()
-        with pytest.warns(RuntimeWarning, match="steps run without CUDA graphs.*Generator"):
+        with pytest.warns(RuntimeWarning, match="Steps run without CUDA graphs.*Generator"):
             found = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
         assert torch.equal(found.tokens, expected.tokens) and engine.replays == 0
     with pytest.raises(UnsupportedLeaf, match=r"carry\.1 is a Generator"):

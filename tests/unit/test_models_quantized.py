@@ -34,7 +34,7 @@ def mini() -> Sampler:
 
 
 def numbers_of(linear: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    found = quantized.integers(linear.weight)  # pyright: ignore
+    found = quantized.int8_parts(linear.weight)  # pyright: ignore
     assert found is not None
     return found
 
@@ -98,8 +98,8 @@ def test_what_is_multiplied_together_lies_together(mini: Sampler) -> None:
 
 
 def test_other_weights_are_no_integers() -> None:
-    assert quantized.integers(torch.ones(2, 3)) is None
-    assert quantized.integers(torch.nn.Parameter(torch.ones(2, 3))) is None
+    assert quantized.int8_parts(torch.ones(2, 3)) is None
+    assert quantized.int8_parts(torch.nn.Parameter(torch.ones(2, 3))) is None
 
 
 @each(
@@ -122,9 +122,9 @@ def test_what_activations_take_part_in_is_left_to_its_own_code() -> None:
 
     linear = torch.nn.Linear(8, 3)
     quantize_(linear, Int8WeightOnlyConfig(set_inductor_config=False, version=2))
-    assert isinstance(linear.weight.data, Int8Tensor) and quantized.integers(linear.weight) is not None
+    assert isinstance(linear.weight.data, Int8Tensor) and quantized.int8_parts(linear.weight) is not None
     linear.weight.act_pre_scale = torch.tensor(2.0)  # pyright: ignore
-    assert quantized.integers(linear.weight) is None
+    assert quantized.int8_parts(linear.weight) is None
 
 
 def test_nothing_of_it_can_be_trained(toy: tuple[Transformer, Transformer]) -> None:

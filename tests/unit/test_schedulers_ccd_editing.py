@@ -321,6 +321,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
 
 @each(("cls", "fields", "name"), WRONG)
 def test_bad_values(cls: Callable[..., object], fields: dict[str, Any], name: str) -> None:
-    codes = {"scheduler.score": "options-conflict", "stop.mode": "choice-unknown"}
-    with refused(f"{codes.get(name, 'option-range')}: {name}"):
+    word = isinstance(next(iter(fields.values())), str)
+    code = "options-conflict" if name == "scheduler.score" else "choice-unknown" if word else "option-range"
+    with refused(f"{code}: {name}"):
         cls(**fields)

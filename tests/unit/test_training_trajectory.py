@@ -135,7 +135,7 @@ def test_scores_of_dropout_warn_once() -> None:
                 found.log_probabilities(model)
                 next(found.chunks(10**6)).score(MaskedLM(model))
     (sentence,) = [str(one.message) for one in told if issubclass(one.category, RandomScoreWarning)]
-    assert sentence.startswith("the model that is scored is in train mode with dropout (model.bert.")
+    assert sentence.startswith("The scored model is in train mode with dropout (model.bert.")
 
 
 @pytest.mark.parametrize("kind", sampled(["llada", "dream", "causal"]))
