@@ -48,7 +48,7 @@ def test_kernels_and_graphs(words: list[str], capsys: pytest.CaptureFixture[str]
     assert figures.startswith("1 sample, ")
     assert main([*words, "copy: Ada", "cuda_graph=true"]) == 2
     assert capsys.readouterr().err == (
-        "dllm-sample: cuda_graph=true cannot be: graphs are CUDA's, and the model is on cpu\n"
+        "dllm-sample: cuda_graph=true is not supported here (graphs are CUDA's, and the model is on cpu). Remove it.\n"
     )
     assert main([*words, "copy: Ada", "backend=cuda"]) == 2
     assert capsys.readouterr().err == "dllm-sample: backend must be auto, triton or torch, not 'cuda'\n"
