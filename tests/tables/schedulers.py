@@ -307,7 +307,8 @@ def content(setup: Setup, rows: Sequence[Row], lacking: Sequence[str], picture: 
     notes = [
         f"{setup.prompts} held-out prompts for each task of `{setup.model}`; a canvas of {setup.max_new_tokens} tokens"
         f" in blocks of {setup.block_length}, greedy, no cache, `stop=prefix`, seed {setup.seed}. A method is named by"
-        f" its options, all others at their defaults; where these mean one token per step, a second row has {steps} steps.",
+        f" its options, all others at their defaults; where these mean one token per step, a second row has {steps}"
+        " steps.",
         f"*Exact match*: right answers in %, with a standard error of {_error(98, count):.1f} points at 98 % and"
         f" {_error(80, count):.1f} at 80 %."
         + (f" *Hard tasks* are those whose tokens must agree with one another: {', '.join(hard)}." if hard else "")
