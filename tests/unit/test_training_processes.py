@@ -146,6 +146,7 @@ def run(folder: Path, launcher: list[str], task: str, output: str, *words: str) 
     """A run of a task by a launcher of processes."""
     (folder / "run.py").write_text(MODULE)
     common = COMMON if task != "filter" else ["use_cpu=true", "new_tokens=12", "logging_steps=1"]
+    common = [word for word in common if task != "deer" or not word.startswith("eval")]
     given = [f"train.{word}" for word in (*common, *words, f"data={FACTS}", f"output_dir={output}")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}"}
     command = [sys.executable, *launcher, "-m", "run", f"train={task}", *given]

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 from dllm_sampler import Sampler, Trace
 from dllm_sampler.errors import RandomScoreWarning
-from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.huggingface import MaskedLM, MaskedLMDenoiser
 from dllm_sampler.training.masked import Dice
 from dllm_sampler.training.trajectory import Trajectories, check
@@ -49,17 +48,6 @@ def test_the_same_weights_give_what_was_recorded(kind: str, stop: str) -> None:
     for budget in (1, 100, 10**6):
         again = found.log_probabilities(network(kind), budget)
         torch.testing.assert_close(again, torch.where(found.valid, trace.logprob, 0), atol=1e-13, rtol=0)
-
-
-def test_float32_within_its_precision() -> None:
-    model = toys.transformer(dtype=torch.float32)
-    sampler = Sampler(TransformerDenoiser(model, toys.MASK, toys.EOS), temperature=1.0)
-    trace = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS).trace
-    assert trace.logprob.dtype == torch.float32
-    found = Trajectories(trace, sampler.denoiser.spec, after_eos=True)
-    torch.testing.assert_close(
-        found.log_probabilities(model), torch.where(found.valid, trace.logprob, 0), atol=1e-5, rtol=0
-    )
 
 
 def masked_lm(dropout: float = 0.0) -> Any:
@@ -180,39 +168,6 @@ def test_weights_by_hand() -> None:
     drawn = whole.sample(1, Dice([0]))
     assert len(drawn.items()) == 1
     assert float(drawn.weight.sum()) == pytest.approx(1)
-
-
-def test_gradients() -> None:
-    """By finite differences, and the same however it is cut into forwards."""
-    model = toys.transformer()
-    found = Trajectories(rollout(), toys.denoiser().spec)
-
-    def total(budget: int, backward: bool) -> float:
-        value = 0.0
-        for chunk in found.chunks(budget):
-            weight = found.weight[chunk.row[:, None], chunk.columns] * chunk.there
-            part: Tensor = (weight * chunk.score(model)[0]).sum()
-            if backward:
-                part.backward()
-            value += float(part.detach())
-        return value
-
-    grads = []
-    for budget in (1, 10**6):
-        model.zero_grad()
-        total(budget, True)
-        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    torch.testing.assert_close(*grads, atol=1e-13, rtol=0)
-    weight = parameter(model, "layers.0.q_proj.weight")
-    assert weight.grad is not None
-    for place in ((0, 0), (3, 7), (31, 31)):
-        with torch.no_grad():
-            old, around = float(weight[place]), []
-            for shift in (1e-5, -1e-5):
-                weight[place] = old + shift
-                around.append(total(10**6, False))
-            weight[place] = old
-        assert float(weight.grad[place]) == pytest.approx((around[0] - around[1]) / 2e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from dllm_sampler.training.model import Trainable, lora_config
 from dllm_sampler.training.uniform import Noise, UniformLoss
 from tests import tiny
 from tests.sampling import crossed
+from tests.unit.test_training_families import gradients
 
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"), reason="this transformers has no DiffusionGemma"
@@ -58,12 +59,6 @@ def by_hand(model: Any, rows: Rows, noise: Noise, encoder: float) -> Tensor:
         tokens = tokens + encoder * F.cross_entropy(logits[prompt - 1 : -1], clean[0, prompt:], reduction="sum")
         total = total + tokens / ((end - prompt) * len(rows.ids))
     return total
-
-
-def gradients(it: Trainable, loss: Tensor) -> dict[str, Tensor]:
-    it.network.zero_grad()
-    loss.backward()
-    return {key: weight.grad.clone() for key, weight in it.network.named_parameters() if weight.grad is not None}
 
 
 @pytest.mark.parametrize(("lora", "encoder"), crossed([None, LORA], [0.0, 0.7], together=0))
