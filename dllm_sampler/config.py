@@ -26,7 +26,7 @@ from dllm_sampler.host.functions import resolve, resolve_callable
 from dllm_sampler.host.paths import expanded
 
 PACKAGE = "dllm_sampler.conf"  # the packaged YAML files
-GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide")
+GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide", "particles")
 # What a class must extend that a YAML of the group names. Named, not imported: that would bring torch.
 BASES = {
     **{group: f"dllm_sampler.core.protocols:{group.title()}" for group in GROUPS[1:]},
@@ -162,7 +162,7 @@ def build(group: str, spec: object) -> Any:
     """The plug-in that `spec` stands for.
 
     Args:
-        group: `scheduler`, `blocks`, `stop`, `cache` or `guide`.
+        group: `scheduler`, `blocks`, `stop`, `cache`, `guide` or `particles`.
         spec: a name (`"threshold"`), a dict (`{"name": "threshold", "threshold": 0.9}`), or the object itself,
             which is handed back; `None` is the group's `none`. For `guide` also a sequence of these, in the
             order in which they rewrite the logits.

@@ -38,6 +38,7 @@ class SamplerOptions(TypedDict, total=False):
     stop: object
     cache: object
     guide: object
+    particles: object
     temperature: float | None
     top_k: int | None
     top_p: float | None

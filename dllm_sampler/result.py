@@ -283,6 +283,50 @@ class Trace:
         return Trace(**tensors, **{name: about[name] for name in NUMBERS})
 
 
+@dataclass(frozen=True)
+class MeetingRecord:
+    """A meeting of the rows of one prompt."""
+
+    log_weights: list[float]  # of each row before the meeting, up to a constant
+    ancestors: list[int] | None  # number of the row that goes on in each place. None if all rows stayed
+
+    @property
+    def effective(self) -> float:
+        """Effective number of rows: 1 if one row has all weight, and their number if all weights are equal."""
+        weights = torch.tensor(self.log_weights, dtype=torch.float64).softmax(0)
+        return float(1 / weights.square().sum())
+
+
+@dataclass(frozen=True, repr=False)
+class Rows:
+    """The rows from which one answer was chosen (`particles`)."""
+
+    batch: Result  # these rows and those of other prompts
+    first: int  # number of the first of these rows in `batch`
+    winner: int  # number of the row that is the answer, from 0
+    ratings: list[float]  # of each row. The highest one wins, of rows that came to their end
+    meetings: list[MeetingRecord]
+
+    def __repr__(self) -> str:
+        again = sum(one.ancestors is not None for one in self.meetings)
+        met = f"{counted(len(self.meetings), 'meeting')}, {again} with copies"
+        return f"Rows({len(self.ratings)}, row {self.winner} is the answer, {met})"
+
+    @property
+    def result(self) -> Result:
+        """All rows at their end. `nfe` has the forwards made in the place of each row."""
+        return self.batch.row(*range(self.first, self.first + len(self.ratings)))
+
+    def record(self) -> dict[str, Any]:
+        """Return what a file keeps of the rows, besides the answer."""
+        return {
+            "winner": self.winner,
+            "ratings": self.ratings,
+            "nfe": self.result.nfe.tolist(),
+            "ancestors": [one.ancestors for one in self.meetings],
+        }
+
+
 @dataclass(frozen=True, repr=False)
 class Result:
     """Answers of a batch, on the CPU."""
@@ -295,13 +339,14 @@ class Result:
     # unless the text has nothing but white space of it.
     lengths: Tensor
     texts: list[str] | None  # cut at the first end token and stop string; None without a tokenizer
-    nfe: Tensor  # [B] int64 forwards the row took part in
+    nfe: Tensor  # [B] int64 forwards the row took part in. Under `particles` the sum over all rows of the prompt
     complete: Tensor  # [B] bool: False where max_steps or a guide ended the row before its time
     trace: Trace
     finish_reason: list[FinishReason]  # of each row
     rejections: Tensor  # [B] int64 commits that a guide refused
     valid: Tensor | None = None  # [B] bool: the guides accept the answer, if one judges
     gaps: list[list[str] | None] | None = None  # text of each gap of each row, if tokens were given, by a tokenizer
+    rows: list[Rows] | None = None  # those that each answer was chosen from. None: an answer is one row
 
     def __repr__(self) -> str:
         return _shown("Result", self, self.finish_reason)
@@ -330,14 +375,26 @@ class Result:
             torch.stack([F.pad(one.tokens, (0, width - len(one.tokens)), value=trace.pad_id) for one in given]),
             torch.tensor([answer.length for answer in given]),
             texts if len(texts) == len(given) else None,
-            trace.nfe,
+            torch.tensor([answer.nfe for answer in given]),
             torch.tensor([answer.complete for answer in given]),
             trace,
             [answer.finish_reason for answer in given],
             torch.tensor([answer.rejections for answer in given]),
             None if any(answer.valid is None for answer in given) else torch.tensor([one.valid for one in given]),
             None if all(answer.gaps is None for answer in given) else [one.gaps for one in given],
+            None if any(answer.rows is None for answer in given) else [one.rows for one in given],  # pyright: ignore
         )
+
+    def row(self, *rows: int) -> Result:
+        """Return some of the answers, in that order."""
+        at = torch.tensor(rows)
+        tensors = {one.name: value[at] for one in fields(self) if isinstance(value := getattr(self, one.name), Tensor)}
+        lists = {
+            one.name: [value[row] for row in rows]
+            for one in fields(self)
+            if isinstance(value := getattr(self, one.name), list)
+        }
+        return replace(self, **tensors, **lists, trace=self.trace.row(*rows))
 
     def answer(self, row: int, index: int, sample: int = 0, *, max_new_tokens: int) -> Answer:
         """Return one row as the answer to prompt `index`."""
@@ -353,6 +410,7 @@ class Result:
             int(self.rejections[row]),
             None if self.valid is None else bool(self.valid[row]),
             None if self.gaps is None else self.gaps[row],
+            rows=None if self.rows is None else self.rows[row],
         )
 
     def token_rows(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -542,12 +600,13 @@ class Answer:
     tokens: Tensor  # [max_new_tokens] int64; see `Result.tokens`
     length: int = 0  # see `Result.lengths`
     text: str | None = None  # cut at the end token and at a stop string; None without a tokenizer
-    nfe: int = 0  # forwards that the answer took part in
+    nfe: int = 0  # forwards that the answer took part in, with those of all rows that it was chosen from
     trace: Trace | None = None  # of this answer alone; None if the prompt was refused
     rejections: int = 0  # commits that a guide refused
     valid: bool | None = None  # the guides accept it, if one judges
     gaps: list[str] | None = None  # text of each gap, if tokens were given, by a tokenizer
     error: str | None = None  # why the prompt was refused
+    rows: Rows | None = None  # those that the answer was chosen from (`particles`). None: there is one row
 
     def __repr__(self) -> str:
         said = self.tokens[: self.length].tolist() if self.text is None else self.text

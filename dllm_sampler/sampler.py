@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ModelSpec
@@ -48,6 +49,8 @@ class Sampler:
             weight is copied and no mode changed.
         scheduler, blocks, stop, cache, guide: a name, a dict (`{"name": "threshold", "threshold": 0.9}`) or an
             object; `guide` also a list of these, applied in order.
+        particles: several rows for each prompt, one of which is the answer, as the plug-ins before. See
+            docs/particles.md.
         temperature, top_k, top_p: shortcuts for guides, applied in this order after `guide`.
         tokenizer: without it, prompts are token ids and results have no texts.
         noise: where randomness comes from; counter-based by default.
@@ -78,6 +81,7 @@ class Sampler:
         stop: object = "prefix",
         cache: object = "exact",
         guide: object = None,
+        particles: object = "none",
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -106,7 +110,7 @@ class Sampler:
         self.backend, self.entropy, self.compile = backend, entropy, bool(compile)
         self.plugins: Plugins = assemble(
             self.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat, tokenizer,
-            "best" if judge == "best" else "draw",
+            "best" if judge == "best" else "draw", particles,
         )  # fmt: skip
         self.cuda_graph = cuda_graph
         self._static: list[StaticEngine] = []
@@ -392,8 +396,14 @@ class Sampler:
         """As `generate`, yielding the canvas after every `every` steps (each view is a transfer from the device); the
         last item carries the result."""
         check_count("every", every)
+        runtime = self._runtime(options, block_length)
+        if runtime.plugins.particles.count > 1:
+            raise UserError(
+                "option-not-applicable",
+                f"particles={named(runtime.plugins.particles)} knows the answer at the end only. Use generate.",
+            )
         return batch.steps(
-            self._runtime(options, block_length), prompts, every=every, max_new_tokens=max_new_tokens, seed=seed,
+            runtime, prompts, every=every, max_new_tokens=max_new_tokens, seed=seed,
             stop_strings=stop_strings, forms=forms, prefix=prefix, suffix=suffix, pinned=pinned,
         )  # fmt: skip
 

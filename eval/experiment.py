@@ -167,6 +167,8 @@ def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen
     job, defaults, body = winner.jobs[0], [], {}
     for group in config.GROUPS:
         name = job.choices[group]
+        if group == "particles" and name == "none":
+            continue
         if group == "guide":
             if name != "none":
                 defaults.append({"override /guide": name.split("+")})

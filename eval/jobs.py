@@ -45,6 +45,7 @@ LATER = {
     "measure": "generation",
 }  # fmt: skip
 LATER_OF_MODEL = {"adapter": None}  # the same of settings of a model
+LATER_GROUPS = {"particles": "none"}  # the same of groups of plug-ins
 LATER_OF_SCHEDULER = {"position_temperature": 0.0}  # and of a scheduler
 
 
@@ -132,7 +133,9 @@ class Job:
         model = {name: value for name, value in self.model.items() if (name, value) not in LATER_OF_MODEL.items()}
         given = self.plugins["scheduler"].items()
         scheduler = {name: value for name, value in given if (name, value) not in LATER_OF_SCHEDULER.items()}
-        whole = {"task": task, "model": model, **self.plugins, "scheduler": scheduler, **said}
+        later = [group for group, name in LATER_GROUPS.items() if self.choices.get(group, name) == name]
+        plugins = {group: given for group, given in self.plugins.items() if group not in later}
+        whole = {"task": task, "model": model, **plugins, "scheduler": scheduler, **said}
         # The same settings are another run once the files that they name have changed.
         of_task = sources.digest(sources.files("task", self.task), self.built_task.content)
         if of_task is not None:

@@ -160,7 +160,8 @@ class Runner:
 
     def answered(self, batches: Sequence[Sequence[Sample]], done: Container[int]) -> Iterator[list[Answered]]:
         """The same without a record: as many samples at a time as the oracle takes together."""
-        revises = self.sampler.plugins.scheduler.traits.revises  # each step is looked at: one batch at a time
+        plugins = self.sampler.plugins  # each step is looked at: one batch at a time
+        revises = plugins.scheduler.traits.revises and plugins.particles.count == 1
         if self.job.options.batching == "in_flight" and not revises:
             yield from self._in_flight([one for batch in batches for one in batch if one.index not in done])
             return
@@ -252,7 +253,7 @@ class Runner:
         batch, answers = [one.sample for one in answered], [one.answer for one in answered]
         known = Oracle.of(*(answer.trace for answer in answers if answer.trace is not None))
         legal = isinstance(stop, LEGAL_STOPS) and getattr(stop, "mode", None) != "predicted"
-        plugins = {**self.plugins, "scheduler": known, "stop": stop if legal else PrefixStop()}
+        plugins = {**self.plugins, "scheduler": known, "stop": stop if legal else PrefixStop(), "particles": None}
         try:
             oracle = Sampler(
                 self.denoiser,

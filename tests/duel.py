@@ -66,10 +66,11 @@ class Waves(Bed):
 
     def law(self, row: Row, at: int) -> list[float]:
         def logit(symbol: int) -> float:
-            near = (cos(0.7 * (j + 1) + 1.9 * row[j] * (symbol + 1) + 0.3 * at) for j in range(4) if j != at)
+            others = (j for j in range(self.length) if j != at)
+            near = (cos(0.7 * (j + 1) + 1.9 * row[j] * (symbol + 1) + 0.3 * at) for j in others)
             return 1.3 * sin(1 + 2.1 * at + 1.7 * symbol) + 0.9 * sum(near)
 
-        weight = [exp(logit(symbol)) for symbol in range(3)]
+        weight = [exp(logit(symbol)) for symbol in range(self.symbols)]
         return [one / sum(weight) for one in weight]
 
 
@@ -83,7 +84,8 @@ class Spins(Bed):
         """The joint law."""
 
         def weight(row: Row) -> float:
-            field, pairs = sum(cos(i + 2 * row[i]) for i in range(5)), sum(row[i] * row[i + 1] for i in range(4))
+            field = sum(cos(i + 2 * row[i]) for i in range(self.length))
+            pairs = sum(row[i] * row[i + 1] for i in range(self.length - 1))
             return exp(0.8 * field + 1.1 * pairs - 0.7 * row[0] * row[-1])
 
         found = {row: weight(row) for row in self.answers}
@@ -91,7 +93,7 @@ class Spins(Bed):
 
     def law(self, row: Row, at: int) -> list[float]:
         def fits(answer: Row) -> bool:
-            return all(row[i] in (2, answer[i]) or i == at for i in range(5))
+            return all(row[i] in (2, answer[i]) or i == at for i in range(self.length))
 
         known = [(answer, p) for answer, p in self.joint.items() if fits(answer)]
         return [sum(p for y, p in known if y[at] == symbol) for symbol in range(2)]

@@ -53,6 +53,11 @@ class Slots:
         for buffer, fresh in zip(mine, its, strict=True):
             buffer[rows] = fresh
 
+    def copy_rows(self, sources: Tensor, rows: Tensor) -> None:
+        """Overwrite `rows [n]` by `sources [n]` of these slots."""
+        for buffer in () if self.untouched else self.keys + self.values:
+            buffer[rows] = buffer[sources]
+
     def store(self, index: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store `k, v [1, Hkv, T, Dh]` of a pack at `slots [T]`, counted over all rows, of layer `index`."""
         for buffer, fresh in zip(self.flat[index], (k, v), strict=True):

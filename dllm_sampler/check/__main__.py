@@ -39,6 +39,7 @@ ROWS_DIFFER = (
     "Look for a sum or mean over all rows or over positions that are not eligible, for random numbers, and for state"
     " outside the carry."
 )
+GROUPS = tuple(group for group in config.GROUPS if group not in ("model", "particles"))  # what acts in a step
 Labelled = tuple[str | None, Any]  # a case, and what was added to the plainest plug-ins
 
 
@@ -66,10 +67,10 @@ def subject(words: Sequence[str]) -> dict[str, Any]:
     groups = dict[str, None]()
     for word in (word for given in spelled_out(words) for word in literal(given)):
         group = parse(word).key_or_group.partition(".")[0]
-        if group not in config.GROUPS[1:]:
+        if group not in GROUPS:
             raise UserError(
                 "option-not-applicable",
-                f"{word} is not a plug-in's. Set plug-ins only: {', '.join(config.GROUPS[1:])}.",
+                f"{word} is not a plug-in's of a step. Set plug-ins only: {', '.join(GROUPS)}.",
             )
         groups[group] = None
     if not groups:

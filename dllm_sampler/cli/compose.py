@@ -141,7 +141,7 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
 
 def _check_recipe(name: str, recipe: Mapping[str, Any], tree: Mapping[str, Any], chosen: Mapping[str, object]) -> None:
     """Refuse an experiment that sets a field which another choice of a plug-in does not have."""
-    for group in config.GROUPS[1:-1]:
+    for group in (one for one in config.GROUPS[1:] if one != "guide"):
         known, fields = tree.get(group), recipe.get(group)
         if not isinstance(known, dict) or not isinstance(fields, dict) or chosen[group] in own(group):
             continue

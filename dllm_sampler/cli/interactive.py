@@ -119,7 +119,8 @@ class Session:
         check_length(words)
         overrides = merged(self.overrides, words)
         overrides = [word for word in overrides if not _idle(word, overrides)]
-        shown = [] if any(word.startswith("stream=") for word in overrides) else ["stream=true"]
+        said = any(word.startswith(("stream=", "particles=")) for word in overrides)
+        shown = [] if said else ["stream=true"]
         chosen = settings([*overrides, *shown])
         for name in _ELSEWHERE:
             if getattr(chosen.options, name) is not None:

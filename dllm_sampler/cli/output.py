@@ -171,6 +171,7 @@ class Records:
                 "tokens": tokens[row][: lengths[row]],
                 "complete": complete[row],
                 **_ending(result, row),
+                **_rows(result, row),
                 "nfe": nfe[row],
                 "tokens_per_forward": tpf[row],
                 "step_map": steps[row][: lengths[row]],
@@ -194,6 +195,12 @@ def _ending(result: Result | Speculation, row: int) -> dict[str, object]:
         return {}
     said = {} if result.valid is None else {"valid": bool(result.valid[row]), "rejections": int(result.rejections[row])}
     return {"finish_reason": result.finish_reason[row], **said}
+
+
+def _rows(result: Result | Speculation, row: int) -> dict[str, object]:
+    """Return the rows that a sample was chosen from, if there are several."""
+    rows = result.rows[row] if isinstance(result, Result) and result.rows is not None else None
+    return {} if rows is None else {"particles": rows.record()}
 
 
 # What a sample that did not come to its own end is said to lack.

@@ -25,6 +25,7 @@ from dllm_sampler.cli.options import ELSEWHERE, Options
 from dllm_sampler.cli.output import Records, Totals, listed
 from dllm_sampler.cli.terminal import show
 from dllm_sampler.core.ends import first_end
+from dllm_sampler.core.naming import named
 from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import NotFiniteError, RowError, UserError, counted
 from dllm_sampler.generation.batch import SAME, warn_of_bias
@@ -103,6 +104,7 @@ def respond(
     # every prompt is checked before the first answer is printed
     asked = asks(given, options)
     if deer is None:
+        _check_stream(sampler, options)
         spec, tokenizer = sampler.spec, sampler.tokenizer
         if options.infill is not None:  # said of infill=, and not of each prompt
             encode_template(options.infill, tokenizer, spec, "infill", alone=not given)
@@ -129,7 +131,8 @@ def respond(
     missing = [number for number in range(len(rows) * options.samples) if number not in there]
     if deer is None:
         warn_of_bias(sampler.plugins, options.samples)
-    if deer is None and not options.stream and len(rows) * options.samples > 1:
+    several = len(rows) * options.samples > 1 or sampler.plugins.particles.count > 1
+    if deer is None and not options.stream and several:
         found = _in_flight(sampler, options, rows, forms, missing)
     else:
         found = _batches(sampler, deer, options, given, rows, forms, missing, records)
@@ -194,6 +197,7 @@ def check(sampler: Sampler, options: Options) -> None:
     """
     spec, tokenizer = sampler.spec, sampler.tokenizer
     asks([], options)
+    _check_stream(sampler, options)
     GivenTokens.of(options.prefix, options.suffix, None, tokenizer, spec)
     if options.infill is None:
         prompts.check_new_tokens(options.max_new_tokens, spec)
@@ -204,6 +208,15 @@ def check(sampler: Sampler, options: Options) -> None:
             sampler.plugins.with_block_length(options.block_length)
         except UserError as error:
             raise UserError(error.code, f"{error} block_length=null removes it.") from error
+
+
+def _check_stream(sampler: Sampler, options: Options) -> None:
+    """Refuse to show one row where there are several."""
+    if options.stream and sampler.plugins.particles.count > 1:
+        name = named(sampler.plugins.particles)
+        raise UserError(
+            "option-not-applicable", f"stream=true cannot show particles={name}, which chooses at the end. Remove one."
+        )
 
 
 def asks(given: Sequence[Prompt], options: Options) -> list[Any]:

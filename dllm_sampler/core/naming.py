@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from importlib.resources import files
 
-KINDS = ("scheduler", "blocks", "stop", "cache", "guide")
+KINDS = ("scheduler", "blocks", "stop", "cache", "guide", "particles")
 _TYPED: dict[type, str] = {}
 
 

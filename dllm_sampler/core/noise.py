@@ -28,7 +28,7 @@ def gumbel_(uniform: Tensor) -> Tensor:
 
 
 # Streams keep the draws of one step apart.
-TOKENS, ORDER, UNIFORM, IDS, FORMS, CANDIDATES, PICKS = 1, 2, 3, 4, 5, 6, 7
+TOKENS, ORDER, UNIFORM, IDS, FORMS, CANDIDATES, PICKS, PARTICLES = 1, 2, 3, 4, 5, 6, 7, 8
 
 # 2^-31, less one part in 2^24: float32 rounds the largest 31-bit numbers up to 2^31, and uniform noise of 1 would be
 # Gumbel noise of -inf, which lets a token of probability 0 tie with the only possible one.
@@ -70,6 +70,12 @@ def unit(keys: Tensor) -> Tensor:
 def candidate_seeds(canvas: Canvas, candidate: int) -> Tensor:
     """`[B] int64` row seeds for candidate number `candidate` (from 1) of this step; the first has the row's own."""
     return hashed(canvas.layout.seeds, canvas.step, torch.full_like(canvas.start, candidate)[:, None], CANDIDATES)[:, 0]
+
+
+def row_seeds(seeds: Tensor, number: int, rows: int) -> Tensor:
+    """`[N, rows] int64` seeds of rows of one prompt each, from `seeds [N]`; another `number` gives other ones."""
+    slots = torch.arange(rows, device=seeds.device).expand(len(seeds), -1)
+    return hashed(seeds, torch.full_like(seeds, number), slots, PARTICLES)
 
 
 def _row_key(seed: Tensor, step: Tensor, stream: int) -> Tensor:

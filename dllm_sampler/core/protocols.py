@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
@@ -136,7 +136,7 @@ class Context:
 
 
 class PlugIn:
-    """The common part of schedulers, blocks and stops."""
+    """The common part of schedulers, blocks, stops and particles."""
 
     def bind(self, context: Context) -> Self:
         """Return a copy that is configured for this model and these plug-ins. The default is the plug-in itself.
@@ -605,6 +605,73 @@ class Cache:
             edit: what was written, `[B, Q]`.
             readout: statistics `[B, 1, Q]`.
         """
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Rows of G prompts, N rows of each, between two steps."""
+
+    canvas: Canvas  # of all G * N rows. The rows of a prompt follow each other
+    log_p: Tensor  # [G, N] float64 sum of the log-probabilities of the tokens that a row has committed
+    stuck: Tensor  # [G, N] bool: rows that a guide has ended
+    here: Tensor  # [G] bool: prompts whose rows meet. The others run on
+    final: Tensor  # [G] bool: prompts of which every row is at its end
+    carry: Carry  # of the scheduler
+
+
+class Resampled(NamedTuple):
+    """The outcome of a meeting."""
+
+    log_weights: Tensor  # [G, N] float64 weights of the rows before the meeting, up to a constant
+    ancestors: Tensor  # [G, N] int64 number of the row that goes on in each place. -1 in prompts whose rows stay
+    carry: Carry  # of the particles, for the rows as they were. The engine copies it with the rows
+
+
+class Particles(PlugIn):
+    """Decodes several rows of each prompt and returns one of them. A frozen dataclass: its fields are its YAML.
+
+    Each row has draws of its own. Rows meet when all rows of the prompt have closed a block. A row that is early waits.
+    A meeting may replace rows by copies of others, which draw differently from then on.
+
+    Attributes:
+        meets: Rows meet while they are decoded. If false: Rows are compared at the end only.
+    """
+
+    meets: ClassVar[bool] = False
+    count: int = 1  # rows of each prompt
+    every: int | None = None  # forwards of a row from one meeting to the next. None: rows meet after each block
+
+    @property
+    def needs_likelihood(self) -> bool:
+        """True if `rate` needs the exact log-likelihood of each answer, which takes forwards."""
+        return False
+
+    def around(self, scheduler: Scheduler) -> Scheduler:
+        """Return the bound scheduler, with what meetings must know of a step. The default is the scheduler itself."""
+        return scheduler
+
+    def init(self, canvas: Canvas) -> Carry:
+        """Return the carry before the first step: a tree of tensors with leading dimension B. The default is None."""
+        return None
+
+    def meet(self, meeting: Meeting, carry: Carry) -> Resampled:
+        """Decide which rows go on. Called if the particles `meets`. May read the device.
+
+        Args:
+            meeting: the rows. Those of prompts that are not `here` stay, whatever is returned for them.
+            carry: as `init` or the last `meet` returned it, copied with the rows.
+        """
+        raise NotImplementedError
+
+    def rate(self, meeting: Meeting, carry: Carry, likelihood: Tensor | None) -> Tensor:
+        """Return `[G, N] float64` ratings of rows at their end. The highest one is the answer, the first on a tie.
+
+        Args:
+            meeting: the rows, all of them `here`.
+            carry: as `init` or the last `meet` returned it.
+            likelihood: `[G, N] float64` log-likelihoods of the answers (`Sampler.score`), if it `needs_likelihood`.
+        """
+        return meeting.log_p
 
 
 @runtime_checkable

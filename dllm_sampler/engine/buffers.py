@@ -15,7 +15,7 @@ from dllm_sampler.engine.tree import map_leaves
 
 # parts of a state that a step changes
 PARTS = (
-    "canvas", "cache", "carry", "failed_at", "recorder", "wanted", "counts", "previous", "most_candidates",
+    "canvas", "cache", "carry", "failed_at", "recorder", "group", "wanted", "counts", "previous", "most_candidates",
 )  # fmt: skip
 WANTED = PARTS.index("wanted")
 SIZES = "wanted.sizes"  # what the host sets between two steps

@@ -22,6 +22,17 @@ from dllm_sampler.engine.faults import check_edit, check_stopped, checked_answer
 from dllm_sampler.engine.plugins import Plugins
 
 
+@dataclass(frozen=True)
+class Group:
+    """The part of a state that rows of one prompt need to meet (`engine/groups.py`)."""
+
+    mark: Tensor  # [B] `Canvas.start` at the last meeting, or `Canvas.step` under `Particles.every`
+    waiting: Tensor  # [B] bool: rows that rest until the others of their prompt are there
+    nfe: Tensor  # [B] forwards made in this place by rows that were replaced, less those that a copy brought along
+    computed: Tensor  # [B] positions computed, counted in the same way
+    carry: Carry  # of the particles
+
+
 @dataclass
 class Generation:
     """The state of one generation between two steps."""
@@ -31,6 +42,7 @@ class Generation:
     carry: Carry
     failed_at: Tensor  # [B] first step (from 1) at which the model returned no finite statistics. 0 for none
     recorder: Recorder
+    group: Group | None = None  # None if each prompt has one row
     wanted: ForwardRequest | None = None  # of the next step
     counts: Tensor | None = None  # `packing.host_counts` of the next step
     previous: Tensor | None = None  # [B, W, V] see `ForwardRequest.previous`

@@ -64,6 +64,8 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
         return f"cache={named(plugins.cache)} counts forwards, and each would need a recording of its own"
     if type(noise) is not CounterNoise:
         return f"{type(noise).__name__} draws on the host"
+    if plugins.particles.meets and plugins.particles.count > 1:
+        return f"particles={named(plugins.particles)} keeps the state of rows that wait"
     if spec.encoder:
         return "this model's encoder keeps what it read in an object of its own"
     vetoing = next((guide for guide in plugins.guides if guide.vetoes), None)

@@ -8,7 +8,7 @@ answer changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -23,13 +23,21 @@ from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.spec import BatchState, ChangingLength
 from dllm_sampler.core.values import FREE, Canvas, Noise
 from dllm_sampler.engine.capture import no_grad_on_device
-from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.decide import Generation, Group
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.engine.tree import UnsupportedLeaf, map_leaves
+from dllm_sampler.result import MeetingRecord
 
 SHARED = (bool, int, float, str)  # leaves that hold for all rows
-PARTS = ("canvas", "cache", "carry", "failed_at", "recorder")  # of a state: what a row brings along and takes away
+PARTS = (
+    "canvas",
+    "cache",
+    "carry",
+    "failed_at",
+    "recorder",
+    "group",
+)  # of a state: what a row brings along and takes away
 
 
 @dataclass(eq=False)
@@ -56,6 +64,7 @@ class Request:
     state: Literal["waiting", "running", "done"] = "waiting"
     forwards: int = 0  # in the batch that runs
     is_finite: bool = True  # False if the model returned no finite statistics for it
+    meetings: list[MeetingRecord] = field(default_factory=list)  # of the rows of its prompt, in the first one
 
     @property
     def free_tokens(self) -> int:
@@ -70,6 +79,7 @@ class Ended:
     requests: Sequence[Request]
     canvas: Canvas  # of these rows alone
     recorder: Recorder
+    group: Group | None
 
 
 def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
@@ -99,17 +109,14 @@ class RunningBatch:
         engine: runs the steps.
         lay_out: makes the canvas of some requests. Its number of columns is the same in each call.
         lanes: most rows at a time.
+
+    Attributes:
         watch: called after each step. It may end rows (`Canvas.done`), and asks again then.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        lay_out: Callable[[Sequence[Request]], Canvas],
-        lanes: int,
-        watch: Callable[[Generation], None] | None = None,
-    ):
-        self.engine, self.lay_out, self.watch = engine, lay_out, watch
+    def __init__(self, engine: Engine, lay_out: Callable[[Sequence[Request]], Canvas], lanes: int):
+        self.engine, self.lay_out = engine, lay_out
+        self.watch: Callable[[Generation], None] | None = None
         self.lanes: list[Request | None] = [None] * lanes
         self.state: Generation | None = None
         self.forwards = 0
@@ -168,7 +175,7 @@ class RunningBatch:
         for lane, request in ended.items():
             request.state, request.is_finite = "done", lane not in state.failed
         at = torch.tensor([*ended], device=device)
-        left = Ended([*ended.values()], taken(state.canvas, at), taken(state.recorder, at))
+        left = Ended([*ended.values()], taken(state.canvas, at), taken(state.recorder, at), taken(state.group, at))
         # Rows that did not end by themselves must not go on, nor fail again.
         forced = [lane for lane in ended if lane in state.failed or not state.done[lane]]
         if forced:
@@ -212,7 +219,7 @@ def join(state: Generation, fresh: Generation, lanes: Tensor) -> None:
         CannotJoin: the state has something other than one row per lane.
     """
     try:
-        new = leaves(fresh)
+        new = {path: leaf for part in PARTS for path, leaf in leaves(getattr(fresh, part), part).items()}
     except UnsupportedLeaf as error:
         raise CannotJoin(str(error)) from None
 
@@ -242,19 +249,18 @@ def _cleaned(_: str, leaf: Any, rows: Tensor, lanes: int) -> Any:
     return leaf
 
 
-def leaves(state: Generation) -> dict[str, Any]:
-    """Return the leaves of a state, by path."""
+def leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of a part of a state, by path."""
     found: dict[str, Any] = {}
 
     def visit(path: str, leaf: Any) -> Any:
         found[path] = leaf
         return leaf
 
-    for part in PARTS:
-        map_leaves(getattr(state, part), visit, part)
+    map_leaves(tree, visit, path)
     return found
 
 
 def taken(tree: Any, rows: Tensor) -> Any:
-    """Return a canvas or a recorder of some `rows [n]` alone."""
+    """Return a part of a state for some `rows [n]` alone."""
     return map_leaves(tree, lambda _, leaf: leaf.index_select(0, rows) if isinstance(leaf, Tensor) else leaf, "")

@@ -18,7 +18,7 @@ from dllm_sampler.core.spec import ChangingLength, ModelSpec
 from dllm_sampler.core.values import AttentionMeans, Canvas, Readout
 from dllm_sampler.engine import decide, faults, readout
 from dllm_sampler.engine.capture import no_grad_on_device
-from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.decide import Generation, Group
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError
 from dllm_sampler.kernels.backend import TORCH, Backend
@@ -97,7 +97,11 @@ class Engine:
             computed = cache.prefill(p.cache, canvas, samples, self.denoiser)
             if computed is not None:
                 recorder.computed += computed
-        return Generation(canvas, cache, p.scheduler.init(canvas), torch.zeros_like(canvas.step), recorder)
+        zero, group = torch.zeros_like(canvas.step), None
+        if p.particles.count > 1:
+            mark = canvas.start if p.particles.every is None else canvas.step
+            group = Group(mark, torch.zeros_like(canvas.done), zero, zero, p.particles.init(canvas))
+        return Generation(canvas, cache, p.scheduler.init(canvas), zero, recorder, group)
 
     def advance(self, state: Generation, step: int, last: bool = False) -> None:
         """Make step number `step`, and read its counts.

@@ -19,6 +19,7 @@ from dllm_sampler.core.protocols import (
     Foresees,
     Guide,
     Paced,
+    Particles,
     Scheduler,
     Stop,
     Tempered,
@@ -64,6 +65,7 @@ class Plugins:
     cache: Cache
     guides: tuple[Guide, ...]
     compat: bool
+    particles: Particles
     context: Context = field(repr=False, compare=False)  # without the scheduler
     judge: Judge = "draw"
     paced: bool = field(init=False, repr=False, compare=False)  # the scheduler goes by the clock (`Paced`)
@@ -74,7 +76,8 @@ class Plugins:
         """All of them by name, with the settings that are not their defaults."""
         kinds = [f"{kind}={described(getattr(self, kind))}" for kind in ("scheduler", "blocks", "stop", "cache")]
         guides = ", ".join(map(described, self.guides))
-        return ", ".join([*kinds, f"guide=[{guides}]"] if guides else kinds)
+        kinds += [f"guide=[{guides}]"] if guides else []
+        return ", ".join(kinds if self.particles.count == 1 else [*kinds, f"particles={described(self.particles)}"])
 
     @property
     def needs(self) -> frozenset[str]:
@@ -95,9 +98,13 @@ class Plugins:
         return self.context.spec.mask_id if self.compat and not self.scheduler.traits.has(CommittedMasks) else None
 
     def bound(self, tokens: int) -> int:
-        """Return an upper bound on the number of steps. A vetoing guide lets at least one token through each time."""
+        """Return an upper bound on the number of steps. A vetoing guide lets at least one token through each time.
+
+        Rows of one prompt wait for each other, at worst in turns.
+        """
         steps = self.scheduler.bound(tokens)
-        return steps + tokens if any(guide.vetoes for guide in self.guides) else steps
+        steps = steps + tokens if any(guide.vetoes for guide in self.guides) else steps
+        return steps * self.particles.count if self.particles.meets else steps
 
     @property
     def forms(self) -> int:
@@ -136,6 +143,7 @@ class Plugins:
             cache=self.cache.bind(others),
             guides=tuple(guide.bind(others) for guide in self.guides),
             compat=self.compat,
+            particles=self.particles.bind(others),
             context=context,
             judge=self.judge,
         )
@@ -156,6 +164,7 @@ def assemble(
     compat: bool,
     tokenizer: PreTrainedTokenizerBase | None = None,
     judge: Judge = "draw",
+    particles: object = None,
 ) -> Plugins:
     """Build every plug-in (`config.build` says what a spec may be) and refuse combinations that cannot work.
 
@@ -187,13 +196,13 @@ def assemble(
         cache=_of(Cache, "cache", config.build("cache", cache)).bind(others),
         guides=rule.guides(bound) if isinstance(rule, Tempered) else bound,
         compat=compat,
+        particles=_of(Particles, "particles", config.build("particles", particles)).bind(others),
         context=context,
         judge=judge,
     )
     check(plugins)
-    if isinstance(plugins.cache, Wraps):
-        return replace(plugins, scheduler=plugins.cache.around(rule))
-    return plugins
+    rule = plugins.cache.around(rule) if isinstance(plugins.cache, Wraps) else rule
+    return replace(plugins, scheduler=plugins.particles.around(rule))
 
 
 def _set(guides: list[Guide], new: Guide, field: str, place: int) -> None:

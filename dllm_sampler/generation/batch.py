@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,18 +16,21 @@ from dllm_sampler.core.recorder import Recorder, aligned
 from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine import layout
-from dllm_sampler.engine.decide import Generation
+from dllm_sampler.engine.decide import Generation, Group
+from dllm_sampler.engine.groups import Groups, meeting
 from dllm_sampler.engine.in_flight import Request
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import NotFiniteError, RowError, UserError
 from dllm_sampler.generation.requests import Arguments
 from dllm_sampler.generation.runtime import Runtime
+from dllm_sampler.generation.score import row_scores
 from dllm_sampler.inputs import prompts, texts
 from dllm_sampler.inputs.prompts import Infill, Prompt
 from dllm_sampler.kernels.backend import warn
 from dllm_sampler.options import Progress
-from dllm_sampler.result import Commits, Ends, Result, Trace, summarise
+from dllm_sampler.particles.one import OneRow
+from dllm_sampler.result import Commits, Ends, Result, Rows, Trace, summarise
 
 SAME = (
     "samples={}: the answers to each prompt are the same, since decoding is greedy. Set a temperature, for example"
@@ -57,8 +60,8 @@ def steps(
         prompts.check_new_tokens(max_new_tokens, runtime.spec)  # one number, and no list of them
     asked = Arguments.checked(runtime, rows, max_new_tokens=max_new_tokens, **arguments)
     requests = [request for index, one in enumerate(rows) for request in asked.requests(one, index)]
-    planned = warn_of_steps(plugins, requests[:: asked.samples])
-    made = iterate_steps(runtime, requests, asked.stop_strings, every, asked.samples)
+    planned = warn_of_steps(plugins, requests[:: asked.rows])
+    made = iterate_steps(runtime, requests, asked.stop_strings, every, asked.rows)
     return _warned(made, plugins, planned)
 
 
@@ -88,25 +91,29 @@ def iterate_steps(
     plugins, engine, reader = runtime.plugins, runtime.engine(samples), Reader(runtime, stop_strings)
     canvas = runtime.canvas(requests, engine.multiple, cuts=plugins.stop.cuts)
     bound = runtime.bound(canvas.layout.longest)
+    watch = watcher(reader, engine, requests)
     for request in requests:
         request.state = "running"
     try:
         for step, state in enumerate(engine.run(canvas, bound), 1):
-            reader.stop(engine, state)
+            if watch is not None:
+                watch(state)
             last = state.finished or step == bound
             for request in requests if last else ():
                 request.state = "done"
             if last or (every and step % every == 0):
-                yield _view(state, step, reader.result(state.canvas, state.recorder) if last else None)
+                result = reader.result(state.canvas, state.recorder, requests, state.group) if last else None
+                yield _view(state, step, result)
             if last:
                 return
     except RowError as error:
         raise error.numbered([request.index + 1 for request in requests]) from error.__cause__
     except NotFiniteError as error:
-        failed = [row - 1 for row in error.rows]
-        for row in failed:
-            requests[row].state, requests[row].is_finite = "done", False
-        error.result = reader.result(error.state.canvas, error.state.recorder, failed)
+        count = plugins.particles.count
+        groups = {(row - 1) // count for row in error.rows}
+        for request in (one for group in groups for one in requests[group * count : (group + 1) * count]):
+            request.state, request.is_finite = "done", False
+        error.result = reader.result(error.state.canvas, error.state.recorder, requests, error.state.group)
         raise
 
 
@@ -152,7 +159,7 @@ def warn_of_steps(plugins: Plugins, requests: Iterable[Request]) -> int:
 
 def warn_of_forwards(plugins: Plugins, result: Result, planned: int) -> int:
     """Warn if an answer took more forwards than `scheduler.steps` and than were planned. Returns the most so far."""
-    steps, made = plugins.scheduler.total_steps, int(result.nfe.max())
+    steps, made = plugins.scheduler.total_steps, int(result.trace.nfe.max())
     if steps is None or made <= max(steps, planned):
         return planned
     warnings.warn(
@@ -178,6 +185,21 @@ def samples_identical(tokens: Tensor, samples: int) -> bool:
     return bool((each == each[:, :1]).all())
 
 
+def watcher(reader: Reader, engine: Engine, lanes: Sequence[Request | None]) -> Callable[[Generation], None] | None:
+    """Return what the host does between two steps. Returns None if it does nothing."""
+    groups = Groups(engine, lanes) if engine.plugins.particles.count > 1 else None
+    if groups is None and not reader.stop_strings:
+        return None
+
+    def watch(state: Generation) -> None:
+        if reader.stop_strings:
+            reader.stop(engine, state)
+        if groups is not None:
+            groups(state)
+
+    return watch
+
+
 @dataclass(frozen=True)
 class Reader:
     """Reads texts and results out of a generation.
@@ -191,8 +213,6 @@ class Reader:
 
     def stop(self, engine: Engine, state: Generation) -> None:
         """Finish the rows whose text up to the first mask contains a stop string (a host read, between steps)."""
-        if not self.stop_strings:
-            return
         canvas = state.canvas
         answer, noise = canvas.requested(), canvas.masked
         if engine.plugins.scheduler.traits.revises:  # a token in the block may still change
@@ -209,8 +229,18 @@ class Reader:
             state.canvas = replace(canvas, done=canvas.done | torch.tensor(hit, device=canvas.done.device))
             engine.ask_and_poll(state)
 
-    def result(self, canvas: Canvas, recorder: Recorder, failed: Collection[int] = ()) -> Result:
-        """Return the answers so far. For the rows `failed` the model returned no finite statistics."""
+    def result(
+        self, canvas: Canvas, recorder: Recorder, requests: Sequence[Request] = (), group: Group | None = None
+    ) -> Result:
+        """Return the answers so far, from the rows of requests. With `group` there is one for each prompt."""
+        failed = frozenset(row for row, request in enumerate(requests) if not request.is_finite)
+        if group is None:
+            return self._rows(canvas, recorder, failed)
+        canvas = replace(canvas, done=canvas.done & ~group.waiting)
+        return chosen(self.runtime, requests, self._rows(canvas, recorder, failed), canvas, recorder, group)
+
+    def _rows(self, canvas: Canvas, recorder: Recorder, failed: frozenset[int]) -> Result:
+        """Return the rows so far. For those that `failed` the model returned no finite statistics."""
         spec, tokenizer = self.runtime.spec, self.runtime.tokenizer
         trace = Trace.of(canvas, recorder, spec.mask_id, spec.pad_id, tokenizer)
         masked = aligned(canvas, canvas.masked, False).cpu()
@@ -219,8 +249,41 @@ class Reader:
         done, stuck, rejected, form = (one.cpu().clone() for one in found)
         known = _given(canvas)
         given = None if known is None else aligned(canvas, known, False).cpu()
-        ends = Ends(masked, done, stuck, rejected, form, given, frozenset(failed))
+        ends = Ends(masked, done, stuck, rejected, form, given, failed)
         return summarise(trace, ends, spec, tokenizer, self.stop_strings, self.runtime.plugins.guides)
+
+
+def chosen(
+    runtime: Runtime, requests: Sequence[Request], rows: Result, canvas: Canvas, recorder: Recorder, group: Group
+) -> Result:
+    """Return one row of each group as the answer: the one that the particles rate highest.
+
+    Rows that did not come to their end are answers only if no other row did. The first one wins on a tie, up to the
+    last bits of sums.
+    """
+    particles, prompts = runtime.plugins.particles, requests[:: runtime.plugins.particles.count]
+    count, nfe, likelihood = particles.count, rows.nfe + group.nfe.cpu(), None
+    if particles.needs_likelihood:
+        plugins, decoded = replace(runtime.plugins, particles=OneRow()), rows.trace.decoded.tolist()
+        pairs = [(one.prompt, ids[: one.max_new_tokens]) for one, ids in zip(requests, decoded, strict=True)]
+        scores = row_scores(replace(runtime, plugins=plugins), pairs, len(pairs))
+        likelihood, nfe = scores.log_p.view(-1, count).to(canvas.ids.device), nfe + scores.nfe
+    every = torch.ones(len(prompts), dtype=torch.bool, device=canvas.ids.device)
+    try:
+        rated = particles.rate(meeting(particles, canvas, recorder, every, every), group.carry, likelihood).cpu()
+    except RowError as error:
+        raise error.numbered([request.index + 1 for request in requests]) from error.__cause__
+    ended = rows.complete.view(-1, count)
+    winners = torch.where(ended | ~ended.any(1, keepdim=True), rated.round(decimals=9), -torch.inf).argmax(1)
+    answers = rows.row(*(winners + torch.arange(len(prompts)) * count).tolist())
+    rows = replace(rows, nfe=nfe)
+    found = [
+        Rows(rows, number * count, winner, ratings, request.meetings)
+        for number, (request, winner, ratings) in enumerate(zip(prompts, winners.tolist(), rated.tolist(), strict=True))
+    ]
+    computed = (rows.trace.rows + group.computed.cpu()).view(-1, count).sum(1)
+    trace = replace(answers.trace, rows=computed, seeds=torch.tensor([request.seed for request in prompts]))
+    return replace(answers, nfe=nfe.view(-1, count).sum(1), trace=trace, rows=found)
 
 
 def _view(state: Generation, step: int, result: Result | None) -> Commits:

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Prefills
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.engine.in_flight import CannotJoin, Request, RunningBatch, obstacle
@@ -60,24 +60,33 @@ def answers(
         raise UserError("prompt-type", "generate_many takes a list of prompts. For one use generate.")
     asked = Arguments.checked(runtime, prompts, **arguments)
     reason = obstacle(runtime.plugins, runtime.noise, runtime.denoiser) if batching == "in_flight" else None
-    ranks = Ranks.of(runtime.denoiser)
+    ranks, rows = Ranks.of(runtime.denoiser), runtime.plugins.particles.count
+    if ranks.mesh is not None and runtime.plugins.particles.needs_likelihood:
+        raise ranks_need_in_flight_error(f"particles={named(runtime.plugins.particles)} makes forwards at the end")
     if ranks.mesh is not None and (reason is not None or batching == "static"):
         raise ranks_need_in_flight_error(reason or "batching is static")
     if reason is not None:
         warn(f"prompts are answered batch by batch: {reason}")
-    many = Many(runtime, asked, requests_of(asked, several), batch_size, on_error, ranks)
+    if rows > batch_size:
+        raise too_small_error(batch_size, "particles.count", rows)
+    # The rows of an answer are side by side in a batch.
+    many = Many(runtime, asked, requests_of(asked, several), batch_size - batch_size % rows, on_error, ranks)
     if batching == "static" or reason is not None:
         made = many.in_static_batches()
     else:
-        if many.group > batch_size:
-            raise UserError(
-                "option-range",
-                f"batch_size={batch_size} is less than samples={asked.samples}, which begin together. Raise it.",
-            )
+        if many.group > many.batch_size:
+            raise too_small_error(batch_size, "samples", asked.samples)
         if isinstance(prompts, Sequence):
             many.fit()
         made = many.in_flight()
     return in_order(made, asked.samples) if order == "given" else made
+
+
+def too_small_error(batch_size: int, name: str, value: int) -> UserError:
+    """Return the error of a batch without room for rows that begin together."""
+    return UserError(
+        "option-range", f"batch_size={batch_size} is less than {name}={value}, which begin together. Raise it."
+    )
 
 
 def requests_of(asked: Arguments, prompts: Iterable[Any]) -> Iterator[list[Request] | UserError]:
@@ -180,11 +189,12 @@ class Many:
 
     @property
     def group(self) -> int:
-        """Number of answers that begin together: all of a prompt's, if a cache computes it once for them.
+        """Number of rows that begin together: all of a prompt's, if a cache computes it once for them.
 
         On several ranks answers begin alone: computing a prompt is a forward, and the other ranks would not make it.
         """
-        return self.asked.samples if isinstance(self.runtime.plugins.cache, Prefills) and not self.ranks.mesh else 1
+        together = isinstance(self.runtime.plugins.cache, Prefills) and not self.ranks.mesh
+        return self.asked.rows if together else self.runtime.plugins.particles.count
 
     def fit(self) -> None:
         """Read all prompts and make lanes that fit each of them, so that none has to wait for larger ones."""
@@ -332,8 +342,9 @@ class Many:
                 has_given=shape.has_given,
             )
 
-        watch = partial(self.reader.stop, engine) if self.asked.stop_strings else None
-        return RunningBatch(engine, lay_out, self.batch_size, watch)
+        running = RunningBatch(engine, lay_out, self.batch_size)
+        running.watch = batch.watcher(self.reader, engine, running.lanes)
+        return running
 
     def _lengths(self) -> tuple[int, ...]:
         """Return the lengths of answers that may come. Those that are refused do not."""
@@ -359,10 +370,9 @@ class Many:
             self.masks_left += 0 if ended is None else int(ended.canvas.masked.sum())
             self._report(self.running.masks_left())
         if ended is not None:
-            failed = [row for row, one in enumerate(ended.requests) if not one.is_finite]
-            result = self.reader.result(ended.canvas, ended.recorder, failed)
+            result = self.reader.result(ended.canvas, ended.recorder, ended.requests, ended.group)
             self._warn(result)
-            yield from _answers(ended.requests, result)
+            yield from self._answers(ended.requests, result)
 
     def _static_batch(self, requests: list[Request]) -> Iterator[Answer]:
         """Yield the answers of one batch. One that is not finite leaves it, and the others are made again."""
@@ -374,14 +384,20 @@ class Many:
                 for last in batch.iterate_steps(self.runtime, requests, self.asked.stop_strings, every):
                     self._report(int(last.masked.sum()))
             except NotFiniteError as error:
-                yield from _answers(requests, error.result)
+                yield from self._answers(requests, error.result)
                 requests = [one for one in requests if one.state != "done"]
                 continue
             assert last is not None and last.result is not None
             self.masks_left += int(last.masked.sum())
             self._warn(last.result)
-            yield from _answers(requests, last.result)
+            yield from self._answers(requests, last.result)
             return
+
+    def _answers(self, requests: Sequence[Request], result: Result) -> Iterator[Answer]:
+        """Yield the answers to requests. Those that wait for another try are left out."""
+        for row, one in enumerate(requests[:: self.runtime.plugins.particles.count]):
+            if one.state == "done":
+                yield result.answer(row, one.index, one.sample, max_new_tokens=one.max_new_tokens)
 
     def _warn(self, result: Result) -> None:
         """Warn of the first answer that takes more forwards than planned."""
@@ -393,13 +409,6 @@ class Many:
         self.forwards += 1
         if self.asked.progress is not None:
             self.asked.progress(self.forwards, self.tokens_started - self.masks_left - masks, self.tokens_started)
-
-
-def _answers(requests: Sequence[Request], result: Result) -> Iterator[Answer]:
-    """Yield the rows of a result as the answers to requests. Those that wait for another try are left out."""
-    for row, one in enumerate(requests):
-        if one.state == "done":
-            yield result.answer(row, one.index, one.sample, max_new_tokens=one.max_new_tokens)
 
 
 def ranks_need_in_flight_error(reason: str) -> UserError:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.ends import first_end
 from dllm_sampler.core.naming import named
+from dllm_sampler.core.noise import row_seeds
 from dllm_sampler.core.spec import ChangingLength, LeftToRightVerifier
 from dllm_sampler.core.values import FREE
 from dllm_sampler.engine.in_flight import Request
 from dllm_sampler.engine.plugins import Plugins
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.generation.runtime import Runtime
+from dllm_sampler.generation.score import reasons_against
 from dllm_sampler.inputs import texts
 from dllm_sampler.inputs.given import GivenTokens, Piece, Pinned, encode_template
 from dllm_sampler.inputs.prompts import Infill, check_new_tokens, encode_one
 from dllm_sampler.options import MOST_ROWS, Progress
+from dllm_sampler.particles.one import OneRow
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ class Arguments:
             progress,
             max_length,
         )
+        if runtime.plugins.particles.needs_likelihood:
+            arguments.check_likelihood()
         mismatch = arguments.length_mismatch(len(prompts)) if isinstance(prompts, Sized) else None
         if mismatch is not None:
             raise mismatch
@@ -111,7 +118,7 @@ class Arguments:
         return None if more else self.given.length_mismatch(count)
 
     def requests(self, prompt: Any, index: int) -> list[Request]:
-        """Return one request for each sample of the answer to a prompt. Its number in the call is `index`, from 0.
+        """Return one request for each row of a prompt, sample by sample. Its number in the call is `index`, from 0.
 
         Raises:
             UserError: a bad prompt, by its number, or an answer that model or plug-ins cannot make.
@@ -142,13 +149,39 @@ class Arguments:
                 f" max_length={self.max_length}.",
             )
         if given is not None:
+            if plugins.particles.needs_likelihood:
+                self.check_likelihood(given=True)
             check_given(given, len(ids), plugins, number)
             self.check_answer(max_new_tokens, form, given)
         bound, first = runtime.bound(max_new_tokens), index * self.samples
         return [
-            Request(ids, max_new_tokens, self._seed(first + sample), bound, form, given, index, sample)
+            Request(ids, max_new_tokens, seed, bound, form, given, index, sample)
             for sample in range(self.samples)
+            for seed in slot_seeds(self._seed(first + sample), plugins.particles.count)
         ]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of each prompt: one for each sample, or as many as the particles have."""
+        return self.samples * self.runtime.plugins.particles.count
+
+    def check_likelihood(self, given: bool = False) -> None:
+        """Refuse particles that compare answers by a likelihood that is not exact.
+
+        Args:
+            given: some tokens of the answer are given.
+
+        Raises:
+            UserError: names the reason.
+        """
+        alone = replace(self.runtime, plugins=replace(self.runtime.plugins, particles=OneRow()))
+        reason = next(reasons_against(alone), None)
+        if self.stop_strings:
+            reason = "stop_strings may end an answer before it is complete. Remove them."
+        if given:
+            reason = "tokens of the answer are given, which the likelihood would count. Remove them."
+        if reason is not None:
+            raise UserError("score-inexact", f"particles={named(self.runtime.plugins.particles)}: {reason}")
 
     def length_and_form(self, index: int) -> tuple[int, int]:
         """Return the length and the form of the answer to prompt `index`, unless that says its length itself."""
@@ -168,6 +201,11 @@ class Arguments:
 
     def _seed(self, at: int) -> int:
         return _checked_seed(self.seed + at if isinstance(self.seed, int) else self.seed[at], self.seed)
+
+
+def slot_seeds(seed: int, rows: int) -> list[int]:
+    """Return the seeds of the rows of an answer. The first one has the answer's own seed."""
+    return [seed] if rows == 1 else [seed, *row_seeds(torch.tensor([seed]), 0, rows)[0, 1:].tolist()]
 
 
 def length_mismatch(name: str, numbers: object, each: str, wanted: int, more: bool = False) -> UserError | None:

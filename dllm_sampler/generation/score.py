@@ -46,6 +46,11 @@ def scores(
     if reason is not None:
         raise UserError("score-inexact", reason)
     rows = _pairs(runtime, inputs.as_list(prompts), inputs.as_list(answers), max_new_tokens)
+    return row_scores(runtime, rows, batch_size)
+
+
+def row_scores(runtime: Runtime, rows: Sequence[tuple[list[int], list[int]]], batch_size: int) -> Scores:
+    """Return the scores of pairs of token ids, prompt and answer."""
     runtime = replace(runtime, noise=OnlyTokens(runtime.plugins))
     found = [_batch(runtime, rows[at : at + batch_size]) for at in range(0, len(rows), batch_size)]
     return Scores.joined(found)
@@ -59,6 +64,8 @@ def reasons_against(runtime: Runtime) -> Iterator[str]:
         yield f"stop={named(plugins.stop)} drops tokens that were drawn after an answer's end. Use stop=none."
     if runtime.max_steps is not None:
         yield f"max_steps={runtime.max_steps} may end an answer before it is complete. Remove it."
+    if plugins.particles.count > 1:
+        yield f"particles={named(plugins.particles)} chooses among several rows of a prompt. Remove it."
     if plugins.compat:
         yield "compat=true may draw the mask token, and draws again at that position later. Remove it."
     if runtime.spec.mask_id is None or runtime.spec.encoder:

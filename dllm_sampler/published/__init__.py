@@ -50,6 +50,7 @@ from dllm_sampler.published.multi_block import (
     StrictEntropy,
 )
 from dllm_sampler.published.origin import PublishedOrigin
+from dllm_sampler.published.particles import PrefixDraws, PublishedSelfRewarding, RestDraws
 from dllm_sampler.published.rcr import PublishedRunningConfidence
 from dllm_sampler.published.rnd1 import CappedEntropyBound, EvenRest, JudgedTemperature, ShiftedDraws
 from dllm_sampler.published.s2d2 import Level, PublishedSelfVerified
@@ -103,6 +104,7 @@ __all__ = [
     "OneAfterAnother",
     "PartDraws",
     "PrefillsApart",
+    "PrefixDraws",
     "PublishedCachedEndOfText",
     "PublishedCredit",
     "PublishedDInferThreshold",
@@ -128,6 +130,7 @@ __all__ = [
     "PublishedRemasking",
     "PublishedRhoEos",
     "PublishedRunningConfidence",
+    "PublishedSelfRewarding",
     "PublishedSelfVerified",
     "PublishedSlowFast",
     "PublishedSparseCache",
@@ -135,6 +138,7 @@ __all__ = [
     "PublishedWindow",
     "PublishedWino",
     "RenewedGuidance",
+    "RestDraws",
     "RestlessEngine",
     "RightPaddedDraws",
     "SeededBlocks",

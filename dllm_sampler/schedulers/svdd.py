@@ -16,9 +16,9 @@ from dllm_sampler.core.protocols import Context, Scheduler, is_random
 from dllm_sampler.core.spec import PlannedCommits, ShadowRows, Traits, UniformNoise, with_bound_fields
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
+from dllm_sampler.inputs.rewards import Reward
 from dllm_sampler.schedulers.drafting.choosing import Choosing
 from dllm_sampler.schedulers.fixed import FixedSteps
-from dllm_sampler.schedulers.rewards import Reward
 
 Value = Literal["fill", "masked"]
 

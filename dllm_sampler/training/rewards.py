@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.host.functions import resolve_callable
+from dllm_sampler.inputs.rewards import listed
 from dllm_sampler.models.mini_rewards import correct, items, lines, partly, units
-from dllm_sampler.schedulers.rewards import listed
 
 Reward = Callable[..., Sequence[float | None]]
 REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly, "lines": lines, "units": units, "items": items}

@@ -16,7 +16,7 @@ from typing import Any
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.folders import ABOUT, RunFolder
-from dllm_sampler.eval.jobs import LATER
+from dllm_sampler.eval.jobs import LATER, LATER_GROUPS
 from dllm_sampler.eval.measures import summary
 from dllm_sampler.eval.passes import BOUNDS, passes
 from dllm_sampler.eval.records import Record
@@ -336,7 +336,7 @@ def _number(value: float | None) -> float:
 
 # What runs are called: what differs between them.
 
-GROUPS = ("scheduler", "cache", "blocks", "stop", "guide", "model")
+GROUPS = ("scheduler", "cache", "blocks", "stop", "guide", "particles", "model")
 LEFT_OUT = ("_target_", "name", "path", "content", "forwards")  # settings that no label shows
 
 
@@ -382,11 +382,16 @@ def _tasks(runs: Sequence[Run]) -> list[str]:
     ]
 
 
+def choice(run: Run, group: str) -> str:
+    """Return what a group was set to. Runs of before have no word for groups that came later."""
+    return str(run.about["choices"].get(group, LATER_GROUPS.get(group)))
+
+
 def usual(runs: Sequence[Run]) -> dict[str, str]:
     """Plug-ins that labels leave out although they vary: the one of a group that more than three quarters have."""
     found = {}
     for group in GROUPS[1:]:
-        (name, most), *others = Counter(str(run.about["choices"][group]) for run in runs).most_common()
+        (name, most), *others = Counter(choice(run, group) for run in runs).most_common()
         if others and 4 * most > 3 * len(runs):
             found[group] = name
     return found
@@ -395,7 +400,7 @@ def usual(runs: Sequence[Run]) -> dict[str, str]:
 def _methods(runs: Sequence[Run]) -> list[tuple[str, str, dict[str, float]]]:
     """A label and a family for each run: the scheduler, the other plug-ins that vary, the fields that vary. And of
     these the numbers."""
-    chosen = [{group: str(run.about["choices"][group]) for group in GROUPS} for run in runs]
+    chosen = [{group: choice(run, group) for group in GROUPS} for run in runs]
     names, common = {group: {one[group] for one in chosen} for group in GROUPS}, usual(runs)
     fields = [_fields(run.config, one) for run, one in zip(runs, chosen, strict=True)]
     known: dict[str, set[str]] = {}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dllm_sampler.eval.measures import MEASURES
-from dllm_sampler.eval.report.data import GROUPS, Run, leaves, named
+from dllm_sampler.eval.report.data import GROUPS, Run, choice, leaves, named
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a text begins that spreadsheets take for a formula
 FIGURES = ("score", "score_low", "score_high", "answer_tokens_per_forward_low", "answer_tokens_per_forward_high")
@@ -33,7 +33,7 @@ def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
             | {"samples": run.samples, "missing": run.missing, "samples_per_prompt": run.samples_per_prompt}
             | {name: figures.get(name) for name in dict.fromkeys((*shown, *run.passes, *run.together))}
             | {f"grade.{name}": value for name, value in run.grades.items()}
-            | {group: run.about["choices"][group] for group in GROUPS}
+            | {group: choice(run, group) for group in GROUPS}
             | _settings(run.about["config"])
             | {"folder": str(run.folder / run.about["name"]), "refused": run.about["refused"]}
         )

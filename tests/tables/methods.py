@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "schedulers.md"
 SPEC = "spec"
 REST = ("does", "paper", "needs, deviates")
-SECTIONS = {"methods": ("scheduler",), "other methods": ("blocks", "stop", "cache")}
+SECTIONS = {"methods": ("scheduler",), "other methods": ("blocks", "stop", "cache", "particles")}
 
 
 def document(text: str) -> str:

@@ -19,7 +19,7 @@ from dllm_sampler.core.spec import PlannedCommits
 from dllm_sampler.core.statistics import probability
 from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.rewards import NOTHING
+from dllm_sampler.inputs.rewards import NOTHING
 
 
 class Draft(NamedTuple):

@@ -1,0 +1,59 @@
+"""Best of N: rows that know nothing of each other, and the best of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_choice
+from dllm_sampler.core.naming import named
+from dllm_sampler.core.protocols import Carry, Context, Meeting
+from dllm_sampler.core.spec import with_bound_fields
+from dllm_sampler.errors import UserError
+from dllm_sampler.inputs.rewards import Reward
+from dllm_sampler.particles.resampling import SeveralRows, judge_of, rewards
+
+By = Literal["confidence", "likelihood", "reward"]
+
+
+@dataclass(frozen=True)
+class BestOfN(SeveralRows):
+    """Decode rows that never meet, and return the best one.
+
+    Args:
+        by: `confidence`: the probability of all tokens, each as its step saw it. `likelihood`: that of the answer under
+            model and sampler (`Sampler.score`), which takes as many forwards again. `reward`: a function's judgement.
+        reward: a function, or `package.module:function`; see `inputs.rewards.Reward` and docs/rewards.md.
+    """
+
+    by: By = "confidence"
+    reward: Any = None
+    judge: Reward | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("particles.by", self.by, By)
+
+    @property
+    def needs_likelihood(self) -> bool:
+        """See `Particles`."""
+        return self.by == "likelihood"
+
+    def bind(self, context: Context) -> Self:
+        """See `PlugIn.bind`."""
+        bound = super().bind(context)
+        if self.by != "reward":
+            if self.reward is not None:
+                raise UserError(
+                    "option-not-applicable", f"particles.reward is not read with particles.by={self.by}. Set by=reward."
+                )
+            return bound
+        return with_bound_fields(bound, judge=judge_of(self.reward, f"particles={named(self)}", context))
+
+    def rate(self, meeting: Meeting, carry: Carry, likelihood: Tensor | None) -> Tensor:
+        """See `Particles.rate`."""
+        if self.judge is not None:
+            return rewards(self.judge, meeting).view_as(meeting.log_p)
+        return meeting.log_p if likelihood is None else likelihood

@@ -1,0 +1,10 @@
+"""One row for each prompt."""
+
+from dataclasses import dataclass
+
+from dllm_sampler.core.protocols import Particles
+
+
+@dataclass(frozen=True)
+class OneRow(Particles):
+    """Decode one row for each prompt, which is its answer."""

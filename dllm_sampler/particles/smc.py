@@ -1,0 +1,32 @@
+"""Self-rewarding sequential Monte Carlo: rows that are surer of their tokens are copied."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.protocols import Carry, Meeting, Resampled
+from dllm_sampler.core.values import Canvas
+from dllm_sampler.particles.resampling import Resampling
+
+
+@dataclass(frozen=True)
+class SelfRewarding(Resampling):
+    """Weight rows by the probability of the tokens that they committed since the last resampling.
+
+    Source: SR-SMC, arXiv 2602.01849. When all rows have closed a block, also the last one, and the effective number of
+    rows is below `ess * count`, rows are drawn again with replacement. The answer is the row with the highest
+    probability of all its tokens. Probabilities are those that schedulers judge, before the temperature. With two rows
+    the effective number is at least 1, so they are never drawn again: that is the better of two.
+    """
+
+    def init(self, canvas: Canvas) -> Carry:
+        """`[B] float64` log-probability of a row at its last resampling."""
+        return torch.zeros(canvas.start.shape, dtype=torch.float64, device=canvas.start.device)
+
+    def meet(self, meeting: Meeting, carry: Carry) -> Resampled:
+        """See `Particles.meet`."""
+        before: Tensor = carry
+        gained = meeting.log_p - before.view_as(meeting.log_p)
+        ancestors = self.ancestors(meeting, gained)
+        return Resampled(gained, ancestors, torch.where(ancestors.flatten() < 0, before, meeting.log_p.flatten()))

@@ -1,0 +1,111 @@
+"""The draws of self-rewarding SMC's code: one generator for the tokens of all rows and for ancestors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self, cast
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.around import Around
+from dllm_sampler.core.noise import ReplayNoise
+from dllm_sampler.core.protocols import Carry, Context, Meeting, Resampled, Scheduler
+from dllm_sampler.core.spec import with_bound_fields
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.particles.smc import SelfRewarding
+
+
+@dataclass(frozen=True)
+class PublishedSelfRewarding(SelfRewarding):
+    """Ancestors are drawn from the generator of the tokens, by weights in float32. For one prompt.
+
+    Source: SR-SMC, arXiv 2602.01849. A mask token that is chosen counts in the weight, and is chosen again later.
+    """
+
+    mask_id: int | None = field(init=False, default=None)
+
+    def bind(self, context: Context) -> Self:
+        """See `PlugIn.bind`."""
+        return with_bound_fields(super().bind(context), mask_id=context.spec.mask_id)
+
+    def around(self, scheduler: Scheduler) -> Scheduler:
+        """See `Particles.around`."""
+        return MaskChoices(scheduler, self.mask_id)
+
+    def meet(self, meeting: Meeting, carry: Carry) -> Resampled:
+        """See `Particles.meet`."""
+        return super().meet(replace(meeting, log_p=meeting.log_p + meeting.carry[1].view_as(meeting.log_p)), carry)
+
+    def draw(self, meeting: Meeting, weights: Tensor, again: Tensor) -> Tensor:
+        """See `Resampling.draw`. No draw where no prompt is resampled."""
+        if not bool(again.any()):
+            return torch.zeros_like(weights, dtype=torch.int64)
+        generator = cast(ReplayNoise, meeting.canvas.layout.noise).generator
+        return torch.multinomial(weights[0].float(), self.count, replacement=True, generator=generator)[None]
+
+
+@dataclass(frozen=True)
+class MaskChoices(Around):
+    """Add up the log-probabilities of mask tokens that were chosen, around any scheduler."""
+
+    mask_id: int | None = None
+
+    def inside(self, carry: Carry) -> Carry:
+        """See `Around.inside`."""
+        return carry[0]
+
+    def init(self, canvas: Canvas) -> Carry:
+        """Inner; `[B] float64` sum."""
+        return super().init(canvas), torch.zeros(canvas.start.shape, dtype=torch.float64, device=canvas.start.device)
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        edit, inner = self.inner.tell(canvas, query, readout, carry[0])
+        chosen = edit.commit & (edit.ids == self.mask_id) & canvas.eligible(query.positions) & ~canvas.done[:, None]
+        return edit, (inner, carry[1] + readout.confidence[:, 0].double().log().masked_fill(~chosen, 0).sum(1))
+
+
+@dataclass(frozen=True)
+class PrefixDraws(ReplayNoise):
+    """LLaDA's draws under a prefix cache: they cover what a forward computes.
+
+    Every forward but one that opens a block draws as many numbers before, for nothing.
+    """
+
+    def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        start = 0 if opens(canvas) else first_live(canvas)
+        shape = (len(canvas.ids), canvas.length - start, vocab)
+        if start:
+            torch.rand(shape, dtype=torch.float64, generator=self.generator)
+        drawn = torch.rand(shape, dtype=torch.float64, generator=self.generator)
+        return _placed(canvas, positions, start, -torch.log(-torch.log(drawn)))
+
+
+@dataclass(frozen=True)
+class RestDraws(ReplayNoise):
+    """Dream's draws under a prefix cache: every position if a block opens, else the masks from the block on."""
+
+    def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        start = 0 if opens(canvas) else first_live(canvas)
+        masked = canvas.masked[:, start:-1] if start else torch.ones_like(canvas.masked[:, :-1])
+        drawn = torch.empty(int(masked.sum()), vocab).exponential_(generator=self.generator)
+        noise = torch.zeros(*masked.shape, vocab)
+        noise[masked] = -torch.log(drawn)
+        return _placed(canvas, positions, start, noise)
+
+
+def opens(canvas: Canvas) -> bool:
+    """Return True if a row opens a block. The others open theirs, too, or wait."""
+    return bool(((canvas.age == 0) & ~canvas.done).any())
+
+
+def first_live(canvas: Canvas) -> int:
+    """Return the first column of the block in which rows are that do not wait."""
+    return int(canvas.start[~canvas.done].min())
+
+
+def _placed(canvas: Canvas, positions: Tensor, start: int, noise: Tensor) -> Tensor:
+    """Return `[B, Q, V]` of noise for the columns from `start` on. There is none for others."""
+    at = (positions - start).clamp(0, noise.shape[1] - 1)
+    return noise.gather(1, at[..., None].expand(-1, -1, noise.shape[2]))
