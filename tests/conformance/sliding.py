@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -50,8 +49,8 @@ class DSBArguments(BaseModel):
     block_length: Size = 32
     max_block_length: int = -1
     temperature: float = 0.0
-    alg: Literal["confidence_threshold"] = "confidence_threshold"
-    remasking: Literal["low_confidence", "random"] = "low_confidence"
+    alg: str = "confidence_threshold"
+    remasking: str = "low_confidence"
     threshold: float | None = None
     factor: float | None = None
     use_cache: bool = False
@@ -65,9 +64,11 @@ def dsb(line: Line, checkpoints: Checkpoints) -> Setup:
     args = line.arguments(DSBArguments)
     denoiser = Watched(checkpoints.load(line.model, args.mask_id))
     dream, tokens = denoiser.spec.shift, args.max_new_tokens or args.gen_length
-    if line.batched or args.temperature > 0 or args.remasking == "random":
+    if line.batched or args.temperature > 0 or args.remasking != "low_confidence":
         raise Unsupported("no order of draws is known for these loops, and they take one prompt")
-    if 0 <= args.max_block_length < args.block_length:
+    if args.alg != "confidence_threshold":
+        raise Unsupported(f"alg {args.alg} takes a time step for the window's place in the cached loop")
+    if args.use_cache and 0 <= args.max_block_length < args.block_length:
         raise Unsupported("the first window of the published loop is wider than max_block_length")
     if args.suffix_window or (dream and args.use_cache and not args.prefix_window):
         raise Unsupported("the published loop reads the wrong rows with this window")
@@ -93,12 +94,12 @@ class DCDArguments(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    window_type: Literal["sliding", "static"] = "sliding"
+    window_type: str = "sliding"
     generate_length: Size = 512
     initial_window_length: Size = 32
     block_size: Size = 32
     temperature: float = 0.0
-    decode_algo: Literal["threshold", "entropy_threshold", "fixed", "entropy_fixed"] = "threshold"
+    decode_algo: str = "threshold"
     decode_param: float | int = 0.9
     max_window_length: Size = 1_000_000_000
     cache_type: str = "none"
@@ -133,8 +134,8 @@ def _rule(args: DCDArguments) -> Scheduler:
         return Threshold(float(args.decode_param))
     if args.decode_algo == "entropy_threshold":
         return EntropyThreshold(-float(args.decode_param))
-    if args.decode_param < 1:
-        raise Unsupported(f"{args.decode_param} positions per forward")
+    if args.decode_algo not in ("fixed", "entropy_fixed") or args.decode_param < 1:
+        raise Unsupported(f"decode_algo {args.decode_algo} with {args.decode_param}")
     return StepQuota(int(args.decode_param), score="confidence" if args.decode_algo == "fixed" else "entropy")
 
 
