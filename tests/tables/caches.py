@@ -54,15 +54,13 @@ HEAD = (
     "tokens as `none`",
     "KL",
     "positions",
-    "whole steps",
-    "ms per step",
     "`none` = 1",
     "bytes per token",
 )
 COMMAND = "python -m tests.tables.caches"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "caches.md"
 OUTPUT = Path("outputs/cache-table")
-SCHEMA = 1
+SCHEMA = 2
 # Refused by models that see the whole canvas; `exact` is `none` there.
 APART = ("block_causal", "sub_block", "exact")
 RANDOM_WORDS = "random words"  # the task of a model without training
@@ -98,7 +96,6 @@ class Figures:
     steps: int
     computed: int  # positions, over steps and rows that live
     columns: int  # the same without a cache
-    whole: int  # steps that compute every position
     seconds: float  # process time of all steps
     seconds_without: float  # of the steps that were repeated without a cache
     repeated: int
@@ -237,7 +234,6 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
         computed = int((state.recorder.computed - spent).sum())
         sums["computed"] += computed
         sums["columns"] += columns
-        sums["whole"] += computed == columns
         sums["seconds"] += seconds
         sums["steps"] += 1
         held = max(held, bytes_held(state.cache))
@@ -281,11 +277,6 @@ class Row:
     def share(self) -> float:
         """Positions computed, in %."""
         return 100 * self.figures.computed / self.figures.columns
-
-    @property
-    def milliseconds(self) -> float:
-        """Process time of a step, the mean: a median would hide the refreshes."""
-        return 1000 * self.figures.seconds / self.figures.steps
 
     @property
     def ratio(self) -> float:
@@ -375,9 +366,7 @@ def cells(row: Row, judged: bool) -> list[str]:
         f"{row.agreement:.1f}" if stored else "",
         f"{row.divergence:.1e}" if stored else "",
         f"{row.share:.1f}",
-        f"{100 * found.whole / found.steps:.0f}",
-        f"{row.milliseconds:.1f}",
-        f"{row.ratio:.2f}" if stored else "",
+        f"{row.ratio:.2f}",
         f"{found.bytes_per_token:.0f}",
     ]
 
@@ -390,26 +379,19 @@ def content(results: Sequence[tuple[CacheSetup, Sequence[Row]]]) -> str:
         head = HEAD if judged else (HEAD[0], *HEAD[2:])
         ordered = sorted(rows, key=lambda row: row.ratio)
         parts += [_about(setup), markdown.table(head, [cells(row, judged) for row in ordered])]
-        slow = [f"`{row.cache}` ({row.share:.0f} % of the positions)" for row in ordered if row.ratio > 1]
-        if slow:
-            parts.append(f"Slower than no cache here: {', '.join(slow)}.")
     setup = results[0][0]
-    threads = f"{setup.threads} thread{'s' * (setup.threads > 1)} (`OMP_NUM_THREADS={setup.threads}`)"
+    threads = f"{setup.threads} thread{'s' * (setup.threads > 1)}"
     return "\n\n".join(
         [
             *parts,
-            "*Tokens as `none`*: tokens in % that equal those of a generation without a cache at the same place, over"
-            " the latter's answer up to its first end token. *KL*: mean divergence of a prediction with the cache from"
-            " that without it on the same canvas, in nats, over the masks of the block that both predict; the canvases"
-            " are those that the generation with the cache comes through, so that one early deviation does not count"
-            " at each later step. *Positions*: computed, in % of all. *Whole steps*: those that compute every position,"
-            " in %.",
-            f"*ms per step*: process time, the mean of all steps (a median would hide the refreshes), {threads}."
-            " *`none` = 1*: the same over the time without a cache, measured in turn on the same canvases. *Bytes per"
-            " token*: everything that the live cache holds, over the columns of the canvas.",
-            f"`dkv_greedy` needs `scheduler=random_order` and is compared with `none random_order`."
+            "*Tokens as `none`*: in %, over the answer without a cache up to its first end token. *KL*: mean divergence"
+            " of a prediction with the cache from that without it on the same canvas, in nats. *Positions*: computed,"
+            " in % of all. *`none` = 1*: process time of a step over the time without a cache, measured in turn on the"
+            f" same canvases, {threads}. *Bytes per token*: everything that the live cache holds, over the columns of"
+            " the canvas.",
+            "`dkv_greedy` needs `scheduler=random_order` and is compared with `none random_order`."
             f" {', '.join(f'`{name}`' for name in APART)} are not in the tables: the first two are for block-causal"
-            " models and refused by these, the last is `none` for them.",
+            " models, the last is `none` for others.",
             f"{setup.machine}, {setup.versions}. Made by `{COMMAND}`.",
         ]
     )
@@ -425,16 +407,15 @@ def _about(setup: CacheSetup) -> str:
     if setup.tasks == (RANDOM_WORDS,):
         length = setup.prompt_length + setup.max_new_tokens
         return (
-            f"**{setup.model}, {length} tokens.** Random weights, float32: times are real, answers mean nothing, and"
-            f" agreement says little of a trained model. A prompt of {setup.prompt_length} random words, a {common};"
-            f" `{scheduler}` (`{foreseen}` for `dkv_greedy`), as many tokens per step as a trained model may commit,"
-            f" and the first {setup.max_steps} steps of it, which open {_openings(setup)} blocks. One step in"
-            f" {setup.every} is repeated without a cache."
+            f"**{setup.model}, {length} tokens.** Random weights, float32: times are real, and agreement"
+            f" says little of a trained model. A prompt of {setup.prompt_length} random words, a {common}; the first"
+            f" {setup.max_steps} steps of `{scheduler}` (`{foreseen}` for `dkv_greedy`), which open {_openings(setup)}"
+            " blocks."
         )
     return (
         f"**{setup.model}.** {setup.prompts} held-out prompts for each of {len(setup.tasks)} tasks, a {common};"
-        f" `{scheduler}` (`{foreseen}` for `dkv_greedy`), `stop=prefix`, seed {setup.seed}. The canvas is so short and"
-        " the model so small that time shows the sampler's own cost; *exact match*: right answers in %."
+        f" `{scheduler}` (`{foreseen}` for `dkv_greedy`), `stop=prefix`, seed {setup.seed}. *Exact match*: right"
+        " answers in %. The model is so small that time shows the sampler's own cost."
     )
 
 
@@ -454,7 +435,7 @@ def stale(docs: Path) -> list[str]:
         have, want = {line[0].strip("`") for line in table[1:]}, set(caches())
         found += [f"{docs} has no row for {name}" for name in sorted(want - have)]
         found += [f"{docs} has a row for {name}, which is no cache" for name in sorted(have - want)]
-        timed = table[0].index("ms per step")
+        timed = table[0].index("`none` = 1")
         found += [f"{docs} has a row for {line[0]} without a time" for line in table[1:] if not line[timed]]
     found += [f"{docs} does not mention cache={name}" for name in config.names("cache") if f"`{name}`" not in text]
     if not docs.with_suffix(".png").exists():
