@@ -208,7 +208,7 @@ class JudgedTokens(RareTrait):
 class UniformNoise(RareTrait):
     """Random tokens are denoised too, the noise of models without a mask token (uniform diffusion)."""
 
-    masks: bool = True  # masks are denoised, too
+    masks: bool = True  # masks are denoised, too. If false: It writes the random tokens of a block after it has opened
 
 
 @dataclass(frozen=True)

@@ -329,13 +329,18 @@ class Canvas:
         """Return `[B, Q]` uniform numbers in (0, 1) that belong to this step and `positions [B, Q]`."""
         return self.layout.noise.uniform(self, positions)
 
-    def renoised(self, vocab: int) -> Canvas:
+    def renoised(self, vocab: int, in_new_blocks: bool = False) -> Canvas:
         """Return the canvas with fresh random tokens at noise, for the next forward of uniform diffusion.
 
         A row draws for its block only. Tokens at noise have no meaning, so this commits nothing.
+
+        Args:
+            vocab: number of tokens.
+            in_new_blocks: draw in blocks that open, and leave the noise of others.
         """
         at = self.window(self.layout.width)  # [B, W]
         fresh = self.masked.gather(1, at) & ~self.done[:, None]
+        fresh = fresh & (self.age == 0)[:, None] if in_new_blocks else fresh
         drawn = torch.where(fresh, self.layout.noise.ids(self, at, vocab), self.ids.gather(1, at))
         return replace(self, ids=self.ids.scatter(1, at, drawn))
 

@@ -65,7 +65,7 @@ def ask(plugins: Plugins, state: Generation) -> None:
     if state.most_candidates is not None:
         scheduler = cast(Paced, scheduler).with_candidates(state.most_candidates)
     if spec.mask_id is None:
-        state.canvas = state.canvas.renoised(spec.vocab_size)
+        state.canvas = state.canvas.renoised(spec.vocab_size, plugins.owns_noise)
     canvas = state.canvas
     query = scheduler.ask(canvas, state.carry)
     if plugins.blocks.hides:

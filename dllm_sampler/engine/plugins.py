@@ -69,6 +69,7 @@ class Plugins:
     context: Context = field(repr=False, compare=False)  # without the scheduler
     judge: Judge = "draw"
     paced: bool = field(init=False, repr=False, compare=False)  # the scheduler goes by the clock (`Paced`)
+    owns_noise: bool = field(init=False, repr=False, compare=False)  # the scheduler writes random tokens itself
     foresees: bool = field(init=False, repr=False, compare=False)  # the cache must know what comes next (`Foresees`)
 
     @property
@@ -114,6 +115,8 @@ class Plugins:
     def __post_init__(self) -> None:
         # Looked up once for all steps: `isinstance` of a protocol takes as long as ten small operations.
         vars(self).update(paced=isinstance(self.scheduler, Paced), foresees=isinstance(self.cache, Foresees))
+        uniform = self.scheduler.traits.find(UniformNoise)
+        vars(self).update(owns_noise=uniform is not None and not uniform.masks)
 
     def with_block_length(self, block_length: int) -> Plugins:
         """Return the same set with blocks of another length.

@@ -208,7 +208,7 @@ class BlockRule:
     def renoised(self, state: BlockState, first: Tensor, step: Tensor, seed: Tensor) -> Tensor:
         """`[B, W]` what the next forward is to see where noise are random tokens; arguments as `decide`'s."""
         canvas = self._seen(state.canvas, state.canvas.ids[:, :-1], first, step, seed)
-        return canvas.renoised(self.spec.vocab_size).ids[:, :-1]
+        return canvas.renoised(self.spec.vocab_size, self.plugins.owns_noise).ids[:, :-1]
 
     def _seen(self, canvas: Canvas, ids: Tensor, first: Tensor, step: Tensor, seed: Tensor) -> Canvas:
         """The canvas as the forward saw it."""

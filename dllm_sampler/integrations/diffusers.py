@@ -264,7 +264,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         if index + 1 >= self.steps:
             ids, left = self._filled(ids, left, token)
         changed = (ids != sample) | left
-        if mask_id is None:
+        if mask_id is None and not self._rule.plugins.owns_noise:
             vocab = model_output.shape[-1]
             fresh = torch.randint(vocab, sample.shape, generator=generator, device=sample.device)
             ids = torch.where(left, fresh, ids)

@@ -11,17 +11,16 @@ from torch import Tensor
 
 from dllm_sampler.core.checks import check_choice, check_count, check_number, check_positive
 from dllm_sampler.core.packing import HeadRows
-from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits, UniformNoise
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.remasking import Renoising
 
 Selection = Literal["random", "lowest_maxprob", "lowest_current_prob", "lowest_log_margin"]
 CLEAN, STAY, NOISE = 0, 1, 2  # routes of a position in a predictor step
 
 
 @dataclass(frozen=True)
-class DiscreteDDIM(Renoising):
+class DiscreteDDIM(Scheduler):
     """Draw each step of the block from the exact posterior of uniform diffusion, and correct early ones.
 
     Source: diffusers 0.42.1 (`DiscreteDDIMScheduler`), D3PM arXiv 2107.03006; corrector: arXiv 2605.22765.
@@ -133,30 +132,30 @@ class DiscreteDDIM(Renoising):
         early = settled & ~follow
         over = early | (number + 1 == self.predictor_steps)
 
-        route = self.routes(canvas, at, route_law(token == ids, number, self.predictor_steps, logits.shape[-1]))
-        predicted = torch.where(route == CLEAN, token, ids)
-        back = inside & (route == NOISE) & ~(over | sweeps)[:, None]
+        vocab = logits.shape[-1]
+        route = self.routes(canvas, at, route_law(token == ids, number, self.predictor_steps, vocab))
+        written = torch.where(
+            route == CLEAN, token, torch.where(route == STAY, ids, self.random_ids(canvas, at, vocab))
+        )
         if self.corrector_steps:
             survival = torch.where(sweeps, (number + 1) / self.predictor_steps, 0.5)  # the last step has no sweep
             swept = self.swept(canvas, query, logits, survival.double())
-            predicted = torch.where(sweeps[:, None], swept, predicted)
-        ids = torch.where(early[:, None], best.gather(1, at), predicted)
-        sure = (logits.gather(-1, ids[..., None])[..., 0].double() - readout.logsumexp[:, 0]).exp()
-        written = over[:, None] | canvas.masked.gather(1, at) | (ids != query.ids[:, 0])
-        edit = Edit(
-            ids.masked_fill(back, self.noise_id),
-            inside & ~back & written,
-            remask=back,
-            keep_block=~over,
-            close_block=over,
-            confidence=sure,
-        )
+            written = torch.where(sweeps[:, None], swept, written)
+        written = torch.where(early[:, None], best.gather(1, at), written)
+        sure = (logits.gather(-1, written[..., None])[..., 0].double() - readout.logsumexp[:, 0]).exp()
+        commit, noise = inside & over[:, None], inside & ~over[:, None]
+        edit = Edit(written, commit, remask=noise, keep_block=~over, close_block=over, confidence=sure)
         return edit, (best, still, settled)
 
     def routes(self, canvas: Canvas, positions: Tensor, law: Tensor) -> Tensor:
         """Return `[B, Q]` a route of each position, drawn by `law [B, Q, 3]`."""
         drawn = canvas.uniform(positions)
         return (drawn >= law[..., CLEAN]).long() + (drawn >= law[..., CLEAN] + law[..., STAY])
+
+    def random_ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        """Return `[B, Q]` random tokens."""
+        # Those of this step began the block, if the forward has opened one.
+        return canvas.layout.noise.ids(replace(canvas, step=canvas.step + 1), positions, vocab)
 
     def swept(self, canvas: Canvas, query: Query, logits: Tensor, survival: Tensor) -> Tensor:
         """Return `[B, Q]` the tokens after a sweep at `survival [B]`."""

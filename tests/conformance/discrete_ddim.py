@@ -51,7 +51,6 @@ class Draws:
     batched: bool
     events: list[dict[str, Any]] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)  # of this forward
-    owed: dict[str, Any] | None = None  # the last predictor step, whose random ids are not drawn yet
     settled: Tensor | None = None  # [B] rows of a batch that wait for the others, and their `best` tokens [B, Q]
     best: Tensor = field(default_factory=lambda: torch.empty(0))
 
@@ -80,16 +79,12 @@ class Draws:
         raise NotImplementedError
 
     def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """See `Noise.ids`. A predictor step draws for all positions, and then a new canvas does."""
-        found = torch.zeros_like(positions)
-        if self.owed is not None:
-            found = torch.randint(vocab, positions.shape, generator=self.generator)
-            after = torch.where(self.owed["routes"] == NOISE, found, self.owed["after"])
-            self.note(**{**self.owed, "noise": found, "after": after})
-            self.owed = None
-        if bool((canvas.age == 0).any()):
-            found = torch.randint(vocab, positions.shape, generator=self.generator)
-        return found
+        """See `Noise.ids`. A new canvas draws."""
+        return self.integers(positions, vocab) if bool((canvas.age == 0).any()) else torch.zeros_like(positions)
+
+    def integers(self, positions: Tensor, vocab: int) -> Tensor:
+        """Return a random token for each position."""
+        return torch.randint(vocab, positions.shape, generator=self.generator)
 
 
 @dataclass(frozen=True)
@@ -103,8 +98,8 @@ class Recorded(DiscreteDDIM):
         index, last = int(self.clock(canvas)[0][0]), draws.last
         if "routes" in last:
             after = torch.where(last["routes"] == CLEAN, readout.token[:, 0], ids)
-            named = {"before": ids, "x0": readout.token[:, 0], "after": after}
-            draws.owed = {"kind": "predict", "index": index, **last, **named}
+            after = torch.where(last["routes"] == NOISE, last["noise"], after)
+            draws.note("predict", index, before=ids, x0=readout.token[:, 0], **last, after=after)
         else:
             after = ids.scatter(1, last["positions"], last["tokens"])
             draws.note("correct", index, before=ids, **last, after=after)
@@ -125,8 +120,8 @@ class Recorded(DiscreteDDIM):
         return replace(
             edit,
             ids=ids,
-            commit=edit.commit | (rows & canvas.inside(at)),
-            remask=edit.remask & ~rows,
+            commit=canvas.inside(at) & over[:, None],
+            remask=canvas.inside(at) & ~over[:, None],
             keep_block=~over,
             close_block=over,
         )
@@ -139,6 +134,14 @@ class Recorded(DiscreteDDIM):
         route = (law.float() / draws.exponential(*law.shape)).argmax(-1)
         draws.last["routes"] = route
         return route
+
+    def random_ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        """See `DiscreteDDIM.random_ids`."""
+        draws = _draws(canvas)
+        if "routes" not in draws.last:
+            return torch.zeros_like(positions)
+        draws.last["noise"] = found = draws.integers(positions, vocab)
+        return found
 
     def swept(self, canvas: Canvas, query: Query, logits: Tensor, survival: Tensor) -> Tensor:
         """See `DiscreteDDIM.swept`."""

@@ -129,11 +129,13 @@ def test_tokens_are_drawn_from_the_logits_in_the_output() -> None:
     sample = block()
     sample[:, :2] = 5  # the end of a prompt
     output = made.step(logits(), made.timesteps[0], sample, generator=torch.Generator().manual_seed(0))
+    assert isinstance(output, DllmSchedulerOutput)
     kept = output.pred_logits.isfinite()
     assert ((kept.sum(-1) >= 1) & (kept.sum(-1) <= 3)).all()
     torch.testing.assert_close(output.pred_logits[kept], (logits() / 0.5)[kept])
     assert kept.gather(-1, output.pred_original_sample[..., None])[:, 2:].all()
     greedy = opened("threshold").step(logits(), torch.tensor(1.0), block())
+    assert isinstance(greedy, DllmSchedulerOutput)
     assert torch.equal(greedy.pred_logits, logits())
 
 

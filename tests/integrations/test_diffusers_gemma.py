@@ -97,6 +97,20 @@ class Drawn(CounterNoise):
         return torch.randint(VOCAB, positions.shape, generator=self.generator)
 
 
+@dataclass(frozen=True)
+class Opening(Drawn):
+    """The same of a scheduler that writes noise itself: the pipeline draws a canvas, and nothing behind a forward."""
+
+    opened: list[int] = field(default_factory=list, kw_only=True)
+
+    def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        start = int(canvas.start[0])
+        if start in self.opened:
+            return CounterNoise.ids(self, canvas, positions, vocab)
+        self.opened.append(start)
+        return self._next(positions)
+
+
 def seeds(seed: int) -> int:
     """What the first row's noise is seeded with: drawn behind the first canvas, without a trace."""
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +135,8 @@ def seeds(seed: int) -> int:
 )
 def test_the_pipeline_decides_as_sampler_does(rule: Settings) -> None:
     tokens, forwards = run(DllmScheduler(rule), PROMPTS[:1], seed=3)
-    noise = Drawn(begin=torch.tensor([-len(PROMPTS[0])]), generator=torch.Generator().manual_seed(3))
+    draws = Opening if rule["name"] == "discrete_ddim" else Drawn
+    noise = draws(begin=torch.tensor([-len(PROMPTS[0])]), generator=torch.Generator().manual_seed(3))
     sampler = Sampler(load(CHECKPOINT, device="cpu").denoiser, scheduler=rule, stop="none", noise=noise)
     expected = sampler.generate(PROMPTS[:1], max_new_tokens=2 * LENGTH, seed=seeds(3))
     assert torch.equal(tokens, expected.trace.decoded)
