@@ -16,7 +16,7 @@ from dllm_sampler.guides import Temperature
 from dllm_sampler.published.stops import StopAt
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.discrete_ddim import CLEAN, NOISE, DiscreteDDIM
-from dllm_sampler.stops.end_tokens import finished
+from dllm_sampler.stops.end_tokens import with_finish
 from tests.conformance.builder import Checkpoints, Setup, Unsupported
 from tests.conformance.lines import Count, Line, Size
 
@@ -167,7 +167,7 @@ class Together(StopAt):
 
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
-        return finished(edit, after.block_over(edit) & self.ends(after).any(1).all())
+        return with_finish(edit, after.block_over(edit) & self.ends(after).any(1).all())
 
 
 def _draws(canvas: Canvas) -> Draws:

@@ -22,7 +22,7 @@ from dllm_sampler.published import (
 )
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.stops.end_tokens import finished
+from dllm_sampler.stops.end_tokens import with_finish
 from tests.conformance.builder import Checkpoints, Measured, Setup, Task, Unsupported
 from tests.conformance.lines import Count, Line, Size
 
@@ -68,7 +68,7 @@ class StopWithBlock(StopAt):
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         full = ~(after.masked & canvas.in_grid_block()).any(1)
-        return finished(edit, full & self.ends(after).any(1))
+        return with_finish(edit, full & self.ends(after).any(1))
 
 
 def generate(line: Line, checkpoints: Checkpoints) -> Setup:

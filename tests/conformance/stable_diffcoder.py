@@ -18,7 +18,7 @@ from dllm_sampler.published import StopAt
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold
-from dllm_sampler.stops.end_tokens import finished
+from dllm_sampler.stops.end_tokens import with_finish
 from tests.conformance.builder import Checkpoints, Setup, Unsupported
 from tests.conformance.lines import Count, Line, Size
 from tests.conformance.llada import Loop
@@ -57,7 +57,7 @@ class StopWhenFull(StopAt):
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         """See `Stop.__call__`."""
         ended = (self.ends(after) & canvas.in_block()).any(1)
-        return finished(edit, (after.noise_left() == 0) & ended)
+        return with_finish(edit, (after.noise_left() == 0) & ended)
 
 
 @dataclass(frozen=True)
