@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from dllm_sampler import Sampler
-from dllm_sampler.models.filter import about
+from dllm_sampler.models.filter import metadata_of
 from dllm_sampler.training.filter import FilterConfig, FilterTrainer, collect, write
 
 PROMPTS = [f"copy: {', '.join(names)}" for names in (["Ada"], ["Ada", "Ben"], ["Cal", "Ada", "Dan"], ["Ben", "Dan"])]
@@ -36,7 +36,7 @@ def main(words: list[str] | None = None) -> int:
     )  # fmt: skip
     trainer = FilterTrainer(args, *records)
     trainer.train()
-    write(folder / "filter.safetensors", trainer.best, about(reference.denoiser.spec, options.block))
+    write(folder / "filter.safetensors", trainer.best, metadata_of(reference.denoiser.spec, options.block))
     scheduler = {"name": "learn2pd", "filter": str(folder / "filter.safetensors")}
     sampler = Sampler.from_pretrained(options.model, scheduler=scheduler, blocks=blocks)
     return int(sampler.generate(PROMPTS[0], max_new_tokens=options.block).nfe[0])

@@ -82,7 +82,7 @@ def test_a_run_that_resumes_ends_where_an_uninterrupted_one_does(
         (["train=mini", "train.model.head_dim=7"], "or head_dim is odd"),
         (["train=mini", "train.model.num_heads=3", "train.model.num_kv_heads=2"], "is not a multiple of num_kv_heads"),
         (["train=mini", "train.init_std=-1"], "init_std should be greater than or equal to 0"),
-        (["train=mini", "train.output_dir=null"], "train.output_dir should be a folder's name"),
+        (["train=mini", "train.output_dir=null"], "train.output_dir is None. Name a folder"),
         (["train=mini", "train.output_dir="], "train.output_dir"),
         (["train=mini", "+train.model.wings=2"], "unknown field of train.model 'wings'"),
         (["train=mini", "+train.data.phases.0.fly=2"], "unknown task 'fly'"),
