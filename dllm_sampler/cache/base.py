@@ -15,7 +15,7 @@ from dllm_sampler.core import select
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import ForwardRequest, HeadRows, Pack
 from dllm_sampler.core.protocols import Cache, Context, LayerParts, Plan
-from dllm_sampler.core.spec import AllColumns, BlocksOpenedAhead, ChangingLength, HiddenMasks, ModelSpec
+from dllm_sampler.core.spec import AllColumns, BlocksOpenedAhead, ChangingLength, HiddenMasks, ModelSpec, SoftInputs
 from dllm_sampler.core.values import Canvas, Edit, Query
 from dllm_sampler.core.visibility import Visible, mask_of
 from dllm_sampler.errors import UserError
@@ -236,6 +236,11 @@ class BaseCache(Cache):
             yield (
                 f"{scheduler} asks about states that may not come true, and what {cache} keeps changes from one forward"
                 " to the next, so that tokens would differ. Use cache=dual, prefix or none."
+            )
+        if traits.has(SoftInputs) and self.stores and (self.uses_padded_plan or not self.steady):
+            yield (
+                f"{scheduler} feeds mixtures of embeddings, and later forwards would see their keys in {cache}."
+                " Use cache=dual, cache=prefix or cache=none."
             )
         if traits.has(BlocksOpenedAhead) and self.stores:
             yield (

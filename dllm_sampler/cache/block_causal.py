@@ -123,6 +123,8 @@ class BlockCausalCache(BaseCache):
         """See `Cache.observe`. A block that was full, and stayed as it was, is stored as it is."""
         written = (edit.commit if edit.remask is None else edit.commit | edit.remask).any(1)
         full = ~(canvas.masked & canvas.in_grid_block()).any(1) & ~written
+        if query.mixture is not None:  # keys of soft inputs are not those of the tokens
+            full = full & ~query.mixture.where.any(1)
         if self.spec.attention == "causal_context":  # a finished block is computed again, as context
             full = torch.zeros_like(full)
         clean = torch.where(full, canvas.grid_end(), canvas.grid_start())

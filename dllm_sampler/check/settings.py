@@ -40,6 +40,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.certainty": [{"sigma": 1.0}, {"steps": 7}],
     "scheduler.credit": [{"threshold": 0.6, "memory": 2}],
     "scheduler.dinfer": [{"threshold": 0.7, "slack": 0.1}],
+    "scheduler.dmax": [{}, {"threshold": 0.0}],
     "scheduler.dus": [{}, {"skip": 0.0, "base": 3}],
     "scheduler.editing": [
         {"threshold": 0.5, "edit": 0.3, "extra": 3},
@@ -145,6 +146,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.learn2pd": [{"filter": toys.FILTER, "threshold": 0.5}],
     "scheduler.localleap": [{"threshold": 0.7, "relaxed": 0.3, "radius": 2}],
     "scheduler.pc": [{}, {"steps": 7, "decay": 0.0}],
+    "scheduler.remix": [{"threshold": 0.4}, {"threshold": 0.2, "divergence": 0.01, "share": 0.9}],
     "scheduler.rcr": [{}, {"steps": 7}],
     "scheduler.remdm": [{}, {"steps": 9, "revisions": 2, "tokens": 2}],
     "scheduler.streaming": [{"threshold": 0.7, "alpha": 0.6}],

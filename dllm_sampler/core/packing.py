@@ -386,6 +386,14 @@ class Pack:
         number = self.place // columns * (columns // length + 2) + block
         return torch.searchsorted(number, number)
 
+    def mixed(self, canvas: Canvas, query: Query) -> Tensor:
+        """Return `[T]` the place of each entry's mixture in the flat `[B*Q]`. It is B*Q for a token."""
+        assert query.mixture is not None and self.segment is None
+        where = query.mixture.where & (query.positions < canvas.length)
+        size = where.numel()
+        places = select.arange(size, where.device).view_as(where).masked_fill(~where, size)
+        return torch.full_like(canvas.ids, size).scatter(1, query.positions, places).flatten()[self.place]
+
     def ids(self, canvas: Canvas, query: Query, mask_id: int | None) -> Tensor:
         """Return `[T]` the token of each entry.
 

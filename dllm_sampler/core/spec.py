@@ -143,7 +143,20 @@ class WatchedLayers(RareTrait):
 
 
 @dataclass(frozen=True)
-class ShadowRows(RareTrait):
+class OwnInputs(RareTrait):
+    """Forwards have inputs that are not the canvas's tokens."""
+
+
+@dataclass(frozen=True)
+class SoftInputs(OwnInputs):
+    """The model reads mixtures of embeddings (`Query.mixture`) at positions of the block, but not as it opens.
+
+    A cache must not serve their keys to later forwards.
+    """
+
+
+@dataclass(frozen=True)
+class ShadowRows(OwnInputs):
     """Shadow rows of masks are added to the forward, for `leave_one_out` queries."""
 
 

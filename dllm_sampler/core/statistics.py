@@ -13,6 +13,7 @@ from dllm_sampler.core.values import Readout
 TILE = 64  # the least width of the tiles that `argmax` looks at
 MANY = 2**15  # logits: from here on a CPU finds the best one faster in tiles than by torch's argmax
 CACHE = 2**19  # numbers that are worked on at once: a CPU still has them in a cache, and there are few calls
+LEAST = 2.0**-23  # of a probability in `jensen_shannon`
 TINY = 1e-12  # a probability below which it does not matter how little it is
 # Temperatures outside are brought to the nearer end: the quotients stay finite, and the law is the limit's already.
 COLDEST, HOTTEST = 1e-20, 1e20
@@ -142,6 +143,19 @@ def divergence(now: Tensor, then: Tensor, index: Tensor, precise: bool = False) 
             part, old = part / part.sum(-1, keepdim=True), old / old.sum(-1, keepdim=True).clamp(min=TINY)
         old = old.add_(TINY)
         parts.append((part + TINY).div_(old).log_().mul_(part).sum(-1))
+    return torch.cat(parts)
+
+
+def jensen_shannon(now: Tensor, then: Tensor, index: Tensor) -> Tensor:
+    """`[N]` Jensen-Shannon divergence in nats of `now [N, V]` from the rows `index [N]` of `then [M, V]`.
+
+    Probabilities count as at least `LEAST`.
+    """
+    parts, size = [], rows_at_once(now, 4)
+    for part, at in zip(now.split(size), index.split(size), strict=True):
+        part, old = part.clamp(min=LEAST), then.index_select(0, at).to(now.dtype).clamp(min=LEAST)
+        middle = (part + old) / 2
+        parts.append((part * (part / middle).log() + old * (old / middle).log()).sum(-1) / 2)
     return torch.cat(parts)
 
 

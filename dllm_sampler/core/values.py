@@ -16,7 +16,7 @@ turn.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -384,6 +384,25 @@ class Candidates:
     forks: bool = False  # the step may go on from any candidate (`Edit.candidate`), whose keys are then stored
 
 
+class Mixture(NamedTuple):
+    """Soft inputs of a query: at some positions the model reads a mixture of embeddings in place of a token's.
+
+    The mask token has what the weights leave of 1.
+    """
+
+    ids: Tensor  # [B, Q, k] tokens
+    weights: Tensor  # [B, Q, k] float32, of their embeddings. In float64 rounding would grow from forward to forward
+    where: Tensor  # [B, Q] bool: the positions. The model reads tokens at the others
+    keep_norm: bool = False  # scale a mixture to the weighted mean of the norms of its embeddings
+
+    def moved(self, before: Tensor, positions: Tensor) -> Mixture:
+        """Return the mixtures of `positions [B, Q']`. A position outside `before [B, Q]` has none."""
+        at = torch.searchsorted(before.contiguous(), positions.contiguous()).clamp(max=before.shape[1] - 1)
+        each = at[..., None].expand(-1, -1, self.ids.shape[2])
+        where = self.where.gather(1, at) & (before.gather(1, at) == positions)
+        return self._replace(ids=self.ids.gather(1, each), weights=self.weights.gather(1, each), where=where)
+
+
 @dataclass(frozen=True)
 class Query:
     """A question to the model: predictions at `positions`, under K candidates of the tokens there."""
@@ -397,6 +416,7 @@ class Query:
     causal: Tensor | None = None  # [B] bool: rows that predict each position from what is before it, by shadows with
     # leave_one_out, else by the row before; the other rows are asked as without either
     candidates: Candidates = Candidates()
+    mixture: Mixture | None = None  # of a scheduler with `SoftInputs`, for one candidate and positions of the block
 
     @property
     def shifted(self) -> Tensor | None:
@@ -431,7 +451,12 @@ class Query:
             chosen = chosen & (canvas.columns() < self.limit[:, None])  # what is hidden has no answer
         positions = select.columns(asked | chosen, width)
         at = positions[:, None].expand(-1, self.ids.shape[1], -1)
-        return replace(self, positions=positions, ids=self.rows(canvas).gather(2, at))
+        return self._about(positions, self.rows(canvas).gather(2, at))
+
+    def _about(self, positions: Tensor, ids: Tensor) -> Query:
+        """Return the query about other positions `[B, Q']`, with tokens `[B, K, Q']`."""
+        mixture = None if self.mixture is None else self.mixture.moved(self.positions, positions)
+        return replace(self, positions=positions, ids=ids, mixture=mixture)
 
     def rows(self, canvas: Canvas) -> Tensor:
         """Return the tokens `[B, K, L+1]` of the canvas under each hypothesis."""
@@ -450,7 +475,7 @@ class Query:
     def drop(self, canvas: Canvas, kept: Tensor) -> Query:
         """Return the query without the columns outside `kept [B, L+1] bool`. Its width Q stays."""
         positions, order = torch.where(kept.gather(1, self.positions), self.positions, canvas.length).sort(1)
-        return replace(self, positions=positions, ids=self.ids.gather(2, order[:, None].expand_as(self.ids)))
+        return self._about(positions, self.ids.gather(2, order[:, None].expand_as(self.ids)))
 
     def under(self, candidate: Tensor) -> Query:
         """Return the query about one candidate per row, `candidate [B]`, with K = 1."""
@@ -462,7 +487,7 @@ class Query:
         """Return the query without its last columns, which no row uses."""
         if width >= self.positions.shape[1]:
             return self
-        return replace(self, positions=self.positions[:, :width], ids=self.ids[:, :, :width])
+        return self._about(self.positions[:, :width], self.ids[:, :, :width])
 
 
 class TokenChoice(Protocol):

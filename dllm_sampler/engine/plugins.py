@@ -32,6 +32,7 @@ from dllm_sampler.core.spec import (
     CommittedMasks,
     LeftToRightVerifier,
     ModelSpec,
+    OwnInputs,
     PlannedCommits,
     ShadowRows,
     TrainedBlocks,
@@ -261,10 +262,10 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
     """Yield what scheduler, blocks, stop, cache and model cannot do together."""
     spec, traits = plugins.context.spec, plugins.scheduler.traits
     scheduler, blocks, stop = (f"{group}={named(getattr(plugins, group))}" for group in ("scheduler", "blocks", "stop"))
-    if traits.has(ShadowRows) and not (spec.cacheable and spec.mask_id is not None):
+    if traits.has(OwnInputs) and not (spec.cacheable and spec.mask_id is not None):
         yield (
-            f"{scheduler} adds shadow rows of mask tokens to the forward, and this model takes plain rows only. Use"
-            " another scheduler, for example threshold."
+            f"{scheduler} adds shadow rows of masks or mixtures of embeddings to the forward, which this model does not"
+            " take. Use another scheduler, for example threshold."
         )
     if traits.drafts and (plugins.stop.cuts or plugins.stop.fills):
         yield (

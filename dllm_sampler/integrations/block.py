@@ -23,7 +23,7 @@ from dllm_sampler.core.spec import (
     BatchState,
     ChangingLength,
     ModelSpec,
-    ShadowRows,
+    OwnInputs,
     Traits,
     UniformNoise,
     WatchedLayers,
@@ -324,8 +324,8 @@ def reason(traits: Traits) -> str | None:
         return "it looks at attention"
     if traits.has(ChangingLength):
         return "it changes the length of the answer"
-    if traits.has(ShadowRows):
-        return "it adds shadow rows to the forward"
+    if traits.has(OwnInputs):
+        return "it adds inputs of its own to the forward"
     if traits.has(UniformNoise):
         return "some of its forwards leave the model's self-conditioning as it was"
     if traits.drafts:

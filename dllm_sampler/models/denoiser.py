@@ -27,6 +27,7 @@ from dllm_sampler.models.attention_means import Watching
 from dllm_sampler.models.compiled import CompiledParts, Parts
 from dllm_sampler.models.fields import shown
 from dllm_sampler.models.packed import PackedAttention
+from dllm_sampler.models.soft import soft_inputs
 from dllm_sampler.models.transformer import Layer, Rope, Transformer, pick_rows
 
 
@@ -152,6 +153,7 @@ class TransformerDenoiser:
             positions=self.positions(query, pack)[None],
             drive=drive,
             rows=pack.head_entries[None],
+            inputs=soft_inputs(pack, canvas, query, self.mask_id),
         )
         return hidden[0], spent(canvas, plan)
 
@@ -161,7 +163,7 @@ class TransformerDenoiser:
 
     def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
         """The same for a cache that drives layers on the padded form."""
-        if query.ids.shape[1] > 1 or query.leave_one_out:
+        if query.ids.shape[1] > 1 or query.leave_one_out or query.mixture is not None:
             raise UserError(
                 "cache-incompatible", f"cache={named(plan.cache)} takes plain queries only. Use cache=none."
             )

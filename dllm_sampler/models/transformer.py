@@ -90,6 +90,9 @@ class Rope:
 # last layer gets the rows [N, Q] that are answered, and returns those alone, [N, Q, D]; the others get None.
 Drive = Callable[[int, "Layer", Tensor, Rope, Tensor | None], Tensor]
 
+# The first layer's input [N, M, D], of the tokens' embeddings [N, M, D] and of what embeds tokens [...].
+Inputs = Callable[[Tensor, nn.Module], Tensor]
+
 
 def pick_rows(hidden: Tensor, rows: Tensor | None) -> Tensor:
     """Return the rows `[N, Q]` of `hidden [N, M, D]`, as `[N, Q, D]`. Without `rows`, return all of them."""
@@ -254,6 +257,7 @@ class Transformer(nn.Module):
         keys: Tensor | None = None,
         drive: Drive | None = None,
         rows: Tensor | None = None,
+        inputs: Inputs | None = None,
     ) -> Tensor:
         """Logits `[N, M, V]`; with `drive` the normed hidden states `[N, M|Q, D]` for `head`.
 
@@ -264,10 +268,13 @@ class Transformer(nn.Module):
         drive: runs each layer in place of the layer's own forward
         rows: int64 `[N, Q]`, indices into the computed positions to answer for; default all of them in order. In
             the last layer the others are keys and values only
+        inputs: makes the first layer's input of the embeddings; default: the embeddings themselves
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)  # [1, M]
         hidden = self.embed(ids)  # [N, M, D]
+        if inputs is not None:
+            hidden = inputs(hidden, self.embed)
         rope = self.rope(positions, hidden.dtype)
         together = self.together(positions.expand_as(ids), keys) if drive is None else None
         mask = None

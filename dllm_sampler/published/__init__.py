@@ -52,6 +52,7 @@ from dllm_sampler.published.multi_block import (
 from dllm_sampler.published.origin import PublishedOrigin
 from dllm_sampler.published.particles import PrefixDraws, PublishedSelfRewarding, RestDraws
 from dllm_sampler.published.rcr import PublishedRunningConfidence
+from dllm_sampler.published.remix import PublishedRejectionMixing
 from dllm_sampler.published.rnd1 import CappedEntropyBound, EvenRest, JudgedTemperature, ShiftedDraws
 from dllm_sampler.published.s2d2 import Level, PublishedSelfVerified
 from dllm_sampler.published.seeded import (
@@ -64,7 +65,7 @@ from dllm_sampler.published.seeded import (
 )
 from dllm_sampler.published.sliding import FillAtBlock, FirstFromRefresh, StepQuota, WithoutLookahead
 from dllm_sampler.published.slowfast import PublishedSlowFast
-from dllm_sampler.published.stops import AllEnd, EarlyStop, StopAt
+from dllm_sampler.published.stops import AllEnd, EarlyStop, PromptCounts, StopAt
 from dllm_sampler.published.suffix import SuffixDraws
 from dllm_sampler.published.svdd import AbsorbingKernel
 from dllm_sampler.published.unrolled import Unrolled
@@ -105,6 +106,7 @@ __all__ = [
     "PartDraws",
     "PrefillsApart",
     "PrefixDraws",
+    "PromptCounts",
     "PublishedCachedEndOfText",
     "PublishedCredit",
     "PublishedDInferThreshold",
@@ -127,6 +129,7 @@ __all__ = [
     "PublishedParallelDecoding",
     "PublishedPositionCalibrated",
     "PublishedPrefixCache",
+    "PublishedRejectionMixing",
     "PublishedRemasking",
     "PublishedRhoEos",
     "PublishedRunningConfidence",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.stops.end_tokens import BlockStop, PrefixStop
+from dllm_sampler.stops.end_tokens import BlockStop, PrefixStop, with_finish
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,19 @@ class EarlyStop(PrefixStop):
         asked = (is_end(canvas.ids, self.end_ids) & (canvas.columns() < canvas.layout.first[:, None])).any(1)
         finish = edit.finish & looks | asked & committed
         return replace(edit, finish=finish if before is None else before | finish)
+
+
+@dataclass(frozen=True)
+class PromptCounts(BlockStop):
+    """As `BlockStop`, and an end token of the prompt counts in the block that it is in.
+
+    Source: the code of DMax, arXiv 2604.08302.
+    """
+
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        """See `Stop.__call__`."""
+        ends = is_end(after.ids, self.end_ids) & ~after.masked & canvas.in_grid_block()
+        return with_finish(edit, after.block_over(edit) & ends.any(1))
 
 
 @dataclass(frozen=True)

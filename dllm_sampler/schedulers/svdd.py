@@ -13,7 +13,7 @@ from dllm_sampler.core.checks import check_choice, check_count, check_inner, che
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import PICKS, gumbel, hashed, unit
 from dllm_sampler.core.protocols import Context, Scheduler, is_random
-from dllm_sampler.core.spec import PlannedCommits, ShadowRows, Traits, UniformNoise, with_bound_fields
+from dllm_sampler.core.spec import OwnInputs, PlannedCommits, Traits, UniformNoise, with_bound_fields
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.inputs.rewards import Reward
@@ -54,8 +54,8 @@ class SoftValueGuided(Choosing):
         inner, traits, why = named(self.inner), check_inner(self.inner).traits, None
         if traits.drafts or not traits.graph_safe:
             why = "a scheduler that drafts, asks another model or a reward itself"
-        elif self.looks_ahead and (traits.revises or traits.has(ShadowRows) or not traits.asks_block):
-            why = "with scheduler.value=fill one that takes tokens back or chooses what to ask in each step"
+        elif self.looks_ahead and (traits.revises or traits.has(OwnInputs) or not traits.asks_block):
+            why = "with scheduler.value=fill one that takes tokens back, chooses what to ask or feeds inputs of its own"
         if why and self.candidates > 1:
             raise UserError(
                 "scheduler-incompatible", f"scheduler=svdd cannot draft for {inner}, {why}. Use inner=fixed."

@@ -13,6 +13,18 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.remasking import Renoising
 
 
+def wide(eligible: Tensor, sure: Tensor, threshold: float, share: float, least: int, most: int) -> Tensor:
+    """Return `[B]` the number of masks that a step commits: those above a threshold, but not too many.
+
+    Args:
+        eligible: `[B, Q] bool` masks of the block. There is at least one.
+        sure: `[B, Q]` their confidence.
+        share: at most this share of them, within [least, most].
+    """
+    cap = (eligible.sum(1, dtype=torch.float64) * share).long().clamp(least, most)
+    return torch.minimum((eligible & (sure > threshold)).sum(1), cap).clamp(min=1)
+
+
 @dataclass(frozen=True)
 class Wino(Renoising):
     """Commit the masks above a low threshold, remask committed tokens that a shadow row finds unlikely.
@@ -60,9 +72,7 @@ class Wino(Renoising):
         assert readout.current is not None
         sure, inside = readout.confidence[:, 0], canvas.inside(query.positions)  # [B, Q]
         eligible = self.eligible(canvas, query, carry)
-        cap = (eligible.sum(1, dtype=torch.float64) * self.share).long().clamp(self.least, self.most)  # [B]
-        wide = (eligible & (sure > self.threshold)).sum(1)
-        accepted = torch.minimum(wide, cap).clamp(min=1)  # an open block has a mask: no more than there are
+        accepted = wide(eligible, sure, self.threshold, self.share, self.least, self.most)
 
         support = readout.current[:, 0].exp()
         doubtful = inside & ~eligible & (support < self.back)

@@ -20,7 +20,7 @@ from dllm_sampler.core import select
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.core.spec import ChangingLength, HiddenMasks, ModelSpec, ShadowRows
+from dllm_sampler.core.spec import ChangingLength, HiddenMasks, ModelSpec, OwnInputs
 from dllm_sampler.core.visibility import block_causal, clean_and_noisy
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.scorable import scorable
@@ -220,7 +220,7 @@ def check(sampler: Sampler) -> None:
         f"{rule} asks about states that may not come true. {fixed}": traits.drafts,
         f"{rule} hides a part of the canvas. {fixed}": traits.has(HiddenMasks),
         f"{rule} changes the length of answers. {fixed}": traits.has(ChangingLength),
-        f"{rule} adds shadow rows to the forward. {fixed}": traits.has(ShadowRows),
+        f"{rule} adds inputs of its own to the forward. {fixed}": traits.has(OwnInputs),
         f"blocks={named(blocks)} hides masks. Use blocks=multi_block.": blocks.hides,
         f"stop={named(stop)} writes tokens that have no score. Use stop=prefix.": stop.fills and not stop.predicts,
         "a guide changes recorded probabilities. Remove it.": any(guide.measures for guide in plugins.guides),

@@ -87,6 +87,8 @@ SYSTEMS = {
     "bert-chat/mdlm": 6,
     "rnd1/diffusion_sample": 16,
     "llada2": 7,
+    "dmax": 21,
+    "remix": 20,
     "t2m/low_prob": 9,
     "t2m/t2t_remask": 6,
     "t2m/logit_diff": 6,

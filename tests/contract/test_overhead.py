@@ -29,6 +29,7 @@ DEARER = {
     "pc": 37,  # the fixed schedule, weighted by place and by frequency
     "random_order": 72,  # the order of every column, ahead of time
     "remdm": 47,  # two choices, the second of which looks at the first
+    "remix": 71,  # distributions of the last step, and the likeliest tokens of this one
     "rho_eos": 62,  # the same sum
     "slowfast": 77,  # two phases
     "ssd": 341,  # as freedave

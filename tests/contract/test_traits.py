@@ -20,7 +20,14 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Carry, Guide, Paced, Planner, Tempered
-from dllm_sampler.core.spec import BlocksOpenedAhead, ChangingLength, PlannedCommits, RareTrait, UniformNoise
+from dllm_sampler.core.spec import (
+    BlocksOpenedAhead,
+    ChangingLength,
+    PlannedCommits,
+    RareTrait,
+    SoftInputs,
+    UniformNoise,
+)
 from dllm_sampler.core.values import Edit, Readout
 from dllm_sampler.engine import layout
 from dllm_sampler.guides import Temperature
@@ -134,15 +141,16 @@ DROPPED: dict[type[Around], type[RareTrait]] = {
     PublishedEager: PlannedCommits,  # it decodes by a rule of its own
 }
 
+OWN_INPUTS = {"OwnInputs", "ShadowRows", "SoftInputs"}
 REFUSED: dict[type[Around], set[str]] = {
     # It scales confidences, which must count, before anybody drafts by them or measures an answer's length.
     Eoser: {"drafts", "ranks_by_confidence", "ChangingLength"},
     # Columns move under what it knows of them; counts over an answer have no meaning before its end is known.
     Lengthening: {"drafts", "revises", "ChangingLength", "HiddenMasks", "scope"},
-    RunAhead: {"drafts", "revises", "ShadowRows", "asks_block"},  # it looks ahead at fewer and fewer masks
-    Forking: {"drafts", "revises", "ShadowRows", "asks_block", "ChangingLength"},  # it asks about forks of its own
+    RunAhead: OWN_INPUTS | {"drafts", "revises", "asks_block"},  # it looks ahead at fewer and fewer masks
+    Forking: OWN_INPUTS | {"drafts", "revises", "asks_block", "ChangingLength"},  # it asks about forks of its own
     Choosing: {"drafts", "graph_safe"},  # each step is taken several times
-    SoftValueGuided: {"revises", "ShadowRows", "asks_block"},  # candidates fill a block further and further
+    SoftValueGuided: OWN_INPUTS | {"revises", "asks_block"},  # candidates fill a block further and further
 }
 
 # One asks and commits without the inner scheduler, the others are no methods.
@@ -196,7 +204,7 @@ def test_every_trait_is_handed_on_unless_the_wrapper_has_its_own(
     wrapper: type[Around], subtests: pytest.Subtests
 ) -> None:
     common = {one.name: replace(Traits(), **{one.name: other(one)}) for one in fields(Traits) if one.name != "rare"}
-    rare = {kind.__name__: Traits(rare=(kind(*[6] * len(fields(kind))),)) for kind in RareTrait.__subclasses__()}
+    rare = {kind.__name__: Traits(rare=(kind(*[6] * len(fields(kind))),)) for kind in subclasses(RareTrait)}
     for name, given in {**common, **rare}.items():
         with subtests.test(name):
             inner = Facts(given)
@@ -301,6 +309,7 @@ class Watched(Around):
         asked, wanted = (torch.zeros_like(canvas.masked).scatter(1, at.positions, True) for at in (query, default))
         assert torch.equal(asked[:, :-1] & ~canvas.done[:, None], wanted[:, :-1] & ~canvas.done[:, None])
         assert query.ids.shape[1] == 1 and query.limit is None and not (query.keeps_positions or query.leave_one_out)
+        assert (query.mixture is None) != self.traits.has(SoftInputs)
         return self.inner.tell(canvas, query, readout, carry)
 
 

@@ -74,6 +74,20 @@ def test_wrapped_modules_sample_and_score_as_they_are(tmp_path: Path) -> None:
     worker(0, str(tmp_path / "store"), 1)
 
 
+def test_soft_inputs_of_a_sharded_table(tmp_path: Path) -> None:
+    """The table is gathered while the model's forward runs, where mixtures are made."""
+    sharded = joined(0, str(tmp_path / "store"), 1)
+    try:
+        for rule in ("dmax", "remix"):
+            one, other = (
+                Sampler(toys.wrapped(model), scheduler=rule, stop="none").generate(toys.PROMPTS, max_new_tokens=12)
+                for model in (toys.transformer(), sharded)
+            )
+            assert torch.equal(one.tokens, other.tokens) and torch.equal(one.nfe, other.nfe)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.slow
 def test_each_process_samples_and_gradients_are_averaged(tmp_path: Path) -> None:
     spawn(worker, (str(tmp_path / "store"), 2), nprocs=2)
@@ -83,9 +97,9 @@ def streamer(rank: int, store: str, processes: int) -> None:
     """One process of a sharded model, with more prompts than its neighbour, which has none in the end."""
     sharded = joined(rank, store, processes)
     try:
-        options = {"scheduler": {"name": "threshold", "threshold": 0.5}, "stop": "none"}
         for prompts in (toys.PROMPTS[: (4, 1)[rank]], toys.PROMPTS[: (0, 2)[rank]], [[], [3, 4]][rank:]):
-            for cache in ("none", "dual"):
+            for cache, scheduler in (("none", "threshold"), ("dual", "threshold"), ("dual", "remix"), ("none", "dmax")):
+                options = {"scheduler": {"name": scheduler, "threshold": 0.5}, "stop": "none"}
                 sampler = Sampler(toys.wrapped(sharded), cache=cache, **options)
                 stream = sampler.generate_many(prompts, batch_size=2, max_new_tokens=8, on_error="yield")
                 answers = [answer for answer in stream if answer.error is None]

@@ -176,6 +176,7 @@ def test_weights_by_hand() -> None:
         ({"scheduler": "remdm"}, "trajectories-unsupported"),
         ({"scheduler": "freedave"}, "trajectories-unsupported"),
         ({"scheduler": "wino"}, "trajectories-unsupported"),
+        ({"scheduler": "remix"}, "trajectories-unsupported: inputs of its own"),
         ({"scheduler": "slowfast"}, "trajectories-unsupported"),
         ({"scheduler": {"name": "eoser", "inner": "slowfast"}}, "trajectories-unsupported"),
         ({"scheduler": {"name": "leftright", "max_lookahead": 4}}, "trajectories-unsupported"),

@@ -12,7 +12,7 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count, check_inner
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
-from dllm_sampler.core.spec import ChangingLength, PlannedCommits, ShadowRows, Traits, with_bound_fields
+from dllm_sampler.core.spec import ChangingLength, OwnInputs, PlannedCommits, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.d2f import D2F
@@ -42,12 +42,12 @@ class Forking(Around, ABC):
     def __post_init__(self) -> None:
         check_count("scheduler.forks", self.forks, 0)
         traits = check_inner(self.inner).traits
-        own = traits.revises or traits.has(ShadowRows) or not traits.asks_block or traits.has(ChangingLength)
+        own = traits.revises or traits.has(OwnInputs) or not traits.asks_block or traits.has(ChangingLength)
         if self.forks and (traits.drafts or own):
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} cannot fork for {named(self.inner)}, which drafts, remasks, moves tokens or"
-                " chooses what to ask in each step. Use scheduler.inner=d2f or scheduler.inner=threshold.",
+                f"scheduler={named(self)} cannot fork for {named(self.inner)}, which drafts, remasks, moves tokens,"
+                " chooses what to ask in each step or feeds inputs of its own. Use scheduler.inner=d2f.",
             )
 
     @property

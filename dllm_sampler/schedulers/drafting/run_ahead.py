@@ -13,7 +13,7 @@ from dllm_sampler.core.checks import check_inner
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Context, is_random
-from dllm_sampler.core.spec import BlocksOpenedAhead, PlannedCommits, ShadowRows, Traits, with_bound_fields
+from dllm_sampler.core.spec import BlocksOpenedAhead, OwnInputs, PlannedCommits, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -53,11 +53,11 @@ class RunAhead(Around):
             raise UserError(
                 "scheduler-incompatible", f"scheduler={name} cannot speed up {inner}, which drafts, too. Remove one."
             )
-        if traits.revises or traits.has(ShadowRows) or not traits.asks_block:
+        if traits.revises or traits.has(OwnInputs) or not traits.asks_block:
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={name} cannot look ahead for {inner}, which remasks or chooses what to ask in each step."
-                f" Use another scheduler inside {name}, for example threshold, or {inner} alone.",
+                f"scheduler={name} cannot look ahead for {inner}, which remasks, chooses what to ask in each"
+                f" step or feeds inputs of its own. Use another scheduler inside {name}, for example threshold.",
             )
         if self.eager and traits.asks == "window":
             raise UserError(

@@ -1,0 +1,34 @@
+"""ReMix, as its code has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.schedulers.remix import Predicted, RejectionMixing
+
+
+@dataclass(frozen=True)
+class PublishedRejectionMixing(RejectionMixing):
+    """A rejected position is a plain mask until it is committed, since its prediction counts as zero from then on.
+
+    The second forward of the run has no mixtures. A later block's first forward is compared with the last one of the
+    block before.
+
+    Source: the code of ReMix, arXiv 2602.22868.
+    """
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """The whole answer, since later blocks compare with it."""
+        return self.mixed(canvas, Query.at(canvas, canvas.answer()), carry, (canvas.age > 0) & (canvas.step > 1))
+
+    def compares(self, canvas: Canvas) -> Tensor:
+        """See `RejectionMixing.compares`."""
+        return canvas.step > 0
+
+    def predicted(self, positions: Tensor, law: Tensor, rejected: Tensor) -> Predicted:
+        """See `RejectionMixing.predicted`."""
+        return super().predicted(positions, law.masked_fill(rejected[..., None], 0), rejected)

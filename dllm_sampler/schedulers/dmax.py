@@ -1,0 +1,89 @@
+"""DMax: tokens of the block stay soft, and every forward predicts them again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core.checks import check_number
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.spec import SoftInputs, Traits, with_bound_fields
+from dllm_sampler.core.values import Canvas, Edit, Mixture, Query, Readout
+
+SURE = 0.9  # a block with no prediction below is over
+
+
+class Standing(NamedTuple):
+    """The tokens that the last forward of a block predicted, and how sure of them it was."""
+
+    token: Tensor  # [B, L+1], -1 where none was predicted
+    sure: Tensor  # [B, L+1] float32
+
+
+@dataclass(frozen=True)
+class SoftParallel(Scheduler):
+    """Commit a run of sure masks from the left, and predict every token of the block again in each forward.
+
+        forward:  token, sure at every position of the block
+        masks:    commit from the left up to the first with sure < threshold, the leftmost in any case
+        tokens:   replace each by what is predicted now
+        leave:    no mask is left, and all are sure >= 0.9 or nothing changed, or after as many forwards as columns
+        input:    a mask is a mask. A token is sure * E[token] + (1 - sure) * E[mask], with their mean norm
+
+    Source: soft parallel decoding of DMax, arXiv 2604.08302. Its checkpoints are trained for such inputs. Other models
+    collapse, says the paper. The forward that opens a block reads tokens and masks alone, and a cache stores a
+    finished block as tokens.
+
+    Args:
+        threshold: a mask below it ends the run. The published evaluation has 0.5. With 0 the first forward of a block
+            commits all of it, and later ones revise.
+    """
+
+    threshold: float = 0.5
+    grid: int = field(init=False, default=1, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_number("scheduler.threshold", self.threshold, "a probability")
+
+    def bind(self, context: Context) -> Self:
+        """Take the length of the model's blocks, which bounds their forwards."""
+        return with_bound_fields(self, grid=context.blocks.grid or 1)
+
+    @property
+    def traits(self) -> Traits:
+        """It replaces tokens, and feeds soft ones."""
+        return Traits(asks="window", revises=True, scheduled=True, scope="model", rare=(SoftInputs(),))
+
+    def init(self, canvas: Canvas) -> Carry:
+        """See `Standing`."""
+        none = torch.full_like(canvas.ids, -1)
+        return Standing(none, torch.zeros_like(none, dtype=torch.float32))
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """The whole block. Tokens that the last forward predicted are soft."""
+        query = Query.window(canvas)
+        at, token = query.positions, query.ids[:, 0]
+        soft = canvas.inside(at) & ~canvas.masked.gather(1, at) & (carry.token.gather(1, at) == token)
+        soft = soft & (canvas.age > 0)[:, None]
+        return replace(query, mixture=Mixture(token[..., None], carry.sure.gather(1, at)[..., None], soft, True))
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        at, token, sure = query.positions, readout.token[:, 0], readout.confidence[:, 0]  # [B, Q]
+        inside = canvas.inside(at)
+        masks = inside & canvas.masked.gather(1, at)
+        run = masks & ((masks & (sure < self.threshold)).cumsum(1) == 0)
+        fill = run | (masks & (masks.cumsum(1) == 1))
+        changed = fill | ((inside ^ masks) & (token != canvas.ids.gather(1, at)))
+        unsure = (inside & (sure < SURE)).any(1) & changed.any(1)
+        again = unsure & (canvas.age + 1 < canvas.stop - canvas.grid_start())
+        # Nothing becomes noise, but stops should know that committed tokens are not final before the block is over.
+        edit = Edit(token, changed, remask=torch.zeros_like(fill), keep_block=again)
+        return edit, Standing(carry.token.scatter(1, at, token), carry.sure.scatter(1, at, sure.float()))
+
+    def bound(self, tokens: int) -> int:
+        """Every block may have as many forwards as columns, also one that begins with most of a prompt."""
+        return tokens * self.grid

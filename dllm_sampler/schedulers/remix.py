@@ -1,0 +1,117 @@
+"""ReMix: a mask's input is mixed with what the last forward predicted there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from dllm_sampler.core import select
+from dllm_sampler.core.checks import check_number, check_share
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
+from dllm_sampler.core.spec import ModelSpec, SoftInputs, Traits, with_bound_fields
+from dllm_sampler.core.statistics import jensen_shannon
+from dllm_sampler.core.values import Canvas, Edit, Mixture, Query, Readout
+from dllm_sampler.schedulers.wino import wide
+
+TOKENS = 50  # of a mixture at most
+LEAST, MOST = 0.2, 0.9  # probability that the tokens of a mixture have together, at most
+SHARE, FEW, MANY = 0.7, 5, 20  # a step commits at most this share of the masks, within these numbers
+
+
+class Predicted(NamedTuple):
+    """The predictions of the last forward, at the positions that it was asked about."""
+
+    positions: Tensor  # [B, Q]
+    law: Tensor  # [B, Q, V] probabilities
+    mixture: Mixture  # what they make of an input
+
+
+@dataclass(frozen=True)
+class RejectionMixing(Scheduler):
+    """Commit widely, and feed each mask that is left what was predicted there, unless the prediction jumps.
+
+        forward:  law p at every mask of the block; h is p of the forward before
+        commit:   masks with confidence > threshold, at most 70 % of them, within 5 and 20; the surest in any case
+        reject:   masks left with JS(h, p) > divergence: they are plain masks in the next forward
+        input:    (1 - share) E[mask] + share * (sum of h E over the likeliest tokens, the rest E[mask])
+
+    The likeliest tokens are those that together have at most min(0.9, twice the largest probability), at most 50.
+    Source: ReMix (rejection mixing), arXiv 2602.22868, training-free. The forward that opens a block has no mixtures
+    and nothing to compare with. Memory: the last forward's probabilities, as large as the block's logits in float32.
+
+    Args:
+        threshold: probability a mask must exceed to be committed. The paper has 0.9 for GSM8K, else 0.8.
+        divergence: Jensen-Shannon divergence in nats above which a mixture is rejected. From ln 2 on none is.
+        share: of the prediction in a mixture. 0 feeds plain masks.
+    """
+
+    threshold: float = 0.9
+    divergence: float = 0.3
+    share: float = 0.5
+    model: ModelSpec | None = field(init=False, default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_number("scheduler.threshold", self.threshold, "a probability")
+        check_number("scheduler.divergence", self.divergence)
+        check_share("scheduler.share", self.share)
+
+    def bind(self, context: Context) -> Self:
+        """Take the size of the vocabulary."""
+        return with_bound_fields(self, model=context.spec)
+
+    @property
+    def traits(self) -> Traits:
+        """It feeds soft masks."""
+        return Traits(scope="model", rare=(SoftInputs(),))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Whole distributions."""
+        return frozenset({"probabilities"})
+
+    def init(self, canvas: Canvas) -> Carry:
+        """See `Predicted`. Nothing was asked yet."""
+        assert self.model is not None
+        nowhere, vocab = torch.full_like(canvas.ids[:, :1], canvas.length), self.model.vocab_size
+        precise = torch.promote_types(self.model.dtype, torch.float32)
+        law = torch.zeros_like(nowhere, dtype=precise)[..., None].repeat(1, 1, vocab)
+        tops = torch.zeros_like(law[..., : min(TOKENS, vocab)], dtype=torch.float32)
+        return Predicted(nowhere, law, Mixture(tops.long(), tops, torch.zeros_like(nowhere, dtype=torch.bool)))
+
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        """The masks of the block, with those that were predicted in it mixed."""
+        return self.mixed(canvas, Query.masks(canvas), carry, canvas.age > 0)
+
+    @staticmethod
+    def mixed(canvas: Canvas, query: Query, carry: Predicted, rows: Tensor) -> Query:
+        """Return the query with mixtures at the block's masks, in `rows [B] bool`."""
+        mixture = carry.mixture.moved(carry.positions, query.positions)
+        where = mixture.where & canvas.eligible(query.positions) & rows[:, None]
+        return replace(query, mixture=mixture._replace(where=where))
+
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        """See `Scheduler.tell`."""
+        assert readout.probabilities is not None
+        law, sure, eligible = readout.probabilities[:, 0], readout.confidence[:, 0], canvas.eligible(query.positions)
+        commit = select.top(sure, eligible, wide(eligible, sure, self.threshold, SHARE, FEW, MANY))
+        at, asked = query.positions.contiguous(), carry.positions.contiguous()
+        last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
+        row = last + select.arange(len(asked), last.device)[:, None] * asked.shape[1]
+        jump = jensen_shannon(law.flatten(0, 1), carry.law.flatten(0, 1), row.flatten()).view_as(row)
+        known = eligible & (asked.gather(1, last) == at) & self.compares(canvas)[:, None]
+        rejected = known & (jump > self.divergence)
+        return Edit(readout.token[:, 0], commit), self.predicted(at, law, rejected)
+
+    def compares(self, canvas: Canvas) -> Tensor:
+        """Return `[B] bool` rows whose last forward is compared with: one of the same block."""
+        return canvas.age > 0
+
+    def predicted(self, positions: Tensor, law: Tensor, rejected: Tensor) -> Predicted:
+        """Return what the next forward is told of this one's `law [B, Q, V]`, without the `rejected [B, Q]`."""
+        best, ids = law.topk(min(TOKENS, law.shape[-1]), -1)  # [B, Q, k]
+        kept = best.cumsum(-1) <= (2 * best[..., :1]).clamp(LEAST, MOST)
+        kept[..., 0] = True
+        return Predicted(positions, law, Mixture(ids, (self.share * best * kept).float(), ~rejected))
