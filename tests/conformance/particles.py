@@ -73,7 +73,7 @@ class DreamArguments(dream.Arguments):
 
 
 @dataclass(frozen=True)
-class Noted(Around):
+class NotedCommits(Around):
     """Any scheduler, with a list of what each forward committed in each row."""
 
     steps: list[list[list[int]]] = field(default_factory=list, repr=False, compare=False)
@@ -127,7 +127,7 @@ def _task(
     noise: ReplayNoise,
 ) -> Callable[[], str | None]:
     run = parsed(Run, line.model_extra or {}, line.where)
-    denoiser, noted = Measured(checkpoints.load(line.model)), Noted(rule)
+    denoiser, noted = Measured(checkpoints.load(line.model)), NotedCommits(rule)
     sampler = Sampler(
         denoiser,
         scheduler=noted,

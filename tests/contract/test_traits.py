@@ -31,6 +31,7 @@ from dllm_sampler.core.spec import (
 from dllm_sampler.core.values import Edit, Readout
 from dllm_sampler.engine import layout
 from dllm_sampler.guides import Temperature
+from dllm_sampler.particles.steering import Predicting
 from dllm_sampler.published import (
     FirstFromRefresh,
     ForcedFirst,
@@ -43,6 +44,7 @@ from dllm_sampler.published import (
     StaleMasks,
     Unrolled,
 )
+from dllm_sampler.published.particles import MaskChoices
 from dllm_sampler.schedulers.daedal import Daedal
 from dllm_sampler.schedulers.drafting.choosing import Choosing
 from dllm_sampler.schedulers.drafting.forking import Forking
@@ -60,6 +62,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 from tests import conformance, toys
 from tests.conformance.freedave import Noted, PublishedEager
 from tests.conformance.lopa import Rounds
+from tests.conformance.particles import NotedCommits
 from tests.conformance.unmasking import AmongTop
 from tests.contract.cases import Settings, one_each, toy_for
 
@@ -76,7 +79,10 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     HidesPads: HidesPads,
     LoPA: LoPA,
     LeavesAtEnd: LeavesAtEnd,
+    MaskChoices: MaskChoices,
     Noted: Noted,
+    NotedCommits: NotedCommits,
+    Predicting: Predicting,
     Rounds: Rounds,
     PublishedEager: lambda inner: PublishedEager(
         inner, draft=2, block=6, threshold=None, mask_id=toys.MASK, forced=False
