@@ -229,9 +229,16 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
     "stop.truncate": ({"stop": "truncate", **ANYWHERE}, ANYWHERE, cuts_the_context),
     "guide.top_k": ({"guide": [DRAWN, {"name": "top_k", "k": 2}]}, {"guide": DRAWN}, answers_differ),
     "guide.top_p": ({"guide": [DRAWN, {"name": "top_p", "p": 0.4}]}, {"guide": DRAWN}, answers_differ),
+    "particles.best_of_n": ({"guide": DRAWN, "particles": "best_of_n"}, {"guide": DRAWN}, answers_differ),
+    "particles.smc": ({"guide": DRAWN, "particles": "smc"}, {"guide": DRAWN}, answers_differ),
+    "particles.steering": (
+        {"guide": DRAWN, "particles": {"name": "steering", "reward": toys.reward}},
+        {"guide": DRAWN},
+        answers_differ,
+    ),
 }
 # Compared with others, these are what "nothing happens" means.
-NEUTRAL = {"cache.none", "cache.exact", "stop.none", "guide.none"}
+NEUTRAL = {"cache.none", "cache.exact", "stop.none", "guide.none", "particles.none"}
 
 
 PLUGINS = [f"{group}.{name}" for group in config.GROUPS if group != "model" for name in config.names(group)]
