@@ -70,8 +70,8 @@ def _copy(source: Path, target: Path) -> None:
 def test_every_dependency_has_a_tested_version() -> None:
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     known = {re.sub(r"[-_.]+", "-", name).lower() for name in pinned}
-    wanted = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["test"]]
-    for requirement in wanted:
+    extras = [one for extra in PROJECT["project"]["optional-dependencies"].values() for one in extra]
+    for requirement in [*PROJECT["project"]["dependencies"], *extras]:
         name = re.split(r"[\[<>=;]", requirement)[0].strip()
         assert name in known, f"{name} is not in constraints.txt"
     assert pinned["torch"] == "2.13.0"

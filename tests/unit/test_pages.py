@@ -120,7 +120,8 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.S) for l
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory, then the page's files, and a checkpoint where the page has one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "rule", raising=False)
+    for module in ("rule", "nearby", "penalty"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -131,15 +132,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_has_its_files() -> None:
     assert set(FILES) == {
-        "rule.py",
-        "prompts.jsonl",
-        *(f"conf/{name}.yaml" for name in ("scheduler/mine", "scheduler/bold", "experiment/quick", "model/my-model")),
+        *("rule.py", "nearby.py", "penalty.py", "prompts.jsonl"),
+        *(f"conf/{name}/mine.yaml" for name in ("scheduler", "cache", "guide")),
+        *(f"conf/{name}.yaml" for name in ("scheduler/bold", "experiment/quick", "model/my-model")),
     }
 
 
 @pytest.mark.slow
 def test_every_command_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(COMMANDS) >= 10
+    assert len(COMMANDS) >= 15
     for line in COMMANDS:
         command, *words = shlex.split(line.removeprefix("python -m "), comments=True)
         assert {"dllm-sample": sample, "dllm-eval": evaluate, "dllm_sampler.check": check}[command](words) == 0, line

@@ -1,0 +1,120 @@
+"""The hook of mkdocs.yml: pages of the site that are made from docstrings, YAML files and help pages.
+
+README.md and CONTRIBUTING.md become pages, too. Files that pages link to are copied to `source/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import dllm_sampler
+from dllm_sampler import config as plugins
+from dllm_sampler.cli.help import GROUPS
+from dllm_sampler.eval.measures import MEASURES
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {"README.md": "start.md", "CONTRIBUTING.md": "contributing.md"}  # outside docs/
+COMMANDS = {
+    "dllm-sample": "dllm_sampler.cli.main",
+    "dllm-eval": "dllm_sampler.eval.command",
+    "dllm-report": "dllm_sampler.eval.report.command",
+    "dllm-tune": "dllm_sampler.eval.tuning",
+    "dllm-train": "dllm_sampler.training.cli",
+}
+TITLES = {**GROUPS, "task": "what is asked, and how it is graded", "train": "what a model learns, and how"}
+
+OPTIONS = "{members: false, show_signature: false, heading_level: 3, show_root_toc_entry: false}"  # YAML has the fields
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages, the two pages outside docs/, and the source files that pages link to."""
+    pages = {target: (ROOT / name).read_text(encoding="utf-8") for name, target in PAGES.items()}
+    made = pages | {f"reference/{name}.md": text for name, text in reference()} | {"site.css": STYLE}
+    for name, text in made.items():
+        files.append(File.generated(config, name, content=text))
+    written = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
+    for name in sorted({path for text in [*written, *pages.values()] for path in sources(text)}):
+        files.append(File.generated(config, f"source/{name}.txt", abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Return a page whose links to files outside docs/ lead to pages and files of the site."""
+    top = page.file.src_uri in PAGES.values()
+    return re.sub(r"(?<=\]\()(?!https?:)[^)#\s]+", lambda link: moved(link[0], top), markdown)
+
+
+def moved(link: str, top: bool) -> str:
+    """Return where a link leads on the site.
+
+    Args:
+        link: a path without its anchor.
+        top: it is relative to the top folder, not to docs/.
+    """
+    if top and link.startswith("docs/"):
+        return link.removeprefix("docs/")
+    if not top and not link.startswith("../"):
+        return link
+    path = link.removeprefix("../")
+    return PAGES.get(path) or f"source/{path}.txt"
+
+
+def sources(text: str) -> Iterator[str]:
+    """Yield the files outside docs/ to which a page links, relative to the top folder."""
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        path = link.removeprefix("../")
+        if path not in PAGES and not path.startswith("docs/") and (ROOT / path).is_file():
+            yield path
+
+
+def reference() -> Iterator[tuple[str, str]]:
+    """Yield name and text of each generated page."""
+    public = [f"::: dllm_sampler.{name}" for name in dllm_sampler.__all__ if not name.startswith("__")]
+    yield "python", "\n\n".join(["# Python", "Names of the package `dllm_sampler`.", *public])
+    yield "commands", "\n\n".join(["# Commands", *map(help_page, COMMANDS)])
+    lines = [f"| `{one.name}` | {one.title} | {one.about} |" for one in MEASURES]
+    record = "## Samples\n\n::: dllm_sampler.eval.records.Record"
+    yield "measures", "\n".join(["# Measures\n", "| name | in tables | |", "|---|---|---|", *lines, "", record])
+    for group, title in TITLES.items():
+        yield group, "\n\n".join([f"# `{group}=`", f"{title[0].upper()}{title[1:]}.", *entries(group)])
+
+
+def help_page(command: str) -> str:
+    """Return a section with the help page of a command."""
+    said = StringIO()
+    with redirect_stdout(said), suppress(SystemExit):  # argparse ends the process
+        import_module(COMMANDS[command]).main(["--help"])
+    return f"## {command}\n\n```text\n{said.getvalue().strip()}\n```"
+
+
+def entries(group: str) -> Iterator[str]:
+    """Yield the sections of a group: each choice with its sentence, its YAML, and the docstring of its class."""
+    if group == "model":
+        yield "::: dllm_sampler.config.ModelSettings"
+    for name in plugins.names(group):
+        text = (ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8")
+        settings = re.sub(r"\A(#.*\n|\s)+|^_target_.*\n", "", text, flags=re.MULTILINE).strip()
+        yield f"## {name}"
+        yield plugins.comment(text)
+        if settings:
+            yield f"```yaml\n{settings}\n```"
+        if target := re.search(r"^_target_: *(\S+)", text, re.MULTILINE):
+            yield f"::: {target[1]}\n    options: {OPTIONS}"
+
+
+STYLE = """\
+.wy-nav-content { max-width: 1100px; }
+.wy-table-responsive table td, .wy-table-responsive table th { white-space: normal; }
+.doc-children { margin-left: 1.5em; }
+.highlight pre, .highlight code { border: 0; padding: 0; }
+"""
