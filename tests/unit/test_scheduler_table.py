@@ -12,7 +12,7 @@ from dllm_sampler.eval.tasks.mini import held_out_prompts
 from dllm_sampler.models.mini_tasks import TASKS
 from dllm_sampler.sampler import Sampler
 from tests.sampling import each
-from tests.tables import markdown, methods, schedulers
+from tests.tables import credits, markdown, methods, schedulers
 from tests.tables.answers import HARD, Tally
 from tests.tables.schedulers import DOCS, NEEDS, ORACLE, SECTION, Row, front, main
 
@@ -121,6 +121,13 @@ def test_the_tables_of_methods_are_made_from_conf() -> None:
         f"docs/schedulers.md is older than the comments in conf/. Run {methods.COMMAND}"
     )
     assert text.count("\n| `") > len(config.names("scheduler"))
+
+
+def test_credits_name_every_paper_of_conf() -> None:
+    text = credits.DOCS.read_text()
+    assert text == credits.document(text), f"docs/credits.md is older than conf/. Run {credits.COMMAND}"
+    assert credits.papers().keys() == credits.users().keys(), "a paper that no plug-in names"
+    assert all(row["name"] and row["authors"] for row in credits.papers().values())
 
 
 @each(
