@@ -3,7 +3,7 @@
 python examples/train_deer.py --model FOLDER --target FOLDER --data examples/facts.jsonl --output my-drafter
 
 The target is any causal model of transformers with the drafter's tokenizer. It writes the answers that the drafter
-learns. `dllm-train train=deer` does the same, and measures what it buys.
+learns. `dllm-train train=deer` does the same.
 """
 
 from __future__ import annotations

@@ -82,11 +82,7 @@ class Command:
     threads: int | str
 
     def run(self) -> Path:
-        """Train, and return the file or folder of the result.
-
-        Raises:
-            UserError: whatever is wrong with the settings, the model or the data.
-        """
+        """Train, and return the file or folder of the result."""
         from dllm_sampler.training.command import Front  # takes seconds to import
 
         settings = dict(self.settings)
@@ -123,11 +119,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def read(words: Sequence[str]) -> Command:
-    """Return the command that the overrides describe.
-
-    Raises:
-        UserError: an override that cannot be read, or that names nothing there is.
-    """
+    """Return the command that the overrides describe."""
     names = [word.partition("=")[2] for word in words if word.startswith("train=")]
     if not names:
         known = ", ".join(user_files.choices("train"))
@@ -171,11 +163,7 @@ def _arguments() -> list[str]:
 
 
 def _target(name: str, named: str) -> Any:
-    """Return the class that a YAML or a word names.
-
-    Raises:
-        UserError: it is no trainer.
-    """
+    """Return the class that a YAML or a word names."""
     cls: Any = resolve_callable(f"train={name}: _target_", named)
     if not hasattr(cls, "command") or not hasattr(cls, "config"):  # asked before it is called
         raise UserError(

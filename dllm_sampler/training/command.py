@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +15,6 @@ from transformers import TrainingArguments
 from dllm_sampler import config
 from dllm_sampler.cli import threads
 from dllm_sampler.errors import UserError, first_line
-from dllm_sampler.host import files
-from dllm_sampler.host.reading import load_json
 from dllm_sampler.inputs.metrics import Metric
 from dllm_sampler.models import saving
 from dllm_sampler.options import AUTO
@@ -26,12 +22,6 @@ from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.data import Data, Example, check_tokenizer, drawn
 from dllm_sampler.training.model import Trainable, lora_config
 
-SETTINGS = "train.json"  # in the folder of a run
-# A run that resumes may change these; anything else would make it another run.
-FREE = (
-    "output_dir", "max_steps", "save_steps", "save_total_limit", "logging_steps", "report_to", "answer_batch_size",
-    "batch_tokens", "activation_checkpointing", "gradient_checkpointing", "fsdp", "fsdp_config", "use_cpu",
-)  # fmt: skip
 T = TypeVar("T", bound=TrainingArguments)
 
 
@@ -70,7 +60,6 @@ class Front:
     prompts: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     threads: int | str = AUTO
-    content: str | None = None  # a hash of the data, after they were read
 
     FIELDS = ("model", "data", "tasks", "held_out", "lora", "rewards", "prompts")
 
@@ -89,25 +78,12 @@ class Front:
         return Data.of(self.data)
 
     @cached_property
-    def metric(self) -> Metric:
-        """The metric that judges answers."""
-        return Metric("train.data.metric", self.source.metric)
-
-    @cached_property
     def peft_config(self) -> Any:
         """The configuration of the adapters, checked."""
         return lora_config(self.lora)
 
     def arguments(self, kind: type[T], **changes: Any) -> T:
-        """Return the arguments of a trainer, each field checked.
-
-        Args:
-            kind: their class; settings that it does not have are left out if there are `changes`.
-            changes: other values of some fields.
-
-        Raises:
-            UserError: an unknown field, or a value that cannot be.
-        """
+        """Return the arguments of a trainer, each field checked. With `changes` those that it lacks are left out."""
         given = {**self.settings, **changes}
         if changes:
             given = {key: value for key, value in given.items() if key in kind.__dataclass_fields__}
@@ -119,11 +95,7 @@ class Front:
             raise UserError("option-range", f"train={self.name}: {first_line(error)}") from None
 
     def sampler(self, args: Any, dtype: str | None = None, **options: Any) -> Sampler:
-        """Return a sampler of the model, and set the threads of torch for it.
-
-        Raises:
-            UserError: the model has no mask token, or does not read mini's tasks where these are learned.
-        """
+        """Return a sampler of the model, and set the threads of torch for it."""
         trained = Trainable.load(self.model, dtype)
         if self.source.path is None:
             check_tokenizer(trained.tokenizer, trained.named)
@@ -139,63 +111,29 @@ class Front:
     ) -> tuple[list[Example], list[Example]]:
         """Return examples to learn from and to measure on, of the data or of mini's tasks.
 
-        Args:
-            args: of the trainer.
-            answers: each must have one.
-            most: held-out examples at most, if `held_out` is None.
-            count: of mini's tasks, if not as many as the steps take.
+        answers: each must have one
+        most: held-out examples at most, if `held_out` is None
+        count: of mini's tasks, if not as many as the steps take
         """
         if self.source.path is not None:
             processes = args.world_size
             train, held = self.source.load(args.seed, self.held_out, answers, most=most, processes=processes)
-            self.content = sha256(repr([(one.prompt, one.answer) for one in (*train, *held)]).encode()).hexdigest()
             return train[: self.prompts], held
         size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         number = count or self.prompts or max(args.max_steps, 1) * size
         return drawn(self.tasks, args.seed, number), drawn(self.tasks, args.seed, self.held_out or most, held=True)
 
-    def begin(self, folder: Path, resume: bool, finished: bool) -> None:
-        """Refuse a folder that has a run already, or an unfinished one of other settings.
-
-        Args:
-            folder: of the run.
-            resume: an unfinished run of the same settings, if there is one.
-            finished: the folder has the result of a run.
-
-        Raises:
-            UserError: a finished run, an unfinished one without `resume`, or one of other settings.
-        """
+    @staticmethod
+    def begin(folder: Path, resume: bool, finished: bool, begun: object) -> None:
+        """Refuse a folder that has a finished run, or has `begun` one without `resume`."""
         if os.environ.get("RANK", "0") != "0":  # of processes that train together one looks
             return
         if finished:
             raise UserError("run-finished", f"{folder} has a finished run. Choose another train.output_dir.")
-        path = folder / SETTINGS
-        if not path.exists():
-            return
-        if not resume:
+        if begun and not resume:
             raise UserError(
                 "run-unfinished", f"{folder} has an unfinished run. Set train.resume=true or another train.output_dir."
             )
-        for key, value in load_json(path.read_text(encoding="utf-8")).items():
-            if value != self._facts.get(key):
-                raise UserError(
-                    "run-differs",
-                    f"{folder} has an unfinished run with another train.{key}. Resume it as it was, or choose another"
-                    " train.output_dir.",
-                )
-
-    def started(self, folder: Path) -> None:
-        """Write the settings of a run, whose checks are through, into its folder."""
-        if os.environ.get("RANK", "0") == "0":
-            files.make_folder(folder)
-            files.write(folder / SETTINGS, json.dumps(self._facts, indent=1) + "\n")
-
-    @property
-    def _facts(self) -> dict[str, Any]:
-        """The settings that a run which resumes must share, the content of the data among them."""
-        own = {name: getattr(self, name) for name in self.FIELDS}
-        found = {**own, **self.settings, "data": {**self.data, "content": self.content}}
-        return json.loads(json.dumps({key: value for key, value in found.items() if key not in FREE}))
 
     def model_at(self, folder: Path) -> Any:
         """Return the model in another folder, with the user's settings."""
@@ -203,25 +141,21 @@ class Front:
         return {**{key: value for key, value in given.items() if key != "name"}, "path": str(folder)}
 
     def train(self, trainer: type[Any], resume: bool) -> Path:
-        """Build a trainer, train and save; return the folder.
-
-        Raises:
-            UserError: whatever is wrong with the settings, the model or the data.
-        """
+        """Build a trainer, train and save; return the folder."""
         args: Any = self.arguments(trainer.config)
-        folder, last = Path(args.output_dir), last_checkpoint(args.output_dir) if resume else None
+        folder, found = Path(args.output_dir), last_checkpoint(args.output_dir)
+        last = found if resume else None
         args.eval_on_start = args.eval_on_start and last is None
         train, held = self.examples(args, trainer.answers, trainer.most_held_out)
-        self.begin(folder, resume, saving.has_weights(folder))
+        self.begin(folder, resume, saving.has_weights(folder), found or (folder / "answers.json").exists())
         more: dict[str, Any] = {}
         if self.rewards:
             more = {"reward_funcs": [*self.rewards], "reward_weights": [*self.rewards.values()]}
         made = trainer(
             self.model, args=args, train_dataset=train, eval_dataset=held, peft_config=self.peft_config,
-            metric=self.metric, **more,
+            metric=Metric("train.data.metric", self.source.metric), **more,
         )  # fmt: skip
         self.choose_threads([made.trained], args.device)
-        self.started(folder)
         made.train(resume_from_checkpoint=last)
         made.save_model()
         made.save_state()

@@ -33,20 +33,13 @@ ANSWERS = ("completion", "answer")  # names of the column, the first as TRL call
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and its right answer.
+    """A prompt and its right answer."""
 
-    where: the line it is from, or the task
-    prompt: as a sampler takes it
-    answer: the right text, or its tokens. None if nobody says. Of mini's tasks one right answer of several
-    task: of mini's tasks, the name; else empty
-    fields: all that the line says
-    """
-
-    where: str
+    where: str  # the line it is from, or the task
     prompt: inputs.Prompt
-    answer: Any
-    task: str = ""
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    answer: Any  # the right text, or its tokens. None if nobody says. Of mini's tasks one right answer of several
+    task: str = ""  # of mini's tasks
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the line
 
     def right(self, text: str, ids: Sequence[int], metric: Metric) -> float:
         """Return how right an answer is, from 0 to 1."""
@@ -58,16 +51,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Row:
-    """An example in tokens: one row of a batch.
+    """An example in tokens: one row of a batch."""
 
-    number: in the data set; together with the step it seeds all that is drawn for the row
-    answer: its tokens, which end in an end token. Empty if there is none
-    """
-
-    number: int
+    number: int  # in the data set; together with the step it seeds all that is drawn for the row
     example: Example | None
     prompt: Sequence[int]
-    answer: Sequence[int] = ()
+    answer: Sequence[int] = ()  # ends in an end token
 
 
 def examples(rows: Iterable[Any], answers: bool, named: str) -> list[Example]:
@@ -89,11 +78,7 @@ def columns_of(examples: Sequence[Example]) -> dict[str, list[Any]]:
 
 
 def drawn(tasks: Mapping[str, float], seed: object, count: int, *, held: bool = False) -> list[Example]:
-    """Return examples of mini's tasks, each as often as its share says; `held` ones are used in no training.
-
-    Raises:
-        UserError: there is no task, or an unknown one.
-    """
+    """Return examples of mini's tasks, each as often as its share says; `held` ones are used in no training."""
     for name, share in tasks.items():
         if name not in LESSONS:
             raise unknown("task", name, LESSONS)
@@ -107,11 +92,7 @@ def drawn(tasks: Mapping[str, float], seed: object, count: int, *, held: bool = 
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, named: str) -> None:
-    """Refuse a model that does not read mini's tasks.
-
-    Raises:
-        UserError: its tokenizer is another.
-    """
+    """Refuse a model that does not read mini's tasks."""
     if tokenizer is None or tokenizer.get_vocab() != vocabulary():
         raise UserError("tokenizer-differs", f"train.model={named} lacks mini's tokenizer. Set train.data=FILE.jsonl.")
 
@@ -142,11 +123,7 @@ class Data:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Data:
-        """Return the settings, checked.
-
-        Raises:
-            UserError: an unknown field, or a value of the wrong type.
-        """
+        """Return the settings, checked."""
         return cls(**config.check("train.data", cls, settings))
 
     def load(
@@ -154,15 +131,9 @@ class Data:
     ) -> tuple[list[Example], list[Example]]:
         """Read all examples, and return those to learn from and those to measure on.
 
-        Args:
-            seed: of what is held out.
-            held_out: examples to measure on. None chooses a tenth of the examples, or all of `test`.
-            answers: each must have one.
-            most: the largest number that None chooses.
-            processes: held-out examples must be as many.
-
-        Raises:
-            UserError: the data cannot be read, lacks columns, or leaves nothing to learn from.
+        held_out: examples to measure on. None chooses a tenth of the examples, or all of `test`, but at most `most`
+        answers: each must have one
+        processes: held-out examples must be as many
         """
         assert self.path is not None
         metric = Metric("train.data.metric", self.metric)
@@ -182,7 +153,7 @@ class Data:
                 f"train.data={self.path} has {len(shuffled)} examples, and train.held_out={held_out} leaves none to"
                 " learn from. Add examples, or name a file to measure on as train.data.test.",
             )
-        if len(kept) < processes:
+        if len(kept) < min(most, processes):
             raise UserError(
                 "option-range", f"{len(kept)} held-out examples for {processes} processes. Raise train.held_out."
             )
@@ -225,16 +196,7 @@ class Data:
         return datasets.load_dataset(str(file) if file.is_dir() else str(self.path), self.subset, split=split)
 
     def example(self, where: str, line: Any, answers: bool) -> Example:
-        """Return the example of a line.
-
-        Args:
-            where: what errors call the line.
-            line: a mapping.
-            answers: it must have an answer.
-
-        Raises:
-            UserError: naming the line and what is wrong with it.
-        """
+        """Return the example of a line, which errors call `where`. `answers`: it must have one."""
         given = line if isinstance(line, Mapping) else {}
         chat, prompt = given.get(self.messages), given.get(self.prompt)
         if chat is None and prompt is None:
@@ -276,23 +238,14 @@ def _is_chat(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes examples: the prompt as the sampler reads it, and an answer that ends in an end token.
-
-    tokenizer: of the model
-    spec: the model
-    most: tokens of a prompt with its answer
-    """
+    """Encodes examples: the prompt as the sampler reads it, and an answer that ends in an end token."""
 
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec
-    most: int
+    most: int  # tokens of a prompt with its answer
 
     def __call__(self, example: Example) -> Pair:
-        """Return the tokens of prompt and answer.
-
-        Raises:
-            UserError: naming the line and what is wrong with it.
-        """
+        """Return the tokens of prompt and answer."""
         prompt, answer = self.pair(example)
         if len(prompt) + len(answer) > self.most:
             raise UserError(

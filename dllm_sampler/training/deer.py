@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,8 +20,6 @@ from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.host import files
 from dllm_sampler.models import saving
-from dllm_sampler.result import Speculation
-from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.command import Front, last_checkpoint
 from dllm_sampler.training.data import Encoder, Row
 from dllm_sampler.training.masked import Dice, Masks, Rows, chunk, collate, draw, weighted
@@ -34,11 +30,7 @@ from dllm_sampler.training.trainer import Count, DiffusionConfig, Positive
 def refine_masks(rows: Rows, dice: Dice, longest: int, alpha: float) -> Masks:
     """Return the masks of stage II: the last R tokens of an answer, the i-th of them of weight alpha^(R-i), i = 1..R.
 
-    Args:
-        rows: tokens of their answers are hidden.
-        dice: of the rows.
-        longest: R is uniform on 1..longest, but no more than there are.
-        alpha: base of the weights. The token next to the prefix of a draft weighs most.
+    R is uniform on 1..longest, but no more than there are. The token next to the prefix of a draft weighs most.
     """
     drawn = 1 + (dice.one() * longest).long()[:, None]
     after = rows.answer.flip(1).cumsum(1).flip(1) - 1  # R - i of the last R tokens
@@ -49,12 +41,7 @@ def refine_masks(rows: Rows, dice: Dice, longest: int, alpha: float) -> Masks:
 def stage_loss(network: nn.Module, rows: Rows, masks: Masks, spec: ModelSpec) -> Tensor:
     """Return the weighted nats of the masked tokens.
 
-    Args:
-        network: the drafter, called as a `Transformer`.
-        rows: prompts and answers, separators included.
-        masks: of the answers.
-        spec: of the drafter. A block-causal one sees the blocks before as they are here, masks included, since a draft
-            masks them all at once.
+    A block-causal drafter sees the blocks before with their masks, since a draft masks them all at once.
     """
     one = chunk(rows, masks.hidden, masks.hidden, replace(spec, attention="bidirectional", seeds=False))
     if spec.attention == "block_causal":
@@ -87,9 +74,8 @@ class DeerTrainer(MaskedDiffusionTrainer):
     """A stage of the alignment of a drafter, on a target's answers to prompts.
 
     Stage I: the answers, cut at a random token, with a separator after the cut; masked-diffusion loss over the answer,
-    weight 1/t. Stage II: only the last R tokens are masked, and the one next to the prefix of a draft
-    weighs most. Learning rate, batch, range of t and the separator are not published. After an answer there are end
-    tokens, as many as a draft may reach past it, and the cut may be among them.
+    weight 1/t. Stage II: the masks of `refine_masks`. Learning rate, batch, range of t and the separator are not
+    published. After an answer there are end tokens, as many as a draft may reach past it; the cut may be among them.
     """
 
     config: ClassVar[type[DiffusionConfig]] = DeerConfig
@@ -126,11 +112,7 @@ class DeerTrainer(MaskedDiffusionTrainer):
 
 
 def separator_ids(spec: ModelSpec, tokenizer: Any, separator: str | None) -> list[int]:
-    """Return the ids of a separator: one, or none.
-
-    Raises:
-        UserError: the model has no such token.
-    """
+    """Return the ids of a separator: one, or none."""
     if separator is None:
         return []
     found = tokenizer.get_vocab().get(separator)
@@ -145,40 +127,34 @@ def separator_ids(spec: ModelSpec, tokenizer: Any, separator: str | None) -> lis
 
 @dataclass
 class DeerRunConfig(DeerConfig):
-    """Settings of `train=deer`: both stages, the target's answers before them, and the report after them.
+    """Settings of `train=deer`: both stages, and the target's answers before them.
 
     target: a causal LM with the drafter's tokenizer
     answers: prompts that the target answers, greedily, for the drafter
-    temperature: at which the result is measured besides greedy decoding
     distill_steps, refine_steps: of stages I and II
     """
 
     target: str | None = None
     answers: Count = 1000
-    temperature: float = 0.6
     distill_steps: Count = 600
     refine_steps: Count = 300
 
 
 class DeerRun:
-    """The whole of `train=deer`: the stages that are not done yet, and a report."""
+    """The whole of `train=deer`: the target's answers, and the stages that are not done yet."""
 
     config: ClassVar[type[DeerRunConfig]] = DeerRunConfig
-    most_held_out: ClassVar[int] = 60
 
     @classmethod
     def command(cls, front: Front, resume: bool) -> Path:
-        """Train what is not there yet, measure, and return the drafter's folder.
-
-        Raises:
-            UserError: a model that does not fit, or a mistake in the examples.
-        """
+        """Train what is not there yet, and return the drafter's folder."""
         args: Any = front.arguments(cls.config)
         folder, target = Path(args.output_dir), args.target
         if target is None:
             raise UserError("option-missing", "train.target is missing. Name a causal LM with the drafter's tokenizer.")
-        examples, held = front.examples(args, False, cls.most_held_out, args.answers)
-        front.begin(folder, resume, (folder / "report.json").exists())
+        examples, _ = front.examples(args, False, 0, args.answers)
+        file = folder / "answers.json"
+        front.begin(folder, resume, saving.has_weights(folder / "drafter"), file.exists())
         start = front.sampler(args, args.dtype)
         tokenizer, spec = start.tokenizer, start.denoiser.spec
         assert tokenizer is not None
@@ -186,11 +162,10 @@ class DeerRun:
         plain = SpeculativeSampler(start, target, draft_length=0)
         longest = min(spec.max_positions, plain.spec.max_positions)
         encode = Encoder(tokenizer, replace(spec, max_positions=longest), longest)
-        prompts, asked = ([encode.prompt(one, args.new_tokens) for one in some] for some in (examples, held))
-        front.started(folder)
-        pairs = _answers(folder / "answers.json", plain, prompts[: args.answers], args)
+        prompts = [encode.prompt(one, args.new_tokens) for one in examples]
+        files.make_folder(folder)
+        pairs = _answers(file, plain, prompts[: args.answers], args)
         model: Any = front.model
-        drafters: dict[str, tuple[Any, str | None]] = {"before": (model, None)}
         for stage, name, steps in (
             ("distill", "distilled", args.distill_steps),
             ("refine", "drafter", args.refine_steps),
@@ -202,25 +177,6 @@ class DeerRun:
                 trainer.train(resume_from_checkpoint=last_checkpoint(str(place)) if resume else None)
                 trainer.save_model()
             model = front.model_at(place)
-            drafters["distilled" if stage == "distill" else "refined"] = model, args.separator
-        if not PartialState().is_main_process:
-            return folder / "drafter"
-
-        def right(number: int, result: Speculation) -> float:
-            texts, ids = result.texts or [""], result.tokens[0, : result.lengths[0]].tolist()
-            return held[number].right(texts[0], ids, front.metric)
-
-        known = right if all(one.answer is not None for one in held) else None
-        report = {}
-        for temperature in (0.0, args.temperature):
-            load = partial(Sampler.from_pretrained, temperature=temperature, device=args.device, dtype=args.dtype)
-            arms = {"plain": SpeculativeSampler(load(front.model), target, draft_length=0)}
-            for name, (drafter, separator) in drafters.items():
-                options: dict[str, Any] = {"draft_length": args.draft_length, "separator": separator}
-                arms[name] = SpeculativeSampler(load(drafter), target, **options)
-            report[f"temperature {temperature:g}"] = measured(arms, asked, known, args.new_tokens)
-        whole = {"decoding": report, "settings": front.settings}
-        files.write(folder / "report.json", json.dumps(whole, indent=1) + "\n")
         return folder / "drafter"
 
 
@@ -239,37 +195,3 @@ def _answers(path: Path, plain: SpeculativeSampler, prompts: Sequence[list[int]]
             files.write(path, json.dumps(rows) + "\n")
         state.wait_for_everyone()
     return json.loads(path.read_text())
-
-
-def measured(
-    arms: Mapping[str, SpeculativeSampler],
-    prompts: Sequence[list[int]],
-    right: Callable[[int, Speculation], float] | None,
-    new_tokens: int,
-) -> dict[str, Any]:
-    """Return figures of some arms, one of them `plain`, on the same prompts in turns.
-
-    right: returns how right the answer to a numbered prompt is. None leaves it out
-    """
-    results: dict[str, list[Speculation]] = {name: [] for name in arms}
-    seconds = dict.fromkeys(arms, 0.0)
-    for number, prompt in enumerate(prompts):
-        for name, arm in arms.items():
-            begun = time.process_time()
-            results[name].append(arm.generate(prompt, max_new_tokens=new_tokens, seed=number))
-            seconds[name] += time.process_time() - begun
-    report = {}
-    for name, found in results.items():
-        rounds = sum(int(result.nfe.sum()) for result in found)
-        accepted = sum(int(result.accepted.clamp(min=0).sum()) for result in found)
-        same = [one.texts == other.texts for one, other in zip(found, results["plain"], strict=True)]
-        report[name] = {
-            "mean_accepted": round(accepted / rounds, 3),
-            "tokens_per_round": round(sum(int(result.lengths.sum()) for result in found) / rounds, 3),
-            "rounds": rounds / len(found),
-            "cpu_seconds": round(seconds[name], 3),
-            "speed_up": round(seconds["plain"] / seconds[name], 3),
-            **({} if right is None else {"right": sum(map(right, range(len(found)), found)) / len(found)}),
-            "same_answer": sum(same) / len(same),
-        }
-    return report

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 from transformers import Trainer
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.protocols import Carry, Scheduler
@@ -34,7 +35,7 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import lay_out
 from dllm_sampler.training.command import Front
 from dllm_sampler.training.data import Encoder
-from dllm_sampler.training.trainer import Arguments, Count, Positive, Share, say
+from dllm_sampler.training.trainer import Arguments, Count, Positive
 
 # Where training starts: logit SLOPE (c - CENTRE), a threshold on the confidence c of each position by itself.
 SLOPE, CENTRE = 40.0, 0.9
@@ -60,23 +61,19 @@ class Replay(Scheduler):
 
     Where no new candidate is right the rest of the block is written from the answer. The published procedure makes
     one more forward there, which says the same again.
-
-    Args:
-        answer: `[B, N]` the reference of each row of the batch.
-        size: positions per block.
     """
 
-    answer: Tensor
-    size: int
+    answer: Tensor  # [B, N] the reference of each row of the batch
+    size: int  # positions per block
     seen: list[Records] = field(default_factory=list)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """The traits of a scheduler that sees its block."""
         return Traits(asks="window")
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """Write down the block, and commit what is right."""
         at, eligible = query.positions, canvas.eligible(query.positions)  # [B, Q]
         answer = self.answer.gather(1, (at - canvas.layout.first[:, None]).clamp(0, self.answer.shape[1] - 1))
         right = readout.token[:, 0] == answer
@@ -95,15 +92,8 @@ def collect(
 ) -> Records:
     """Return the records of some prompts, those of each batch of answers from a file of the folder if it is there.
 
-    The processes share the batches; the records are the same however many there are.
-
-    Args:
-        reference: decodes one token per step, in blocks of `size`.
-        prompts: to be answered.
-        new_tokens: of each answer.
-        size: positions per block.
-        batch: prompts decoded together.
-        folder: of this run.
+    The processes share the batches of `batch` prompts; the records are the same however many there are.
+    `reference` decodes one token per step, in blocks of `size`.
     """
     state, names = PartialState(), [folder / f"{first}.safetensors" for first in range(0, len(prompts), batch)]
     for at in tqdm(range(state.process_index, len(names), state.num_processes), folder.name, disable=None):
@@ -135,7 +125,6 @@ class FilterConfig(Arguments):
     depth: linear layers
     committed: also learn from positions already committed, as published
     caution: weight in the loss of a candidate that is not final; 1 as published
-    threshold: of the filter's output, for the reported precision and recall
     """
 
     new_tokens: Count = 32
@@ -144,7 +133,6 @@ class FilterConfig(Arguments):
     depth: Count = 2
     committed: bool = False
     caution: Positive = 3.0
-    threshold: Share = 0.96
     per_device_train_batch_size: int = 1  # all records
 
 
@@ -219,17 +207,14 @@ class FilterTrainer(Trainer):
 
         Most of the time goes into the answers, which a run that resumes does not make again. Several processes answer a
         batch of prompts each.
-
-        Raises:
-            UserError: the file exists, or the model or the data cannot be read.
         """
         args: Any = front.arguments(FilterConfig)
         path = Path(args.output_dir) / "filter.safetensors"
-        records = path.with_name("records")  # and the settings of the run: the folder may be the model's
+        records = path.with_name("records")
         if path.exists():
             raise UserError("file-overwrite", f"{path} already exists. Choose another train.output_dir or remove it.")
         train, held = front.examples(args, False, cls.most_held_out)
-        front.begin(records, resume, finished=False)
+        front.begin(path.parent, resume, False, records.exists())  # the folder may be the model's
         plugins: dict[str, Any] = {"scheduler": FixedSteps(), "blocks": FixedBlocks(args.block_length), "stop": "none"}
         reference = front.sampler(args, **plugins)
         tokenizer, spec = reference.tokenizer, reference.denoiser.spec
@@ -237,7 +222,6 @@ class FilterTrainer(Trainer):
         encode = Encoder(tokenizer, spec, spec.max_positions)
         for one in (*train, *held):
             encode.prompt(one, args.new_tokens)
-        front.started(records)
         limits = args.new_tokens, args.block_length, args.answer_batch_size
         training, validation = (
             collect(reference, [one.prompt for one in part], *limits, records / name)
@@ -251,12 +235,10 @@ class FilterTrainer(Trainer):
             "settings": {**front.settings, "model": front.model},
             "records": {"training": len(training.known), "validation": len(validation.known)},
             "validation_loss": trainer.least,
-            "validation": judged(trainer.best, validation, args.threshold),
         }
         files.write(path.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
         write(path, trainer.best, metadata_of(spec, args.block_length))
         shutil.rmtree(records)
-        say(", ".join(f"{name} {value:.4f}" for name, value in report["validation"].items()))
         return path
 
 
@@ -280,16 +262,3 @@ def loss(said: Tensor, records: Records, committed: bool, caution: float) -> Ten
     counts = torch.where(records.final, counts, caution * counts)
     each = binary_cross_entropy_with_logits(said, records.final.to(said), reduction="none")
     return (each * counts).sum() / counts.sum().clamp(min=1)
-
-
-def judged(layers: Layers, records: Records, threshold: float) -> dict[str, float]:
-    """Return precision, recall and false-positive rate of a filter on masks, and the share of them that was final."""
-    accepted = (judge(layers, records.known).sigmoid() > threshold) & records.open
-    right, wrong = accepted & records.final, accepted & ~records.final
-    final, other = records.open & records.final, records.open & ~records.final
-    return {
-        "precision": float(right.sum() / accepted.sum().clamp(min=1)),
-        "recall": float(right.sum() / final.sum().clamp(min=1)),
-        "false_positive_rate": float(wrong.sum() / other.sum().clamp(min=1)),
-        "final": float(final.sum() / records.open.sum().clamp(min=1)),
-    }

@@ -20,11 +20,10 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.errors import UserError
 from dllm_sampler.result import Result
 from dllm_sampler.training import policy, rewards
-from dllm_sampler.training.average import Reference
 from dllm_sampler.training.data import Row, columns_of
 from dllm_sampler.training.masked import Dice
 from dllm_sampler.training.policy import Goal
-from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Positive, Share
+from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Positive, Share, WeightCopy
 from dllm_sampler.training.trajectory import Trajectories, check
 
 PATIENCE = 10  # steps in a row without a single score before the run ends
@@ -94,10 +93,8 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
     is cut into forwards. The official code of CJ-GRPO pools the tokens of all samples of a micro-batch instead, which
     depends on the cut. Probabilities are those of the model itself, without temperature, guide or cache.
 
-    Args:
-        reward_funcs: functions in TRL's form, or names: see `rewards.find`.
-        reward_weights: of each. With None each counts 1.
-        others: see `DiffusionTrainer`.
+    reward_funcs: functions in TRL's form, or names: see `rewards.find`
+    reward_weights: of each. With None each counts 1
     """
 
     config: ClassVar[type[DiffusionConfig]] = TrajectoryGRPOConfig
@@ -122,7 +119,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
             )
         self._rewards = {name: (one, weight) for (name, one), weight in zip(found, weights, strict=True)}
         args = args or TrajectoryGRPOConfig("trained")
-        self.reference = Reference("reference", 0.0, args.ref_model_sync_steps)
+        self.reference = WeightCopy("reference", 0.0, args.ref_model_sync_steps)
         if args.beta and named.get("peft_config") is None:
             named["callbacks"] = [*named.get("callbacks", ()), self.reference]
         self._rollouts: dict[tuple[int, ...], Rollout] = {}
@@ -286,7 +283,5 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         self._told_mismatch = True
         self.say(
             f"step {self.state.global_step + 1}: the policy that samples is not the one that learns (rollout"
-            f" cache={named(self.rollouts.plugins.cache)}): importance ratio of a token {found['ratio']:.3g}"
-            f" ({found['ratio_least']:.3g} to {found['ratio_most']:.3g}), divergence {found['ratio_kl']:.2g} nats. An"
-            " exact cache has none."
+            f" cache={named(self.rollouts.plugins.cache)}). Its importance ratios are in the log."
         )

@@ -65,11 +65,7 @@ def collate(pairs: Sequence[Pair], pad: int) -> Rows:
 
 
 class Dice:
-    """Random numbers of rows, each with a generator of its own: what a row gets does not depend on its batch.
-
-    Args:
-        seeds: one for each row; anything that can be written.
-    """
+    """Random numbers of rows, each with a generator of its own: what a row gets does not depend on its batch."""
 
     def __init__(self, seeds: Sequence[object]):
         self._rows = [torch.Generator().manual_seed(Random(str(seed)).getrandbits(62)) for seed in seeds]
@@ -105,9 +101,6 @@ def blocks(rows: Rows, spec: ModelSpec) -> Tensor | None:
     """Return `[B, L]` the block of each column, -1 for a prompt in a causal context.
 
     Returns None for a bidirectional model.
-
-    Raises:
-        UserError: the model works block by block and says no block length.
     """
     if spec.attention == "bidirectional":
         return None
@@ -124,16 +117,11 @@ def draw(
 ) -> list[Masks]:
     """Hide tokens of the answers, each by itself with probability p = (1 - floor) t + floor, t uniform on [0, 1].
 
-    Args:
-        rows: tokens of their answers are hidden.
-        block: `[B, L]` of each column; each block has a ratio t. None gives each row one.
-        dice: of the rows.
-        complementary: draw a second time, and hide the rest of the answer; p then ends at 1 - floor.
-        inverse: a token counts 1/p, so that the loss is a bound of the negative log-likelihood; else 1.
-        floor: least probability of a mask.
+    The weights of a token divide by the length of its answer, by the rows, and by the draws.
 
-    Returns:
-        One draw or two. The weights of a token divide by the length of its answer, by the rows, and by the draws.
+    block: `[B, L]` of each column; each block has a ratio t. None gives each row one
+    complementary: draw a second time, and hide the rest of the answer; p then ends at 1 - floor
+    inverse: a token counts 1/p, so that the loss is a bound of the negative log-likelihood; else 1
     """
     width = rows.ids.shape[1]
     block = torch.zeros_like(rows.ids) if block is None else block.clamp(min=0)  # [B, L]
@@ -149,14 +137,7 @@ def draw(
 
 
 def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec) -> Chunk:
-    """Return the forward that predicts tokens of answers.
-
-    Args:
-        rows: clean.
-        hidden: `[B, L] bool` tokens that the model sees as masks.
-        asked: `[B, L] bool` the tokens that it is asked about, some of the hidden ones.
-        spec: the model.
-    """
+    """Return the forward that predicts the tokens `asked [B, L] bool`, some of those it sees as masks, `hidden`."""
     assert spec.mask_id is not None
     width = rows.ids.shape[1]
     most = max(1, int(asked.sum(1).max()))
@@ -182,12 +163,9 @@ def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec) -> Chunk:
 def padded(pairs: Sequence[Pair], spec: ModelSpec, padding: str | int, most: int) -> Rows:
     """Return a batch of pairs, with end tokens after their answers, which are learned like them.
 
-    Args:
-        pairs: answers that end in an end token already.
-        spec: the model.
-        padding: `longest` makes all rows as long as the longest of them (LLaDA). `block` fills a row's last block.
-            `none` adds nothing. A number is the length of each answer.
-        most: columns of a row.
+    padding: `longest` makes all rows as long as the longest of them (LLaDA). `block` fills a row's last block. `none`
+        adds nothing. A number is the length of each answer
+    most: columns of a row
     """
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
     own = spec.attention == "causal_context" or spec.encoder  # blocks begin with the answer

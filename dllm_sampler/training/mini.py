@@ -73,15 +73,7 @@ class MiniConfig(Arguments):
 
 
 class MiniTrainer(Trainer):
-    """Trains a LLaDA-style denoiser (arXiv 2502.09992) on the tasks of `models/mini_tasks.py`, in one process.
-
-    Args:
-        args: the settings.
-        options: others of `Trainer`.
-
-    Raises:
-        UserError: a size or a share is out of range.
-    """
+    """Trains a LLaDA-style denoiser (arXiv 2502.09992) on the tasks of `models/mini_tasks.py`, in one process."""
 
     config: ClassVar[type[MiniConfig]] = MiniConfig
     args: Any
@@ -135,11 +127,11 @@ class MiniTrainer(Trainer):
         whole = {**front.settings, "model": front.model, "data": front.data}
         args: Any = Front("mini", None, settings=whole).arguments(MiniConfig)
         folder = Path(args.output_dir)
-        front.begin(folder, resume, saving.has_weights(folder))
+        last = last_checkpoint(args.output_dir)
+        front.begin(folder, resume, saving.has_weights(folder), last)
         trainer = cls(args)
         front.choose_threads([trainer.network], args.device)
-        front.started(folder)
-        trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir) if resume else None)
+        trainer.train(resume_from_checkpoint=last if resume else None)
         trainer.save_model()
         trainer.save_state()
         return folder

@@ -40,13 +40,10 @@ class Trainable(nn.Module):
 
     `inner` is the network as its checkpoint has it, and `adapter` the model of peft around it, or None.
 
-    Args:
-        denoiser: samples from the network as it is now.
-        tokenizer: of the checkpoint.
-        named: the user's word for the model.
-        settings: as `config.model` returns them. None if the model was given as a `Sampler`.
-        lora: a configuration of peft. All weights learn if it is None.
-        seed: of the adapters.
+    denoiser: samples from the network as it is now
+    named: the user's word for the model
+    settings: as `config.model` returns them. None if the model was given as a `Sampler`
+    lora: a configuration of peft. All weights learn if it is None
     """
 
     inner: Any
@@ -93,17 +90,10 @@ class Trainable(nn.Module):
     ) -> Self:
         """Load a model to train it.
 
-        Args:
-            model: as `Sampler.from_pretrained` takes it: a name, folder or hub id, or a dict with more settings. Or a
-                `Sampler`, or a masked language model of transformers, which are used as they are.
-            dtype: of the weights. None: as stored.
-            lora: a configuration of peft. All weights learn if it is None.
-            seed: of the adapters.
-            uniform: take a model without a mask token, too.
-            tokenizer: of a model of transformers.
-
-        Raises:
-            UserError: nothing to load there, or a model that cannot be trained.
+        model: as `Sampler.from_pretrained` takes it: a name, folder or hub id, or a dict with more settings. Or a
+            `Sampler`, or a masked language model of transformers, which are used as they are
+        dtype: of the weights. None: as stored
+        uniform: take a model without a mask token, too
         """
         named, settings = called(model), None
         if isinstance(model, Sampler):
@@ -211,10 +201,6 @@ class Trainable(nn.Module):
         Args:
             folder: to write to.
             state: all weights, where processes share them.
-
-        Raises:
-            UserError: the model was not loaded from a checkpoint, so it has no format.
-            NotWrittenError: a file cannot be written.
         """
         source = self.denoiser.folder
         if source is None:
@@ -258,11 +244,7 @@ def called(model: Model) -> str:
 
 
 def lora_config(settings: Mapping[str, Any] | None) -> Any:
-    """Return peft's configuration of adapters. Returns None for None.
-
-    Raises:
-        UserError: a field that peft does not have, or peft is missing.
-    """
+    """Return peft's configuration of adapters. Returns None for None."""
     if settings is None:
         return None
     if find_spec("peft") is None:

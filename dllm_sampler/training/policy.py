@@ -24,14 +24,8 @@ class Goal:
     def loss(self, chunk: Chunk, logprob: Tensor, epsilon: float, beta: float) -> tuple[Tensor, Mapping[str, float]]:
         """Return the chunk's share of the loss, and of the figures `clipped` and `kl`.
 
-        It is the clipped ratio to the policy that sampled, plus `beta` times an estimate of the divergence from the
-        reference: exp(d) - d - 1 with d = log pi_ref - log pi.
-
-        Args:
-            chunk: the tokens.
-            logprob: `[n, Q]` of the tokens, with a gradient.
-            epsilon: ratios count up to 1 - epsilon and 1 + epsilon.
-            beta: weight of the divergence.
+        It is the ratio to the policy that sampled, clipped to 1 - epsilon and 1 + epsilon, plus `beta` times an
+        estimate of the divergence from the reference: exp(d) - d - 1 with d = log pi_ref - log pi.
         """
 
         def at(values: Tensor) -> Tensor:
@@ -54,10 +48,7 @@ class Goal:
 def advantages(scores: Tensor, group: int, scale: bool) -> Tensor:
     """Return `[N]` each score minus the mean of its group (`group` consecutive ones); 0 for samples without a score.
 
-    Args:
-        scores: `[N]`, NaN where there is none.
-        group: answers to a prompt.
-        scale: also divide by the group's deviation (plus 1e-4), as GRPO does and CJ-GRPO does not.
+    scale: also divide by the group's deviation (plus 1e-4), as GRPO does and CJ-GRPO does not
     """
     groups = scores.view(-1, group)
     there = ~groups.isnan()
@@ -80,17 +71,9 @@ def distinct(result: Result, group: int) -> float:
 
 
 def mismatch(sampled: Tensor, learner: Tensor, there: Tensor) -> dict[str, float]:
-    """Return importance ratios of tokens, learner over sampler, before anything is learned from them.
+    """Return importance ratios r of tokens, learner over sampler, before anything is learned from them.
 
-    Args:
-        sampled: `[B, L]` log-probabilities that were recorded.
-        learner: `[B, L]` the same under the weights and settings of learning.
-        there: `[B, L]` bool, tokens that count.
-
-    Returns:
-        `ratio`, `ratio_least`, `ratio_most`: mean and ends of the ratios. `ratio_log`: mean distance of the
-        log-probabilities. `ratio_kl`: the mean of r - 1 - log r, an estimate of KL(sampler || learner).
-        Nothing if no token counts.
+    `ratio_kl` is the mean of r - 1 - log r, an estimate of KL(sampler || learner). Empty if no token counts.
     """
     away = (learner.double() - sampled.double())[there]
     if not len(away):

@@ -20,11 +20,7 @@ REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly, "lines": lin
 
 
 def find(name: str) -> Reward:
-    """Return a reward by its name, or by `package.module:function`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return a reward by its name, or by `package.module:function`."""
     if name in REWARDS:
         return REWARDS[name]
     if ":" not in name:
@@ -33,11 +29,7 @@ def find(name: str) -> Reward:
 
 
 def call(name: str, reward: Reward, prompts: Sequence[Any], completions: list[str], columns: Mapping[str, Any]) -> Any:
-    """Return what a reward says of N completions: a number, or None where it does not apply, for each.
-
-    Raises:
-        UserError: it raises, or returns something else.
-    """
+    """Return what a reward says of N completions: a number, or None where it does not apply, for each."""
     try:
         given = listed(reward(prompts=prompts, completions=completions, **columns))
         values = [None if one is None else float(one) for one in given]

@@ -15,7 +15,7 @@ from dllm_sampler.sampler import Sampler
 from dllm_sampler.training import masked
 from dllm_sampler.training.data import Encoder, Example, Row
 from dllm_sampler.training.masked import Dice, MaskedLoss
-from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Share
+from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Share, say
 from dllm_sampler.training.uniform import UniformLoss
 
 
@@ -23,13 +23,9 @@ from dllm_sampler.training.uniform import UniformLoss
 class MaskedDiffusionConfig(DiffusionConfig):
     """Settings of `MaskedDiffusionTrainer`.
 
-    weight: `inverse`: a hidden token counts 1/p, p its probability of being hidden, as published for LLaDA and block
-        diffusion; `none`: it counts 1
+    weight: `inverse`: a hidden token counts 1/p, p its probability of being hidden, as published; `none`: it counts 1
     complementary: each answer twice, the second time with the other tokens hidden (Fast-dLLM v2, arXiv 2509.26328)
-    padding: end tokens after an answer, learned like it. `longest`: up to the longest row of the forward (LLaDA).
-        `block`: up to the end of its block, counted from the row's first column (in a causal context from the
-        answer's). `none`: one. A number is the number of tokens of an answer. None chooses `longest` if the model is
-        bidirectional, else `block`
+    padding: end tokens after an answer, see `padded`. None chooses `longest` for a bidirectional model, else `block`
     max_length: tokens of a prompt with its answer. By default the model's context
     longer: what is done with an example that is longer: `refuse` it, or `drop` it
     self_conditioning, encoder: of DiffusionGemma alone, see `UniformLoss`; `weight` does not apply there
@@ -48,9 +44,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
     """Hides tokens of right answers and makes the model predict them (LLaDA, arXiv 2502.09992; block diffusion,
     arXiv 2503.09573).
 
-    The loss of an answer of R tokens is the sum over its hidden tokens of weight times cross-entropy, divided by R. A
-    step's loss is the mean over its answers. What is hidden of an answer depends on the seed, the step and the answer
-    alone. Examples are not packed: each is a row of its own.
+    What is hidden of an answer depends on the seed, the step and the answer alone. Each example is a row of its own.
     """
 
     config: ClassVar[type[DiffusionConfig]] = MaskedDiffusionConfig
@@ -78,7 +72,9 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         before = len(self.examples) + len(self.held)
         if args.longer == "drop":
             self.examples, self.held = (self._short(some, encode) for some in (self.examples, self.held))
-            self.dropped = before - len(self.examples) - len(self.held)
+            dropped = before - len(self.examples) - len(self.held)
+            if dropped and args.process_index == 0:
+                say(f"dropped {counted(dropped, 'example')} of more than {counted(self.most, 'token')}")
         if not self.examples:
             raise UserError("nothing-to-learn", "longer=drop leaves no examples. Raise max_length.")
         train, held = (
@@ -96,12 +92,6 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
 
     def _short(self, some: list[Example], encode: Encoder) -> list[Example]:
         return [one for one in some if sum(map(len, encode.pair(one))) <= self.most]
-
-    def say_examples(self) -> None:
-        """Say how many examples there are, and how many were dropped."""
-        if dropped := getattr(self, "dropped", 0):
-            self.say(f"dropped {counted(dropped, 'example')} of more than {counted(self.most, 'token')}")
-        super().say_examples()
 
     def sampler(self, **settings: Any) -> Sampler:
         """Return a sampler of the model as it is now. Without a mask token it renoises."""

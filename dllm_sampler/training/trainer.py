@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from accelerate.utils import gather_object
 from pydantic import Field
+from safetensors.torch import load_file
+from safetensors.torch import save as serialise
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from dllm_sampler import config
-from dllm_sampler.errors import NotFiniteError, UserError, counted, unknown
+from dllm_sampler.errors import NotFiniteError, UserError, unknown
+from dllm_sampler.host import files
 from dllm_sampler.inputs.metrics import Metric
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.options import SamplerOptions
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.average import WeightCopy
 from dllm_sampler.training.data import Encoder, Row, check_tokenizer, examples
 from dllm_sampler.training.model import Model, Trainable
 
@@ -77,6 +82,70 @@ class DiffusionConfig(Arguments):
                     raise unknown(f"field of {name}", option, SamplerOptions.__annotations__)
 
 
+class WeightCopy(TrainerCallback):
+    """A copy `a = decay * a + (1 - decay) * w` of the weights w that learn, moved every few optimizer steps.
+
+    It is a moving average (Polyak and Juditsky, 1992), or an earlier policy.
+
+    name: of its file in each checkpoint
+    decay: from 0 (the weights themselves) to below 1; about the last 1 / (1 - decay) steps count
+    every: steps between two of its moves; 0: it stays as the weights were before the first step
+    """
+
+    def __init__(self, name: str, decay: float = 0.0, every: int = 1):
+        self.name, self.decay, self.every = name, decay, every
+        self.copies: dict[str, Tensor] | None = None  # None before training
+
+    @torch.no_grad()
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Copy the weights, or read the copy of the checkpoint that the run resumes from."""
+        self._model = model
+        self.copies = {name: weight.detach().clone() for name, weight in model.learned().items()}
+        file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / f"{self.name}.safetensors"
+        for name, tensor in load_file(file).items() if state.global_step and file.exists() else ():
+            copy = self.copies[name]
+            if isinstance(copy, DTensor):
+                tensor = distribute_tensor(tensor.to(copy.to_local().device), copy.device_mesh, copy.placements)
+            copy.copy_(tensor)
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Move the copy towards the weights."""
+        if self.every and state.global_step % self.every == 0:
+            assert self.copies is not None
+            for name, weight in self._model.learned().items():
+                self.copies[name].mul_(self.decay).add_(weight, alpha=1 - self.decay)
+
+    def save(self, folder: Path, write: bool) -> None:
+        """Write the copy, if there is one, into a checkpoint. Collective: every process must call it; one writes."""
+        spread: dict[str, Any] = {**(self.copies or {})}
+        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in spread.items()}
+        if write and whole:
+            tensors = {name: one.cpu().contiguous() for name, one in whole.items()}
+            files.write(folder / f"{self.name}.safetensors", serialise(tensors))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model has the copy's weights inside, if there is a copy."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        if self.copies is None:
+            return
+        for module in self._model.modules():  # what was gathered for a forward has the old values
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for name, weight in self._model.learned().items():
+            held = weight.detach().clone()
+            weight.copy_(self.copies[name])
+            self.copies[name].copy_(held)
+
+
 class FiniteGradients(TrainerCallback):
     """Leaves out the gradients of a step if one of them is not finite, and reports it."""
 
@@ -97,24 +166,17 @@ def say(text: str) -> None:
 class DiffusionTrainer(Trainer):
     """A `Trainer` that learns from rows of prompts and answers, and measures answers to held-out prompts.
 
-    Args:
-        model: as `Sampler.from_pretrained` takes it, a `Sampler`, or a masked language model of transformers.
-        args: the settings.
-        train_dataset: rows with a `prompt` and a `completion` (or `answer`), or with `messages`. A prompt is a text,
-            token ids or messages.
-        eval_dataset: the same, to measure on.
-        processing_class: the tokenizer of a model of transformers; others have theirs.
-        peft_config: a `LoraConfig` of peft, whose adapters alone learn. With None all weights learn.
-        metric: how answers are judged, see `Metric`.
-        options: others of `Trainer`.
-
-    Raises:
-        UserError: a model, a setting or a row that cannot be used.
+    model: as `Sampler.from_pretrained` takes it, a `Sampler`, or a masked language model of transformers
+    train_dataset, eval_dataset: rows with a `prompt` and a `completion` (or `answer`), or with `messages`. A prompt is
+        a text, token ids or messages
+    processing_class: the tokenizer of a model of transformers; others have theirs
+    peft_config: a `LoraConfig` of peft, whose adapters alone learn. With None all weights learn
+    metric: how answers are judged, see `Metric`
     """
 
     config: ClassVar[type[DiffusionConfig]] = DiffusionConfig
-    uniform: ClassVar[bool] = False  # whether it knows models without a mask token
-    answers: ClassVar[bool] = True  # whether each example must have an answer
+    uniform: ClassVar[bool] = False  # it knows models without a mask token
+    answers: ClassVar[bool] = True  # each example must have one
     most_held_out: ClassVar[int] = 64  # of `dllm-train`, where `held_out` is None
     args: Any  # the settings, of the class `config`
 
@@ -163,7 +225,6 @@ class DiffusionTrainer(Trainer):
             **options,
         )
         self.model_accepts_loss_kwargs = False  # a loss is the mean over its rows
-        self.say_examples()
 
     @classmethod
     def command(cls, front: Any, resume: bool) -> Path:
@@ -198,12 +259,6 @@ class DiffusionTrainer(Trainer):
         if self.is_world_process_zero():
             say(text)
 
-    def say_examples(self) -> None:
-        """Say how many examples are learned from and how many are held out. Says nothing of mini's endless tasks."""
-        if not self.examples[0].task:
-            held = f"; {len(self.held)} held out to measure on" if self.held else ""
-            self.say(f"{counted(len(self.examples), 'example')} to learn from{held}")
-
     def seed_of(self, *parts: object) -> str:
         """Return a seed of what is drawn: of the run's seed and of anything."""
         return "/".join(map(str, (self.args.seed, *parts)))
@@ -221,11 +276,7 @@ class DiffusionTrainer(Trainer):
     def answered(
         self, sampler: Sampler, prompts: Sequence[Prompt], seeds: int | Sequence[int] = 0, samples: int = 1
     ) -> list[Answer]:
-        """Return answers in the order of the prompts.
-
-        Raises:
-            NotFiniteError: the model returned NaN.
-        """
+        """Return answers in the order of the prompts."""
         size = max(self.args.answer_batch_size, samples)  # answers to one prompt may have to begin together
         options: dict[str, Any] = {"max_new_tokens": self.args.new_tokens, "seed": seeds, "samples": samples}
 

@@ -45,9 +45,6 @@ class Trajectories:
             `sampler.plugins.blocks.lookahead(max_new_tokens)`. There a finished block is read from left to right and an
             open one as a whole. States of different blocks that have the same number inside their block share an item,
             which takes two copies of the row.
-
-    Raises:
-        UserError: a trace whose states cannot be rebuilt.
     """
 
     trace: Trace
@@ -184,12 +181,7 @@ class Trajectories:
         """Return `[B, L]` on the CPU: log-probability of every token that counts, 0 elsewhere; without a gradient.
 
         The mask token is left out, as in the record. For a gradient score the `chunks` one after the other, and call
-        `backward` on each one's share of the loss before the next.
-
-        Args:
-            model: a `Transformer` or one of transformers, or the sampler's denoiser (`models.scorable`).
-            batch_tokens: columns of a forward.
-            chunks: those to score. None stands for all.
+        `backward` on each one's share of the loss before the next. `chunks`: those to score. None stands for all.
         """
         spec = None if isinstance(model, nn.Module) else model.spec
         model = scorable(model)
@@ -206,9 +198,6 @@ def check(sampler: Sampler) -> None:
     """Refuse a sampler whose trajectories cannot be scored again.
 
     One with an approximate cache is accepted: what is scored is the model's own probability, without the cache.
-
-    Raises:
-        UserError: naming the plug-in and a way out.
     """
     plugins, spec = sampler.plugins, sampler.denoiser.spec
     traits, blocks, stop = plugins.scheduler.traits, plugins.blocks, plugins.stop

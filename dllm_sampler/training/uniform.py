@@ -58,13 +58,7 @@ class UniformLoss:
         return self.of(network, rows, self.draw(rows, dice))
 
     def of(self, network: nn.Module, rows: Rows, noise: Noise) -> Tensor:
-        """Return the weighted sum over the tokens of the rows' answers.
-
-        Args:
-            network: a `UniformLM`, or a wrapper of one.
-            rows: clean.
-            noise: drawn from them.
-        """
+        """Return the weighted sum over the tokens of the rows' answers."""
         device = self.spec.device
         width = int((rows.length - rows.prompt).max())
         columns = rows.prompt[:, None] + torch.arange(width)  # [B, A]

@@ -85,7 +85,6 @@ READS: list[tuple[str, list[str], str]] = [  # a command, its words, and a file 
     ("dllm-report", ["runs", "--csv", "-"], "runs/one/samples.jsonl"),
     ("dllm-tune", [*TUNE, "tune=own"], "conf/tune/own.yaml"),
     ("dllm-tune", TUNE, "conf/experiment/tuned.yaml"),
-    ("dllm-train", [*TRAIN, "train.resume=true", "train.output_dir=unfinished"], "unfinished/train.json"),
     ("dllm-train", ["train=own", *TUNING], "conf/train/own.yaml"),
     ("dllm-train", ["train=sft", *TUNING], "sft.jsonl"),
     (ENGINE, ["scheduler=own"], "conf/scheduler/own.yaml"),
@@ -120,17 +119,13 @@ def scene() -> TemporaryDirectory[str]:
 
 @functools.cache
 def part(name: str) -> Path:
-    """Make one of the folders that only some commands read: a checkpoint, finished runs, an interrupted training."""
+    """Make one of the folders that only some commands read: a checkpoint, or finished runs."""
     folder = Path(scene().name) / name
     if name.startswith("tiny-"):
         return tiny.write(name.removeprefix("tiny-"), folder)
     with chdir(scene().name), patch("time.perf_counter", return_value=0.0):
-        if name == "runs":
-            assert run("dllm-eval", [*EVAL[:-1], "output=runs"])[0] == 0
-            next(folder.glob("mini-*")).rename(folder / "one")
-        else:
-            with patch("dllm_sampler.training.mini.export", side_effect=KeyboardInterrupt):  # after the last step
-                run("dllm-train", [*TRAIN, f"train.output_dir={name}"])
+        assert run("dllm-eval", [*EVAL[:-1], "output=runs"])[0] == 0
+        next(folder.glob("mini-*")).rename(folder / "one")
     return folder
 
 
@@ -141,7 +136,7 @@ def copied(words: Sequence[str]) -> Iterator[Path]:
         folder = Path(place) / "here"
         shutil.copytree(Path(scene().name) / "base", folder)
         for name in {word.rpartition("=")[2] for word in words}:
-            if name in ("runs", "unfinished") or name.startswith("tiny-"):
+            if name == "runs" or name.startswith("tiny-"):
                 shutil.copytree(part(name), folder / name)
         with chdir(folder):
             yield folder

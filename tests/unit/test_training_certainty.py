@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dllm_sampler.training.certainty import certainty_loss, split
+from dllm_sampler.training.distill import certainty_loss, split
 from dllm_sampler.training.masked import Dice, Rows, collate
 
 

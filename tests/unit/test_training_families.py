@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler import Sampler
-from dllm_sampler.training.certainty import certainty_loss, split
+from dllm_sampler.training.distill import certainty_loss, split
 from dllm_sampler.training.masked import Dice, Rows, chunk, collate
 from dllm_sampler.training.model import Trainable
 from dllm_sampler.training.policy import Goal

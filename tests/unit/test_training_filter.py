@@ -20,7 +20,6 @@ from dllm_sampler.training.filter import (
     FilterTrainer,
     Records,
     Replay,
-    judged,
     loss,
 )
 from tests import tiny
@@ -63,9 +62,6 @@ def test_learns_a_threshold() -> None:
     fresh = records(200, 2)
     agree = (judge(layers, fresh.known).sigmoid() > 0.5) == fresh.final
     assert agree.double().mean() > 0.99
-    scores = judged(layers, fresh, 0.9)
-    assert scores["precision"] > 0.99
-    assert scores["recall"] > 0.95
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -93,14 +89,6 @@ def test_the_loss_by_hand(committed: bool) -> None:
     (total / count).backward()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-12, rtol=1e-10)
-
-
-def test_scores_by_hand() -> None:
-    layers = ((torch.eye(4) * 10, torch.full((4,), -5.0)),)  # accepts above 0.5
-    known = torch.tensor([[0.9, 0.6, 0.2, 0.9]])
-    final, open_ = torch.tensor([[True, False, True, True]]), torch.tensor([[True, True, True, False]])
-    scores = judged(layers, Records(known, final, open_, torch.ones_like(open_)), 0.5)
-    assert scores == pytest.approx({"precision": 0.5, "recall": 0.5, "false_positive_rate": 1.0, "final": 2 / 3})
 
 
 def test_starts_as_a_threshold() -> None:
@@ -138,22 +126,23 @@ def words(output: Path, model: Path, *more: str) -> list[str]:
         "block_length=4",
         "caution=1.0",
     ]
-    given += ["answer_batch_size=4", "threshold=0.8", "max_steps=60", "learning_rate=3e-3"]
+    given += ["answer_batch_size=4", "max_steps=60", "learning_rate=3e-3"]
     return ["train=filter", *(f"train.{word}" for word in [*given, "use_cpu=true", *more])]
 
 
 def test_run(checkpoint: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "made" / "run"
     given = words(output, checkpoint, f"data={prompts}")
+    (output / "checkpoint-1").mkdir(parents=True)  # of the model that was trained there
+    (output / "checkpoint-1" / "trainer_state.json").touch()
     assert cli.main(given) == 0
     printed, path = capsys.readouterr(), output / "filter.safetensors"
     assert printed.out == f"{path}\n"
     spec = Sampler.from_pretrained(str(checkpoint), device="cpu").denoiser.spec
     assert [tuple(weight.shape) for weight, _ in load(path, spec)] == [(4, 4), (4, 4)]
     report = json.loads(path.with_suffix(".json").read_text())
-    assert set(report["validation"]) >= {"precision", "recall", "false_positive_rate"}
-    assert f"precision {report['validation']['precision']:.4f}" in printed.err
-    assert sorted(file.name for file in output.iterdir()) == ["filter.json", "filter.safetensors"]
+    assert report["validation_loss"] > 0
+    assert sorted(file.name for file in output.iterdir()) == ["checkpoint-1", "filter.json", "filter.safetensors"]
     assert cli.main(given) == 2
     assert "already exists" in capsys.readouterr().err
 
@@ -188,9 +177,8 @@ def test_a_killed_run_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(filter, "replay", killed)
         assert cli.main(given) == 130
-    for more, said in ((), "unfinished run"), (("train.resume=true", "train.new_tokens=8"), "train.new_tokens"):
-        assert cli.main([*given, *more]) == 2
-        assert said in capsys.readouterr().err
+    assert cli.main(given) == 2
+    assert "unfinished run" in capsys.readouterr().err
     done = list[int]()
     monkeypatch.setattr(filter, "replay", lambda *arguments: done.append(0) or plain(*arguments))
     assert cli.main([*given, "train.resume=true"]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -160,7 +159,7 @@ def run(folder: Path, launcher: list[str], task: str, output: str, *words: str) 
     """A run of a task by a launcher of processes."""
     (folder / "run.py").write_text(MODULE)
     common = COMMON if task != "filter" else ["use_cpu=true", "new_tokens=12", "logging_steps=1"]
-    common = [word for word in common if task != "deer" or not word.startswith("eval")]
+    common = [word for word in common if task != "deer" or not word.startswith(("eval", "held_out"))]
     given = [f"train.{word}" for word in (*common, *words, f"data={FACTS}", f"output_dir={output}")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}"}
     command = [sys.executable, *launcher, "-m", "run", f"train={task}", *given]
@@ -257,7 +256,7 @@ def test_processes_do_not_change_a_filter(tmp_path: Path) -> None:
 def test_processes_do_not_change_a_drafter(tmp_path: Path) -> None:
     model = tiny.write("llada", tmp_path / "m")
     words = [f"model={model}", f"target={target_of(model)}", "answers=8", "distill_steps=4", "refine_steps=4"]
-    words += ["draft_length=4", "held_out=2", "separator='<unk>'", "answer_batch_size=2"]
+    words += ["draft_length=4", "separator='<unk>'", "answer_batch_size=2"]
     done = run(tmp_path, [], "deer", "one", *words, "per_device_train_batch_size=2")
     assert done.returncode == 0, done.stderr[-3000:]
     torchrun(tmp_path, "deer", "ddp", *words)
@@ -265,6 +264,3 @@ def test_processes_do_not_change_a_drafter(tmp_path: Path) -> None:
     runs = [tmp_path / name for name in ("one", "ddp", "fsdp2")]
     for stage in ("distilled", "drafter"):
         close(*(folder / stage / "model.safetensors" for folder in runs))
-    reports = [json.loads((folder / "report.json").read_text())["decoding"]["temperature 0"] for folder in runs]
-    rounds = [[arm["rounds"] for arm in arms.values()] for arms in reports]
-    assert rounds[0] == rounds[1] == rounds[2]

@@ -67,7 +67,7 @@ def test_every_task_and_family(chosen: tuple[str, str], tmp_path: Path, capsys: 
     status = cli.main([f"train={task}", *(f"train.{word}" for word in words)])
     printed = capsys.readouterr()
     assert status == 0, printed.err
-    assert printed.out == f"{output}\n" and "examples to learn from" in printed.err
+    assert printed.out == f"{output}\n"
     whole = [line for line in printed.err.splitlines() if line.startswith("{") and line.endswith("}")]
     assert sum("'loss'" in line for line in whole) == 2, "lines of the log do not wrap in a pipe"
     log = history(output)
@@ -132,13 +132,10 @@ def test_a_run_that_resumes_comes_to_the_same_losses(kind: str, llada: Path, tmp
 def test_the_command_resumes_when_told(
     llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A killed run, a run of other settings on top of it, the same again, and a finished one."""
-
-    data = tmp_path / "data.jsonl"
-    data.write_text(FACTS.read_text())
+    """A killed run, the same again, and a finished one."""
 
     def words(name: str, *more: str) -> list[str]:
-        given = [*COMMON, f"model={llada}", f"data={data}", f"output_dir={tmp_path / name}", "save_steps=1", *more]
+        given = [*COMMON, f"model={llada}", f"data={FACTS}", f"output_dir={tmp_path / name}", "save_steps=1", *more]
         return ["train=sft", *(f"train.{word}" for word in [*given, "eval_strategy=no", "eval_on_start=false"])]
 
     assert cli.main(words("whole")) == 0
@@ -153,16 +150,8 @@ def test_the_command_resumes_when_told(
         patch.setattr(MaskedDiffusionTrainer, "loss_of", killed)
         assert cli.main(words("parts")) == 130
     capsys.readouterr()
-    for more, said in (
-        ([], "has an unfinished run. Set train.resume=true"),
-        (["resume=true", "learning_rate=0.5"], "has an unfinished run with another train.learning_rate"),
-    ):
-        assert cli.main(words("parts", *more)) == 2
-        assert said in capsys.readouterr().err
-    data.write_text("".join(FACTS.read_text().splitlines(True)[:20]))
-    assert cli.main(words("parts", "resume=true")) == 2
-    assert "has an unfinished run with another train.data" in capsys.readouterr().err
-    data.write_text(FACTS.read_text())
+    assert cli.main(words("parts")) == 2
+    assert "has an unfinished run. Set train.resume=true" in capsys.readouterr().err
     assert cli.main(words("parts", "resume=true", "report_to=none")) == 0
     assert history(tmp_path / "parts")[:-1] == history(tmp_path / "whole")[:-1]
     for key, tensor in load_file(tmp_path / "whole" / "model.safetensors").items():
@@ -321,7 +310,7 @@ def test_a_mismatch_of_the_rollouts_is_said(llada: Path, tmp_path: Path, capsys:
     run = trainer("trajectory", llada, tmp_path / "run", rollout={**rollout, "cache": "dual"}, beta=0.0)
     run.train()
     said = capsys.readouterr().err
-    assert said.count("the policy that samples is not the one that learns (rollout cache=dual): importance ratio") == 1
+    assert said.count("the policy that samples is not the one that learns (rollout cache=dual)") == 1
     log = [line for line in run.state.log_history if "ratio_log" in line]
     assert len(log) == 3 and all(line["entropy"] > 0 and 0 < line["distinct"] <= 1 for line in log)
 
