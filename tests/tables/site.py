@@ -33,7 +33,8 @@ COMMANDS = {
 }
 TITLES = {**GROUPS, "task": "what is asked, and how it is graded", "train": "what a model learns, and how"}
 
-OPTIONS = "{members: false, show_signature: false, heading_level: 3, show_root_toc_entry: false}"  # YAML has the fields
+# the YAML above has the fields
+OPTIONS = "{members: false, show_signature: false, separate_signature: false, heading_level: 3}"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
