@@ -181,8 +181,11 @@ def case(name: str, cache: str, it: TransformerDenoiser, options: argparse.Names
         result = sampler.generate(rows, max_new_tokens=options.tokens)
         return result.tokens, int(result.trace.rows.sum())
 
+    mask_id = it.mask_id
+    assert mask_id is not None
+
     def plain(rows: Prompts) -> tuple[Tensor, int]:
-        given = options.tokens, options.block, options.threshold, it.mask_id, cache
+        given = options.tokens, options.block, options.threshold, mask_id, cache
         return lock_step.generate(it.transformer, rows, *given), 0
 
     loops = {"sampler": ours}

@@ -187,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     torch.set_num_threads(options.threads)
     it = subject(options.model)
+    assert it.denoiser.mask_id is not None
     given = prompts(options.model, options.prompts, it.denoiser.mask_id)
     rules = {"threshold": {"name": "threshold", "threshold": options.threshold}, "fixed": "fixed"}
     random, least = Random(1), options.shortest or options.tokens

@@ -207,6 +207,7 @@ def speed(
 
     def plain() -> None:
         nonlocal tokens, forwards
+        assert it.denoiser.mask_id is not None
         given = it.network, prompts, it.new_tokens, it.block, steps, it.denoiser.mask_id
         if official is not None:
             tokens, forwards = official_code.generate(official, *given)

@@ -44,6 +44,7 @@ class Subject:
         generator = torch.Generator().manual_seed(1)
         size = self.network.config.vocab_size - 1
         ids = torch.randint(size, (batch, self.prompt), generator=generator)
+        assert self.denoiser.mask_id is not None
         return (ids + (ids >= self.denoiser.mask_id)).to(self.network.embed.weight.device)
 
     def sampler(self, cache: str, steps: int) -> Sampler:

@@ -196,7 +196,9 @@ class Tuner:
         """
         found = self.measure(words, REFERENCE)
         if isinstance(found, str):
-            raise UserError("baseline-failed", f"One token per step cannot run ({found}). Change the base settings.")
+            raise UserError(
+                "baseline-failed", f"One token per step cannot run: {found.rstrip('.')}. Change the base settings."
+            )
         if found.score <= 0:
             raise UserError("baseline-failed", f"One token per step scores 0 on {tasks_of(found)}. Use an easier task.")
         return found

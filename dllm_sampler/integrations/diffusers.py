@@ -40,9 +40,9 @@ except ImportError as error:
     ) from error
 
 try:  # not in diffusers 0.42
-    from diffusers.schedulers.scheduling_utils import DiscreteSchedulerOutput  # pyright: ignore
+    from diffusers.schedulers.scheduling_utils import DiscreteSchedulerOutput as Output  # pyright: ignore
 except ImportError:
-    DiscreteSchedulerOutput = BaseOutput
+    Output = BaseOutput
 
 # What `LLaDA2Pipeline` tells every scheduler unless its caller says otherwise.
 UNSAID = {"temperature": 0.0, "top_p": None, "top_k": None, "threshold": 0.7, "editing_threshold": 0.5}
@@ -92,7 +92,7 @@ class Timesteps:
 
 
 @dataclass
-class DllmSchedulerOutput(DiscreteSchedulerOutput):
+class DllmSchedulerOutput(Output):  # pyright: ignore[reportGeneralTypeIssues]
     """The changes of a step, in the fields that discrete schedulers of diffusers share (PR #14741)."""
 
     prev_sample: Tensor  # [B, W] the block that the next forward is to see

@@ -43,7 +43,7 @@ STEPS = {
     ("threshold", "dual", "prefix"): 124,
     ("fixed", "dual", "prefix"): 138,
     ("fixed", "dual", "none"): 128,
-    ("klass", "dual", "prefix"): 183,
+    ("klass", "dual", "prefix"): 184,
 }
 
 

@@ -19,6 +19,7 @@ from dllm_sampler.core.spec import (
     ChangingLength,
     HiddenMasks,
     PlannedCommits,
+    SoftInputs,
     TrainedBlocks,
 )
 from tests import toys
@@ -63,6 +64,8 @@ def opposed(scheduler: Scheduler, blocks: Blocks, stop: Stop, cache: Cache) -> l
     starved = starved or (traits.needs_every_position and inner.chooses) or (traits.drafts and not inner.steady)
     starved = starved or (hidden is not None and hidden.horizon is not None and inner.keeps_noise)
     starved = starved or (hides and (traits.has(AllColumns) or traits.has(BlocksOpenedAhead)))
+    soft = traits.has(SoftInputs) and inner.stores and (inner.uses_padded_plan or not inner.steady)
+    starved = starved or soft
     moves = traits.has(ChangingLength)
     starved = starved or (moves and (hides or (inner.stores and not inner.supports_resize)))
     stops = (traits.drafts or moves) and (stop.cuts or stop.fills)

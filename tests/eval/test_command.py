@@ -35,9 +35,9 @@ def test_what_cannot_run_is_said_and_the_rest_goes_on(tmp_path: Path, capsys: py
     words = ["scheduler=threshold,wino", "cache=dual", "task.count=2", f"output={tmp_path}", "device=cpu"]
     assert command.main(words) == 0
     out = capsys.readouterr().out
-    assert "cannot run wino" in out and "use cache=none" in out and "\n1 run in " in out
+    assert "cannot run wino" in out and "cache=none" in out and "\n1 run in " in out
     assert command.main([*words[1:], "scheduler=wino"]) == 2
-    assert "use cache=none" in capsys.readouterr().err
+    assert "cache=none" in capsys.readouterr().err
     assert command.main(["schedular=x"]) == 2
     assert command.main(["foo"]) == 2
 
@@ -103,7 +103,7 @@ def test_a_refusal_stands_whoever_begins_later(tmp_path: Path) -> None:
     ("wrong", "sentence"),
     [
         (lambda: [][1], "IndexError: list index out of range"),
-        (lambda: None, "scheduler=threshold: tell must return (edit, carry), not NoneType"),
+        (lambda: None, "scheduler=threshold: tell returned NoneType. Return (edit, carry)."),
     ],
 )
 def test_an_error_in_a_scheduler_ends_its_run_alone(

@@ -314,7 +314,7 @@ def test_every_trial_is_shown_with_the_reason(
         ("fixed", "90.0", "1.00", "one token per step"),
         ("klass", "100.0", "0.50", "no faster than one token per step"),
         ("wino", "50.0", "9.00", lost),
-        ("slowfast", "", "", "cannot run (there is no room"),
+        ("slowfast", "", "", "cannot run: there is no room"),
     ]
     file = (here / "conf/experiment/quick.yaml").read_text()
     none = "None of 6 configurations qualified: each loses more than 10 points, is no faster, or cannot run. One token"
@@ -340,7 +340,7 @@ def test_a_reference_that_scores_nothing_or_cannot_run_is_refused(
     assert "mini copy" in capsys.readouterr().err
     monkeypatch.setattr(tuning.Tuner, "measure", lambda *given: "there is no room")
     assert tuning.main([*WORDS, "max_new_tokens=2"]) == 2
-    assert "cannot run (there is no room" in capsys.readouterr().err
+    assert "cannot run: there is no room" in capsys.readouterr().err
 
 
 def test_a_damaged_database_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ def test_it_is_named_or_lies_in_a_folder_with_or_without_weights(tmp_path: Path,
     assert said[0] == said[1]
     with refused("options-conflict: model.adapter"):
         loading.load(tmp_path / "both", adapter=tmp_path / "alone")
-    with refused("adapter-unsupported"):
+    with refused("option-not-applicable: train.model, adapter"):
         Trainable.load(tmp_path / "both")
     with refused("option-not-applicable: train.model"):
         Trainable.load(named)

@@ -95,6 +95,7 @@ NEVER = {
     "daedal",
     "dawn",  # the bed shows no attention
     "discrete_ddim",
+    "dmax",
     "editing",
     "entropy_renoise",
     "fixed",
@@ -108,6 +109,7 @@ NEVER |= {
     "random_order",
     "rcr",
     "remdm",
+    "remix",
     "rho_eos",
     "s2d2",
     "s2d2_editing",
