@@ -66,10 +66,7 @@ class Chunk:
         target[row.cpu(), self.columns[self.there].cpu()] = values[self.there].to(target)
 
     def logits(self, model: nn.Module | Denoiser) -> Tensor:
-        """Return `[n, Q, V]` of the tokens asked about, in float32 at least.
-
-        model: as `scorable` takes it. It is called as usual: gradients flow as usual.
-        """
+        """Return `[n, Q, V]` of the tokens asked about, in float32 at least, with gradients."""
         logits = scorable(model)(self.ids, positions=self.positions, keys=self.keys, rows=self.answers)
         if self.shared is not None:
             logits = logits[self.shared[0][:, None], self.shared[1]]

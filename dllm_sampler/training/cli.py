@@ -138,7 +138,6 @@ def read(words: Sequence[str]) -> Command:
                     raise unknown(f"field of train={name}", path[0], known, "see dllm-train --help train=" + name)
                 kept.append(f"++{_to_the_letter(word, defaults)}")
                 continue
-            _check_known(name, defaults, path)
         elif not re.match(r"train=|threads=|[+~]{1,2}train\.", word):
             raise UserError("option-syntax", f"'{word}' is not train.FIELD=VALUE. See dllm-train --help.")
         kept += _replacing(_to_the_letter(word, defaults), defaults)
@@ -224,19 +223,11 @@ def _replacing(word: str, defaults: Mapping[str, Any]) -> list[str]:
         return [word]
     node: Any = defaults
     for key in match[1].split("."):
+        if not isinstance(node, Mapping) or key not in node:
+            return [word]  # an unknown field
         node = node[key]
     # what is null cannot be deleted, and a field of it cannot be overridden
     return [f"~{word.partition('=')[0]}", f"+{word}"] if isinstance(node, Mapping) else [f"++{word}"]
-
-
-def _check_known(name: str, settings: Mapping[str, Any], path: Sequence[str]) -> None:
-    """Check that the dotted field exists."""
-    owner, node = f"train={name}", settings
-    for key in path:
-        if not isinstance(node, Mapping) or key not in node:
-            fields = [one for one in node if one != "_target_"] if isinstance(node, Mapping) else []
-            raise unknown(f"field of {owner}", key, fields)
-        owner, node = f"{owner}.{key}" if "." in owner else f"train.{key}", node[key]
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Front:
     @cached_property
     def source(self) -> Data:
         """The settings of the data, checked."""
-        return Data.of(self.data)
+        return Data(**config.check("train.data", Data, self.data))
 
     @cached_property
     def peft_config(self) -> Any:

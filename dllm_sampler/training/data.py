@@ -12,7 +12,6 @@ from typing import Any
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from dllm_sampler import config
 from dllm_sampler.cli import inputs
 from dllm_sampler.core.checks import check_number, is_whole
 from dllm_sampler.core.spec import ModelSpec
@@ -120,11 +119,6 @@ class Data:
     messages: str = "messages"
     chat: bool = False
     metric: str = "exact_match"
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Data:
-        """Return the settings, checked."""
-        return cls(**config.check("train.data", cls, settings))
 
     def load(
         self, seed: int, held_out: int | None, answers: bool, *, most: int = 64, processes: int = 1

@@ -148,9 +148,7 @@ class DistillTrainer(DiffusionTrainer):
                 found.append((number, (row.prompt, tokens)))
         return [pair for _, pair in sorted(gather_object(found))]
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Return the mean over the rows of the losses of both samples."""
         some, spec, args = inputs["rows"], self.trained.spec, self.args
         rows = collate([(row.prompt, row.answer) for row in some], spec.eos_id)

@@ -178,16 +178,12 @@ class FilterTrainer(Trainer):
             data_collator=lambda rows: rows[0]._asdict(), **options,
         )  # fmt: skip
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Return the mean cross-entropy of the filter, see `loss`."""
         records = Records(**inputs)
         return loss(model(records.known), records, self.args.committed, self.args.caution)
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any
-    ) -> tuple[Tensor, None, None]:
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Return the loss of the validation records."""
         with torch.no_grad():
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None

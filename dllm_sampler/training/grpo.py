@@ -35,16 +35,14 @@ class TrajectoryGRPOConfig(DiffusionConfig):
 
     num_generations: answers to each prompt
     rollout: settings of the sampler; any that commits each position once, at a temperature
-    likelihood: `trajectory` scores every token by the state it was committed from (CJ-GRPO). `masked` scores all at
-        once, with the whole answer and a share of the prompt masked (diffu-GRPO)
-    mask_prompt: that share, drawn again for each iteration
+    likelihood: scores tokens by the state each was committed from (`trajectory`), or with all masked (`masked`)
+    mask_prompt: share of the prompt that `masked` hides, drawn again for each iteration
     transitions: score at most this many of each answer's. None scores all
     scale_rewards: divide advantages by their group's deviation (GRPO; not CJ-GRPO)
     after_eos: tokens after the first end token count too, as in the official code
     num_iterations: optimizer steps on the same answers
     epsilon, beta: of the clipping, and the weight of the divergence from the reference
-    ref_model_sync_steps: steps after which the reference becomes the present model; 0: never. With adapters the
-        reference is always the model without them
+    ref_model_sync_steps: steps after which the reference becomes the present model; 0, or with adapters: never
     batch_tokens: columns of a forward, which bound its memory
     """
 

@@ -184,14 +184,10 @@ def padded(pairs: Sequence[Pair], spec: ModelSpec, padding: str | int, most: int
 
 @dataclass(frozen=True)
 class MaskedLoss:
-    """The loss of masked diffusion, or of block diffusion.
-
-    spec: of the model
-    complementary, inverse: see `draw`
-    """
+    """The loss of masked diffusion, or of block diffusion."""
 
     spec: ModelSpec
-    complementary: bool
+    complementary: bool  # and `inverse`: see `draw`
     inverse: bool
 
     def __call__(self, network: nn.Module, rows: Rows, dice: Dice) -> Tensor:

@@ -99,9 +99,7 @@ class MiniTrainer(Trainer):
         """Return the stream of batches, which are whole as they come."""
         return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=None, collate_fn=vars))  # pyright: ignore
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Return nats per response token: the likelihood bound's estimate from one corruption of the batch."""
         clean = Batch(inputs["ids"].cpu(), inputs["prompts"].cpu())
         generator = torch.Generator().manual_seed(self.args.seed * 2**32 + self.state.global_step)

@@ -95,7 +95,10 @@ class Trainable(nn.Module):
         dtype: of the weights. None: as stored
         uniform: take a model without a mask token, too
         """
-        named, settings = called(model), None
+        named = str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)
+        settings = None
+        if isinstance(model, Sampler | PreTrainedModel):
+            named = type(model).__name__
         if isinstance(model, Sampler):
             denoiser, tokenizer = model.denoiser, model.tokenizer
         elif isinstance(model, PreTrainedModel):
@@ -234,13 +237,6 @@ def _layers(network: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _layers(child)
-
-
-def called(model: Model) -> str:
-    """Return the user's word for a model."""
-    if isinstance(model, Sampler | PreTrainedModel):
-        return type(model).__name__
-    return str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)
 
 
 def lora_config(settings: Mapping[str, Any] | None) -> Any:

@@ -98,9 +98,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         rule = {"scheduler": "entropy_renoise"} if self.trained.spec.mask_id is None else {}
         return super().sampler(**rule | settings)
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *_: Any, **__: Any) -> Any:
         """Return the mean over the rows of their losses. Held-out rows have the same tokens hidden every time."""
         some: list[Row] = inputs["rows"]
         step = self.state.global_step if model.training else "held"
@@ -112,9 +110,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         pairs = [(row.prompt, row.answer) for row in some]
         return self.loss(model, masked.padded(pairs, self.trained.spec, self._padding, self.most), dice)
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any
-    ) -> tuple[Tensor, None, None]:
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Return the loss of held-out rows."""
         with torch.no_grad(), self.accelerator.autocast():
             return self.compute_loss(model, inputs).detach(), None, None

@@ -33,16 +33,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class UniformLoss:
-    """The loss of a model that denoises canvases of random tokens.
+    """The loss of a model that denoises canvases of random tokens."""
 
-    spec: of the model; its blocks, counted from the answer's first token, are the canvases
-    self_conditioning: share of the examples whose decoder sees its own prediction of a first pass without gradient
-    encoder: weight of the encoder's next-token loss
-    """
-
-    spec: ModelSpec
-    self_conditioning: float
-    encoder: float
+    spec: ModelSpec  # its blocks, counted from the answer's first token, are the canvases
+    self_conditioning: float  # share of the examples whose decoder sees its own first prediction
+    encoder: float  # weight of the encoder's next-token loss
 
     def draw(self, rows: Rows, dice: Dice) -> Noise:
         """Replace tokens of each canvas with probability t, uniform from 0.001 to 1, by any token."""

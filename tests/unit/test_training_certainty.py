@@ -37,13 +37,6 @@ def test_two_halves_of_one_block() -> None:
     assert starts == [{0, 1}, {0, 1}, {0}, {0, 1, 2}]
 
 
-def test_the_whole_answer() -> None:
-    batch = rows()
-    pair = split(batch, batch.ids.shape[1], 0.5, dice(batch, 0))
-    assert not pair.future.any()
-    assert ((pair.one | pair.other).sum(1) == batch.length - batch.prompt).all()
-
-
 def test_a_row_is_masked_as_it_is_alone_in_number() -> None:
     """Rows are independent, which they are not in the published code: no two have the same mask."""
     batch = collate([([1] * 4, [2] * 64)] * 6, 0)

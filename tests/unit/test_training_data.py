@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dllm_sampler import config
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.models import loading
 from dllm_sampler.training import cli
@@ -25,7 +26,7 @@ def write(file: Path, lines: list[Any]) -> str:
 
 def load(path: str, held_out: int | None = 2, answers: bool = True, **more: Any) -> tuple[list[Example], list[Example]]:
     limits = {name: more.pop(name) for name in ("most", "processes") if name in more}
-    return Data.of({"path": path, **more}).load(0, held_out, answers, **limits)
+    return Data(**config.check("train.data", Data, {"path": path, **more})).load(0, held_out, answers, **limits)
 
 
 def test_what_is_held_out_is_never_learned(tmp_path: Path) -> None:

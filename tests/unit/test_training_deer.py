@@ -20,7 +20,7 @@ from dllm_sampler.models import loading
 from dllm_sampler.training import cli, deer
 from dllm_sampler.training.deer import refine_masks, stage_loss
 from dllm_sampler.training.masked import Dice, Masks, Rows, collate, draw
-from tests import tiny, toys
+from tests import tiny
 from tests.sampling import sampled
 from tests.unit.test_training_families import gradients, same, sees, trained
 
@@ -134,20 +134,6 @@ def test_stage_one_weighs_by_the_masked_share() -> None:
     assert float(t.min()) >= 0.05 and float(t.max()) <= 1 and abs(float(t.mean()) - 0.525) < 0.02
     assert not masks.hidden[:, :10].any()
     assert float((share - t).abs().mean()) < 0.08 and abs(float((share - t).mean())) < 0.01
-
-
-def test_stage_two_unweighted_over_the_whole_answer_is_stage_one() -> None:
-    network, spec = toys.transformer(), toys.denoiser().spec
-    ids = torch.randint(0, toys.MASK, (2, 6), generator=torch.Generator().manual_seed(1))
-    rows = Rows(ids, torch.tensor([1, 2]), torch.tensor([6, 6]))
-    learned = replace(rows, length=torch.tensor([4, 6]))  # behind the first answer two separators
-    one, two = stage_one(learned, Dice([0, 1]), 1.0), refine_masks(learned, Dice([0, 1]), 10**9, 1.0)
-    losses = [stage_loss(network, rows, each, spec).item() for each in (one, two)]
-    assert torch.equal(one.hidden, two.hidden) and losses[0] == losses[1] > 0
-    # by hand: the mean over the rows of the mean over their answers, masked whole
-    logits = network(ids.masked_fill(learned.answer, toys.MASK)).log_softmax(-1).gather(2, ids[..., None])[..., 0]
-    means = [row[at].mean().item() for row, at in zip(logits, learned.answer, strict=True)]
-    assert losses[0] == pytest.approx(-sum(means) / 2)
 
 
 @pytest.mark.parametrize("name", sampled([name for name in tiny.EVERY if name != "nemotron-labs-diffusion"]))

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dllm_sampler.training import policy
 from dllm_sampler.training.chunk import Chunk
 from dllm_sampler.training.policy import Goal
-from dllm_sampler.training.trajectory import Trajectories
-from tests import toys
 
 
 def logs(*chances: float) -> Tensor:
@@ -78,40 +76,6 @@ def test_distinct_answers_by_hand() -> None:
     result: Any = SimpleNamespace(tokens=tokens, lengths=torch.tensor([3, 3, 4, 3, 2, 2]))
     assert policy.distinct(result, 3) == pytest.approx(2 / 3)
     assert policy.distinct(result, 2) == pytest.approx((1 / 2 + 1 + 1 / 2) / 3)
-
-
-@pytest.fixture(scope="module")
-def view() -> Trajectories:
-    sampler = toys.sampler(scheduler={"name": "threshold", "threshold": 0.6}, temperature=1.0)
-    trace = sampler.generate(toys.PROMPTS[:2], max_new_tokens=13, samples=3).trace
-    return Trajectories(trace, sampler.denoiser.spec, after_eos=True)
-
-
-def gradient(model: nn.Module, view: Trajectories, goal: Goal, budget: int, beta: float) -> tuple[float, Tensor, dict]:
-    model.zero_grad()
-    total, figures = 0.0, {"clipped": 0.0, "kl": 0.0}
-    for chunk in view.chunks(budget):
-        loss, some = goal.loss(chunk, chunk.score(model)[0], 0.5, beta)
-        loss.backward()
-        total += float(loss.detach())
-        figures = {key: figures[key] + some.get(key, 0.0) for key in figures}
-    return total, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), figures
-
-
-def goal_of(view: Trajectories, advantage: Tensor, reference: Tensor | None = None) -> Goal:
-    old = view.log_probabilities(toys.transformer())
-    return Goal(advantage, view.weight / len(view.weight), old, reference)
-
-
-def test_the_cut_into_forwards_does_not_matter(view: Trajectories) -> None:
-    advantage = torch.tensor([1.0, -1, 0, 2, -1, -1], dtype=torch.double)
-    reference = view.log_probabilities(toys.transformer(seed=3))
-    goal, model = goal_of(view, advantage, reference), toys.transformer(seed=4)
-    one, two = (gradient(model, view, goal, budget, 0.04) for budget in (1, 10**6))
-    assert one[0] == pytest.approx(two[0], abs=1e-11)
-    torch.testing.assert_close(one[1], two[1], atol=1e-11, rtol=1e-11)
-    assert one[2] == pytest.approx(two[2])
-    assert one[2]["clipped"] > 0 and one[2]["kl"] > 0
 
 
 def test_advantages_by_hand() -> None:
