@@ -53,7 +53,6 @@ Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
 130 after Ctrl-C.
 """
 _FIELD = re.compile(r"train\.([\w.]+)=")  # a plain override; + and ~ are left to Hydra
-_OUTPUT, _THREADS = "train.output_dir=", "threads="
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,11 @@ TRAIN = compose.App("dllm-train", "train", ("train",), Options)
 
 @dataclass(frozen=True)
 class Command:
-    """A command line that was read.
+    """A command line that was read."""
 
-    name: of the task
-    target: class of its trainer
-    settings: of its YAML, with what was typed
-    threads: of torch
-    """
-
-    name: str
-    target: Any
-    settings: dict[str, Any]
+    name: str  # of the task
+    target: Any  # class of its trainer
+    settings: dict[str, Any]  # of its YAML, with what was typed
     threads: int | str
 
     def run(self) -> Path:
@@ -108,11 +101,7 @@ class Command:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run `dllm-train`; returns its exit status.
-
-    Args:
-        words: the command line without the program's name. None stands for that of the process.
-    """
+    """Run `dllm-train` with the words of a command line, and return its exit status. None stands for the process's."""
     given = list(sys.argv[1:] if words is None else words)
     interrupted = "interrupted. Set train.resume=true to resume from the last checkpoint."
     return ending("dllm-train", lambda: user_files.with_config_dir(given, _run), interrupted)
@@ -128,8 +117,6 @@ def read(words: Sequence[str]) -> Command:
     defaults = user_files.entry("train", name).settings
     kept = list[str]()
     for word in words:
-        if word.startswith(_OUTPUT):
-            continue
         if match := _FIELD.match(word):
             path = match[1].split(".")
             if path[0] not in defaults:
@@ -145,9 +132,6 @@ def read(words: Sequence[str]) -> Command:
     check_threads("threads", tree["threads"])
     settings = dict(tree["train"])
     target = str(settings.pop("_target_"))
-    paths = [word.removeprefix(_OUTPUT) for word in words if word.startswith(_OUTPUT)]
-    if paths:
-        settings["output_dir"] = None if paths[-1] == "null" else paths[-1]  # a folder of that name is ./null
     if not isinstance(folder := settings.get("output_dir"), str):
         raise UserError("option-type", f"train.output_dir is {folder!r}. Name a folder.")
     settings["output_dir"] = str(expanded("train.output_dir", folder))
@@ -214,7 +198,8 @@ def _to_the_letter(word: str, defaults: Mapping[str, Any]) -> str:
     data = defaults.get("data")
     if isinstance(data, Mapping) and "path" in data and key in ("train.data", "train.data.path", "train.data.test"):
         return f"{'train.data.path' if key == 'train.data' else key}={quoted(value)}"
-    return f"{key}={quoted(value)}" if key == "train.model" and isinstance(defaults.get("model"), str) else word
+    literal = key == "train.output_dir" or (key == "train.model" and isinstance(defaults.get("model"), str))
+    return f"{key}={quoted(value)}" if literal else word
 
 
 def _replacing(word: str, defaults: Mapping[str, Any]) -> list[str]:

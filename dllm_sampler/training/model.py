@@ -201,9 +201,7 @@ class Trainable(nn.Module):
     def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the checkpoint in its family's format, adapters merged, and apart the adapters alone.
 
-        Args:
-            folder: to write to.
-            state: all weights, where processes share them.
+        state: all weights, where processes share them
         """
         source = self.denoiser.folder
         if source is None:

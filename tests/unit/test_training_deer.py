@@ -90,7 +90,6 @@ def test_a_run_that_was_cut_ends_where_an_uninterrupted_one_does(
         ("", ["least_t=0"], "least_t should be greater than 0"),
         ("", ["alpha=-1"], "alpha should be greater than 0"),
         ("", ["separator=none"], "unknown separator 'none'"),
-        ("", ["data.path=null", "tasks={sing: 1}"], "unknown task 'sing'"),
         ("", ["data.path=null"], "lacks mini's tokenizer"),
         (f'{{"prompt": "{"b" * 95}"}}', [], "data.jsonl line 3 has 95 tokens"),
     ],

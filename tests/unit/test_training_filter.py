@@ -14,14 +14,7 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.models.filter import judge, load
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.training import cli, filter
-from dllm_sampler.training.filter import (
-    Filter,
-    FilterConfig,
-    FilterTrainer,
-    Records,
-    Replay,
-    loss,
-)
+from dllm_sampler.training.filter import Filter, FilterConfig, FilterTrainer, Records, Replay, loss
 from tests import tiny
 from tests.sampling import sampled
 
@@ -117,16 +110,8 @@ def test_replay_ends_at_the_answer(checkpoint: Path) -> None:
 
 
 def words(output: Path, model: Path, *more: str) -> list[str]:
-    given = [
-        f"output_dir={output}",
-        f"model={model}",
-        "prompts=18",
-        "held_out=2",
-        "new_tokens=10",
-        "block_length=4",
-        "caution=1.0",
-    ]
-    given += ["answer_batch_size=4", "max_steps=60", "learning_rate=3e-3"]
+    given = [f"output_dir={output}", f"model={model}", "prompts=18", "held_out=2", "new_tokens=10", "block_length=4"]
+    given += ["caution=1.0", "answer_batch_size=4", "max_steps=60", "learning_rate=3e-3"]
     return ["train=filter", *(f"train.{word}" for word in [*given, "use_cpu=true", *more])]
 
 

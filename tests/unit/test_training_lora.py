@@ -133,16 +133,8 @@ def test_a_model_of_transformers_in_memory(tmp_path: Path) -> None:
     """As it is, with its tokenizer; what is saved is merged, and the model has its adapters still."""
     folder = tiny.write("bert", tmp_path / "m")
     bert, tokenizer = BertForMaskedLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    lora = peft.LoraConfig(r=2, lora_alpha=4)
-    run = trainer(
-        "sft",
-        bert,
-        tmp_path / "run",
-        processing_class=tokenizer,
-        peft_config=lora,
-        max_steps=1,
-        report_to="tensorboard",
-    )
+    given = {"processing_class": tokenizer, "peft_config": peft.LoraConfig(r=2, lora_alpha=4)}
+    run = trainer("sft", bert, tmp_path / "run", max_steps=1, report_to="tensorboard", **given)
     run.train()
     run.save_model()
     assert len(run.trained.learned()) > 5 and any(tmp_path.glob("run/**/events*"))

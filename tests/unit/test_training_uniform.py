@@ -163,12 +163,7 @@ def test_adapters_are_merged_and_saved(folder: Path, tmp_path: Path) -> None:
 def test_what_is_refused(
     words: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = [
-        f"train.model={folder}",
-        f"train.data={FACTS}",
-        f"train.output_dir={tmp_path / 'run'}",
-        "train.use_cpu=true",
-    ]
+    more = [f"train.model={folder}", f"train.data={FACTS}", f"train.output_dir={tmp_path}/run", "train.use_cpu=true"]
     more += ["train.held_out=2"] if words[0] in ("train=sft", "train=distill") else []
     assert cli.main([*words, *more]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
