@@ -135,11 +135,6 @@ class Front:
                 "run-unfinished", f"{folder} has an unfinished run. Set train.resume=true or another train.output_dir."
             )
 
-    def model_at(self, folder: Path) -> Any:
-        """Return the model in another folder, with the user's settings."""
-        given = self.model if isinstance(self.model, Mapping) else {}
-        return {**{key: value for key, value in given.items() if key != "name"}, "path": str(folder)}
-
     def train(self, trainer: type[Any], resume: bool) -> Path:
         """Build a trainer, train and save; return the folder."""
         args: Any = self.arguments(trainer.config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -166,6 +166,8 @@ class DeerRun:
         files.make_folder(folder)
         pairs = _answers(file, plain, prompts[: args.answers], args)
         model: Any = front.model
+        settings = {**model} if isinstance(model, Mapping) else {}
+        settings.pop("name", None)
         for stage, name, steps in (
             ("distill", "distilled", args.distill_steps),
             ("refine", "drafter", args.refine_steps),
@@ -176,7 +178,7 @@ class DeerRun:
                 trainer = DeerTrainer(model, own, pairs, peft_config=front.peft_config)
                 trainer.train(resume_from_checkpoint=last_checkpoint(str(place)) if resume else None)
                 trainer.save_model()
-            model = front.model_at(place)
+            model = {**settings, "path": str(place)}
         return folder / "drafter"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +161,3 @@ def test_tensors_that_outlive_a_forward_are_ordinary_ones() -> None:
     assert not made(lambda module: Other(module.config))
     with torch.autocast("cpu", torch.bfloat16):
         assert not made()
-
-
-def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Short, and it runs."""
-    folder = Path(__file__).parents[2] / "examples"
-    assert len((folder / "rollouts.py").read_text().splitlines()) < 60
-    monkeypatch.syspath_prepend(folder)
-    assert 0 < import_module("rollouts").main(["--steps", "2", "--group", "2"]) <= 1
-    assert capsys.readouterr().out.startswith("step 1  reward 0.")
