@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Denoiser, Scheduler, is_random
@@ -68,8 +69,8 @@ class Oracle(Scheduler):
                 f"This oracle has {rows} answers of {tokens} tokens, not {given[0]} of {given[1]}. Make another.",
             )
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         at = (query.positions - canvas.layout.first[:, None]).clamp(0, self.answer.shape[1] - 1)  # [B, Q]
         answer, order = self.answer.gather(1, at), self.order.gather(1, at)
         known = canvas.eligible(query.positions) & (order >= 0)

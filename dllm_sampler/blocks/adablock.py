@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number, check_share, checked_tokens
 from dllm_sampler.core.protocols import Blocks
@@ -41,12 +42,12 @@ class AdaBlock(Blocks):
         check_number("blocks.threshold", self.threshold, "a probability")
         check_share("blocks.window", self.window)
 
+    @override
     def lookahead(self, tokens: int) -> int:
-        """See `Blocks.lookahead`."""
         return min(max(self.length, int(self.window * tokens)), tokens)
 
+    @override
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """See `Blocks.open`."""
         ahead = query.positions - canvas.start[:, None]  # [B, Q]
         delimits = torch.zeros_like(ahead, dtype=torch.bool)
         for mark in self.delimiters:  # numbers, not a tensor: that would be a copy to the device in every step

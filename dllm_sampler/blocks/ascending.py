@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Blocks
@@ -42,13 +43,13 @@ class AscendingBlocks(Blocks):
         first = tokens - sum(sizes)
         return [first + sum(sizes[:i]) for i in range(self.count)]
 
+    @override
     def lookahead(self, tokens: int) -> int:
-        """See `Blocks.lookahead`."""
         ends = self.ends(tokens)
         return max(end - start for start, end in zip([0, *ends], ends, strict=False))
 
+    @override
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """See `Blocks.open`."""
         steps = torch.frexp(canvas.layout.new_tokens.double()).exponent - 1  # [B] floor(log2 G)
         following = canvas.end
         for back in range(1, self.count):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from typing_extensions import override
+
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Blocks, Context
 from dllm_sampler.core.spec import with_bound_fields
@@ -50,12 +52,12 @@ class FixedBlocks(Blocks):
         return with_bound_fields(replace(self, length=length), causal=causal)
 
     @property
+    @override
     def grid(self) -> int | None:
-        """See `Blocks.grid`."""
         return self.length if self.causal else None
 
+    @override
     def lookahead(self, tokens: int) -> int:
-        """See `Blocks.lookahead`."""
         return min(self.part or self.length or DEFAULT_LENGTH, tokens)
 
 
@@ -63,6 +65,6 @@ class FixedBlocks(Blocks):
 class FullBlock(Blocks):
     """One block: the whole generation may be decoded in any order (full diffusion; Dream, arXiv 2508.15487)."""
 
+    @override
     def lookahead(self, tokens: int) -> int:
-        """See `Blocks.lookahead`."""
         return tokens

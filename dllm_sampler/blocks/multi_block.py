@@ -5,6 +5,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number, check_positive
 from dllm_sampler.core.naming import named
@@ -49,24 +50,24 @@ class MultiBlock(Blocks):
         check_positive("blocks.add_threshold", self.add_threshold, "a share", most=1)
         check_number("blocks.full_threshold", self.full_threshold, "a share", most=1, optional=True)
 
+    @override
     def bind(self, context: Context) -> Self:
-        """See `PlugIn.bind`."""
         if context.spec.attention != "bidirectional" or context.spec.encoder:
             raise UserError(
                 "blocks-incompatible", f"blocks={named(self)} opens several blocks of this model. Use blocks=fixed."
             )
         return self
 
+    @override
     def lookahead(self, tokens: int) -> int:
-        """See `Blocks.lookahead`."""
         return min(self.length, tokens)
 
+    @override
     def widest(self, tokens: int) -> int:
-        """See `Blocks.widest`."""
         return tokens
 
+    @override
     def move(self, after: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Blocks.move`."""
         first = self.begins(after, after.frontier())  # of the first block with masks
         start = torch.where(after.masked.any(1), after.next_free(first), after.end)
         wanted = after.stop + self.length * self.adds(after)
@@ -100,8 +101,8 @@ class MultiBlock(Blocks):
         """`[B]` where the block of `column [B]` begins."""
         return column - (column - canvas.layout.first) % self.length
 
+    @override
     def progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Blocks.progress`."""
         number, eligible = self.number(canvas, query.positions), canvas.eligible(query.positions)  # [B, Q]
         full = self.full(canvas)  # [B, N]
         chosen = torch.zeros_like(full, dtype=torch.long).scatter_add(1, number, (edit.commit & eligible).long())

@@ -5,6 +5,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.blocks.multi_block import MultiBlock
 from dllm_sampler.core.ends import is_end
@@ -33,14 +34,14 @@ class Pipeline(MultiBlock):
         """Take the end tokens."""
         return with_bound_fields(super().bind(context), end_ids=context.spec.eos_ids)
 
+    @override
     def move(self, after: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Blocks.move`."""
         start, stop = super().move(after)
         over = self.ended(after) & ~(after.masked & (after.columns() < after.stop[:, None])).any(1)
         return torch.where(over, after.end, start), torch.where(over, after.stop, stop)
 
+    @override
     def adds(self, after: Canvas) -> Tensor:
-        """See `MultiBlock.adds`."""
         return super().adds(after) & ~self.ended(after)
 
     def ended(self, after: Canvas) -> Tensor:

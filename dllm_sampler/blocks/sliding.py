@@ -5,6 +5,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.ends import is_end
@@ -53,16 +54,16 @@ class SlidingBlocks(Blocks):
             )
         return with_bound_fields(self, end_ids=context.spec.eos_ids)
 
+    @override
     def lookahead(self, tokens: int) -> int:
-        """See `Blocks.lookahead`."""
         return min(self.masks, self.widest(tokens))
 
+    @override
     def widest(self, tokens: int) -> int:
-        """See `Blocks.widest`."""
         return min(self.max_width or tokens, tokens)
 
+    @override
     def move(self, after: Canvas) -> tuple[Tensor, Tensor]:
-        """See `Blocks.move`."""
         column, start, end = after.columns(), after.frontier(), after.end
         if self.until_end:
             ended = is_end(after.ids, self.end_ids) & ~after.masked & ~after.layout.frozen

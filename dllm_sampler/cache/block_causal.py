@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.store_pass import StorePass
@@ -54,8 +55,8 @@ class BlockCausalCache(BaseCache):
             raise UserError("choice-unknown", f"cache.store_pass is {self.store_pass!r}. Set ride or separate.")
         check_switch("cache.token_causal", self.token_causal)
 
+    @override
     def bind(self, context: Context) -> Cache:
-        """See `Cache.bind`."""
         if self.store_pass == "separate" and context.spec.attention == "causal_context":
             raise UserError("cache-incompatible", "cache.store_pass=separate is for block-causal models. Use ride.")
         if self.token_causal and context.spec.attention == "causal_context":
@@ -66,14 +67,14 @@ class BlockCausalCache(BaseCache):
         """See `Wraps.around`."""
         return StorePass(scheduler) if self.store_pass == "separate" else scheduler
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.clean = torch.zeros_like(canvas.start)
         return live
 
+    @override
     def sees(self, canvas: Canvas, query: Query) -> Visible:
-        """See `BaseCache.sees`."""
         found = super().sees(canvas, query)
         if not self.token_causal:
             return found
@@ -83,8 +84,8 @@ class BlockCausalCache(BaseCache):
         return found.causal(canvas.columns(), torch.zeros_like(known), known)
 
     @property
+    @override
     def steady(self) -> bool:
-        """See `BaseCache.steady`."""
         return True
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, take, written
 from dllm_sampler.core import select
@@ -61,8 +62,8 @@ class D2Cache(BaseCache):
         check_share("cache.rollout", self.rollout)
         check_positive("cache.sigma", self.sigma, "a number of positions")
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.confidence = torch.zeros(canvas.ids.shape, dtype=torch.float64, device=canvas.ids.device)
         live.stale = torch.zeros_like(canvas.masked)
@@ -75,8 +76,8 @@ class D2Cache(BaseCache):
         """See `BaseCache.due`: the first forward alone."""
         return canvas.step == 0
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         seen = canvas.seen()
         chosen = (self.predicting_columns(self.wanted(canvas)) | self.stale) & seen
         chosen = chosen | self.looked_at(seen, seen & ~chosen)
@@ -115,8 +116,8 @@ class D2Cache(BaseCache):
         query = super().narrow(canvas, query, predicted)
         return query.join(canvas, canvas.masked & predicted, max(canvas.layout.longest, query.positions.shape[1]))
 
+    @override
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
-        """See `Cache.layer`."""
         assert isinstance(plan, PaddedPlan)
         q, k, v = parts.qkv(hidden, rope)
         k, v, mask = self.store(index, k, v, plan)
@@ -133,8 +134,8 @@ class D2Cache(BaseCache):
         own = take(self.flow, positions)
         put(self.flow, positions, (mean @ self.flow[:, :-1] + own) / (1 + mean.sum(-1, keepdim=True)))
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         self.stale = written(canvas, query, edit)
         known = self.confidence.gather(1, query.positions)
         sure = torch.where(canvas.masked.gather(1, query.positions), readout.confidence[:, 0], known)

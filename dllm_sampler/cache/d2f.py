@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.checks import check_choice
@@ -63,38 +64,38 @@ class D2FCache(BaseCache):
         return super(D2FCache, bound).bind(context)
 
     @property
+    @override
     def steady(self) -> bool:
-        """See `BaseCache.steady`."""
         return True
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.stored, live.kept = torch.zeros_like(canvas.start), torch.zeros_like(canvas.done)
         return live
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         first = self.stored
         if self.spec.shift:
             first = first - (canvas.masked.gather(1, first[:, None])[:, 0] & ~self.kept).long()
         return canvas.columns() >= first[:, None]
 
+    @override
     def sees(self, canvas: Canvas, query: Query) -> Visible:
-        """See `BaseCache.sees`."""
         found = super().sees(canvas, query)
         return (
             found if self.attention == "full" else found.in_blocks(canvas.columns(), self.length, canvas.layout.first)
         )
 
+    @override
     def recalled(self, canvas: Canvas) -> Tensor | None:
-        """See `Cache.recalled`."""
         if not self.spec.shift:
             return None
         return (canvas.columns() == self.stored[:, None]) & self.kept[:, None]
 
+    @override
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
-        """See `Cache.restore`."""
         row = plan.head_rows.row
         if self.spec.shift and self.rows is not None:
             here = (plan.head_rows.position == self.stored[row]) & self.kept[row]  # [R]

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.checks import check_count
@@ -44,8 +45,8 @@ class DelayedPrefix(BaseCache):
         check_count("cache.delay", self.delay, 0)
         check_count("cache.refresh_every", self.refresh_every, optional=True)
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         prompt = canvas.columns() < canvas.layout.first[:, None]
         live.since, live.edge = torch.where(prompt, 0, -1), torch.zeros_like(canvas.start)
@@ -56,8 +57,8 @@ class DelayedPrefix(BaseCache):
         """Number of stored columns that are computed again, too."""
         return int(self.spec.shift)
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         due, number = self._due(canvas, self.found(canvas)), canvas.step + 1
         whole = canvas.start > due
         if self.refresh_every is not None:
@@ -65,8 +66,8 @@ class DelayedPrefix(BaseCache):
         whole = whole & (due == self.edge)
         return (canvas.columns() >= (self.edge - self.back)[:, None]) | whole[:, None]
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         self.since = self.found(canvas)
         self.edge = self._due(canvas, self.since)
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache, changed
 from dllm_sampler.core.checks import check_choice, check_count
@@ -60,8 +61,8 @@ class DelayedCache(BaseCache):
         if self.shift not in get_args(Shift):
             raise UserError("choice-unknown", f"cache.shift is {self.shift!r}. Set un or un_right.")
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.kept = torch.zeros_like(canvas.masked)
         return live
@@ -75,8 +76,8 @@ class DelayedCache(BaseCache):
             return (canvas.age < 2) | (canvas.age % every == 0)
         return canvas.step % every == 0
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         kept = self.kept & ~self.due(canvas)[:, None]
         if self.mode == "decode":
             return ~kept
@@ -85,8 +86,8 @@ class DelayedCache(BaseCache):
         prompt = prompt & (canvas.step > 0)[:, None]
         return ~(prompt if self.mode == "prefill" else prompt | kept)
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         void = changed(canvas, query, edit)
         text = canvas.seen() & ~canvas.masked & ~void  # [B, L+1] what this forward saw as text and still stands
         self.kept = self._unneeded(canvas, text) & ~void & (self.kept | visible(canvas, query))

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core import select
@@ -54,22 +55,22 @@ class GreedyCache(BaseCache):
             )
         return super().bind(context)
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.ahead, live.wrote = torch.zeros_like(canvas.ids), torch.zeros_like(canvas.masked)
         return live
 
+    @override
     def due(self, canvas: Canvas) -> Tensor:
-        """See `BaseCache.due`."""
         return canvas.age % self.refresh_every == 0
 
     def expect(self, ahead: Tensor, most: int) -> None:
         """See `Foresees.expect`."""
         self.ahead, self.most = ahead, most
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         chosen, free = self._sure(canvas)
         for place in range(1, self.most + 1):
             own = self.ahead == place  # [B, L+1], none where the row commits fewer
@@ -87,7 +88,7 @@ class GreedyCache(BaseCache):
         sure = (ahead | self.wrote) & canvas.seen()
         return sure, canvas.masked & ~sure
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         wrote = edit.commit if edit.remask is None else edit.commit | edit.remask
         self.wrote = torch.zeros_like(canvas.masked).scatter(1, query.positions, wrote)

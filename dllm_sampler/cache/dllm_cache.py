@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, changed, put, take
 from dllm_sampler.core import select
@@ -74,8 +75,8 @@ class IntervalCache(BaseCache):
             check_count(f"cache.{name}", getattr(self, name))
         check_share("cache.ratio", self.ratio)
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.attended, live.fed = [], []
         live.urgent = torch.zeros_like(canvas.masked)
@@ -88,8 +89,8 @@ class IntervalCache(BaseCache):
         wanted = replace(wanted, sizes=replace(wanted.sizes, whole=True))
         return super().padded(canvas, wanted, head_rows, sees, entries)
 
+    @override
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """See `Cache.plan`."""
         length, shift = canvas.length, int(self.spec.shift)
         begin, behind = (canvas.layout.first - shift).clamp(min=0)[:, None], canvas.layout.answer_end[:, None]
         prompt, response = (
@@ -109,8 +110,8 @@ class IntervalCache(BaseCache):
             most=int(self.ratio * canvas.layout.longest),
         )
 
+    @override
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
-        """See `Cache.layer`."""
         assert isinstance(plan, IntervalPlan) and self.slots is not None
         if index == 0:
             self.fresh = self.made % self.prompt_every == 0, self.made % self.response_every == 0
@@ -163,8 +164,8 @@ class IntervalCache(BaseCache):
         put(outputs[index], at, fresh)
         return outputs[index][:, :-1]
 
+    @override
     def cost(self, plan: Plan) -> Tensor:
-        """See `Cache.cost`."""
         assert isinstance(plan, IntervalPlan)
         prompt, response = self.fresh
         answer = plan.seen.sum(1)  # [B]
@@ -177,6 +178,6 @@ class IntervalCache(BaseCache):
         """See `ReusesGuidance.reuses_guidance`."""
         return None if self.guidance_every == 1 else self.made >= 5 and self.made % self.guidance_every != 0
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         self.urgent = changed(canvas, query, edit)

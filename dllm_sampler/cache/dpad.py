@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.suffix import SuffixCache
 from dllm_sampler.core import select
@@ -53,8 +54,8 @@ class DPadCache(SuffixCache):
         for name in ("sigma", "scale"):
             check_number(f"cache.{name}", getattr(self, name), finite=True)
 
+    @override
     def keeps(self, canvas: Canvas) -> Tensor:
-        """See `SuffixCache.keeps`."""
         columns = canvas.columns().expand_as(canvas.ids)
         distance = columns - canvas.stop[:, None]
         near = min(self.window, canvas.layout.longest)  # no mask is farther from the block

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.window import WindowCache
 from dllm_sampler.core.values import Canvas
@@ -17,6 +18,6 @@ class DualCache(WindowCache):
     `WindowCache.first`.
     """
 
+    @override
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `WindowCache.span`."""
         return self.first(canvas), canvas.stop

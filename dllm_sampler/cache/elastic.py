@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache, PaddedPlan, put, take, written
 from dllm_sampler.core import select
@@ -84,16 +85,16 @@ class ElasticCache(BaseCache):
         check_count("cache.track", self.track)
         check_count("cache.full_every", self.full_every, optional=True)
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.inputs, live.queries = [], []
         live.stale = live.tracked = torch.zeros_like(canvas.masked)
         live.refresh_from = torch.zeros_like(canvas.step)
         return live
 
+    @override
     def due(self, canvas: Canvas) -> Tensor:
-        """See `BaseCache.due`."""
         return canvas.step == 0 if self.full_every is None else canvas.step % self.full_every == 0
 
     def ahead(self, canvas: Canvas) -> Tensor:
@@ -109,8 +110,8 @@ class ElasticCache(BaseCache):
         """`[B, L+1] bool` the rows that predict masks and are computed in each forward."""
         return self.predicting_columns(self.ahead(canvas) if self.block_caching else canvas.masked & canvas.seen())
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         return self.forwarded(canvas) | self.stale | self.tracked | self.due(canvas)[:, None]
 
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
@@ -118,8 +119,8 @@ class ElasticCache(BaseCache):
         query = query.drop(canvas, self.ahead(canvas))
         return replace(query, positions=query.positions[:, : self.window], ids=query.ids[:, :, : self.window])
 
+    @override
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """See `Cache.plan`."""
         plan, seen = super().plan(canvas, wanted), visible(canvas, wanted.query)
         assert isinstance(plan, PaddedPlan)
         noise = canvas.layout.longest
@@ -135,8 +136,8 @@ class ElasticCache(BaseCache):
             columns=seen.sum(1),
         )
 
+    @override
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
-        """See `Cache.layer`."""
         assert isinstance(plan, ElasticPlan) and self.slots is not None
         if index == 0:
             self._begin(hidden, rope, plan)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.none import NoCache
@@ -19,8 +21,8 @@ class ExactCache(BaseCache):
 
     stores: ClassVar[bool] = False
 
+    @override
     def bind(self, context: Context) -> Cache:
-        """See `Cache.bind`."""
         whole = context.scheduler is not None and context.scheduler.traits.has(AllColumns)
         chosen = BlockCausalCache() if context.spec.attention != "bidirectional" and not whole else NoCache()
         return chosen.bind(context)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from typing_extensions import override
+
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.packing import forward_request, with_exact_sizes
 from dllm_sampler.core.protocols import Plan
@@ -24,6 +26,6 @@ class NoCache(BaseCache):
     keeps_noise: ClassVar[bool] = False
 
     @property
+    @override
     def steady(self) -> bool:
-        """See `BaseCache.steady`."""
         return True

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.dual import DualCache
@@ -26,23 +27,23 @@ class _Periodic(BaseCache):
         check_count("cache.every", self.every, optional=True)
 
     @property
+    @override
     def steady(self) -> bool:
-        """See `BaseCache.steady`."""
         return self.every is None
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.made, live.fresh = torch.zeros_like(canvas.start), torch.zeros_like(canvas.done)
         return live
 
+    @override
     def due(self, canvas: Canvas) -> Tensor:
-        """See `BaseCache.due`."""
         opens = canvas.age == 0
         return opens if self.every is None else opens | (~self.fresh & (self.made % self.every == 0))
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         self.fresh = self.due(canvas)
         self.made = self.made + ~self.fresh
 

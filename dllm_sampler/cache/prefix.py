@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.window import WindowCache
 from dllm_sampler.core.values import Canvas
@@ -24,6 +25,6 @@ class PrefixCache(WindowCache):
     keeps_noise: ClassVar[bool] = False
     supports_resize: ClassVar[bool] = True  # nothing moves before the block, and all after it is computed
 
+    @override
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `WindowCache.span`."""
         return self.first(canvas), canvas.end

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.checks import check_choice, check_count
@@ -49,18 +50,18 @@ class SlidingCache(BaseCache):
         check_count("cache.every", self.every)
         check_choice("cache.anchor", self.anchor, Anchor)
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.left, live.was = torch.zeros_like(canvas.start), canvas.start
         return live
 
+    @override
     def due(self, canvas: Canvas) -> Tensor:
-        """See `BaseCache.due`."""
         return (canvas.age == 0) | (self.left - canvas.masked.sum(1) >= self.every)
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         column = canvas.columns()
         around = (column >= self.first(canvas)[:, None]) & (column < self.end(canvas)[:, None])
         return around | self.due(canvas)[:, None]
@@ -77,7 +78,7 @@ class SlidingCache(BaseCache):
         """Return `[B]` the end of what a forward computes between two refreshes."""
         return canvas.end if self.after is None else torch.minimum(canvas.stop + self.after, canvas.end)
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         self.left = torch.where(self.due(canvas), canvas.masked.sum(1), self.left)
         self.was = canvas.start

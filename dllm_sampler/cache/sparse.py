@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import PaddedPlan, take
 from dllm_sampler.cache.dual import DualCache
@@ -62,8 +63,8 @@ class SparseCache(DualCache):
         if isinstance(self.kernel, bool) or not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
             raise UserError("option-range", f"cache.kernel is {self.kernel!r}. Set an odd number of positions.")
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         assert live.slots is not None
         nothing = torch.full((len(canvas.ids), live.slots.columns), canvas.length, device=canvas.ids.device)
@@ -79,12 +80,12 @@ class SparseCache(DualCache):
         """See `BaseCache.steady`: what is kept is chosen `delay` forwards into the block."""
         return False
 
+    @override
     def due(self, canvas: Canvas) -> Tensor:
-        """See `BaseCache.due`."""
         return canvas.age <= self.delay
 
+    @override
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """See `Cache.plan`."""
         plan, sizes = super().plan(canvas, wanted), wanted.sizes
         assert isinstance(plan, PaddedPlan)
         back = self.back
@@ -104,8 +105,8 @@ class SparseCache(DualCache):
             block=(at >= canvas.start[:, None] - back) & (at < canvas.stop[:, None]),
         )
 
+    @override
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
-        """See `Cache.layer`."""
         assert isinstance(plan, SparsePlan)
         q, k, v = parts.qkv(hidden, rope)
         keys, values, mask = self.store(index, k, v, plan)

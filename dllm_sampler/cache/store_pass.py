@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry, Scheduler
@@ -39,26 +40,26 @@ class StorePass(Around):
         """Forwards that only store ask nothing."""
         return replace(super().traits, asks_block=False)
 
+    @override
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
         return carry[4]
 
+    @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """See `Scheduler.ask`."""
         canvas, _, idle = self._counted(canvas, *carry[:4])
         query = super().ask(canvas, carry).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
         # Tokens are drawn by the steps that the inner scheduler counts, as its order is; drafts have their own numbers.
         single = query.candidates.step is None and query.ids.shape[1] == 1
         return replace(query, candidates=Candidates(step=canvas.step[:, None])) if single else query
 
+    @override
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """See `Planner.ahead`."""
         canvas, _, idle = self._counted(canvas, *carry[:4])
         ahead = super().ahead(canvas, carry)
         return None if ahead is None else ahead.masked_fill(idle[:, None], 0)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         canvas, due, idle = self._counted(canvas, *carry[:4])
         edit, inner = self.inner.tell(canvas, query, readout, carry[4])
         over = canvas.apply(query.positions, edit).block_over(edit) & ~idle & (canvas.stop == canvas.grid_end())

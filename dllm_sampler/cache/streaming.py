@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.suffix import SuffixCache
 from dllm_sampler.core.checks import check_count
@@ -32,7 +33,7 @@ class StreamingCache(SuffixCache):
         check_count("cache.window", self.window, 0)
         check_count("cache.tail", self.tail, 0)
 
+    @override
     def keeps(self, canvas: Canvas) -> Tensor:
-        """See `SuffixCache.keeps`."""
         column = canvas.columns()
         return (column < canvas.stop[:, None] + self.window) | (column >= canvas.end[:, None] - self.tail)

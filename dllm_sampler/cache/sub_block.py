@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.core.spec import ModelSpec
@@ -27,8 +28,8 @@ class SubBlockCache(BlockCausalCache):
 
     held: Tensor = field(init=False, repr=False, compare=False)  # [B] where the stored block begins
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.held = torch.full_like(canvas.start, -1)
         return live
@@ -38,8 +39,8 @@ class SubBlockCache(BlockCausalCache):
         """See `BaseCache.steady`. What is stored depends on when a part's first position became known."""
         return False
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         chosen = super().computes(canvas)
         grid = canvas.layout.grid
         if grid is None or grid.part is None:
@@ -54,7 +55,7 @@ class SubBlockCache(BlockCausalCache):
         full = ~(canvas.masked & canvas.in_grid_block()).any(1)
         return open_ | full | (self.held != canvas.grid_start())
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         super().observe(canvas, query, edit, readout)
         self.held = torch.where(canvas.done, self.held, canvas.grid_start())

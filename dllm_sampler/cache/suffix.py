@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.prefix import PrefixCache
@@ -47,8 +48,8 @@ class SuffixCache(Cache, ABC):
     def keeps(self, canvas: Canvas) -> Tensor:
         """Return `[B, L+1] bool` the columns after the block (`stop`) that stay. Other columns do not count."""
 
+    @override
     def bind(self, context: Context) -> Cache:
-        """See `Cache.bind`."""
         why = next(self._obstacles(context), None)
         if why is not None:
             raise UserError("cache-incompatible", why)
@@ -71,15 +72,15 @@ class SuffixCache(Cache, ABC):
             )
         return replace(self, inner=inner)
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = copy(self)
         live.inner, live.spec = self.inner.init(canvas, spec), spec
         live.hidden = torch.zeros_like(canvas.masked)
         return live
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         behind, opens = canvas.columns() >= canvas.stop[:, None], (canvas.age == 0)[:, None]
         chosen = torch.where(opens, canvas.masked & ~self.keeps(canvas), self.hidden)
         self.hidden = chosen & behind  # a run of open blocks may have grown (`Blocks.several`)
@@ -95,20 +96,20 @@ class SuffixCache(Cache, ABC):
         """See `Cache.plan`. The plan's cache is the inner one, which drives the layers."""
         return self.inner.plan(canvas, wanted)
 
+    @override
     def recalled(self, canvas: Canvas) -> Tensor | None:
-        """See `Cache.recalled`."""
         return self.inner.recalled(canvas)
 
+    @override
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
-        """See `Cache.restore`."""
         return self.inner.restore(hidden, plan)
 
+    @override
     def adopt(self, candidate: Tensor) -> None:
-        """See `Cache.adopt`."""
         self.inner.adopt(candidate)
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         self.inner.observe(canvas, query, edit, readout)
 
     def _obstacles(self, context: Context) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache, changed
 from dllm_sampler.core.checks import check_count
@@ -38,8 +39,8 @@ class TrailingCache(BaseCache):
     def __post_init__(self) -> None:
         check_count("cache.window", self.window, 0)
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """See `Cache.init`."""
         live = super().init(canvas, spec)
         live.edge, live.stale = canvas.start, torch.zeros_like(canvas.masked)
         return live
@@ -48,11 +49,11 @@ class TrailingCache(BaseCache):
         """See `BaseCache.due`: the first forward alone."""
         return canvas.step == 0
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         left = torch.minimum(self.edge - self.window + 1, canvas.frontier() - int(self.spec.shift))  # [B]
         return (canvas.columns() >= left[:, None]) | self.stale | self.due(canvas)[:, None]
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         self.edge, self.stale = canvas.frontier(), changed(canvas, query, edit)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.checks import check_count
@@ -35,12 +36,12 @@ class VicinityCache(BaseCache):
         for name in ("before", "after", "warmup"):
             check_count(f"cache.{name}", getattr(self, name), 0)
 
+    @override
     def due(self, canvas: Canvas) -> Tensor:
-        """See `BaseCache.due`."""
         return (canvas.age == 0) | (canvas.step < self.warmup)
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         column, before = canvas.columns(), max(self.before, int(self.spec.shift))
         near = (column >= canvas.start[:, None] - before) & (column < canvas.stop[:, None] + self.after)
         return near | self.due(canvas)[:, None]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.values import Canvas
@@ -20,8 +21,8 @@ class WindowCache(BaseCache, ABC):
     refreshes: ClassVar[bool] = True
 
     @property
+    @override
     def steady(self) -> bool:
-        """See `BaseCache.steady`."""
         return True
 
     @abstractmethod
@@ -37,7 +38,7 @@ class WindowCache(BaseCache, ABC):
         """`[B]` where the window begins."""
         return canvas.start - self.back if self.back else canvas.start
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         (first, end), column = self.span(canvas), canvas.columns()
         return self.due(canvas)[:, None] | ((column >= first[:, None]) & (column < end[:, None]))

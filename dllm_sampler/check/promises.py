@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler import config
 from dllm_sampler.check import toys
@@ -254,8 +255,8 @@ def reads(case: Case) -> bool:
 class Scrambled(Around):
     """Hands on confidences times a random number each."""
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         factor = replace(canvas, step=canvas.step + 99).uniform(query.positions)[:, None]
         return self.inner.tell(canvas, query, replace(readout, confidence=readout.confidence * factor), carry)
 
@@ -264,12 +265,12 @@ class Scrambled(Around):
 class Aged(Around):
     """Hands on a greater `age`, except in the forward that opens a block."""
 
+    @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """See `Scheduler.ask`."""
         return super().ask(self._aged(canvas), carry)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         return self.inner.tell(self._aged(canvas), query, readout, carry)
 
     def _aged(self, canvas: Canvas) -> Canvas:

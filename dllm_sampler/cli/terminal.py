@@ -22,6 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import override
 
 from dllm_sampler.errors import UserError
 
@@ -168,8 +169,8 @@ def _mute() -> None:
 class Parser(ArgumentParser):
     """A parser that reports a wrong argument like any other mistake."""
 
+    @override
     def error(self, message: str) -> NoReturn:
-        """See `ArgumentParser.error`."""
         raise UserError("option-syntax", f"{message}. See --help.")
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import Carry, Context, Guide, Paced, Planner, Scheduler, Tempered
@@ -49,18 +50,18 @@ class Around(Scheduler):
         """The inner scheduler's query."""
         return self.inner.ask(canvas, self.inside(carry))
 
+    @override
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`."""
         return self.inner.bound(tokens)
 
     @property
+    @override
     def total_steps(self) -> int | None:
-        """See `Scheduler.total_steps`."""
         return self.inner.total_steps
 
     @property
+    @override
     def added_steps(self) -> int:
-        """See `Scheduler.added_steps`."""
         return self.inner.added_steps
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:

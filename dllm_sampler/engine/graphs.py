@@ -20,6 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
@@ -229,14 +230,14 @@ class StaticEngine(Engine):
             return plain
         return state
 
+    @override
     def ask_and_poll(self, state: Generation) -> None:
-        """See `Engine.ask_and_poll`."""
         if isinstance(state, InPlace):
             state.own()
         super().ask_and_poll(state)
 
+    @override
     def step(self, state: Generation) -> None:
-        """See `Engine.step`."""
         if not isinstance(state, InPlace):
             super().step(state)
             return

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide
@@ -29,17 +30,17 @@ class LinearTemperature(Guide):
     steps: int
 
     @property
+    @override
     def measures(self) -> bool:
-        """See `Guide.measures`."""
         return True
 
     @property
+    @override
     def draws(self) -> bool:
-        """See `Guide.draws`."""
         return True
 
+    @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.__call__`."""
         precise = torch.promote_types(logits.dtype, torch.float32)
         left = (self.steps - canvas.age.to(precise)).clamp(min=0) / self.steps  # [B]
         return tempered(logits, (self.low + (self.high - self.low) * left)[head_rows.row, None])

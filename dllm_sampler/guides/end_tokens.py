@@ -5,6 +5,7 @@ from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, checked_tokens
 from dllm_sampler.core.ends import end_ids
@@ -39,25 +40,25 @@ class EndTokens(Guide):
             vars(self)["ids"] = checked_tokens("guide.end_tokens.ids", self.ids)
 
     @property
+    @override
     def chooses(self) -> bool:
-        """See `Guide.chooses`."""
         return self.mode == "ban"
 
     @property
+    @override
     def measures(self) -> bool:
-        """See `Guide.measures`."""
         return True
 
+    @override
     def bind(self, context: Context) -> Self:
-        """See `Guide.bind`."""
         if self.ids is not None:
             return self
         spec = context.spec
         turn = () if self.mode == "ban" or spec.eot_id is None else (spec.eot_id,)
         return replace(self, ids=end_ids((*spec.eos_ids, *turn)))
 
+    @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.__call__`."""
         assert self.ids is not None
         logits = logits.clone()
         for token in self.ids:  # a list as index would become a tensor on the host first, and wait for the copy

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number, check_positive
 from dllm_sampler.core.packing import HeadRows
@@ -20,8 +21,8 @@ class _Rewrite(Guide):
     measured: bool = field(default=False, kw_only=True)  # so that Temperature(0.7) means its value
 
     @property
+    @override
     def measures(self) -> bool:
-        """See `Guide.measures`."""
         return self.measured
 
 
@@ -40,17 +41,17 @@ class Temperature(_Rewrite):
         check_number("temperature", self.value, finite=True)
 
     @property
+    @override
     def draws(self) -> bool:
-        """See `Guide.draws`."""
         return self.value > 0
 
     @property
+    @override
     def temperature(self) -> float:
-        """See `Guide.temperature`."""
         return bounded(self.value) if self.value > 0 else 0.0
 
+    @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.__call__`."""
         return tempered(logits, self.value) if self.value > 0 else logits
 
 
@@ -70,8 +71,8 @@ class TopK(_Rewrite):
     def __post_init__(self) -> None:
         check_count("top_k", self.k)
 
+    @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.__call__`."""
         worst = logits.topk(min(self.k, logits.shape[-1]), -1).values[..., -1:]
         return logits.masked_fill(logits < worst, -torch.inf)
 
@@ -92,8 +93,8 @@ class TopP(_Rewrite):
     def __post_init__(self) -> None:
         check_positive("top_p", self.p, "a probability", most=1)
 
+    @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.__call__`."""
         if self.p == 1:  # rounding lets the sum pass 1 before the last token
             return logits
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)

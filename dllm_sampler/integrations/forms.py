@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.noise import CounterNoise
@@ -39,21 +40,21 @@ class OfAnswer(Guide):
     mask_id: int
 
     @property
+    @override
     def measures(self) -> bool:
-        """See `Guide.measures`."""
         return self.guide.measures
 
     @property
+    @override
     def draws(self) -> bool:
-        """See `Guide.draws`."""
         return self.guide.draws
 
+    @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.__call__`."""
         return self.guide(logits, *self.whole(canvas, head_rows))
 
+    @override
     def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.choose`."""
         return self.guide.choose(logits, noisy, whole, *self.whole(canvas, head_rows))
 
     def whole(self, canvas: Canvas, head_rows: HeadRows) -> tuple[Canvas, HeadRows]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.kernels.compiling import compiled
 from dllm_sampler.models.transformer import Layer, Rope
@@ -56,6 +57,6 @@ class Parts:
 class CompiledParts(Parts):
     """The same, each part compiled. What a cache puts between the parts (slots, choices, masks) is not."""
 
+    @override
     def call(self, part: Callable[..., Any], *arguments: Any) -> Any:
-        """See `Parts.call`."""
         return compiled(part)(self.layer, *arguments)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from typing_extensions import override
 
 from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.spec import ModelSpec
@@ -70,12 +71,12 @@ class MaskedLMDenoiser(RowsDenoiser):
             folder=self.folder,
         )
 
+    @override
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """See `RowsDenoiser.logits`."""
         return self.model(input_ids=ids, attention_mask=mask.long()).logits
 
+    @override
     def module(self) -> MaskedLM:
-        """See `RowsDenoiser.module`."""
         return MaskedLM(self.model)
 
 
@@ -89,8 +90,8 @@ class MaskedLM(RowsModule):
         super().__init__()
         self.model = model
 
+    @override
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """See `RowsModule.logits`."""
         return self.model(input_ids=ids, attention_mask=mask.long()).logits
 
 

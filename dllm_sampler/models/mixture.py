@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Guide
@@ -25,8 +26,8 @@ class KnownTokens(Guide):
 
     size: int
 
+    @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.__call__`."""
         unknown = torch.arange(logits.shape[-1], device=logits.device) >= self.size
         return logits.masked_fill(unknown, -torch.inf)
 

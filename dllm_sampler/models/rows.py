@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, is_whole
 from dllm_sampler.core.ends import end_ids
@@ -124,8 +125,8 @@ class FunctionDenoiser(RowsDenoiser):
         )
         return cls(function, spec)
 
+    @override
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """See `RowsDenoiser.logits`."""
         found = self.function(ids, mask)
         if not isinstance(found, Tensor):
             raise UserError(
@@ -143,8 +144,8 @@ class FunctionDenoiser(RowsDenoiser):
             )
         return found
 
+    @override
     def module(self) -> RowsModule:
-        """See `RowsDenoiser.module`."""
         return FunctionModule(self)
 
 
@@ -184,6 +185,6 @@ class FunctionModule(RowsModule):
         self.denoiser = denoiser
         self.function = denoiser.function  # if it is a module, its weights are this one's
 
+    @override
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """See `RowsModule.logits`."""
         return self.denoiser.logits(ids, mask)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice
 from dllm_sampler.core.naming import named
@@ -37,12 +38,12 @@ class BestOfN(SeveralRows):
         check_choice("particles.by", self.by, By)
 
     @property
+    @override
     def needs_likelihood(self) -> bool:
-        """See `Particles`."""
         return self.by == "likelihood"
 
+    @override
     def bind(self, context: Context) -> Self:
-        """See `PlugIn.bind`."""
         bound = super().bind(context)
         if self.by != "reward":
             if self.reward is not None:
@@ -52,8 +53,8 @@ class BestOfN(SeveralRows):
             return bound
         return with_bound_fields(bound, judge=judge_of(self.reward, f"particles={named(self)}", context))
 
+    @override
     def rate(self, meeting: Meeting, carry: Carry, likelihood: Tensor | None) -> Tensor:
-        """See `Particles.rate`."""
         if self.judge is not None:
             return rewards(self.judge, meeting).view_as(meeting.log_p)
         return meeting.log_p if likelihood is None else likelihood

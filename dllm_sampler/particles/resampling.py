@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.naming import named
@@ -34,8 +35,8 @@ class SeveralRows(Particles):
     def __post_init__(self) -> None:
         check_count("particles.count", self.count)
 
+    @override
     def bind(self, context: Context) -> Self:
-        """See `PlugIn.bind`."""
         if self.count == 1:
             return self
         scheduler, name = context.scheduler, f"particles={named(self)}"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry, Meeting, Resampled
 from dllm_sampler.core.values import Canvas
@@ -24,8 +25,8 @@ class SelfRewarding(Resampling):
         """`[B] float64` log-probability of a row at its last resampling."""
         return torch.zeros(canvas.start.shape, dtype=torch.float64, device=canvas.start.device)
 
+    @override
     def meet(self, meeting: Meeting, carry: Carry) -> Resampled:
-        """See `Particles.meet`."""
         before: Tensor = carry
         gained = meeting.log_p - before.view_as(meeting.log_p)
         ancestors = self.ancestors(meeting, gained)

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_choice, check_count, check_number
@@ -66,8 +67,8 @@ class Steering(Resampling):
         check_count("particles.every", self.every, optional=True)
         check_count("particles.fills", self.fills)
 
+    @override
     def bind(self, context: Context) -> Self:
-        """See `PlugIn.bind`."""
         bound, name = super().bind(context), f"particles={named(self)}"
         within = self.every is not None or context.blocks.several or context.blocks.slides
         if self.fills > 1 and not within:
@@ -77,17 +78,17 @@ class Steering(Resampling):
         judge = judge_of(self.reward, name, context)
         return with_bound_fields(bound, judge=judge, predicts=within and self.count > 1)
 
+    @override
     def around(self, scheduler: Scheduler) -> Scheduler:
-        """See `Particles.around`."""
         return Predicting(scheduler, self.fills) if self.predicts else scheduler
 
+    @override
     def init(self, canvas: Canvas) -> Carry:
-        """See `Past`."""
         zero = torch.zeros(canvas.start.shape, dtype=torch.float64, device=canvas.start.device)
         return Past(torch.full_like(zero, -torch.inf) if self.potential == "max" else zero, zero, zero)
 
+    @override
     def meet(self, meeting: Meeting, carry: Carry) -> Resampled:
-        """See `Particles.meet`."""
         past: Past = carry
         reward = self.value(meeting)
         level = {"max": past.level.maximum(reward), "add": past.level + reward}.get(self.potential, reward)
@@ -107,8 +108,8 @@ class Steering(Resampling):
         found = rewards(self.judge, meeting, meeting.carry[1] if self.predicts else None)
         return found.logsumexp(1) - log(found.shape[1]) if found.shape[1] > 1 else found[:, 0]
 
+    @override
     def rate(self, meeting: Meeting, carry: Carry, likelihood: Tensor | None) -> Tensor:
-        """See `Particles.rate`."""
         assert self.judge is not None
         return rewards(self.judge, meeting).view_as(meeting.log_p)
 
@@ -130,20 +131,20 @@ class Predicting(Around):
         return self.inner
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """See `PlugIn.needs`."""
         return super().needs | ({"draw", "logits"} if self.fills > 1 else set())
 
+    @override
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
         return carry[0]
 
     def init(self, canvas: Canvas) -> Carry:
         """Inner; `[B, fills, L+1]` tokens, `NOTHING` where none was predicted."""
         return super().init(canvas), canvas.ids.new_full((len(canvas.ids), self.fills, canvas.length + 1), NOTHING)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, inner = self.inner.tell(canvas, query, readout, carry[0])
         seen = readout if edit.candidate is None else readout.under(edit.candidate)
         drawn = [edit.ids]

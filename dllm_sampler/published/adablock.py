@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -25,8 +27,8 @@ class AmongTop(Around):
         """Probabilities too."""
         return super().needs | {"probabilities"}
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.probabilities is not None
         best = readout.probabilities.sort(-1, descending=True).values[..., : self.k]
         if self.p < 1:

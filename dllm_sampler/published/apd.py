@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.protocols import Guide
@@ -22,13 +23,13 @@ class PublishedParallelDecoding(ParallelDecoding):
     Source: APD, arXiv 2506.00413. The published loop ends by `EndsAnywhere`.
     """
 
+    @override
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """See `Tempered.guides`."""
         again = [Temperature(guide.value) for guide in given if isinstance(guide, Temperature)]
         return (*super().guides(given), *again)
 
+    @override
     def target(self, readout: Readout, mixed: Tensor) -> Tensor:
-        """See `ParallelDecoding.target`."""
         return argmax(mixed)
 
 
@@ -39,7 +40,7 @@ class EndsAnywhere(BlockStop):
     Source: APD's loop, left to right without a verifier too, arXiv 2506.00413.
     """
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         finish = (is_end(after.ids, self.end_ids) & ~after.masked & after.seen()).any(1)
         return replace(edit, finish=finish if edit.finish is None else edit.finish | finish)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.dkv import DelayedCache
 from dllm_sampler.cache.elastic import ElasticCache, ElasticPlan
@@ -21,8 +22,8 @@ class PublishedDelayedCache(DelayedCache):
     the row before it is kept (`un_right`).
     """
 
+    @override
     def _unneeded(self, canvas: Canvas, text: Tensor) -> Tensor:
-        """See `DelayedCache._unneeded`."""
         if not self.spec.shift:
             return text
         last = canvas.columns() == canvas.end[:, None] - 1
@@ -40,8 +41,8 @@ class PublishedElasticCache(ElasticCache):
     Source: the code of Elastic-Cache, arXiv 2510.14973.
     """
 
+    @override
     def similarity(self, before: Tensor, now: Tensor, plan: ElasticPlan) -> Tensor:
-        """See `ElasticCache.similarity`."""
         real = (plan.tracked < plan.chosen.shape[1] - 1).double()  # [B, T]
         before, now = (a.to(torch.promote_types(a.dtype, torch.float32)) for a in (before, now))
         alike = F.cosine_similarity(before, now, dim=1).double() * real[..., None]  # [B, T, S], 0 at unseen keys

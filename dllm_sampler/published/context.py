@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.block_causal import BlockCausalCache, StorePasses
 from dllm_sampler.core.around import Around
@@ -28,8 +29,8 @@ class LeavesAtEnd(Around):
 
     eos: int = -1
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, carry = self.inner.tell(canvas, query, readout, carry)
         after = canvas.apply(query.positions, edit)
         known = ((after.masked & after.in_block()).cumsum(1) == 0) & after.in_block()
@@ -43,8 +44,8 @@ class StopStored(BlockStop):
     Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
     """
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         stores = (query.positions == canvas.length).all(1)  # nothing is asked about
         return with_finish(edit, stores & self.ends(after).any(1))
 
@@ -55,8 +56,8 @@ class PrefillsApart(BlockCausalCache):
 
     store_pass: StorePasses = "separate"
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         before = canvas.columns() < canvas.grid_start()[:, None]
         return super().computes(canvas) & (before | (canvas.step > 0)[:, None])
 
@@ -72,8 +73,8 @@ class BlockDraws(ReplayNoise):
         drawn = torch.rand((len(positions), width, vocab), dtype=torch.float64, generator=self.generator)
         return -torch.log(-torch.log(drawn))[row, at].to(positions.device)
 
+    @override
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """See `Noise.uniform`."""
         if not bool((positions < canvas.length).any()):
             return torch.ones(positions.shape, device=positions.device)
         row, at, width = self._places(canvas, positions)

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Context
 from dllm_sampler.core.spec import with_bound_fields
@@ -28,8 +29,8 @@ class PublishedDInferThreshold(DInferThreshold):
         """Take the mask token."""
         return with_bound_fields(self, mask_id=context.spec.mask_id)
 
+    @override
     def commit(self, canvas: Canvas, query: Query, token: Tensor, sure: Tensor) -> Edit:
-        """See `DInferThreshold.commit`."""
         edit = super().commit(canvas, query, token, sure.masked_fill(token == self.mask_id, -torch.inf))
         return replace(edit, commit=edit.commit & (token != self.mask_id))
 

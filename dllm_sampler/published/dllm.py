@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import ReplayNoise
@@ -28,16 +29,16 @@ class BinomialSteps(FixedSteps):
     """
 
     @property
+    @override
     def traits(self) -> Traits:
-        """See `Scheduler.traits`."""
         return replace(super().traits, graph_safe=False)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B, S]` the counts of the block's steps to come."""
         return self._drawn(canvas, canvas.start, canvas.stop)
 
+    @override
     def count(self, canvas: Canvas, carry: Carry) -> tuple[Tensor, Carry]:
-        """See `FixedSteps.count`."""
         return carry[:, 0], torch.cat([carry[:, 1:], torch.zeros_like(carry[:, :1])], 1)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
@@ -79,8 +80,8 @@ class KeepsTokens(GuidedDenoiser):
 
     tokens: tuple[int, ...] = ()
 
+    @override
     def hidden(self, canvas: Canvas) -> Tensor:
-        """See `GuidedDenoiser.hidden`."""
         return super().hidden(canvas) & ~torch.isin(canvas.ids, torch.tensor(self.tokens, device=canvas.ids.device))
 
 
@@ -100,8 +101,8 @@ class StopTogether(BlockStop):
     Source: `BD3LMSampler`, whose rows are in the same step of their blocks. Until then finished rows go on.
     """
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         full, last = (after.noise_left() == 0).all(), (canvas.stop >= canvas.end).all()
         return with_finish(edit, (full & (last | self.ends(after).any(1).all())).expand_as(canvas.done))
 
@@ -119,15 +120,15 @@ class HidesPads(Around):
 
     pad: int = -1
 
+    @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """See `Scheduler.ask`."""
         # A forward that stores a full block is one of the text before the next.
         before = torch.where(canvas.noise_left() == 0, canvas.stop, canvas.start)
         hidden = (canvas.ids == self.pad) & (canvas.columns() < before[:, None])
         return replace(super().ask(canvas, carry), hidden=hidden)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         return self.inner.tell(canvas, query, readout, carry)
 
 
@@ -138,7 +139,7 @@ class HiddenUncounted(TransformerDenoiser):
     Source: `BD3LMSampler`.
     """
 
+    @override
     def positions(self, query: Query, pack: Pack) -> Tensor:
-        """See `TransformerDenoiser.positions`."""
         assert query.hidden is not None
         return pack.column - (query.hidden.cumsum(1) - query.hidden.long())[pack.row, pack.column]

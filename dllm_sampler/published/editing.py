@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.core.protocols import Carry
@@ -19,8 +20,8 @@ class PublishedEditing(TokenEditing):
     Source: LLaDA2.1, arXiv 2602.08676.
     """
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, made = super().tell(canvas, query, readout, carry)
         if self.edit < 1:
             return edit, made
@@ -41,8 +42,8 @@ class PublishedRemasking(TokenEditing):
 
     eos: int | None = None
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, suspects = super().tell(canvas, query, readout, carry)
         none = ~(canvas.inside(query.positions) & ~canvas.eligible(query.positions)).any(1, keepdim=True)
         suspects = suspects._replace(taken=suspects.taken.masked_fill(none, 0))
@@ -61,8 +62,8 @@ class UnrefreshedBlocks(BlockCausalCache):
     Source: the code of T2M, arXiv 2604.18738, for blocks that `extra` ends.
     """
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         super().observe(canvas, query, edit, readout)
         over = canvas.apply(query.positions, edit).block_over(edit)
         self.clean = torch.where(over & ~canvas.done, canvas.grid_end(), self.clean)

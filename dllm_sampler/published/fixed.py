@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.protocols import Carry
@@ -30,14 +31,14 @@ class PublishedFixedSteps(FixedSteps):
         """See `Scheduler.traits`. A block is left after its steps, with the masks in it that no step was told of."""
         return replace(super().traits, needs_every_position=True)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, carry = super().tell(canvas, query, readout, carry)
         last = canvas.age + 1 >= carry[1]
         return replace(edit, keep_block=~last, close_block=last), carry
 
+    @override
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
-        """See `FixedSteps.share`."""
         if self.schedule == "uniform":
             return uniform_share(masks, steps, canvas.age)
         # Counted on the canvas: of a finished row's masks a query holds as many as there is room for.
@@ -66,8 +67,8 @@ class AnyBlock(PublishedFixedSteps):
         """Every mask."""
         return Query.at(canvas, select.columns(canvas.masked, canvas.layout.longest))
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         masks = torch.where(canvas.age == 0, canvas.noise_left(), carry[0])  # [B]
         steps = block_steps(canvas, self.steps)
         count = uniform_share(masks, steps, canvas.age)
@@ -83,8 +84,8 @@ class PublishedFactor(Factor):
     Source: Fast-dLLM, arXiv 2505.22618.
     """
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, carry = super().tell(canvas, query, readout, carry)
         lacks_one = edit.commit.sum(1) == canvas.noise_left() - 1
         return replace(edit, commit=edit.commit | canvas.eligible(query.positions) & lacks_one[:, None]), carry

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.protocols import Carry, Scheduler
@@ -27,8 +28,8 @@ class ForcedFirst(Around):
         """The first position must be predicted."""
         return replace(super().traits, needs_every_position=True)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, carry = self.inner.tell(canvas, query, readout, carry)
         first = canvas.eligible(query.positions) & (query.positions == canvas.start[:, None])
         commit = torch.where((canvas.age == 0)[:, None], first, edit.commit)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
@@ -48,15 +49,15 @@ class PublishedFreeDave(FreeDave):
         confidence = confidence.scatter(1, carry.positions, after.confidence).gather(1, query.positions)
         return where_rows(carry.start == canvas.start, after._replace(confidence=confidence), state, canvas.length)
 
+    @override
     def propose(self, state: State, query: Query, readout: Readout) -> State:
-        """See `Drafting.propose`."""
         at, sure = query.positions, readout.confidence[:, 0]
         commit = at_least_one(torch.zeros_like(sure, dtype=torch.bool), sure, state.canvas.eligible(at))
         after = state.canvas.apply(at, Edit(readout.token[:, 0], commit))
         return state._replace(canvas=after.advance(after.noise_left() == 0, self.lookahead, None))
 
+    @override
     def commits_next(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
-        """See `Drafting.commits_next`."""
         last = (before.noise_left() <= 1) & (after.start > before.start)
         return last & super().commits_next(canvas, before, after)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Context, Stop
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals
@@ -41,8 +42,8 @@ class PublishedGrammar(Grammar):
         vars(self).update(language=self.known, tokens=self.texts_of, ends=self.ending)
         return self
 
+    @override
     def texts(self, canvas: Canvas) -> Iterator[Text]:
-        """See `Grammar.texts`."""
         for text in super().texts(canvas):
             tail = [self.word(token) for token in self.before]
             yield Text(text.row, text.first - len(tail), tail + text.words, [])
@@ -52,8 +53,8 @@ class PublishedGrammar(Grammar):
         assert self.language is not None
         return self.language.feasible(text.written(column, self.word(token)))
 
+    @override
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Edit, Refusals]:
-        """See `Guide.settle`."""
         assert readout.draw is not None and readout.logits is not None
         refused, stuck = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done)
         text = next(self.texts(canvas), None)
@@ -119,6 +120,6 @@ def _ends(text: Text) -> bool:
 class Behind(Stop):
     """Ask about everything after the block too: an end token is written there."""
 
+    @override
     def positions(self, canvas: Canvas) -> Tensor:
-        """See `Stop.positions`."""
         return canvas.seen() & ~canvas.layout.frozen

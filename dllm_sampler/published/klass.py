@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.protocols import Carry
@@ -39,8 +40,8 @@ class PublishedKlass(Klass):
         """Every mask."""
         return Query.at(canvas, select.columns(canvas.masked, canvas.layout.longest))
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         opened, asked, then, moves = carry
         (count, opened), now = self.count(canvas, opened), Predictions.of(readout)
         at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
@@ -63,6 +64,6 @@ class PublishedKlass(Klass):
 class MostUncertain(PublishedKlass):
     """The code's `alg=entropy` ranks by entropy itself, the highest first."""
 
+    @override
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """See `FixedSteps.rate`."""
         return -super().rate(canvas, query, readout)

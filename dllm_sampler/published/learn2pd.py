@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -27,8 +28,8 @@ class PublishedLearnedFilter(LearnedFilter):
     Source: Learn2PD, arXiv 2509.25188.
     """
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, (plan, known) = super().tell(canvas, query, readout, carry)
         _, offset = lay_out(canvas, query.positions, readout.confidence[:, 0], known)
         values = {one.name: getattr(edit, one.name) for one in fields(edit)}
@@ -47,8 +48,8 @@ class PublishedEndOfText(EndOfText):
     mode: Literal["resolved", "predicted"] = "predicted"
     min_conf: float = 0.0
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         # The code guesses among the masks from before the step. Accepted ones that are left are not end tokens.
         assert isinstance(edit, FilteredEdit) and edit.accepted is not None
         accepted = replace(edit, commit=edit.commit & edit.accepted)
@@ -64,6 +65,6 @@ class PublishedCachedEndOfText(PublishedEndOfText):
     every position.
     """
 
+    @override
     def positions(self, canvas: Canvas) -> Tensor:
-        """See `Stop.positions`."""
         return canvas.masked & canvas.in_block()

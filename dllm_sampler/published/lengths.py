@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import at_least_one
@@ -43,8 +44,8 @@ class AboveThreshold(Scheduler):
         assert context.spec.mask_id is not None
         return with_bound_fields(self, mask=context.spec.mask_id)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.probabilities is not None
         token, sure, eligible = readout.token[:, 0], readout.confidence[:, 0], canvas.eligible(query.positions)
         usable = eligible & (token != self.mask)
@@ -68,8 +69,8 @@ class RenewedGuidance(GuidedDenoiser):
 
     before: list[Tensor] = field(default_factory=list, repr=False, compare=False)  # `[B, L+1]`, and `[B]` ends then
 
+    @override
     def hidden(self, canvas: Canvas) -> Tensor:
-        """See `GuidedDenoiser.hidden`."""
         columns, end = self.before or (canvas.layout.frozen, canvas.end)
         now = torch.where((canvas.end != end).any(), ~canvas.masked, columns)
         self.before[:] = [now, canvas.end]
@@ -83,8 +84,8 @@ class PublishedRhoEos(RhoEos):
     Source: yjyddq/rho-EOS (arXiv 2601.22527).
     """
 
+    @override
     def full(self, canvas: Canvas) -> Tensor:
-        """See `RhoEos.full`."""
         return super().full(canvas) & (canvas.start < canvas.end)
 
 
@@ -95,8 +96,8 @@ class RestlessEngine(Engine):
     Source: yjyddq/rho-EOS (arXiv 2601.22527), whose batches therefore depend on one another.
     """
 
+    @override
     def run(self, canvas: Canvas, max_steps: int) -> Iterator[Generation]:
-        """See `Engine.run`."""
         for state in super().run(canvas, max_steps):
             yield state
             before, canvas = canvas, state.canvas

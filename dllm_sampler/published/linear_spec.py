@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -29,12 +30,12 @@ class PublishedLinearSpec(LinearSpec):
     eos: int = -1
     accepted: list[int] = field(default_factory=list, repr=False, compare=False)
 
+    @override
     def missing(self, canvas: Canvas, carry: Draft) -> Tensor:
-        """See `LinearSpec.missing`."""
         return super().missing(canvas, carry) & (canvas.step > 0)[:, None]
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Draft) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, draft = super().tell(canvas, query, readout, carry)
         after = canvas.apply(query.positions, edit)
         column, reached = canvas.columns(), after.frontier()

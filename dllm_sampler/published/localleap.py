@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.schedulers.localleap import LocalLeap
 
@@ -16,6 +17,6 @@ class PublishedLocalLeap(LocalLeap):
     Source: LocalLeap, arXiv 2510.07081.
     """
 
+    @override
     def ready(self, anchor: Tensor, near: Tensor, sure: Tensor) -> Tensor:
-        """See `LocalLeap.ready`."""
         return near & (sure >= self.relaxed)

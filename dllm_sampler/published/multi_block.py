@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.blocks.multi_block import MultiBlock
 from dllm_sampler.cache.delayed_prefix import DelayedPrefix
@@ -26,8 +27,8 @@ class StrictEntropy(EntropyThreshold):
     Source: d3LLM's Dream loop, arXiv 2601.07568.
     """
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.entropy is not None
         unsure = readout.entropy[:, 0]  # [B, Q]
         commit = canvas.eligible(query.positions) & (unsure < self.entropy)
@@ -48,24 +49,24 @@ class StaleMasks(Around):
     blocks: Blocks | None = field(init=False, default=None, repr=False, compare=False)
     end_ids: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
 
+    @override
     def bind(self, context: Context) -> Self:
-        """See `PlugIn.bind`."""
         return with_bound_fields(super().bind(context), blocks=context.blocks, end_ids=context.spec.eos_ids)
 
     def init(self, canvas: Canvas) -> Carry:
         """The inner carry, and `[B, L+1] bool` what was masked before the last fill."""
         return super().init(canvas), canvas.masked
 
+    @override
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
         return carry[0]
 
+    @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """See `Scheduler.ask`."""
         return super().ask(self._before(canvas, carry[1]), carry)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert isinstance(self.blocks, HeldProgress)
         seen = self._before(canvas, carry[1])
         edit, inner = self.inner.tell(seen, query, readout, carry[0])
@@ -84,8 +85,8 @@ class StaleMasks(Around):
 class HeldProgress(MultiBlock):
     """`MultiBlock` that leaves it to `StaleMasks` to ask for progress."""
 
+    @override
     def progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Blocks.progress`."""
         return edit
 
     def makes_progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
@@ -100,8 +101,8 @@ class PublishedFill(FillStop):
     Source: d3LLM's early stop, arXiv 2601.07568. With `StaleMasks` other tokens may then follow the end token.
     """
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         filled = super().__call__(canvas, after, query, readout, edit)
         assert filled.confidence is not None
         some = after.masked.any(1, keepdim=True)  # [B, 1]
@@ -125,8 +126,8 @@ class PublishedDelayedPrefix(DelayedPrefix):
     unshifted: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # [B, L+1] of this forward
 
     @property
+    @override
     def back(self) -> int:
-        """See `DelayedPrefix.back`."""
         return 0
 
     def recalled(self, canvas: Canvas) -> Tensor | None:
@@ -141,8 +142,8 @@ class PublishedDelayedPrefix(DelayedPrefix):
         after = self.unshifted.roll(1, 1) & predicted
         return super().narrow(canvas, query, predicted).join(canvas, after, canvas.layout.width + 1)
 
+    @override
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
-        """See `Cache.restore`."""
         assert self.unshifted is not None
         at, found = plan.head_rows.position, self.unshifted.nonzero()[:, 1]  # one row
         own = hidden[at == found + 1] if len(found) else hidden[:0]
@@ -156,8 +157,8 @@ class OneAfterAnother(DelayedPrefix):
     Source: d3LLM's LLaDA loop, arXiv 2601.07568.
     """
 
+    @override
     def found(self, canvas: Canvas) -> Tensor:
-        """See `DelayedPrefix.found`."""
         known, due = (self.since >= 0).sum(1), self._due(canvas, self.since)  # [B]
         limit = torch.where(due == known, torch.minimum(known + canvas.layout.lookahead, canvas.start), known)
         limit = canvas.start if not self.delay else limit

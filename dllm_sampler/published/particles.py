@@ -7,6 +7,7 @@ from typing import Self, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import ReplayNoise
@@ -25,16 +26,16 @@ class PublishedSelfRewarding(SelfRewarding):
 
     mask_id: int | None = field(init=False, default=None)
 
+    @override
     def bind(self, context: Context) -> Self:
-        """See `PlugIn.bind`."""
         return with_bound_fields(super().bind(context), mask_id=context.spec.mask_id)
 
+    @override
     def around(self, scheduler: Scheduler) -> Scheduler:
-        """See `Particles.around`."""
         return MaskChoices(scheduler, self.mask_id)
 
+    @override
     def meet(self, meeting: Meeting, carry: Carry) -> Resampled:
-        """See `Particles.meet`."""
         return super().meet(replace(meeting, log_p=meeting.log_p + meeting.carry[1].view_as(meeting.log_p)), carry)
 
     def draw(self, meeting: Meeting, weights: Tensor, again: Tensor) -> Tensor:
@@ -51,16 +52,16 @@ class MaskChoices(Around):
 
     mask_id: int | None = None
 
+    @override
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
         return carry[0]
 
     def init(self, canvas: Canvas) -> Carry:
         """Inner; `[B] float64` sum."""
         return super().init(canvas), torch.zeros(canvas.start.shape, dtype=torch.float64, device=canvas.start.device)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, inner = self.inner.tell(canvas, query, readout, carry[0])
         chosen = edit.commit & (edit.ids == self.mask_id) & canvas.eligible(query.positions) & ~canvas.done[:, None]
         return edit, (inner, carry[1] + readout.confidence[:, 0].double().log().masked_fill(~chosen, 0).sum(1))

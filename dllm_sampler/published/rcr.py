@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.spec import AllColumns, Traits
@@ -32,17 +33,17 @@ class PublishedRunningConfidence(RunningConfidence):
         columns = canvas.requested()
         return Query.at(canvas, torch.where(columns < canvas.stop[:, None], columns, canvas.length))
 
+    @override
     def first(self, canvas: Canvas) -> Tensor:
-        """See `RunningConfidence.first`."""
         return canvas.layout.first[:, None]
 
+    @override
     def missing(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """See `RunningConfidence.missing`."""
         steps = block_steps(canvas, self.steps)
         length = (canvas.stop - canvas.start).clamp(min=1)
         missing = (length * (1 - (canvas.age + 1).double() / steps)).long().clamp(min=0)
         return missing, canvas.age + 1 < steps
 
+    @override
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`."""
         return max(tokens, self.steps or 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Query
@@ -25,10 +26,10 @@ class PublishedRejectionMixing(RejectionMixing):
         """The whole answer, since later blocks compare with it."""
         return self.mixed(canvas, Query.at(canvas, canvas.answer()), carry, (canvas.age > 0) & (canvas.step > 1))
 
+    @override
     def compares(self, canvas: Canvas) -> Tensor:
-        """See `RejectionMixing.compares`."""
         return canvas.step > 0
 
+    @override
     def predicted(self, positions: Tensor, law: Tensor, rejected: Tensor) -> Predicted:
-        """See `RejectionMixing.predicted`."""
         return super().predicted(positions, law.masked_fill(rejected[..., None], 0), rejected)

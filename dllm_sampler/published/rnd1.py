@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.packing import HeadRows
@@ -31,8 +32,8 @@ class EvenRest(FixedSteps):
         """See `Scheduler.traits`. It goes by what it has opened, and not by the tokens there."""
         return super().traits.adding(CommittedMasks())
 
+    @override
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
-        """See `FixedSteps.share`."""
         return left - even_rest(masks, steps, (canvas.age + 1).minimum(steps))
 
 
@@ -50,8 +51,8 @@ class CappedEntropyBound(EntropyBound):
         """See `Scheduler.traits`. It goes by what it has opened, and not by the tokens there."""
         return super().traits.adding(CommittedMasks())
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, carry = super().tell(canvas, query, readout, carry)
         last = (canvas.age + 1 >= self.steps)[:, None]
         return replace(edit, commit=edit.commit | last & canvas.eligible(query.positions)), carry
@@ -72,17 +73,17 @@ class JudgedTemperature(Guide):
     value: float
 
     @property
+    @override
     def chooses(self) -> bool:
-        """See `Guide.chooses`."""
         return False
 
     @property
+    @override
     def measures(self) -> bool:
-        """See `Guide.measures`."""
         return True
 
+    @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.__call__`."""
         return tempered(logits, self.value)
 
 

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.packing import HeadRows
@@ -24,12 +25,12 @@ class PublishedSelfVerified(SelfVerified):
     round verifies, then one token where one failed.
     """
 
+    @override
     def bind(self, context: Context) -> Self:
-        """See `Verifying.bind`."""
         return with_bound_fields(super().bind(context), draws=True)
 
+    @override
     def redrawn(self, readout: Readout, weight: Tensor, failed: Tensor) -> Tensor:
-        """See `Verifying.redrawn`."""
         assert readout.draw is not None
         noise = readout.draw.canvas.layout.noise
         if not isinstance(noise, ReplayNoise):
@@ -51,14 +52,14 @@ class Level(ReplayNoise):
 
     uniforms: float = 0.0
 
+    @override
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """See `Noise.uniform`."""
         return torch.full_like(positions, self.uniforms, dtype=torch.float32)
 
+    @override
     def pick(self, weight: Tensor) -> Tensor:
-        """See `ReplayNoise.pick`."""
         return weight.argmax(-1)
 
+    @override
     def tokens(self, canvas: Canvas, head_rows: HeadRows, vocab: int) -> Tensor:
-        """See `Noise.tokens`."""
         return torch.zeros(len(head_rows.place), vocab, device=head_rows.place.device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.block_causal import BlockCausalCache
 from dllm_sampler.cache.sub_block import SubBlockCache
@@ -48,21 +49,21 @@ class SeededBlocks(Around):
         """Forwards that only store ask nothing, the first position must be predicted, and it is a step by itself."""
         return replace(super().traits, needs_every_position=True, asks_block=False).without(PlannedCommits)
 
+    @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """See `Scheduler.ask`."""
         column, first = canvas.columns(), (canvas.columns() == canvas.start[:, None])
         asked = torch.where(seeds(canvas)[:, None], first, ~prefills(canvas)[:, None] & (column < canvas.length))
         return super().ask(canvas, carry).drop(canvas, asked)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         first, idle = seeds(canvas), prefills(canvas)
         edit, inner = self.inner.tell(canvas, query, readout, carry)
         commit = torch.where(first[:, None], canvas.eligible(query.positions), edit.commit & ~idle[:, None])
         return replace(edit, commit=commit), where_rows(~first & ~idle, inner, carry, canvas.length)
 
+    @override
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`."""
         return self.inner.bound(tokens) + tokens + 1
 
 
@@ -80,16 +81,16 @@ class SeededContext(SeededBlocks):
 
     eos: int = -1
 
+    @override
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
         return carry[1]
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B] bool` rows that have left a block at an end token; inner."""
         return torch.zeros_like(canvas.done), super().init(canvas)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, inner = super().tell(canvas, query, readout, carry[1])
         last = seeds(canvas) & (carry[0] | (canvas.start == canvas.end - 1))
         edit = replace(edit, commit=edit.commit & ~last[:, None])
@@ -103,8 +104,8 @@ class SeededContext(SeededBlocks):
 class StoresApart(BlockCausalCache):
     """Its forwards that store text compute that text and nothing else."""
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`."""
         apart = (seeds(canvas) | prefills(canvas))[:, None]
         before = canvas.columns() < canvas.grid_start()[:, None]
         return super().computes(canvas) & (before | ~apart)
@@ -114,8 +115,8 @@ class StoresApart(BlockCausalCache):
 class PublishedSubBlockCache(StoresApart, SubBlockCache):
     """The block's first forward after the one that seeded it computes the whole block."""
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         held = self.held
         super().observe(canvas, query, edit, readout)
         self.held = torch.where(seeds(canvas) | prefills(canvas), held, self.held)

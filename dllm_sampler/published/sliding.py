@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.sliding import SlidingCache
 from dllm_sampler.core.around import Around
@@ -33,12 +34,12 @@ class FirstFromRefresh(Around):
         """Return the inner carry, and `[B]` the masks before the last refresh."""
         return super().init(canvas), torch.zeros_like(canvas.start)
 
+    @override
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
         return carry[0]
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, inner = self.inner.tell(canvas, query, readout, carry[0])
         left = canvas.masked.sum(1)
         due = (canvas.step == 0) | (carry[1] - left >= self.every)
@@ -64,12 +65,12 @@ class StepQuota(Scheduler):
     score: Score = "confidence"
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """See `PlugIn.needs`."""
         return score_needs(self.score)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         count = self.count + (canvas.step < self.extra).long()
         commit = top(rate(self.score, canvas, query, readout), canvas.eligible(query.positions), count)
         return Edit(readout.token[:, 0], commit), carry
@@ -82,8 +83,8 @@ class WithoutLookahead(SlidingCache):
     Source: DCD's wrapper of Dream with `lookahead=0`.
     """
 
+    @override
     def end(self, canvas: Canvas) -> Tensor:
-        """See `SlidingCache.end`."""
         return super().end(canvas) - 1
 
 
@@ -94,8 +95,8 @@ class FillAtBlock(FillStop):
     Source: DCD's baseline with fixed blocks.
     """
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         filled = super().__call__(canvas, after, query, readout, edit)
         assert filled.confidence is not None and filled.finish is not None
         over = after.block_over(edit) & self.ends(after).any(1)  # [B]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -18,14 +19,14 @@ class PublishedSlowFast(SlowFast):
     Source: SlowFast Sampling, arXiv 2506.10848. The edge is that of the first stable estimate.
     """
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, carry = super().tell(canvas, query, readout, carry)
         _, _, slow, fast, _ = carry
         return replace(edit, keep_block=(slow > 0) & (fast < 0)), carry  # in the middle of a slow phase
 
+    @override
     def ends(self, slow: Tensor, edge: Tensor) -> Tensor:
-        """See `SlowFast.ends`."""
         return slow >= self.slow
 
     def bound(self, tokens: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -21,8 +22,8 @@ class StopAt(BlockStop):
 
     tokens: tuple[int, ...] = ()
 
+    @override
     def ends(self, after: Canvas) -> Tensor:
-        """See `BlockStop.ends`."""
         found = torch.zeros_like(after.masked)
         for token in self.tokens:
             found |= after.ids == token
@@ -37,8 +38,8 @@ class EarlyStop(PrefixStop):
     Source: LLaDA2's loop, arXiv 2512.15745.
     """
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         before, edit = edit.finish, super().__call__(canvas, after, query, readout, edit)
         assert edit.finish is not None
         committed = (edit.commit & is_end(edit.ids, self.end_ids)).any(1)  # [B]
@@ -55,8 +56,8 @@ class PromptCounts(BlockStop):
     Source: the code of DMax, arXiv 2604.08302.
     """
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         ends = is_end(after.ids, self.end_ids) & ~after.masked & canvas.in_grid_block()
         return with_finish(edit, after.block_over(edit) & ends.any(1))
 
@@ -73,8 +74,8 @@ class AllEnd(BlockStop):
 
     drafting: bool = False
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         columns = canvas.columns()
         first = canvas.grid_start()
         outside = (columns < first[:, None]) | (columns >= canvas.stop[:, None])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.values import Canvas
@@ -18,8 +19,8 @@ class SuffixDraws(ReplayNoise):
     Source: DPad, arXiv 2508.14148. One row, and nothing else that draws.
     """
 
+    @override
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """See `Noise.uniform`."""
         out = torch.ones(1, canvas.length + 1)
         if int(canvas.age) == 0:
             stop, end = int(canvas.stop), int(canvas.end)

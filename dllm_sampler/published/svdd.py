@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
@@ -49,8 +50,8 @@ class AbsorbingKernel(Scheduler):
         times = torch.linspace(1, 1e-5, self.steps + 1)
         return 1 - torch.exp(torch.log1p(-(1 - self.eps) * times))
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.probabilities is not None
         law, eligible = readout.probabilities[:, 0], canvas.eligible(query.positions)  # [B, Q, V]
         mask = law.shape[-1] - 1
@@ -64,6 +65,6 @@ class AbsorbingKernel(Scheduler):
         ids = torch.where(last, law.argmax(-1), (weight / noise).argmax(-1))
         return Edit(ids, eligible & (ids != mask)), carry
 
+    @override
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`."""
         return self.steps + 1

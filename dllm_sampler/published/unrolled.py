@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count
@@ -41,12 +42,12 @@ class Unrolled(Around):
         zero = torch.zeros_like(canvas.start)
         return super().init(canvas), zero, zero, zero > 0
 
+    @override
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
         return carry[0]
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         inner, ahead, made, fresh = carry
         opens = canvas.age == 0
         looks = opens | (ahead == 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.cache.sparse import SparseCache
@@ -36,8 +38,8 @@ class PublishedWindow(WindowCache):
         return super().bind(context)
 
     @property
+    @override
     def back(self) -> int:
-        """See `WindowCache.back`."""
         return 0
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.spec import CommittedMasks, Traits
@@ -37,8 +38,8 @@ class PublishedWino(Wino):
         """Ask about the block, and about the masks of earlier blocks that are open."""
         return super().ask(canvas, carry).join(canvas, self.reopened(canvas, carry), canvas.layout.longest)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, _ = super().tell(canvas, query, readout, carry)
         reopened, at = self.reopened(canvas, carry), query.positions
         left = reopened.scatter(1, at, reopened.gather(1, at) & ~edit.commit)
@@ -49,13 +50,13 @@ class PublishedWino(Wino):
         written = (canvas.ids == self.noise_id) & ~canvas.masked & ~canvas.layout.frozen
         return torch.where((canvas.age == 0)[:, None], written & (canvas.columns() < canvas.start[:, None]), carry[1])
 
+    @override
     def eligible(self, canvas: Canvas, query: Query, carry: Carry) -> Tensor:
-        """See `Wino.eligible`."""
         at = query.positions
         return canvas.eligible(at) | self.reopened(canvas, carry).gather(1, at)
 
+    @override
     def most_back(self, canvas: Canvas, accepted: Tensor, carry: Carry) -> Tensor:
-        """See `Wino.most_back`."""
         return carry[0].masked_fill(canvas.age == 0, FIRST).where(accepted > 1, 1) - 1
 
     def bound(self, tokens: int) -> int:

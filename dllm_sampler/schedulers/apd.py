@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.protocols import Carry, Context, Guide
@@ -81,8 +82,8 @@ class ParallelDecoding(Leftmost):
         assert self.loaded is not None
         return self.loaded.begin(canvas)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.draw is not None
         at, ids = query.positions, readout.token[:, 0]  # [B, Q]
         first, width = canvas.frontier(), min(at.shape[1], self.max_lookahead or canvas.length)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
@@ -25,8 +26,8 @@ class AscendingSteps(DrawnPositions):
         """It counts the steps of the whole generation."""
         return replace(super().traits, scope="answer", scheduled=True)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         left, total = canvas.noise_left(), canvas.free_before(canvas.end)  # [B]
         last = canvas.step + 1 >= total.double().log2().floor().clamp(min=1)
         count = torch.where(last, left, torch.minimum(left, 2 ** canvas.step.clamp(max=40)))

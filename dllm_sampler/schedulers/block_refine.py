@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
@@ -30,12 +32,12 @@ class BlockRefine(Scheduler):
         check_number("scheduler.threshold", self.threshold)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """See `Scheduler.traits`."""
         return Traits(asks="window", scheduled=True, rare=(UniformNoise(),))
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         size, left = canvas.free_in_block(), canvas.noise_left()  # [B]
         due = ((canvas.age + 1) * size + self.steps - 1) // self.steps - (size - left)

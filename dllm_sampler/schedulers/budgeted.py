@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry
@@ -43,8 +44,8 @@ class BudgetedThreshold(SharedSteps, Threshold):
         zero = torch.zeros_like(canvas.start)
         return zero, zero, zero
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         sure, eligible, opens = readout.confidence[:, 0], canvas.eligible(query.positions), canvas.age == 0
         left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are asked
         planned = left.clamp(min=1) if self.steps is None else block_steps(canvas, self.steps)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_count, check_number, check_share
 from dllm_sampler.core.protocols import Carry, Scheduler
@@ -64,8 +65,8 @@ class Coherent(SharedSteps, Scheduler):
         one = torch.ones_like(canvas.start)
         return torch.zeros_like(canvas.masked), torch.full_like(canvas.ids, -1), one, (one, one)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         at, token, eligible = query.positions, readout.token[:, 0], canvas.eligible(query.positions)  # [B, Q]
         left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are asked
         share, plan = even_share(canvas, self.steps, carry[3], left)

@@ -5,6 +5,7 @@ from math import inf
 from typing import Self
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
@@ -65,8 +66,8 @@ class CoherentMarginal(SharedSteps, Scheduler):
         one = torch.ones_like(canvas.start)
         return columns, torch.zeros(*shape, self.vocab, device=columns.device), (one, one)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.probabilities is not None and readout.entropy is not None
         score, eligible = -readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
         buffer = self.buffer

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_positive
 from dllm_sampler.core.density import density
@@ -37,8 +38,8 @@ class CertaintyPrior(FixedSteps):
         """The density looks over the whole generation."""
         return replace(super().traits, scope="answer")
 
+    @override
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """See `FixedSteps.rate`."""
         return super().rate(canvas, query, readout) * self.density(canvas, query.positions)
 
     def density(self, canvas: Canvas, positions: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number, check_share
 from dllm_sampler.core.protocols import Carry
@@ -57,8 +58,8 @@ class Credit(DInferThreshold):
         tokens = torch.zeros(*canvas.ids.shape, self.memory, dtype=torch.long, device=canvas.ids.device)
         return tokens, tokens.double()
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.probabilities is not None
         old = torch.where((canvas.age == 0)[:, None, None], 0, carry[1] * self.decay)
         at = query.positions[..., None].expand(-1, -1, self.memory)  # [B, Q, memory]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_number
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
@@ -36,21 +37,21 @@ class D2F(Scheduler):
         check_choice("scheduler.score", self.score, Sureness)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """See `Scheduler.traits`."""
         return Traits()
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """See `PlugIn.needs`."""
         return score_needs(self.score)
 
     def bind(self, context: Context) -> Self:
         """Take the blocks."""
         return with_bound_fields(self, blocks=context.blocks)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         score, chosen = rate(self.score, canvas, query, readout), eligible & (sure > self.threshold)
         if self.blocks is None or not self.blocks.several:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.protocols import Carry
@@ -49,8 +50,8 @@ class Daedal(Lengthening):
         """See `Scheduler.bound`: forwards that commit nothing, and commits that a cut takes away."""
         return super().bound(tokens) + 1 + -(-max(0, tokens - self.initial) // self.expand) + self.expand
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         early, before = carry  # [B]
         ready = ~early
         edit, inner = self.inner.tell(canvas, query, readout, before)

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_choice, check_count, check_number, check_switch
@@ -70,16 +71,16 @@ class Dawn(Scheduler):
         return Traits(asks_block=False, scope="model", rare=rare)
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """See `Scheduler.needs`."""
         return frozenset({"attention"})
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         """Return a query about all columns before the block's end: the confidence of committed ones counts."""
         return Query.at(canvas, select.columns(canvas.columns() < canvas.stop[:, None], canvas.length))
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         at, sure = query.positions, readout.confidence[:, 0]
         block, eligible = canvas.window(canvas.layout.width), canvas.eligible(at)  # [B, W], [B, Q]
         everywhere = torch.zeros(canvas.ids.shape, dtype=sure.dtype, device=sure.device).scatter(1, at, sure)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
@@ -34,8 +36,8 @@ class Dilated(Scheduler):
         """The order is given, confidences may only delay it."""
         return Traits(ranks_by_confidence=self.skip > 0, scheduled=True)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         level = (canvas.age + 1).clamp(max=40).double()  # [B]
         length = (canvas.stop - canvas.start).double()
         distance = (length / self.base**level).floor().long().clamp(min=1)[:, None]  # [B, 1]

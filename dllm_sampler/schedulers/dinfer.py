@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.protocols import Carry
@@ -28,8 +29,8 @@ class DInferThreshold(Threshold):
         super().__post_init__()
         check_share("scheduler.slack", self.slack, "a difference of probabilities")
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         return self.commit(canvas, query, readout.token[:, 0], readout.confidence[:, 0]), carry
 
     def commit(self, canvas: Canvas, query: Query, token: Tensor, sure: Tensor) -> Edit:

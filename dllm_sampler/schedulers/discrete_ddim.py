@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_count, check_number, check_positive
 from dllm_sampler.core.packing import HeadRows
@@ -79,8 +80,8 @@ class DiscreteDDIM(Scheduler):
         return replace(facts, scope="model" if self.corrector_steps else "block").adding(UniformNoise(masks=False))
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """See `Scheduler.needs`."""
         found = frozenset({"logits", "logsumexp"})
         return found if self.confidence_threshold is None else found | {"entropy"}
 
@@ -111,8 +112,8 @@ class DiscreteDDIM(Scheduler):
         """See `Corrects.conditions`. A sweep leaves the self-conditioning as it was."""
         return self.clock(canvas)[1] == 0
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.logits is not None and readout.logsumexp is not None
         at, inside, logits, ids = query.positions, canvas.inside(query.positions), readout.logits[:, 0], query.ids[:, 0]
         number, sweep = self.clock(canvas)
@@ -190,8 +191,8 @@ class DiscreteDDIM(Scheduler):
         noise = canvas.layout.noise.tokens(canvas, HeadRows.every(query), law.shape[-1])
         return (law + noise.view_as(law)).argmax(-1)
 
+    @override
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`."""
         return tokens * self.max_denoising_steps
 
 

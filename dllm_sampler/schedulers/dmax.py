@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
@@ -57,8 +58,8 @@ class SoftParallel(Scheduler):
         """It replaces tokens, and feeds soft ones."""
         return Traits(asks="window", revises=True, scheduled=True, scope="model", rare=(SoftInputs(),))
 
+    @override
     def init(self, canvas: Canvas) -> Carry:
-        """See `Standing`."""
         none = torch.full_like(canvas.ids, -1)
         return Standing(none, torch.zeros_like(none, dtype=torch.float32))
 
@@ -70,8 +71,8 @@ class SoftParallel(Scheduler):
         soft = soft & (canvas.age > 0)[:, None]
         return replace(query, mixture=Mixture(token[..., None], carry.sure.gather(1, at)[..., None], soft, True))
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         at, token, sure = query.positions, readout.token[:, 0], readout.confidence[:, 0]  # [B, Q]
         inside = canvas.inside(at)
         masks = inside & canvas.masked.gather(1, at)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
@@ -33,8 +34,8 @@ class DrawnPositions(Scheduler, ABC):
         check_number("scheduler.position_temperature", self.position_temperature, finite=True)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """See `Scheduler.traits`."""
         return Traits(draws_order=self.position_temperature > 0)
 
     @abstractmethod

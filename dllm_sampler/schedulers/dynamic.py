@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_count
 from dllm_sampler.core.protocols import Carry
@@ -61,8 +62,8 @@ class DynamicThreshold(Threshold):
         """`[B]` positions of the block when it was opened: a stop may shorten the canvas later."""
         return torch.zeros_like(canvas.start)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         length = torch.where(canvas.age == 0, canvas.stop - canvas.start, carry)
         score, eligible = rate(self.score, canvas, query, readout), canvas.eligible(query.positions)
         score = self.order(canvas, query, score) if self.score == "confidence" else score

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_count, check_number, check_share
 from dllm_sampler.core.protocols import Carry
@@ -98,8 +99,8 @@ class TokenEditing(Threshold, Renoising):
         taken = torch.zeros_like(canvas.ids)
         return Suspects(none, taken, taken - 1, torch.zeros_like(taken, dtype=torch.float64))
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         at, token, sure = query.positions, readout.token[:, 0], readout.confidence[:, 0]  # [B, Q]
         inside = canvas.inside(at)
         eligible = inside & canvas.masked.gather(1, at)

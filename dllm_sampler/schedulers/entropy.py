@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from math import inf
 
+from typing_extensions import override
+
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import at_least_one
@@ -36,8 +38,8 @@ class EntropyThreshold(Scheduler):
         """Entropy."""
         return frozenset({"entropy"})
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.entropy is not None
         unsure, eligible = readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
         commit = at_least_one(unsure <= self.entropy, -unsure, eligible)

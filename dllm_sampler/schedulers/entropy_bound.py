@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
@@ -45,8 +46,8 @@ class EntropyBound(Scheduler):
         """Entropy, and the score."""
         return frozenset({"entropy"}) | score_needs(self.score)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.entropy is not None
         score, eligible = rate(self.score, canvas, query, readout), canvas.eligible(query.positions)  # [B, Q]
         commit = bounded(readout.entropy[:, 0], eligible, self.gamma, score)

@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.naming import named
@@ -97,8 +98,8 @@ class EntropyRenoise(Renoising):
         """`[B, Q] bool` the positions of the block that this forward accepts, by their `entropy [B, Q]`."""
         return bounded(entropy, canvas.inside(query.positions), self.entropy_bound)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.entropy is not None and readout.logits is not None and readout.logsumexp is not None
         at, inside = query.positions, canvas.inside(query.positions)  # [B, Q]
         entropy, (peak, best) = readout.entropy[:, 0], readout.logits[:, 0].max(-1)

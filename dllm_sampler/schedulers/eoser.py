@@ -5,6 +5,7 @@ from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_inner, check_number
@@ -74,8 +75,8 @@ class Eoser(Around):
         """Take the end tokens."""
         return with_bound_fields(super().bind(context), end_ids=context.spec.eos_ids)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         factor = (self.low + (self.high - self.low) * self._progress(canvas))[:, None, None]
         held = torch.where(is_end(readout.token, self.end_ids), readout.confidence * factor, readout.confidence)
         edit, carry = self.inner.tell(canvas, query, replace(readout, confidence=held), carry)

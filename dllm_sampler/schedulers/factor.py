@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import rank
@@ -26,8 +28,8 @@ class Factor(DrawnPositions):
         super().__post_init__()
         check_number("scheduler.factor", self.factor)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         place = rank(sure, eligible)  # 0-based; n = place + 1
         # The bound rises with the rank and confidences fall, so the passing ranks are a prefix: no scan is needed.

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_count, check_number
 from dllm_sampler.core.protocols import Carry, Scheduler
@@ -65,8 +66,8 @@ class FixedSteps(SharedSteps, Scheduler):
         check_number("scheduler.alg_temp", self.alg_temp, finite=True)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """See `Scheduler.traits`."""
         draws = self.score == "random" or self.alg_temp > 0
         return Traits(ranks_by_confidence=self.score == "confidence", draws_order=draws, scheduled=True)
 
@@ -87,8 +88,8 @@ class FixedSteps(SharedSteps, Scheduler):
         """
         return torch.zeros_like(canvas.start), torch.zeros_like(canvas.start)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         count, carry = self.count(canvas, carry)
         score = self.order(canvas, query, readout, count)
         return Edit(readout.token[:, 0], top(score, canvas.eligible(query.positions), count)), carry
@@ -127,6 +128,6 @@ class FixedSteps(SharedSteps, Scheduler):
         """`[B, Q]` what ranks the masks, higher first."""
         return rate(self.score, canvas, query, readout)
 
+    @override
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`."""
         return max(tokens, self.steps or 0)

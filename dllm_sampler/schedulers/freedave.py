@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_count
 from dllm_sampler.core.packing import ForwardRequest
@@ -58,12 +59,12 @@ class FreeDave(Drafting):
         longest = longest if self.most_candidates is None else min(longest, self.most_candidates)
         return [Branch(steps) for steps in range(1, min(longest, most))]
 
+    @override
     def with_candidates(self, most: int) -> Self:
-        """See `Paced.with_candidates`."""
         return with_bound_fields(self, most_candidates=most)
 
+    @override
     def pace(self, made: ForwardRequest, seconds: float) -> int | None:
-        """See `Paced.pace`."""
         return self.measured.next(made, seconds) if self.draft == "auto" else None
 
     def fits(self, query: Query, before: State, after: State) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry, Context
@@ -52,8 +53,8 @@ class Hierarchical(Renoising):
         """It revises where it remasks."""
         return Traits(asks="window", revises=self.remask is not None)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         token, sure = readout.token[:, 0], readout.confidence[:, 0]  # [B, Q]
         eligible = canvas.eligible(query.positions)
         doubtful = self._doubtful(canvas, query.positions, eligible, sure)

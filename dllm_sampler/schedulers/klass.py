@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_choice, check_count, check_number
@@ -76,8 +77,8 @@ class Klass(FixedSteps):
         law, zero = Predictions(zero.repeat(1, 1, self.model.vocab_size), zero.double()[..., 0]), zero.double()
         return super().init(canvas), nowhere, law, zero.repeat(1, 1, self.history)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         opened, asked, then, moves = carry
         count, opened = self.count(canvas, opened)
         if not self.traits.scheduled:

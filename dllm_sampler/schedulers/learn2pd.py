@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.core.protocols import Carry, Context
@@ -60,8 +61,8 @@ class LearnedFilter(SharedSteps, DrawnPositions):
         return () if self.loaded is None else self.loaded[1]
 
     @property
+    @override
     def traits(self) -> Traits:
-        """See `Scheduler.traits`."""
         trained = (TrainedBlocks(self.layers[0][0].shape[1]),) if self.layers else ()
         return replace(super().traits, asks="window", rare=trained)
 
@@ -70,8 +71,8 @@ class LearnedFilter(SharedSteps, DrawnPositions):
         size, one = self.layers[0][0].shape[1], torch.ones_like(canvas.start)
         return (one, one), torch.ones(one.shape[0], size, device=one.device)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         share, plan = even_share(canvas, self.steps, carry[0])  # [B]
         known = carry[1].masked_fill((canvas.age == 0)[:, None], 1)
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]

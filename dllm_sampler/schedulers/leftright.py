@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count
@@ -72,7 +73,7 @@ class LeftToRight(Leftmost):
         super().__post_init__()
         check_count("scheduler.tokens_per_step", self.tokens_per_step)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         draft = self.draft(canvas, query)
         return Edit(readout.token[:, 0], draft & (draft.cumsum(1) <= self.tokens_per_step)), carry

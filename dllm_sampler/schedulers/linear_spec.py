@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context
@@ -66,8 +67,8 @@ class LinearSpec(Threshold):
             )
         return super().bind(context)
 
+    @override
     def init(self, canvas: Canvas) -> Draft:
-        """See `Scheduler.init`."""
         return Draft(torch.zeros_like(canvas.ids), torch.zeros_like(canvas.masked))
 
     def missing(self, canvas: Canvas, carry: Draft) -> Tensor:
@@ -83,8 +84,8 @@ class LinearSpec(Threshold):
         limit = torch.where(verifies, drafted.frontier(), (canvas.stop - 1).clamp(min=1))
         return replace(query, ids=ids[:, None], limit=limit, keeps_positions=True, causal=verifies)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Draft) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         missing, at, token = self.missing(canvas, carry), query.positions, readout.token[:, 0]
         verifies, sure = ~missing.any(1)[:, None], readout.confidence[:, 0]
         fills = at_least_one(sure >= self.threshold, sure, missing.gather(1, at))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
@@ -33,8 +34,8 @@ class LocalLeap(Threshold):
         check_number("scheduler.relaxed", self.relaxed, "a probability")
         check_count("scheduler.radius", self.radius, 0)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         anchor = eligible & (sure >= self.threshold)
         # Neighbours are columns, not neighbours in the query: committed tokens between them count as distance.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count
@@ -49,8 +50,8 @@ class Origin(SharedSteps, Scheduler):
         opened = (canvas.uniform(asked) < odds) & (asked < canvas.length)
         return Query.at(canvas, torch.where(opened, asked, canvas.length).sort(1).values, keeps_positions=True)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         return Edit(readout.token[:, 0], canvas.eligible(query.positions)), self._steps(canvas, carry)
 
     def bound(self, tokens: int) -> int:

@@ -6,6 +6,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Context
@@ -76,8 +77,8 @@ class PositionCalibrated(FixedSteps):
             share[known] = torch.tensor([counts[token] / total for token in known])
         return with_bound_fields(self, surprise=-(share + 1e-9).log().to(spec.device))
 
+    @override
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """See `FixedSteps.rate`."""
         assert self.surprise is not None
         offset = query.positions - canvas.start[:, None]  # [B, Q]
         calibrated = (super().rate(canvas, query, readout) * self.surprise[readout.token[:, 0]]).clamp(max=self.alpha)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count
@@ -55,8 +56,8 @@ class RandomOrder(SharedSteps, Scheduler):
             most = min(canvas.layout.width, -(-2 * canvas.layout.longest // self.steps))
         return Query.at(canvas, select.columns(self.ahead(canvas, carry) > 0, most), keeps_positions=True)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         share, carry = even_share(canvas, self.steps, carry)
         # A stop may have joined later positions, and a block that this forward sized may have lost some.
         commit = select.top(self._number(canvas, query.positions), canvas.eligible(query.positions), share)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import top
@@ -25,8 +26,8 @@ class RunningConfidence(Remasking):
 
     steps: int | None = None
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         at = query.positions
         reach = (at >= self.first(canvas)) & (at < canvas.stop[:, None])  # [B, Q]
         noise = reach & canvas.masked.gather(1, at)

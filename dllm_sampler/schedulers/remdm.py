@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry
@@ -37,21 +38,21 @@ class Remdm(Remasking):
         check_count("scheduler.tokens", self.tokens)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """See `Scheduler.traits`."""
         return replace(super().traits, revises=self.revisions > 0)
 
     @property
+    @override
     def added_steps(self) -> int:
-        """See `Scheduler.added_steps`."""
         return self.revisions
 
     def bound(self, tokens: int) -> int:
         """Every block adds its revisions; blocks of one position reach it."""
         return tokens * (1 + self.revisions)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         at, inside = query.positions, canvas.inside(query.positions)  # [B, Q]
         eligible = inside & canvas.masked.gather(1, at)
         length, steps = self.block(canvas)

@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_number, check_share
@@ -92,8 +93,8 @@ class RejectionMixing(Scheduler):
         where = mixture.where & canvas.eligible(query.positions) & rows[:, None]
         return replace(query, mixture=mixture._replace(where=where))
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.probabilities is not None
         law, sure, eligible = readout.probabilities[:, 0], readout.confidence[:, 0], canvas.eligible(query.positions)
         commit = select.top(sure, eligible, wide(eligible, sure, self.threshold, SHARE, FEW, MANY))

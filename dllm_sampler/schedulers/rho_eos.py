@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_count, check_share
 from dllm_sampler.core.ends import is_end
@@ -66,8 +67,8 @@ class RhoEos(Lengthening):
         """See `Scheduler.bound`: after the last change each step commits, but one that finds a cut block full."""
         return super().bound(tokens) + STEPS + 1
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, inner = self.inner.tell(canvas, query, readout, carry[1])
         final = carry[0] | self.full(canvas)
         count = self._columns(self._share(canvas, query, readout)).masked_fill(final | (canvas.step >= STEPS), 0)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
@@ -59,8 +60,8 @@ class SelfVerified(routing.Routing, verify.Verifying):
         """The readout's parts that the policy reads, too."""
         return super().needs | self.routing_needs
 
+    @override
     def init(self, canvas: Canvas) -> Round:
-        """See `Scheduler.init`."""
         zero = super().init(canvas)
         return Round(zero, zero, zero > 0, self.undrafted(canvas), self.unrouted(canvas))
 
@@ -68,8 +69,8 @@ class SelfVerified(routing.Routing, verify.Verifying):
         """The block; what waits is verified."""
         return self.verifying(canvas, super().ask(canvas, carry), carry.draft, carry.waits & ~canvas.done)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Round) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert self.model is not None
         verifies, opens = carry.waits, canvas.age == 0
         length = torch.where(opens, canvas.stop - canvas.start, carry.length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
@@ -45,12 +46,12 @@ class EditingSelfVerified(SelfVerified):
         """`[B]` editing rounds made since the block was full; a round of `s2d2`."""
         return torch.zeros_like(canvas.start), super().init(canvas)
 
+    @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """See `SelfVerified.ask`."""
         return super().ask(canvas, carry[1])
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, after = super().tell(canvas, query, readout, carry[1])
         inside, eligible = canvas.inside(query.positions), canvas.eligible(query.positions)
         token, sure = readout.token[:, 0], readout.confidence[:, 0]

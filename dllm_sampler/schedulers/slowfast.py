@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_number
@@ -44,8 +45,8 @@ class SlowFast(Threshold):
         check_count("scheduler.window", self.window)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """See `Scheduler.traits`."""
         facts = replace(super().traits, asks_block=False, scheduled=True)
         return replace(facts, scope="model").adding(HiddenMasks()) if self.truncate else facts
 
@@ -62,8 +63,8 @@ class SlowFast(Threshold):
         query = Query.at(canvas, masks)
         return query.before(canvas, torch.where(fast > 0, edge, canvas.end)) if self.truncate else query
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         left, edge, slow, fast, seen = self._opened(canvas, carry)
         slowly = fast < 0  # [B] rows in a slow phase
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_share
 from dllm_sampler.core.protocols import Carry, Context
@@ -44,8 +45,8 @@ class StreamingThreshold(Threshold):
         """Take whether the model sees columns after the block."""
         return with_bound_fields(super().bind(context), behind=context.spec.attention == "bidirectional")
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         least = self.falling(canvas, query)[:, None]
         commit = self.chosen_or_one(canvas, query, sure >= least, sure, eligible)

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_choice, check_count, check_inner, check_number
@@ -62,8 +63,8 @@ class SoftValueGuided(Choosing):
             )
 
     @property
+    @override
     def looks_ahead(self) -> bool:
-        """See `Choosing.looks_ahead`."""
         return self.value == "fill"
 
     @property
@@ -98,8 +99,8 @@ class SoftValueGuided(Choosing):
         judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, ends)
         return with_bound_fields(bound, judge=judge, mask_id=spec.mask_id, draws=draws)
 
+    @override
     def pick(self, canvas: Canvas, step: Tensor, ids: Tensor, judged: Tensor) -> Tensor:
-        """See `Choosing.pick`."""
         assert self.judge is not None
         values = self.judge(canvas, ids, judged).clamp(min=torch.finfo(torch.float64).min)  # [B, M]; -inf - -inf is NaN
         if self.alpha:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -24,8 +26,8 @@ class Threshold(DrawnPositions):
         super().__post_init__()
         check_number("scheduler.threshold", self.threshold, "a probability (above 1: one per step)")
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         commit = self.chosen_or_one(canvas, query, sure >= self.threshold, sure, eligible)
         return Edit(readout.token[:, 0], commit), carry

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Carry
@@ -67,8 +68,8 @@ class Wino(Renoising):
         """The whole block, committed positions without their token."""
         return replace(Query.window(canvas), leave_one_out=True)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         assert readout.current is not None
         sure, inside = readout.confidence[:, 0], canvas.inside(query.positions)  # [B, Q]
         eligible = self.eligible(canvas, query, carry)

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_number
 from dllm_sampler.core.ends import is_end
@@ -35,12 +36,12 @@ class EndOfText(TruncateStop):
         check_choice("stop.mode", self.mode, Mode)
         check_number("stop.min_conf", self.min_conf, "a probability")
 
+    @override
     def positions(self, canvas: Canvas) -> Tensor | None:
-        """See `Stop.positions`."""
         return canvas.masked if self.mode == "predicted" else None
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         watched = self.positions(after)
         if watched is None:
             return super().__call__(canvas, after, query, readout, edit)

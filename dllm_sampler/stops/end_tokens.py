@@ -5,6 +5,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core import select
 from dllm_sampler.core.ends import is_end
@@ -30,8 +31,8 @@ class NoStop(Stop):
 class _EosStop(Stop):
     end_ids: tuple[int, ...] = field(init=False, default=())
 
+    @override
     def bind(self, context: Context) -> Self:
-        """See `Stop.bind`."""
         return with_bound_fields(self, end_ids=context.spec.eos_ids)
 
     def ends(self, after: Canvas) -> Tensor:
@@ -52,8 +53,8 @@ class BlockStop(_EosStop):
         UserError: in `bind`, if several blocks are open at once, or a window slides.
     """
 
+    @override
     def bind(self, context: Context) -> Self:
-        """See `Stop.bind`."""
         if context.blocks.several or context.blocks.slides:
             raise UserError(
                 "stop-incompatible",
@@ -62,8 +63,8 @@ class BlockStop(_EosStop):
             )
         return super().bind(context)
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         return with_finish(edit, after.block_over(edit) & (self.ends(after) & canvas.in_block()).any(1))
 
 
@@ -74,8 +75,8 @@ class PrefixStop(_EosStop):
     With a scheduler that takes tokens back (`edit.remask`), once the block is over.
     """
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         reached = (after.masked.cumsum(1) == 0) & after.seen() & ~after.layout.frozen
         fire = (reached & is_end(after.ids, self.end_ids)).any(1)
         return with_finish(edit, fire if edit.remask is None else fire & after.block_over(edit))
@@ -90,8 +91,8 @@ class TruncateStop(_EosStop):
 
     cuts: ClassVar[bool] = True
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         end = first_of(self.ends(after)) + 1
         if edit.remask is not None:
             end = torch.where(after.block_over(edit), end, canvas.end)

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -28,8 +29,8 @@ class FillStop(PrefixStop):
         """See `Stop.positions`: an end token may be committed from the first mask on."""
         return (canvas.columns() > canvas.frontier()[:, None]) & canvas.seen() & ~canvas.layout.frozen
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         stopped = super().__call__(canvas, after, query, readout, edit)
         at, ended = query.positions, first_of(self.ends(after))  # [B, Q], [B]
         other = ~is_end(after.ids.gather(1, at), self.end_ids) | after.masked.gather(1, at)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.protocols import Stop
@@ -57,12 +58,12 @@ class Prophet(Stop):
         ahead = canvas.columns() - canvas.layout.first[:, None]
         return (ahead >= max(0, self.start)) & (ahead < self.start + self.length) & canvas.seen()
 
+    @override
     def positions(self, canvas: Canvas) -> Tensor:
-        """See `Stop.positions`."""
         return canvas.masked | self.region(canvas)
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         assert readout.gap is not None
         region = self.region(canvas)
         there = region.gather(1, query.positions)  # [B, Q]

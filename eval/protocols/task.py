@@ -9,6 +9,8 @@ from functools import cached_property
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.protocols import data, grading, prompts, spec
 from dllm_sampler.eval.protocols.spec import Cell
@@ -97,12 +99,12 @@ class ProtocolTask(Task):
             for index, (prompt, document) in enumerate(zip(built, documents, strict=True))
         ]
 
+    @override
     def samples(self) -> Sequence[Sample]:
-        """See `Task.samples`."""
         return self._samples
 
+    @override
     def source(self, sample: Sample) -> str:
-        """See `Task.source`."""
         return f"{self.data or self.cell.data.path}, document {sample.index + 1}"
 
     @property

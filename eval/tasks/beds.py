@@ -10,6 +10,7 @@ from random import Random
 from typing import Any, Literal
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import UserError, unknown
@@ -73,8 +74,8 @@ class Ideal(Drawn):
         whole = len(ids) == self.law.length
         return {"score": float(whole and bool(self.law.valid(torch.tensor([ids]))[0]))}
 
+    @override
     def denoiser(self) -> Denoiser:
-        """See `Task.denoiser`."""
         return LawDenoiser(self.law)
 
 
@@ -160,6 +161,6 @@ class Markov(Drawn):
             "impossible_transitions": found.impossible,
         }
 
+    @override
     def denoiser(self) -> Denoiser:
-        """See `Task.denoiser`."""
         return LawDenoiser(self.law)

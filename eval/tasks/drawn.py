@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar, Literal
 
+from typing_extensions import override
+
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Sample, Task
 
@@ -20,16 +22,16 @@ class Drawn(Task):
     many: ClassVar[bool] = False  # several answers are right: C(Y|X) > 0
 
     @property
+    @override
     def dependency(self) -> Literal["low", "high"]:
-        """See `Task.dependency`."""
         return "high" if self.many else "low"
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise UserError("option-range", f"task.count is {self.count!r}. Set a whole number of at least 1.")
 
+    @override
     def samples(self) -> Sequence[Sample]:
-        """See `Task.samples`."""
         return [
             Sample(index, *self.draw(Random(f"{self.name}/{self.seed}/{index}"), index)) for index in range(self.count)
         ]

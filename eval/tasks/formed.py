@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import ClassVar
 
+from typing_extensions import override
+
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.mini import Mini
@@ -37,8 +39,8 @@ class Formed(Mini):
         if self.operation not in OPERATIONS:
             raise unknown("task.operation", self.operation, OPERATIONS)
 
+    @override
     def samples(self) -> Sequence[Sample]:
-        """See `Mini.samples`."""
         if self.operation != "shuffle":
             return super().samples()
         several = replace(self, count=4 * self.count)
@@ -47,8 +49,8 @@ class Formed(Mini):
             raise UserError("option-range", f"task.count={self.count} exceeds the {len(found)} prompts. Lower it.")
         return [replace(one, index=index) for index, one in enumerate(found)]
 
+    @override
     def form(self, sample: Sample) -> str:
-        """See `Task.form`."""
         items = str(sample.prompt).partition(": ")[2].split(", ")
         if self.operation == "latin":
             rows = ["".join(row) for row in permutations("1234")]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from dllm_sampler.cli.inputs import Prompt, prompt, records
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
@@ -78,12 +80,12 @@ class Jsonl(Task):
             lines.append(Line(where, prompt(record, where), record.get("answer"), record))
         return lines
 
+    @override
     def samples(self) -> Sequence[Sample]:
-        """See `Task.samples`."""
         return [Sample(index, line.prompt) for index, line in enumerate(self.lines)]
 
+    @override
     def source(self, sample: Sample) -> str:
-        """See `Task.source`."""
         return self.lines[sample.index].where
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks import listing
 from dllm_sampler.eval.tasks.base import Answer, Sample
@@ -128,8 +130,8 @@ class Copy(WaitingLine):
     name = "copy"
     task = "Nobody has moved. Write the queue down once more, exactly as it is."
 
+    @override
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
-        """See `WaitingLine.edit`."""
         return queue
 
 
@@ -139,8 +141,8 @@ class Reverse(WaitingLine):
     name = "reverse"
     task = "It was written down the wrong way round. Turn it around, so that the last person becomes the first."
 
+    @override
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
-        """See `WaitingLine.edit`."""
         return queue[::-1]
 
 
@@ -157,8 +159,8 @@ class Sort(WaitingLine):
 
     compat: bool = False
 
+    @override
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
-        """See `WaitingLine.edit`."""
         return sorted(queue, key=None if self.compat else lambda person: person.split()[::-1])
 
 
@@ -175,8 +177,8 @@ class Shuffle(WaitingLine):
             rng.shuffle(order)
         return order
 
+    @override
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
-        """See `WaitingLine.accepts`."""
         return sorted(found) == sorted(queue) and found != queue
 
     def _bits(self, n: int) -> float:
@@ -189,8 +191,8 @@ class ReplaceIndex(WaitingLine):
     name, adds = "replace_index", True
     task = "{word} takes the place of the person at position {index}. Positions count from 0."
 
+    @override
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
-        """See `WaitingLine.edit`."""
         return [*queue[:index], word, *queue[index + 1 :]]
 
 
@@ -205,8 +207,8 @@ class ReplaceRandom(ReplaceIndex):
         at = found.index(word) if word in found else len(queue)
         return at < len(queue) and found == self.edit(queue, word, at)
 
+    @override
     def needed(self, queue: list[str], word: str, index: int) -> Sequence[str]:
-        """See `WaitingLine.needed`."""
         return [word]
 
 
@@ -223,8 +225,8 @@ class InsertIndex(WaitingLine):
         """Include the position after the last."""
         return n + 1
 
+    @override
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
-        """See `WaitingLine.edit`."""
         return [*queue[:index], word, *queue[index:]]
 
 
@@ -248,8 +250,8 @@ class RemoveIndex(WaitingLine):
     name = "remove_index"
     task = "The person at position {index} leaves. Positions count from 0."
 
+    @override
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
-        """See `WaitingLine.edit`."""
         return queue[:index] + queue[index + 1 :]
 
 
@@ -259,8 +261,8 @@ class RemoveRandom(RemoveIndex):
     name, law, many = "remove_random", "remove_random", True
     task = "One person leaves. Pick that person at random."
 
+    @override
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
-        """See `WaitingLine.accepts`."""
         return any(found == self.edit(queue, word, at) for at in range(len(queue)))
 
     def needed(self, queue: list[str], word: str, index: int) -> Sequence[str]:

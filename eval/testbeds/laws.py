@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 UNKNOWN = -1  # in place of a symbol that is not decided yet
 
@@ -75,8 +76,8 @@ class Listed:
     def _onehot(self) -> Tensor:
         return torch.nn.functional.one_hot(self.table, self.symbols).double().flatten(1)  # [M, N*S]
 
+    @override
     def marginals(self, known: Tensor, before: Tensor) -> Tensor:
-        """See `Law.marginals`."""
         agrees = torch.ones(known.shape[0], len(self.outcomes), dtype=torch.bool, device=known.device)
         for place, column in enumerate(self.table.to(known.device).T):
             seen = known[:, place, None]
@@ -116,8 +117,8 @@ class Shuffle:
         """S."""
         return self.n
 
+    @override
     def marginals(self, known: Tensor, before: Tensor) -> Tensor:
-        """See `Law.marginals`."""
         item = torch.arange(self.n, device=known.device)
         placed = known[:, :, None] == item  # [R, N, S]
         undecided = known == UNKNOWN  # [R, N]
@@ -140,8 +141,8 @@ class Shuffle:
         return right & (ids != item).any(1) if self.moved else right
 
     @property
+    @override
     def c_bits(self) -> float:
-        """See `Listed.c_bits`."""
         if not self.moved:
             return self.n * log2(self.n) - lgamma(self.n + 1) / log(2)
         total = factorial(self.n) - 1

@@ -24,7 +24,7 @@ from dllm_sampler.schedulers.remix import RejectionMixing
 from dllm_sampler.schedulers.wino import Wino
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import each
+from tests.sampling import each, few
 from tests.scripted import BLOCK, PROMPTS, TOKENS, history, run, same, same_answers
 
 DMAX, REMIX = SoftParallel(0.3), RejectionMixing(0.4, divergence=0.2)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.naming import named
@@ -59,8 +60,8 @@ class Form(Guide):
     bound_to: tuple[object, ModelSpec] | None = field(init=False, default=None, repr=False, compare=False)
 
     @property
+    @override
     def measures(self) -> bool:
-        """See `Guide.measures`."""
         return self.posterior
 
     def expressions(self) -> tuple[str, ...]:
@@ -106,8 +107,8 @@ class Form(Guide):
             bound_to=(context.tokenizer, spec),
         )
 
+    @override
     def check_answer(self, given: Sequence[int], form: int = 0) -> None:
-        """See `Guide.check_answer`."""
         least, name = self.shortest[form], f"guide={named(self)}"
         if len(given) < least:
             raise UserError(
@@ -117,8 +118,8 @@ class Form(Guide):
         if any(token != FREE for token in given) and not completable(self.automata[form], given, self.end_ids):
             raise UserError("form-impossible", f"{name}: {self._name(form)} excludes the given tokens. Change one.")
 
+    @override
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
-        """See `Guide.valid`."""
         return self.automata[form].accepted(tokens)
 
     def _name(self, form: int) -> str:
@@ -129,8 +130,8 @@ class Form(Guide):
         assert self.edges is not None
         return posterior(self.edges, logits, self._open(canvas), head_rows, self.mask_id, self.end_ids)
 
+    @override
     def choose(self, logits: Tensor, noisy: Tensor, whole: Whole | None, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.choose`."""
         assert self.edges is not None
         return choose(self.edges, logits, noisy, self._open(canvas), head_rows, self.mask_id, whole, self.end_ids)
 
@@ -159,8 +160,8 @@ class Regex(Form):
             raise UserError("option-type", f"guide.regex.pattern is {given!r}. Give a text or a list of texts.")
         vars(self).update(pattern=tuple(given) if listed else given, forms=len(given) if listed else 0)
 
+    @override
     def expressions(self) -> tuple[str, ...]:
-        """See `Form.expressions`."""
         return (self.pattern,) if isinstance(self.pattern, str) else self.pattern
 
 
@@ -184,8 +185,8 @@ class Choices(Form):
         found = tuple(_choices(one) for one in given) if listed or not given else _choices(given)
         vars(self).update(choices=found, forms=len(found) if listed else 0)
 
+    @override
     def expressions(self) -> tuple[str, ...]:
-        """See `Form.expressions`."""
         if not self.choices:
             raise UserError("option-missing", "guide=choices has no texts. Set guide.choices.choices=[Ada, Ben].")
         lists = self.choices if self.forms else (self.choices,)
@@ -235,8 +236,8 @@ class JsonSchema(Form):
         elif given != "":  # else a template of settings; `expressions` refuses it
             vars(self)["schema"] = schema_text(given)
 
+    @override
     def expressions(self) -> tuple[str, ...]:
-        """See `Form.expressions`."""
         if not self.schema:
             raise UserError("option-missing", "guide=json_schema has no schema. Set guide.json_schema.schema=FILE.")
         texts = self.schema if isinstance(self.schema, tuple) else (self.schema,)

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Context, Guide
@@ -96,8 +97,8 @@ class Grammar(Guide):
         filling = Filling(language, dict(reversed(known)), spec.eos_id) if self.complete else None
         return with_bound_fields(self, language=language, tokens=tokens, ends=ends, filling=filling)
 
+    @override
     def settle(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Edit, Refusals]:
-        """See `Guide.settle`."""
         sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
         ids, commit, settled = edit.ids.clone(), edit.commit.clone(), sure.clone()
         refused, stuck = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done)
@@ -170,8 +171,8 @@ class Grammar(Guide):
         if any(words) and not self.language.feasible([*words, END]):
             raise UserError("form-impossible", "guide=grammar: no text has the given tokens. Change one.")
 
+    @override
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
-        """See `Guide.valid`."""
         assert self.language is not None
         words = []
         for token in tokens:
@@ -216,8 +217,8 @@ class BoundedGrammar(Form):
     def __repr__(self) -> str:
         return f"BoundedGrammar(grammar={self.language.name!r}, depth={self.depth})"
 
+    @override
     def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> tuple[Automaton, ...]:
-        """See `Form.build`."""
         made = self.language.automaton(self.depth)
         about = f"grammar {json.dumps(made)}"
         numbers = spec.vocab_size, spec.eos_ids, spec.mask_id

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.naming import named
@@ -82,8 +83,8 @@ class Choosing(Around):
         more = {"draw", "probabilities"} if self.candidates > 1 and self.draws else set[str]()
         return super().needs | more
 
+    @override
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
         return carry.inner if self._holds else carry
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
@@ -119,8 +120,8 @@ class Choosing(Around):
         step = (carry.step + holds)[:, None]  # keys the noise of what is drafted next
         return replace(query, ids=torch.stack(ids, 1), candidates=Candidates(torch.stack(live, 1), step))
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         if self.candidates == 1:
             return self.inner.tell(canvas, query, readout, carry)
         judged = ~canvas.done & ~readout.confidence.isnan().flatten(1).any(1)  # a model that failed is told otherwise

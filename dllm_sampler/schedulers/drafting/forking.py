@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count, check_inner
@@ -59,8 +60,8 @@ class Forking(Around, ABC):
         own = replace(own, asks_block=False, drafts=True, own_tokens=True, scope="model")
         return own.without(PlannedCommits)
 
+    @override
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
         return carry.inner
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_inner
@@ -72,8 +73,8 @@ class RunAhead(Around):
         own = replace(inner, asks_block=False, drafts=True, scheduled=True, scope="model")
         return own.adding(BlocksOpenedAhead()) if self.eager else own
 
+    @override
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`."""
         return carry.inner
 
     def bind(self, context: Context) -> Self:
@@ -99,8 +100,8 @@ class RunAhead(Around):
         """Never more than the inner scheduler takes."""
         return self.inner.bound(tokens)
 
+    @override
     def init(self, canvas: Canvas) -> Round:
-        """See `Scheduler.init`."""
         if not isinstance(canvas.layout.noise, CounterNoise):
             raise UserError(
                 "scheduler-incompatible",
