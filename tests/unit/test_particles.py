@@ -32,7 +32,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
 from tests.duel import Bed, Spins, Waves
 from tests.refusals import refused
-from tests.sampling import each, sampled
+from tests.sampling import each, few, sampled
 
 DATA = Path(__file__).parent / "data"
 LAWS = json.loads((DATA / "srsmc.json").read_text())
