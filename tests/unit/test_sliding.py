@@ -19,7 +19,7 @@ from tests import toys
 from tests.contract.cases import by_row, label
 from tests.contract.test_in_flight import PROMPTS, assert_same
 from tests.refusals import refused
-from tests.sampling import crossed, each, few, sampled
+from tests.sampling import crossed, each, few
 from tests.tables import sliding as picture
 
 TOKENS, MASKS = 17, 4
@@ -190,14 +190,14 @@ def check_alone(**plugins: Any) -> None:
 CLOSE: list[Settings] = [one for one in settings("cache") if one["name"] == "sliding"]
 
 
-@pytest.mark.parametrize("scheduler", sampled(RULES, lambda one: [one["name"]], label))
+@few("scheduler", RULES, 4)
 def test_rows_alone_under_every_rule(scheduler: Settings) -> None:
     check_alone(scheduler=scheduler)
     if refusal("llada", scheduler=scheduler, blocks=SLIDING, cache=CLOSE[0]) is None:
         check_alone(scheduler=scheduler, cache=CLOSE[len(scheduler["name"]) % len(CLOSE)])
 
 
-@pytest.mark.parametrize("cache", sampled(KEPT, lambda one: [one["name"]], label))
+@few("cache", KEPT, 4)
 def test_rows_alone_under_every_cache(cache: Settings) -> None:
     check_alone(cache=cache)
 
