@@ -288,7 +288,7 @@ class MeetingRecord:
     """A meeting of the rows of one prompt."""
 
     log_weights: list[float]  # of each row before the meeting, up to a constant
-    ancestors: list[int] | None  # number of the row that goes on in each place. None if all rows stayed
+    ancestors: list[int] | None  # number of the row that is copied to each place. None if all rows stayed
 
     @property
     def effective(self) -> float:

@@ -49,7 +49,7 @@ class Sampler:
             weight is copied and no mode changed.
         scheduler, blocks, stop, cache, guide: a name, a dict (`{"name": "threshold", "threshold": 0.9}`) or an
             object; `guide` also a list of these, applied in order.
-        particles: several rows for each prompt, one of which is the answer, as the plug-ins before. See
+        particles: decodes several rows for each prompt and returns one. Given as the plug-ins before. See
             docs/particles.md.
         temperature, top_k, top_p: shortcuts for guides, applied in this order after `guide`.
         tokenizer: without it, prompts are token ids and results have no texts.

@@ -57,7 +57,7 @@ GROUPS = {
     "stop": "what an end-of-text token does",
     "cache": "which keys and values are reused",
     "guide": "how a token is chosen; several as guide=[A,B], in that order",
-    "particles": "several rows for each prompt, one of which is the answer",
+    "particles": "decode several rows for each prompt and return one",
     "experiment": "a recipe of all of these",
 }
 

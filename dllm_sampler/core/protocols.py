@@ -615,7 +615,7 @@ class Meeting:
     log_p: Tensor  # [G, N] float64 sum of the log-probabilities of the tokens that a row has committed
     stuck: Tensor  # [G, N] bool: rows that a guide has ended
     here: Tensor  # [G] bool: prompts whose rows meet. The others run on
-    final: Tensor  # [G] bool: prompts of which every row is at its end
+    final: Tensor  # [G] bool: True if every row of the prompt has ended
     carry: Carry  # of the scheduler
 
 
@@ -623,7 +623,7 @@ class Resampled(NamedTuple):
     """The outcome of a meeting."""
 
     log_weights: Tensor  # [G, N] float64 weights of the rows before the meeting, up to a constant
-    ancestors: Tensor  # [G, N] int64 number of the row that goes on in each place. -1 in prompts whose rows stay
+    ancestors: Tensor  # [G, N] int64 number of the row that is copied to each place. -1 in prompts whose rows stay
     carry: Carry  # of the particles, for the rows as they were. The engine copies it with the rows
 
 

@@ -53,7 +53,7 @@ class Groups:
         self.kept: tuple[Generation, dict[str, Tensor]] | None = None  # the state before a step in which rows wait
 
     def __call__(self, state: Generation) -> None:
-        """Look at the rows after a step. Afterwards `state.done` is true of groups of which every row is at its end.
+        """Look at the rows after a step. Then set `state.done` for groups whose rows have all ended.
 
         Reads the device once if the particles meet, and again in a meeting.
 
@@ -86,7 +86,7 @@ class Groups:
         return [rows for rows in groups if (one := self.lanes[rows.start]) is not None and one.state == "running"]
 
     def _gather(self, state: Generation) -> None:
-        """Let rows wait that have closed a block, and let groups meet of which all rows are there."""
+        """Let rows that have closed a block wait. Let complete groups meet."""
         self._restore(state)
         canvas, group, particles = state.canvas, state.group, self.engine.plugins.particles
         assert group is not None

@@ -31,7 +31,7 @@ class Dawn(Scheduler):
         picked  = walk rest by confidence, take each that is linked to none that was taken
         commit sure, induced and picked, or else the surest mask
 
-    Attention is a mean over heads and the last layers. Rows compute all columns in each forward, so there is no cache.
+    Attention is a mean over heads and the last layers. Rows compute all columns in each forward, so caches are refused.
     The published code leaves out of `rest` only what depends on a position that is both sure and induced; its walk
     does not end, and writes over the prompt's first token where two candidates are linked, which is not reproduced.
 
