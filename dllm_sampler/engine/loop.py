@@ -20,7 +20,7 @@ from dllm_sampler.engine import decide, faults, readout
 from dllm_sampler.engine.capture import no_grad_on_device
 from dllm_sampler.engine.decide import Generation, Group
 from dllm_sampler.engine.plugins import Plugins
-from dllm_sampler.errors import NotFiniteError
+from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.kernels.backend import TORCH, Backend
 from dllm_sampler.kernels.compiling import fullgraph
 
@@ -139,6 +139,12 @@ class Engine:
         hidden = state.cache.restore(hidden, plan)
         seen = self.read(hidden, canvas, plan.head_rows, state.cache.spec)
         if plan.means is not None:
+            if plan.means.attention is None:
+                raise UserError(
+                    "plugin-result",
+                    f"{type(self.denoiser).__name__} does not measure attention, which a plug-in needs. Fill in"
+                    " `plan.means` in its forward, or use another scheduler.",
+                )
             seen = replace(seen, attention=plan.means.attention, attended=plan.means.attended)
         try:
             self.maybe_compiled(decide.tell)(p, state, wanted.query, seen, spent)

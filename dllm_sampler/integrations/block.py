@@ -26,7 +26,6 @@ from dllm_sampler.core.spec import (
     OwnInputs,
     Traits,
     UniformNoise,
-    WatchedLayers,
 )
 from dllm_sampler.core.values import FREE, Canvas, Query, Readout
 from dllm_sampler.engine import decide, faults, layout, readout
@@ -309,7 +308,7 @@ def obstacle(plugins: Plugins) -> str | None:
 
 def unsupported_trait(scheduler: Scheduler) -> str | None:
     """Return the reason that a scheduler wants more than the logits of one block, or None, before it is bound."""
-    why = reason(scheduler.traits)
+    why = "it looks at attention" if "attention" in scheduler.needs else reason(scheduler.traits)
     return why and (
         f"scheduler={named(scheduler)} needs more than the logits of a block, which are all that an engine passes:"
         f" {why}. Use another scheduler, for example threshold."
@@ -320,8 +319,6 @@ def reason(traits: Traits) -> str | None:
     """Return what a scheduler wants beyond the logits of a block. Returns None if it wants nothing more."""
     if traits.scope != "model":
         return None
-    if traits.has(WatchedLayers):
-        return "it looks at attention"
     if traits.has(ChangingLength):
         return "it changes the length of the answer"
     if traits.has(OwnInputs):

@@ -14,6 +14,7 @@ from torch import Tensor
 from dllm_sampler import Canvas, Denoiser, Query, Sampler
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Edit, Readout
+from dllm_sampler.integrations.block import unsupported_trait
 from dllm_sampler.kernels import linear, norm, reference, rope, swiglu
 from dllm_sampler.kernels.backend import LayerKernels
 from dllm_sampler.models import attention_means
@@ -229,3 +230,16 @@ def test_models_that_do_not_show_attention_are_refused() -> None:
 
     with refused("plugins-incompatible: scheduler=dawn, scheduler=threshold"):
         Sampler.from_callable(logits, vocab_size=9, mask_id=8, eos_id=7, scheduler="dawn")
+
+
+def test_a_denoiser_that_does_not_measure_attention_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = TransformerDenoiser.__call__
+    deaf = lambda self, canvas, query, plan: forward(self, canvas, query, replace(plan, means=None))  # noqa: E731
+    monkeypatch.setattr(TransformerDenoiser, "__call__", deaf)
+    with refused("plugin-result: TransformerDenoiser, plan.means"):
+        toys.sampler("llada", scheduler="dawn").generate(toys.PROMPTS, max_new_tokens=TOKENS)
+
+
+def test_other_engines_refuse_a_rule_that_looks_at_attention() -> None:
+    assert "attention" in (unsupported_trait(Looks()) or "")
+    assert unsupported_trait(Threshold()) is None
