@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ from transformers import TrainingArguments
 
 from dllm_sampler import config
 from dllm_sampler.cli import threads
+from dllm_sampler.cli.terminal import written
 from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.host import files
+from dllm_sampler.host.reading import load_json
 from dllm_sampler.inputs.metrics import Metric
 from dllm_sampler.models import saving
 from dllm_sampler.options import AUTO
@@ -22,6 +26,9 @@ from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.data import Data, Example, check_tokenizer, drawn
 from dllm_sampler.training.model import Trainable, lora_config
 
+RUN = "run.json"  # in the folder of a run: its deciding settings
+DECIDING = ("model", "tasks", "held_out", "prompts", "seed", "new_tokens", "block_length")
+DECIDING += ("teacher", "keep", "tail", "target", "answers")
 T = TypeVar("T", bound=TrainingArguments)
 
 
@@ -123,10 +130,18 @@ class Front:
         number = count or self.prompts or max(args.max_steps, 1) * size
         return drawn(self.tasks, args.seed, number), drawn(self.tasks, args.seed, self.held_out or most, held=True)
 
-    @staticmethod
-    def begin(folder: Path, resume: bool, finished: bool, begun: object) -> None:
-        """Refuse a folder that has a finished run, or has `begun` one without `resume`."""
-        if os.environ.get("RANK", "0") != "0":  # of processes that train together one looks
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """The settings that the data of a run, and the answers that it collects, depend on."""
+        known = {**self.settings, **vars(self), **{f"data.{key}": value for key, value in vars(self.source).items()}}
+        return {name: known[name] for name in known if name in DECIDING or name.startswith("data.")}
+
+    def begin(self, folder: Path, resume: bool, finished: bool, begun: object) -> None:
+        """Refuse a folder that has a finished run, or has `begun` one.
+
+        One that has begun may go on with `resume`, if the deciding settings are the same.
+        """
+        if not _is_first():  # of processes that train together one looks
             return
         if finished:
             raise UserError("run-finished", f"{folder} has a finished run. Choose another train.output_dir.")
@@ -134,6 +149,20 @@ class Front:
             raise UserError(
                 "run-unfinished", f"{folder} has an unfinished run. Set train.resume=true or another train.output_dir."
             )
+        before = load_json((folder / RUN).read_text()) if begun and (folder / RUN).exists() else {}
+        for name, then in before.items():
+            if then != (now := self.deciding.get(name)):
+                raise UserError(
+                    "run-differs",
+                    f"train.{name}={written(now)}, but the unfinished run in {folder} has {written(then)}. Choose"
+                    " another train.output_dir or delete this folder.",
+                )
+
+    def record(self, folder: Path) -> None:
+        """Write the deciding settings into the folder of a run that has passed its checks."""
+        if _is_first():
+            files.make_folder(folder)
+            files.write(folder / RUN, json.dumps(self.deciding, indent=1) + "\n")
 
     def train(self, trainer: type[Any], resume: bool) -> Path:
         """Build a trainer, train and save; return the folder."""
@@ -151,6 +180,7 @@ class Front:
             metric=Metric("train.data.metric", self.source.metric), **more,
         )  # fmt: skip
         self.choose_threads([made.trained], args.device)
+        self.record(folder)
         made.train(resume_from_checkpoint=last)
         made.save_model()
         made.save_state()
@@ -161,3 +191,8 @@ def last_checkpoint(folder: str) -> str | None:
     """Return the last whole checkpoint in the folder of a run. Returns None if there is none."""
     found = [file.parent for file in Path(folder).glob("checkpoint-*/trainer_state.json")]  # the file is written last
     return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
+
+
+def _is_first() -> bool:
+    """Return True in the first of processes that train together."""
+    return os.environ.get("RANK", "0") == "0"

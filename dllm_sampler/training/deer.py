@@ -163,7 +163,7 @@ class DeerRun:
         longest = min(spec.max_positions, plain.spec.max_positions)
         encode = Encoder(tokenizer, replace(spec, max_positions=longest), longest)
         prompts = [encode.prompt(one, args.new_tokens) for one in examples]
-        files.make_folder(folder)
+        front.record(folder)
         pairs = _answers(file, plain, prompts[: args.answers], args)
         model: Any = front.model
         settings = {**model} if isinstance(model, Mapping) else {}

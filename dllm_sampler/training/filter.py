@@ -95,7 +95,7 @@ def collect(
     The processes share the batches of `batch` prompts; the records are the same however many there are.
     `reference` decodes one token per step, in blocks of `size`.
     """
-    state, names = PartialState(), [folder / f"{first}.safetensors" for first in range(0, len(prompts), batch)]
+    state, names = PartialState(), [folder / f"{first}+{batch}.safetensors" for first in range(0, len(prompts), batch)]
     for at in tqdm(range(state.process_index, len(names), state.num_processes), folder.name, disable=None):
         if not names[at].exists():
             found = replay(reference, [*prompts[at * batch : (at + 1) * batch]], new_tokens, size)
@@ -210,7 +210,7 @@ class FilterTrainer(Trainer):
         if path.exists():
             raise UserError("file-overwrite", f"{path} already exists. Choose another train.output_dir or remove it.")
         train, held = front.examples(args, False, cls.most_held_out)
-        front.begin(path.parent, resume, False, records.exists())  # the folder may be the model's
+        front.begin(records, resume, False, records.exists())  # the folder around it may be the model's
         plugins: dict[str, Any] = {"scheduler": FixedSteps(), "blocks": FixedBlocks(args.block_length), "stop": "none"}
         reference = front.sampler(args, **plugins)
         tokenizer, spec = reference.tokenizer, reference.denoiser.spec
@@ -219,6 +219,7 @@ class FilterTrainer(Trainer):
         for one in (*train, *held):
             encode.prompt(one, args.new_tokens)
         limits = args.new_tokens, args.block_length, args.answer_batch_size
+        front.record(records)
         training, validation = (
             collect(reference, [one.prompt for one in part], *limits, records / name)
             for name, part in (("training", train), ("validation", held))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import Trainer
 
 from dllm_sampler import Sampler, config
 from dllm_sampler.cli import main as sample
@@ -29,6 +30,7 @@ from dllm_sampler.training.trainer import DiffusionTrainer
 from tests import tiny
 from tests.refusals import refused
 from tests.sampling import sampled
+from tests.unit.test_training_deer import target_of
 
 FACTS = Path(__file__).parents[2] / "examples" / "facts.jsonl"
 ROWS: list[Any] = [json.loads(line) for line in FACTS.read_text().splitlines()]
@@ -158,6 +160,40 @@ def test_the_command_resumes_when_told(
         assert torch.equal(load_file(tmp_path / "parts" / "model.safetensors")[key], tensor)
     assert cli.main(words("parts", "resume=true")) == 2
     assert "has a finished run" in capsys.readouterr().err
+
+
+OTHER = {"deer": ["answers=4"], "distill": ["prompts=4", "keep=false"], "filter": ["prompts=4", "block_length=4"]}
+
+
+@pytest.mark.parametrize("task", sampled(OTHER))
+def test_collected_answers_are_of_the_same_model_and_data(
+    task: str, llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was killed in its training resumes with the settings that its answers depend on, and no others."""
+
+    def command(*more: str) -> cli.Command:
+        given = ["use_cpu=true", "new_tokens=8", f"output_dir={tmp_path / 'run'}", f"data={FACTS}"]
+        given += [f"model={llada}", *OTHER[task], *more]
+        given += [f"target={target_of(llada)}", "separator=null"] if task == "deer" else ["held_out=2"]
+        return cli.read([f"train={task}", *(f"train.{word}" for word in given)])
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    other = tmp_path / "other.jsonl"
+    other.write_text(FACTS.read_text())
+    monkeypatch.setattr(Trainer, "train", killed)
+    for more in ((), ("resume=true", "logging_steps=1")):
+        with pytest.raises(KeyboardInterrupt):
+            command(*more).run()
+    for name, then, now in (
+        ("new_tokens", "8", "9"),
+        ("seed", "0", "1"),
+        ("data.path", str(FACTS), str(other)),
+        ("model", str(llada), "mini"),
+    ):
+        with refused(f"run-differs: train.{name}={now}, {then}, train.output_dir"):
+            command("resume=true", f"{name}={now}").run()
 
 
 def test_the_average_is_measured_and_saved(llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
