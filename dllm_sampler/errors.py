@@ -1,4 +1,105 @@
-"""The exceptions a user may meet. A message says what is wrong, then what to do."""
+"""The exceptions a user may meet, and their codes. A message says what is wrong, then what to do.
+
+A code without a sentence says itself what is wrong.
+
+**Options and settings**
+
+- `field-unknown`: A plug-in or model has no such setting.
+- `choice-unknown`: The value is none of the choices: no such scheduler, task, metric, dtype ...
+- `choice-taken`: A file of yours has the name of a packaged choice.
+- `option-repeated`: An option is given several values where it takes one.
+- `option-ambiguous`: Several plug-ins have the setting.
+- `option-not-applicable`: The option does nothing, or cannot work, beside the others.
+- `option-syntax`: The word, pattern or template cannot be read.
+- `option-reserved`: The command sets this itself.
+- `config-invalid`: A YAML file of yours, or what Hydra composed of it, cannot be used.
+- `target-invalid`: `_target_` does not name a class of this kind.
+- `candidates-identical`: Candidates are compared, and nothing is drawn.
+- `option-unknown`, `flag-unknown`, `option-missing`, `option-type`, `option-range`, `options-conflict`.
+
+**Prompts and given tokens**
+
+- `messages-invalid`: Chat messages need the texts `role` and `content`.
+- `mask-token-given`: A prompt, a given token or an answer to score has the mask token.
+- `length-mismatch`: One list has another length than the list of prompts.
+- `context-exceeded`: Prompt and answer are longer than the model's context or `max_length`.
+- `given-unsupported`: This model or scheduler cannot serve given tokens where they are.
+- `gap-unexpected`: A text with gaps was given where none can be filled.
+- `gap-without-text`: There is nothing but a gap.
+- `answers-missing`: The list of answers to stack is empty.
+- `answer-refused`: An answer has no tokens, because its prompt was refused.
+- `prompt-missing`, `prompt-empty`, `prompt-type`, `text-invalid`, `text-outside-vocabulary`,
+  `token-outside-vocabulary`, `answer-empty`, `answer-too-long`, `nothing-to-generate`, `given-conflict`,
+  `given-too-long`, `gap-missing`, `gap-invalid`, `span-invalid`, `chat-template-missing`, `chat-template-failed`.
+
+**Combinations**
+
+- `engine-unsupported`: SGLang or diffusers cannot run these plug-ins.
+- `graph-unsupported`: Steps cannot be recorded as a CUDA graph.
+- `compile-unsupported`: The model or kernels cannot be compiled.
+- `ranks-unsupported`: Ranks that share weights cannot answer these prompts.
+- `limits-unsupported`: The machine cannot limit the time and memory of programs.
+- `processes-unsupported`: The command cannot run in several processes.
+- `timesteps-missing`: `set_timesteps` was not called.
+- `shape-mismatch`: A tensor has another shape than the block.
+- `cache-in-use`: A cache that belongs to a generation was given as a setting.
+- `plugin-result`: A plug-in returned something that does not fit the contract.
+- `plugin-needs`: A plug-in reads a statistic that it does not ask for, or that does not exist.
+- `plugin-not-saved`: A plug-in object cannot be written to a file of settings.
+- `score-inexact`: The sampler has several paths to an answer, so that its likelihood is not exact.
+- `not-finite`: The model or a guide returned NaN or infinite logits.
+- `particles-incompatible`: Rows cannot be copied with this scheduler, cache or model.
+- `plugins-incompatible`, `scheduler-incompatible`, `cache-incompatible`, `blocks-incompatible`, `stop-incompatible`,
+  `guide-incompatible`.
+
+**Forms**
+
+- `form-not-regular`: A grammar nests, and no depth is given.
+- `form-number`: The number of a prompt's form is missing or does not exist.
+- `form-invalid`, `form-impossible`, `form-too-large`, `grammar-invalid`.
+
+**Models**
+
+- `hub-unreachable`: The hub does not deliver the model or the data set.
+- `model-invalid`: The object is not a model that can be sampled from.
+- `architecture-unknown`: No family has this architecture.
+- `checkpoint-config-invalid`: A file of the checkpoint has a field that is missing or impossible.
+- `checkpoint-tensors`: Tensors are missing, left over or of another shape.
+- `checkpoint-pickled`: The weights are pickles.
+- `code-untrusted`: The checkpoint needs code of its own.
+- `tokenizer-unsupported`: The tokenizer cannot serve a form.
+- `mask-token-invalid`: The mask token is not a token id, or is the end-of-text token.
+- `device-map-invalid`: `device_map` does not place each layer on a device.
+- `filter-invalid`: A file is not a filter.
+- `verifier-unsupported`: The verifier does not see all tokens.
+- `export-unsupported`: The model cannot be written in this format.
+- `model-not-found`, `model-gated`, `checkpoint-unsupported`, `checkpoint-incomplete`, `checkpoint-damaged`,
+  `tokenizer-missing`, `tokenizer-invalid`, `tokenizer-differs`, `vocabulary-differs`, `mask-token-missing`,
+  `end-token-missing`, `device-missing`, `adapter-invalid`, `adapter-incompatible`, `adapter-unsupported`,
+  `filter-incompatible`, `model-not-scorable`, `model-not-trainable`.
+
+**Files and functions**
+
+- `file-name`: A file's name does not say its format, or says another one.
+- `folder-invalid`: A folder is needed, and there is a file.
+- `version-differs`: Another version of this package wrote the file.
+- `package-missing`: A package is not installed, or is too old.
+- `path-invalid`, `file-missing`, `file-unreadable`, `file-invalid`, `file-overwrite`, `file-locked`,
+  `file-not-written`, `json-invalid`, `function-missing`, `function-invalid`, `function-failed`, `function-result`.
+
+**Runs**
+
+- `run-unfinished`: The folder holds an unfinished run, and nothing says to resume it.
+- `run-failed`: Runs of a sweep ended with an error in the code.
+- `runs-refused`: No run of a sweep can start.
+- `samples-missing`: No sample can be reported, or the data is empty.
+- `baseline-failed`: One token per step, which a search compares with, cannot run or scores nothing.
+- `task-result`: A task of your own returned wrong samples or grades.
+- `trace-not-scorable`: A trace's states cannot be rebuilt.
+- `trajectories-unsupported`: Trajectories of these plug-ins cannot be scored.
+- `run-finished`, `run-differs`, `run-damaged`, `worker-killed`, `example-invalid`, `example-too-long`,
+  `nothing-to-learn`, `trace-invalid`.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -20,7 +121,7 @@ class UserError(Sentence, ValueError):
     """A mistake in the user's input: what is wrong, where, and what would be right.
 
     Attributes:
-        code: the kind of mistake, for programs, for example `prompt-empty`. docs/errors.md lists them. The words of a
+        code: the kind of mistake, for programs, for example `prompt-empty`. The module lists them. The words of a
             message may change; its code does not, and the message names the input as it was typed.
     """
 

@@ -86,28 +86,48 @@ class Scores:
 
 @dataclass(frozen=True, repr=False)
 class Trace:
-    """The history of a generation, on the CPU: rows left-padded, so that column `origin` is every row's first generated
-    one."""
+    """The history of a generation, on the CPU. Prompts are padded on the left.
 
-    ids: Tensor  # [B, L] the final canvas
-    step_map: Tensor  # [B, L] forward that committed each token, from 0; -1: prompt, padding, never committed
-    gone: Tensor  # [B, L] forward after which a stop policy cut the column off, -1: never
-    # [B, L] log-probability of the token at its commit, float32 (float64 of a float64 model). Unless `compat`, the mask
-    # token is left out: the other tokens share its probability.
+    A file has the tensors, and the numbers in its metadata entry `trace`, a JSON object with `schema` 2.
+
+    Attributes:
+        ids: `[B, L]` the final canvas.
+        step_map: `[B, L]` forward that committed each token, from 0. -1: prompt, padding, never committed.
+        gone: `[B, L]` forward after which a stop policy cut the column off. -1: never.
+        logprob: `[B, L]` log-probability of the token at its commit, without temperature. It is float64 of a float64
+            model, else float32. The other tokens share the mask token's probability, unless `compat` is set.
+        nfe: `[B]` forwards that the row took part in.
+        rows: `[B]` positions computed, over all forwards.
+        begin: `[B]` first column of the row's prompt.
+        end: `[B]` first column after the row.
+        seeds: `[B]` seed of the row's random draws.
+        revised: `[B]` bool. A token was taken back or replaced, so that the step map is not the whole story.
+        origin: first generated column of every row.
+        mask_id: the mask token. None for a model without one.
+        pad_id: the token of padding.
+        grid: length of a block-causal model's blocks, counted from the row's first token. None for other models.
+        entropy: `[B, L]` nats of the prediction that the token was committed from. None if not recorded.
+        born: `[B, L]` first forward that saw the column. None if no length changed.
+        tokenizer: spells tokens in a notebook. No file has it.
+    """
+
+    ids: Tensor
+    step_map: Tensor
+    gone: Tensor
     logprob: Tensor
-    nfe: Tensor  # [B]
-    rows: Tensor  # [B] positions computed
-    begin: Tensor  # [B] first real column
-    end: Tensor  # [B] end of the row
-    seeds: Tensor  # [B]
-    revised: Tensor  # [B] bool: a token was taken back or replaced, so that the step map is not the whole story
+    nfe: Tensor
+    rows: Tensor
+    begin: Tensor
+    end: Tensor
+    seeds: Tensor
+    revised: Tensor
     origin: int
     mask_id: int | None
     pad_id: int
-    grid: int | None = None  # length of a block-causal model's blocks, counted from the row's first token
-    entropy: Tensor | None = None  # [B, L] nats of the model's prediction at the commit. None if not recorded
-    born: Tensor | None = None  # [B, L] the first forward that saw the column. None if no length changed: all did
-    tokenizer: Any = field(default=None, repr=False, compare=False)  # what a notebook spells tokens with
+    grid: int | None = None
+    entropy: Tensor | None = None
+    born: Tensor | None = None
+    tokenizer: Any = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def of(canvas: Canvas, recorder: Recorder, mask_id: int | None, pad_id: int, tokenizer: Any = None) -> Trace:

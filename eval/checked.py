@@ -16,7 +16,7 @@ from dllm_sampler.eval import records
 from dllm_sampler.eval.records import Record
 from dllm_sampler.host.reading import load_json
 
-SCHEMA = 2  # of run.json; docs/formats.md
+SCHEMA = 2  # of run.json
 _AGAIN = "Remove the file and rerun the command, which writes it again."
 
 
@@ -54,7 +54,21 @@ class _Config(TypedDict):
     guide: list[_Guide]
 
 
-class _About(TypedDict):
+class About(TypedDict):
+    """The fields of `run.json`.
+
+    - `schema`: 2
+    - `name`, `choices`: the directory; the name of each group
+    - `config`: everything that decides about answers and times: `task` (with `canvas`, its length in tokens, and
+      `content`, a hash of the files that it names), `model`, the plug-ins with all fields, options
+    - `samples`: number of samples of the complete run
+    - `score`, `dependency`: the grade that counts; `low`, `high` or null
+    - `refused`: the reason that it cannot run, or null
+    - `measures`: of all answers together, by name. Null until all are there, for a task without such measures, and for
+      a number that is not finite
+    - `environments`: what ran it, each once: versions, git commit (`+`: files differed), device, processor, platform
+    """
+
     name: str
     choices: _Choices
     config: _Config
@@ -66,7 +80,7 @@ class _About(TypedDict):
     environments: list[_Place]
 
 
-_ABOUT, _RECORD = TypeAdapter(_About), TypeAdapter(Record)
+_ABOUT, _RECORD = TypeAdapter(About), TypeAdapter(Record)
 
 
 def about(file: Path, text: str) -> dict[str, Any]:

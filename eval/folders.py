@@ -26,10 +26,11 @@ ABOUT, SAMPLES, PART, LOCK = "run.json", "samples.jsonl", "part-*.jsonl", ".lock
 
 
 class RunFolder:
-    """The samples of a run so far.
+    """The directory of a configuration in `output=FOLDER` of `dllm-eval`. Its name ends in a hash of `config`.
 
-    A process appends samples as they are done to a part of its own; when the last sample is there the parts become
-    `samples.jsonl`, in order, at once. A line that was cut in the middle does not count.
+    `run.json` describes the run. A process appends samples to a file of its own, `part-*.jsonl`. When the last sample
+    is there, the parts become `samples.jsonl`, in order, at once. A line that was cut in the middle does not count. The
+    same command completes a folder whose `run.json` is lost or whose `samples.jsonl` was cut.
     """
 
     def __init__(self, path: Path):

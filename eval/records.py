@@ -14,7 +14,7 @@ from dllm_sampler.eval.tasks.base import Answer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SCHEMA = 2  # of a line of samples.jsonl; docs/formats.md
+SCHEMA = 2  # of a line of samples.jsonl
 TIMES = ("seconds", "batch", "peak_memory")  # what differs from run to run
 
 
@@ -27,40 +27,71 @@ Chance = Annotated[Number, BeforeValidator(lambda value: math.nan if value is No
 
 @dataclass(frozen=True)
 class Record:
-    """One sample. Positions count from the first token after the prompt. N is the canvas length."""
+    """One sample, a line of `samples.jsonl`. Positions count from the first token after the prompt.
+
+    A line also has `schema` (2). It has `seconds`, `batch` and `peak_memory` in an object `times`. N is the canvas
+    length.
+
+    Attributes:
+        index: number of the sample. With `samples=N` the prompt's number, from 0, is `index` divided by N, rounded
+            down.
+        seed: of the sample.
+        prompt: as the task has it.
+        text: the answer. Null without a tokenizer.
+        scores: every grade by name.
+        complete: false if `max_steps` or a guide ended it early.
+        prompt_tokens: length of the prompt.
+        canvas: N.
+        answer: tokens up to and with the first end token.
+        ended: true if there is an end token.
+        text_tokens: of `text`, encoded again without special tokens. Null without a tokenizer.
+        nfe: forwards that it took part in.
+        rows: positions computed, over all forwards.
+        commits: tokens written, those that did not stay included.
+        oracle_nfe: forwards of a scheduler that knows the answer. Null if that is not defined.
+        tokens: N ids.
+        pieces: N texts of these.
+        step_map: N numbers: the forward that committed the final token, from 0. -1: never.
+        confidence: N numbers at the commit, to two digits. Null: not finite.
+        revisions: `[forward, position, text]` of each commit that did not stay. With text null, the forward that took
+            it back.
+        seconds: of its whole batch. In flight, since the answer before it.
+        batch: samples in the batch. 1 in flight.
+        peak_memory: bytes of the GPU during the batch or flight, else of the process so far.
+        finish_reason: as in the lines of `dllm-sample`.
+        valid: true if the answer is what the guide wants. Null if no guide judges it.
+        rejections: commits that the guide refused.
+    """
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")  # of a line that is read: see `checked`
 
     index: Count
     seed: StrictInt
-    prompt: Any  # as the task has it
+    prompt: Any
     text: StrictStr | None
     scores: dict[str, Annotated[Number, Field(allow_inf_nan=False)]]
-    complete: StrictBool  # False where max_steps ended it before its time
+    complete: StrictBool
     prompt_tokens: Count
-    canvas: Size  # N
-    answer: Count  # tokens up to and with the first end token
-    ended: StrictBool  # whether there is an end token
-    text_tokens: Count | None  # of `text`, encoded again; None without a tokenizer
-    nfe: Count  # forwards it took part in
-    rows: Count  # positions computed, over all forwards
-    commits: Count  # tokens written, those that did not stay included
-    oracle_nfe: Count | None  # forwards of a scheduler that knows the answer; None where that is not defined
-    tokens: list[Count]  # N ids
-    pieces: list[StrictStr]  # N texts of these
-    # N: the forward, from 0, that committed what stands; -1: never committed
+    canvas: Size
+    answer: Count
+    ended: StrictBool
+    text_tokens: Count | None
+    nfe: Count
+    rows: Count
+    commits: Count
+    oracle_nfe: Count | None
+    tokens: list[Count]
+    pieces: list[StrictStr]
     step_map: list[Annotated[int, Field(strict=True, ge=-1)]]
-    confidence: list[Chance]  # N: at the commit
-    # (forward, position, piece) that did not stay; piece None: taken back
+    confidence: list[Chance]
     revisions: list[tuple[Count, Count, StrictStr | None]]
-    # of its whole batch, or in flight since the answer before
     seconds: Annotated[Number, Field(ge=0, allow_inf_nan=False)]
-    batch: Size  # samples in the batch; 1 in flight
-    peak_memory: Count  # bytes: of the GPU during the batch or flight, else of the process so far
+    batch: Size
+    peak_memory: Count
     # Files of earlier versions lack these.
-    finish_reason: StrictStr | None = None  # see `dllm_sampler.result.FinishReason`
-    valid: StrictBool | None = None  # the answer is what the guide wants. None if no guide judges it
-    rejections: Count = 0  # commits that the guide refused
+    finish_reason: StrictStr | None = None
+    valid: StrictBool | None = None
+    rejections: Count = 0
 
     @property
     def full_equivalents(self) -> float:

@@ -67,6 +67,9 @@ The fields of tune=fast, the default:
 class Tuner:
     """A search and its study.
 
+    `study.db` in the output folder is an SQLite database of Optuna with one study for each search. Each trial has the
+    attributes `words`, `score` and `speed`, or `refused`, the reason that it cannot run.
+
     Args:
         tuning: space and goal.
         words: of dllm-eval, for every trial.

@@ -128,6 +128,13 @@ class Given(NamedTuple):
 def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: bool = True) -> Given:
     """Read all prompts of a run: those on the command line, then those in the file. Without either, read the pipe.
 
+    A file has one prompt per line, in UTF-8. Blank lines are skipped. In a file that ends in `.jsonl` or `.json` a line
+    is a JSON value: a text, or an object with exactly one of the first two fields. Other fields are ignored.
+
+    - `prompt`: a text, or a list of token ids
+    - `messages`: a list of `{"role": ..., "content": ...}`, rendered with the model's chat template
+    - `form`: the number of the form in the list of a guide that judges answers by their form alone, from 0
+
     Args:
         words: the prompts on the command line.
         file: path of text lines, or of JSONL where it ends in `.jsonl`; `-` is the pipe.
@@ -223,7 +230,7 @@ def _json(line: str, where: str) -> Any:
 
 
 def prompt(record: Any, where: str) -> Prompt:
-    """Return the prompt of a JSON value: a text, or an object with `prompt` or `messages` (docs/formats.md).
+    """Return the prompt of a JSON value: a text, or an object with `prompt` or `messages`, see `read`.
 
     Raises:
         UserError: it has none; the message begins with `where`.

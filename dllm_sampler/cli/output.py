@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dllm_sampler.result import Speculation
 
 BEGINS = b'{"schema": '  # a line
-SCHEMA = 1  # of a line of output=FILE.jsonl; docs/formats.md
+SCHEMA = 1  # of a line of output=FILE.jsonl
 
 
 def listed(numbers: Sequence[int]) -> str:
@@ -41,7 +41,37 @@ def _other(path: Path) -> bool:
 
 
 class Records:
-    """The file, or the stream, of `output=FILE.jsonl`. Each line is written whole, as soon as the sample is done.
+    """The file, or the stream, of `output=FILE.jsonl`: a JSON object per line, in the order of the prompts.
+
+    A line is written whole, as soon as the sample and those before it are done. One run writes a file at a time, and
+    replaces a file of that name. A pipe or a device is written to as it is. With `output=/dev/stdout` standard output
+    has these lines in place of the answers.
+
+    `resume=true` continues an interrupted run. The file must have answers to the same prompts under the same settings.
+    There may be more prompts than before. `batch_size`, `batching`, `device`, `threads` and `stream` may differ.
+
+    - `schema`: 1
+    - `settings`: what the samples depend on besides their prompts, as 12 hexadecimal digits
+    - `index`: number of the prompt in the run, from 0
+    - `sample`: number of the answer to that prompt, from 0. Only with `samples=N`
+    - `prompt`: a text, token ids or messages, as given
+    - `text`: the answer, cut at the first end-of-text token or stop string. Null without a tokenizer
+    - `gaps`: the text of each gap. Only with given tokens
+    - `tokens`: the answer's token ids, up to and with the first end-of-text token, or before the stop string
+    - `complete`: false if `max_steps`, a guide, or logits that are not finite ended the sample early
+    - `finish_reason`: `end` (an end token), `length` (cut at `max_new_tokens`), `stop_string`, `max_steps`,
+      `constraint` (the guide allows nothing that is left) or `not_finite`. Not with `target=`
+    - `valid`, `rejections`: true if the answer has the guide's form; commits that the guide refused. Only with a guide
+      that judges answers by their form alone
+    - `particles`: the number of the chosen row (`winner`), `ratings` and forwards (`nfe`) of all rows, and `ancestors`
+      at each meeting. Only with `particles=`
+    - `nfe`: forwards that the sample took part in. With `particles=` those of all its rows
+    - `tokens_per_forward`: number of `tokens`, without given ones, over `nfe`
+    - `step_map`: for each of `tokens` the forward that committed it, from 0. -1: given, or never committed
+    - `accepted`, `drafter_nfe`: drafted tokens taken in each round, and forwards of the drafter. `nfe` and `step_map`
+      are then the target's. Only with `target=`
+    - `time`: seconds since the answer before it ended, or of the whole batch if there is one. Loading and display are
+      excluded
 
     Args:
         path: the file.

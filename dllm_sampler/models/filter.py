@@ -48,7 +48,11 @@ def metadata_of(spec: ModelSpec, block_length: int) -> dict[str, Any]:
 
 
 def load(path: Path, spec: ModelSpec) -> Layers:
-    """The layers `fc1.weight`, `fc1.bias`, `fc2.weight`, ... of a file, on the model's device.
+    """Return the layers of a file, on the model's device.
+
+    It is a safetensors file with `fc1.weight` `[N, N]`, `fc1.bias` `[N]`, `fc2.weight` and so on for blocks of N
+    positions. The metadata entry `filter` is a JSON object with `schema` (1), `block_length` (N), and `vocab_size` and
+    `num_layers` of its model. A file without it, such as a published one, fits any model.
 
     Raises:
         UserError: no file there, no such layers in it, or it says that it was trained on another model.

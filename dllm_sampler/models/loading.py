@@ -250,7 +250,19 @@ def _unused_sampling(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]
 def find(
     path: str | Path, revision: str | None = None, trust_remote_code: bool = False, option: str = "model.path"
 ) -> Path:
-    """The checkpoint's folder; a hub id is downloaded (config, safetensors, tokenizer, filter) unless it is cached."""
+    """Return the checkpoint's folder. A hub id is downloaded unless it is cached.
+
+    The folder is in the published layout of its family. Nothing else in it is read, and pickled weights are refused.
+
+    - `config.json`: its layers and sizes are compared with the headers of the weights before a network is built. A
+      field about the network that its family does not read (`sliding_window`, `rope_scaling`, `quantization_config`
+      ...) is refused unless its value asks for nothing. Other unknown fields are named in a warning
+    - `model.safetensors`, or `model.safetensors.index.json` and its shards
+    - the tokenizer's files, if any
+    - `generation_config.json`: it may list several end-of-text tokens, as `config.json` may
+    - `filter.safetensors`: the default of `scheduler=learn2pd`
+    - `adapter_config.json`, `adapter_model.safetensors`: an adapter, which is merged into the weights
+    """
     folder = expanded(option, path)
     if folder.is_dir():
         return folder

@@ -201,6 +201,9 @@ class FilterTrainer(Trainer):
     def command(cls, front: Front, resume: bool) -> Path:
         """Collect records, train and save; return the filter's file.
 
+        `filter.json` next to it has `settings`, `records` (forwards learnt from) and `validation_loss`. The folder
+        `records` is an interrupted run's.
+
         Most of the time goes into the answers, which a run that resumes does not make again. Several processes answer a
         batch of prompts each.
         """

@@ -16,6 +16,14 @@ SCHEMA = 1
 class Counter:
     """Counts of the answers to one task.
 
+    The harness writes `OUTPUT_PATH/MODEL/results_DATE.json`. With this package's model, `config.dllm_sampler` has these
+    fields:
+
+    - `schema`: 1
+    - `choices`, `config`, `environment`: as in `run.json` of `dllm-eval`
+    - `tasks`: for each task that generates, `answers`, the sums `answer_tokens`, `canvas_tokens`, `forwards` and
+      `seconds`, and `tokens_per_forward` with its 95 % interval (`_low`, `_high`)
+
     tokens, forwards: of each answer, up to and with its first end token
     canvas: tokens of all canvases
     seconds: from one answer to the next, summed

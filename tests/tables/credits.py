@@ -1,15 +1,9 @@
-"""The table of docs/credits.md, made from papers that comments in conf/ name and from `papers.csv`.
-
-`python -m tests.tables.credits [--check]`.
-"""
+"""The table of the site's page of credits, made from papers that comments in conf/ name and from `papers.csv`."""
 
 from __future__ import annotations
 
-import argparse
 import csv
 import re
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from dllm_sampler import config
@@ -17,8 +11,6 @@ from dllm_sampler.errors import UserError
 from tests.tables import markdown
 from tests.tables.methods import ROOT
 
-COMMAND = "python -m tests.tables.credits"
-DOCS = ROOT / "docs" / "credits.md"
 PAPERS = Path(__file__).with_name("papers.csv")
 GROUPS = (*config.GROUPS[1:], "train", "task")  # models have pages of their own
 HEAD = ("paper", "authors", "code", "here", "what the code does, or what differs here")
@@ -42,7 +34,7 @@ def papers() -> dict[str, dict[str, str]]:
 
 
 def document(text: str) -> str:
-    """Return the text of docs/credits.md with its table made anew."""
+    """Return the text of docs/credits.md with its table."""
     named, known = users(), papers()
     if missing := sorted(named.keys() - known.keys()):
         raise UserError("made-up", f"{PAPERS.name} has no row for {', '.join(missing)}. Add the authors and the code.")
@@ -60,22 +52,3 @@ def cells(row: dict[str, str], plugins: list[str]) -> list[str]:
         shown.append(f"`{tasks[0]}`" if len(tasks) == 1 else f"{len(tasks)} [tasks](tasks.md)")
     name = f"[{row['name']}](https://arxiv.org/abs/{row['paper']})"
     return [name, row["authors"], code, ", ".join(shown), row["differs"]]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description="Write the table of docs/credits.md.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the table is stale")
-    check = parser.parse_args(arguments).check
-    text = markdown.read(DOCS, "credits")
-    if text == (made := document(text)):
-        return 0
-    if check:
-        print(f"{DOCS} is older than conf/ or {PAPERS.name}. Run {COMMAND}")
-    else:
-        DOCS.write_text(made, encoding="utf-8")
-    return int(check)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,7 @@
 """The hook of mkdocs.yml: pages of the site that are made from docstrings, YAML files and help pages.
 
-README.md and CONTRIBUTING.md become pages, too. Files that pages link to are copied to `source/`.
+README.md and CONTRIBUTING.md become pages, too. Pages about errors, files and credits get the texts that are written
+beside the code. Files that pages link to are copied to `source/`, unless a page has their text.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import dllm_sampler
 from dllm_sampler import config as plugins
 from dllm_sampler.cli.help import GROUPS
 from dllm_sampler.eval.measures import MEASURES
+from tests.tables import credits
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"README.md": "start.md", "CONTRIBUTING.md": "contributing.md"}  # outside docs/
@@ -36,6 +38,36 @@ TITLES = {**GROUPS, "task": "what is asked, and how it is graded", "train": "wha
 # the YAML above has the fields
 OPTIONS = "{members: false, show_signature: false, separate_signature: false, heading_level: 3}"
 
+FILES = (  # their docstrings describe the files that commands read and write
+    "dllm_sampler.cli.inputs.read",
+    "dllm_sampler.cli.output.Records",
+    "dllm_sampler.eval.folders.RunFolder",
+    "dllm_sampler.eval.checked.About",
+    "dllm_sampler.eval.records.Record",
+    "dllm_sampler.eval.lm_eval.counters.Counter",
+    "dllm_sampler.eval.tuning.Tuner",
+    "dllm_sampler.models.loading.find",
+    "dllm_sampler.models.filter.load",
+    "dllm_sampler.training.filter.FilterTrainer.command",
+)
+
+
+def source(name: str) -> str:
+    """Return the file that has a class or function, by its dotted name."""
+    module = re.sub(r"\.[A-Z].*|\.\w+$", "", name)
+    return module.removeprefix("dllm_sampler." * module.startswith("dllm_sampler.eval")).replace(".", "/") + ".py"
+
+
+HOMES = {  # places of the site that have the text of a file or folder outside docs/
+    **{source(name): f"formats.md#{name}" for name in FILES},
+    **{f"conf/{group}": f"reference/{group}.md" for group in TITLES},
+    "dllm_sampler/result.py": "reference/python.md#dllm_sampler.Trace",
+    "dllm_sampler/errors.py": "errors.md#dllm_sampler.errors",
+    "eval/tasks/jsonl.py": "reference/task.md#jsonl",
+    "eval/measures.py": "reference/measures.md",
+    "tests/tables/papers.csv": "credits.md",
+}
+
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages, the two pages outside docs/, and the source files that pages link to."""
@@ -50,8 +82,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Return a page whose links to files outside docs/ lead to pages and files of the site."""
-    top = page.file.src_uri in PAGES.values()
+    """Return a page with its generated text. Links to files outside docs/ lead to pages and files of the site."""
+    name = page.file.src_uri
+    top = name in PAGES.values()
+    if name == "credits.md":
+        markdown = credits.document(markdown)
+    elif described := {"errors.md": ["dllm_sampler.errors"], "formats.md": FILES}.get(name, []):
+        markdown = "\n\n".join([markdown, *(f"::: {one}\n    options: {OPTIONS}" for one in described)])
     return re.sub(r"(?<=\]\()(?!https?:)[^)#\s]+", lambda link: moved(link[0], top), markdown)
 
 
@@ -67,14 +104,14 @@ def moved(link: str, top: bool) -> str:
     if not top and not link.startswith("../"):
         return link
     path = link.removeprefix("../")
-    return PAGES.get(path) or f"source/{path}.txt"
+    return PAGES.get(path) or HOMES.get(path) or f"source/{path}.txt"
 
 
 def sources(text: str) -> Iterator[str]:
     """Yield the files outside docs/ to which a page links, relative to the top folder."""
     for link in re.findall(r"\]\(([^)#\s]+)", text):
         path = link.removeprefix("../")
-        if path not in PAGES and not path.startswith("docs/") and (ROOT / path).is_file():
+        if path not in PAGES and path not in HOMES and not path.startswith("docs/") and (ROOT / path).is_file():
             yield path
 
 
@@ -84,8 +121,7 @@ def reference() -> Iterator[tuple[str, str]]:
     yield "python", "\n\n".join(["# Python", "Names of the package `dllm_sampler`.", *public])
     yield "commands", "\n\n".join(["# Commands", *map(help_page, COMMANDS)])
     lines = [f"| `{one.name}` | {one.title} | {one.about} |" for one in MEASURES]
-    record = "## Samples\n\n::: dllm_sampler.eval.records.Record"
-    yield "measures", "\n".join(["# Measures\n", "| name | in tables | |", "|---|---|---|", *lines, "", record])
+    yield "measures", "\n".join(["# Measures\n", "| name | in tables | |", "|---|---|---|", *lines])
     for group, title in TITLES.items():
         yield group, "\n\n".join([f"# `{group}=`", f"{title[0].upper()}{title[1:]}.", *entries(group)])
 

@@ -13,7 +13,7 @@ from dllm_sampler.cli.terminal import ending, show, visible
 from dllm_sampler.errors import LONGEST, NoEffectWarning, NotFiniteError, NotWrittenError, RowError, UserError, unknown
 from tests.sampling import each
 
-# Codes of errors: each is in docs/errors.md, and survives a worker process
+# Codes of errors: each is described, and survives a worker process
 
 
 ROOT = Path(__file__).parents[2]

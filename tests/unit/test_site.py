@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from html import unescape
 from pathlib import Path
 from urllib.parse import unquote
@@ -13,8 +15,11 @@ import pytest
 import yaml
 
 import dllm_sampler
-from dllm_sampler import config
+from dllm_sampler import Trace, config
+from dllm_sampler.cli.output import Records
+from dllm_sampler.eval.checked import About
 from dllm_sampler.eval.measures import MEASURES
+from dllm_sampler.eval.records import Record
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +36,17 @@ def test_the_navigation_names_every_page() -> None:
     written = {str(file.relative_to(ROOT / "docs")) for file in (ROOT / "docs").rglob("*.md")}
     assert len(named) == len(set(named)) and len(generated) >= 11
     assert set(named) - set(generated) == {*written, "start.md", "contributing.md"}
+
+
+def test_docstrings_describe_the_fields_of_files() -> None:
+    lists = {"sample": Records, "run": About}
+    described = {name: set(re.findall(r"`(\w+)`(?=[,:])", cls.__doc__ or "")) for name, cls in lists.items()}
+    written = set(re.findall(r'"(\w+)": ', inspect.getsource(Records.write)))
+    assert written <= described["sample"] and {"gaps", "finish_reason", "valid", "particles"} <= described["sample"]
+    assert {*About.__annotations__, "schema"} <= described["run"]
+    for cls in (Record, Trace):
+        attributes = re.findall(r"^ {8}(\w+): ", cls.__doc__ or "", re.MULTILINE)
+        assert attributes == [field.name for field in fields(cls)]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +75,11 @@ def test_the_reference_has_every_plug_in(site: Path) -> None:
     assert not [name for name in homes if not re.search(rf'id="dllm_sampler\.[\w.]*{name}"', python)]
     measures = text(site, "reference/measures")
     assert not [one.name for one in MEASURES if f"<code>{one.name}</code>" not in measures]
+    from tests.tables.site import FILES  # needs mkdocs
+
+    files = text(site, "formats")
+    assert not [name for name in FILES if f'id="{name}"' not in files]
+    assert "prompt-empty" in text(site, "errors") and ">LLaDA</a>" in text(site, "credits")
     commands = text(site, "reference/commands")
     for command in ("dllm-sample", "dllm-eval", "dllm-report", "dllm-tune", "dllm-train"):
         assert f">{command}<a class" in commands

@@ -1,4 +1,4 @@
-"""The sources: no import runs in a circle or upwards, codes of errors are on their page, one module writes files."""
+"""The sources: no import runs in a circle or upwards, codes of errors are described, one module writes files."""
 
 import ast
 import functools
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import dllm_sampler
+from dllm_sampler import errors
 
 PACKAGE = Path(dllm_sampler.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -101,9 +102,8 @@ def test_the_drawing_of_the_folders_is_true() -> None:
 
 
 def listed() -> list[str]:
-    """Return the codes of the page, in its order."""
-    sections = (ROOT / "docs" / "errors.md").read_text().partition("\n## ")[2]
-    return re.findall(r"`([a-z]+(?:-[a-z]+)+)`", sections)
+    """Return the codes that the docstring of the module lists, in its order."""
+    return re.findall(r"`([a-z]+(?:-[a-z]+)+)`", errors.__doc__ or "")
 
 
 def raised() -> set[str]:
@@ -122,8 +122,8 @@ def raised() -> set[str]:
     return codes
 
 
-def test_the_page_of_errors() -> None:
-    """The page lists each code once, and no other."""
+def test_codes_of_errors_are_described() -> None:
+    """The docstring lists each code once, and no other."""
     codes = listed()
     assert len(set(codes)) == len(codes)
     assert set(codes) == raised()
