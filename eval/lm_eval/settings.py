@@ -20,11 +20,21 @@ MODEL = ("revision", "trust_remote_code", "mask_id", "cfg_scale", "device_map", 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(options.Options):
-    """Settings of the harness's model. Without `max_new_tokens` an answer has the request's `max_gen_toks`, or 256.
+    """Settings of the harness's model: `NAME=VALUE` in `--model_args`, with commas between them.
+
+    `scheduler`, `blocks`, `stop`, `cache` and `guide` choose plug-ins. A field of one is `threshold`, or
+    `scheduler.threshold` if several have it; `block_length` is `blocks.length`. Options and fields of a model are those
+    of `dllm-eval`. Without `temperature`, `top_k` and `top_p` a request's own `do_sample` and `temperature` count.
+    Texts of a task's `until` may be special tokens, and `stop_token_ids` adds further end-of-text tokens.
+
+    The files of `conf/lm_eval` are for the harness's option `--config`.
 
     Args:
         pretrained: a model name, folder or hub id.
-        likelihood: `bound` by Monte Carlo, or `exact` under the sampler's own settings (`Sampler.score`).
+        max_new_tokens: tokens of an answer. Without it the request's `max_gen_toks`, or 256.
+        likelihood: `bound` by Monte Carlo, or `exact` under the sampler's own settings (`Sampler.score`). One seed
+            serves all requests, so that choices of equal length are compared under the same masks. Rolling
+            likelihoods add up windows of the model's context.
         mc_num: masks drawn for a likelihood; the standard deviation falls with its root.
         mc_batch_size: masks per forward. None stands for `batch_size`.
         check_greedy: report too if one token per step, greedily, would give the text of a likelihood (a forward for

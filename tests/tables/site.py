@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
+from inspect import getdoc
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ TITLES = {**GROUPS, "task": "what is asked, and how it is graded", "train": "wha
 # the YAML above has the fields
 OPTIONS = "{members: false, show_signature: false, separate_signature: false, heading_level: 3}"
 
+HARNESS = "dllm_sampler.eval.lm_eval.settings.Settings"
 FILES = (  # their docstrings describe the files that commands read and write
     "dllm_sampler.cli.inputs.read",
     "dllm_sampler.cli.output.Records",
@@ -64,6 +66,7 @@ HOMES = {  # places of the site that have the text of a file or folder outside d
     "dllm_sampler/result.py": "reference/python.md#dllm_sampler.Trace",
     "dllm_sampler/errors.py": "errors.md#dllm_sampler.errors",
     "eval/tasks/jsonl.py": "reference/task.md#jsonl",
+    "eval/lm_eval/settings.py": f"reference/commands.md#{HARNESS}",
     "eval/measures.py": "reference/measures.md",
     "tests/tables/papers.csv": "credits.md",
 }
@@ -119,7 +122,8 @@ def reference() -> Iterator[tuple[str, str]]:
     """Yield name and text of each generated page."""
     public = [f"::: dllm_sampler.{name}" for name in dllm_sampler.__all__ if not name.startswith("__")]
     yield "python", "\n\n".join(["# Python", "Names of the package `dllm_sampler`.", *public])
-    yield "commands", "\n\n".join(["# Commands", *map(help_page, COMMANDS)])
+    harness = "## python -m dllm_sampler.eval.lm_eval", f"::: {HARNESS}\n    options: {OPTIONS}"
+    yield "commands", "\n\n".join(["# Commands", *map(help_page, COMMANDS), *harness])
     lines = [f"| `{one.name}` | {one.title} | {one.about} |" for one in MEASURES]
     yield "measures", "\n".join(["# Measures\n", "| name | in tables | |", "|---|---|---|", *lines])
     for group, title in TITLES.items():
@@ -147,6 +151,9 @@ def entries(group: str) -> Iterator[str]:
             yield f"```yaml\n{settings}\n```"
         if target := re.search(r"^_target_: *(\S+)", text, re.MULTILINE):
             yield f"::: {target[1]}\n    options: {OPTIONS}"
+        if target and group == "task":
+            module, _, cls = target[1].rpartition(".")
+            yield f"Grades of an answer: {getdoc(getattr(import_module(module), cls).grade)}"
 
 
 STYLE = """\
