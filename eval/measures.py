@@ -212,13 +212,13 @@ MEASURES = (
     Measure(
         "diffusion_gemma_tokens_per_forward",
         "tokens / forward (DiffusionGemma)",
-        "mean over samples of answer tokens, the end token included, over forwards",
+        "mean over samples of answer tokens, the end token included, over denoising forwards",
         diffusion_gemma_tokens_per_forward,
     ),
     Measure(
         "dinfer_tokens_per_forward",
         "tokens / forward (dInfer)",
-        "answer tokens without the end token, over forwards",
+        "answer tokens without the end token, over forwards of the row; dInfer counts those of the batch",
         dinfer_tokens_per_forward,
     ),
     Measure(
@@ -230,7 +230,7 @@ MEASURES = (
     Measure(
         "d3llm_tokens_per_forward",
         "tokens / forward (d3LLM)",
-        "tokens of the answers' texts, encoded again, over forwards",
+        "tokens of the answers' texts, encoded again, over forwards; d3LLM's code leaves out the first ten samples",
         d3llm_tokens_per_forward,
     ),
     Measure(
@@ -257,7 +257,12 @@ MEASURES = (
         "answer tokens over positions computed, in forwards of the whole prompt and canvas",
         answer_tokens_per_full_forward,
     ),
-    Measure("tokens_per_second", "tokens / s", "answer tokens over wall seconds of generating", tokens_per_second),
+    Measure(
+        "tokens_per_second",
+        "tokens / s",
+        "answer tokens over wall seconds without the oracle; a rule that takes tokens back pays for a transfer a step",
+        tokens_per_second,
+    ),
     Measure(
         "seconds",
         "s / sample",
@@ -297,7 +302,12 @@ MEASURES = (
         "commits that a guide refused, mean per sample",
         lambda records: fmean(record.rejections for record in records),
     ),
-    Measure("perplexity", "perplexity", "of the task's right answers, exact under the sampler", perplexity),
+    Measure(
+        "perplexity",
+        "perplexity",
+        "exp of the mean negative log-likelihood of a token of right answers, exact under the sampler",
+        perplexity,
+    ),
     Measure("recompute_share", "recomputed", "positions computed over those of whole forwards", recompute_share),
     Measure("commits", "commits", "tokens written per sample, all", lambda records: fmean(r.commits for r in records)),
     Measure(
