@@ -8,7 +8,18 @@ from dllm_sampler.host.version import __version__
 
 if TYPE_CHECKING:
     from dllm_sampler.core.noise import CounterNoise, ReplayNoise
-    from dllm_sampler.core.protocols import Blocks, Cache, Context, Denoiser, Guide, Scheduler, Stop
+    from dllm_sampler.core.protocols import (
+        Blocks,
+        Cache,
+        Context,
+        Denoiser,
+        Guide,
+        Meeting,
+        Particles,
+        Resampled,
+        Scheduler,
+        Stop,
+    )
     from dllm_sampler.core.spec import ModelSpec, Traits
     from dllm_sampler.core.values import Canvas, Edit, Query, Readout
     from dllm_sampler.generation.speculative import SpeculativeSampler
@@ -22,7 +33,10 @@ _HOMES = {
     "core.values": ("Canvas", "Edit", "Query", "Readout"),
     "generation.speculative": ("SpeculativeSampler",),
     "core.noise": ("CounterNoise", "ReplayNoise"),
-    "core.protocols": ("Blocks", "Cache", "Context", "Denoiser", "Guide", "Scheduler", "Stop"),
+    "core.protocols": (
+        *("Blocks", "Cache", "Context", "Denoiser", "Guide", "Meeting", "Particles", "Resampled"),
+        *("Scheduler", "Stop"),
+    ),
     "core.spec": ("ModelSpec", "Traits"),
     "inputs.prompts": ("Infill",),
     "result": ("Answer", "Commits", "Result", "Speculation", "Trace"),
@@ -43,11 +57,14 @@ __all__ = [
     "Edit",
     "Guide",
     "Infill",
+    "Meeting",
     "ModelSpec",
     "NotFiniteError",
+    "Particles",
     "Query",
     "Readout",
     "ReplayNoise",
+    "Resampled",
     "Result",
     "Sampler",
     "Scheduler",

@@ -94,6 +94,20 @@ class Denoiser(Protocol):
 
     Some members are optional, see `TransformerDenoiser`: `using(backend)`, `head_weight()` and the property
     `inference_mode`.
+
+    Examples:
+        A model around another one, with logits half as large:
+
+        >>> class Half:
+        ...     def __init__(self, inner):
+        ...         self.inner, self.spec = inner, inner.spec
+        ...     def __call__(self, canvas, query, plan):
+        ...         return self.inner(canvas, query, plan)
+        ...     def head(self, hidden):
+        ...         return self.inner.head(hidden) / 2
+        >>> mini = Sampler.from_pretrained("mini")
+        >>> Sampler(Half(mini.denoiser), tokenizer=mini.tokenizer).generate("copy: Ada, Ben").texts
+        ['Ada, Ben']
     """
 
     @property
@@ -105,17 +119,25 @@ class Denoiser(Protocol):
         """Run one forward. Each layer calls `plan.cache.layer`, which stores keys and values and attends.
 
         Args:
-            canvas: the state before the step.
+            canvas: the state before the step, B rows.
             query: the tokens `[B, K, Q]` that candidates have at the queried positions.
-            plan: the entries to compute and the head rows to answer.
+            plan: the T entries to compute and the R head rows to answer.
 
         Returns:
-            hidden states `[R, D]` after the final norm, one for each of `plan.head_rows`, and the cost of each row.
+            hidden states `[R, D]` after the final norm, one for each of `plan.head_rows`, and the cost of each row, in
+            passes `[B]` and positions `[B]`.
         """
         ...
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Return logits `[..., V]` of hidden states `[..., D]`."""
+        """Compute logits.
+
+        Args:
+            hidden: `[..., D]` hidden states after the final norm.
+
+        Returns:
+            `[..., V]` logits in a floating-point type, as the network has them, without a temperature.
+        """
         ...
 
 
@@ -139,12 +161,15 @@ class PlugIn:
     """The common part of schedulers, blocks, stops and particles."""
 
     def bind(self, context: Context) -> Self:
-        """Return a copy that is configured for this model and these plug-ins. The default is the plug-in itself.
+        """Configure the plug-in for a model and the other plug-ins. The default changes nothing.
 
-        Called again on that copy if the blocks change.
+        Called before the first generation, and again on the result if the blocks change.
 
         Args:
             context: the model and the other plug-ins.
+
+        Returns:
+            the plug-in to use, as a rule a copy with further fields.
 
         Raises:
             UserError: it cannot serve them. The message names both sides and the way out.
@@ -166,6 +191,16 @@ class Scheduler(PlugIn):
 
     A frozen dataclass: its fields are its YAML. Abilities of a few schedulers are protocols: `Planner`, `Paced`,
     `Tempered`, `Corrects`. Facts that are true of a few are a `RareTrait`.
+
+    Examples:
+        A scheduler that commits the first mask of the block in each step:
+
+        >>> class First(Scheduler):
+        ...     def tell(self, canvas, query, readout, carry):
+        ...         eligible = canvas.eligible(query.positions)  # [B, Q]
+        ...         return Edit(readout.token[:, 0], eligible & (eligible.cumsum(1) == 1)), carry
+        >>> Sampler.from_pretrained("mini", scheduler=First()).generate("copy: Ada, Ben").texts
+        ['Ada, Ben']
     """
 
     @property
@@ -190,6 +225,9 @@ class Scheduler(PlugIn):
         Args:
             canvas: the state after the last step.
             carry: as `init` or the last `tell` returned it.
+
+        Returns:
+            `positions [B, Q]`, sorted and padded with L, and the tokens `[B, K, Q]` of K candidates there.
         """
         return Query.masks(canvas) if self.traits.asks == "masks" else Query.window(canvas)
 
@@ -199,7 +237,8 @@ class Scheduler(PlugIn):
         Args:
             canvas: the state that the forward saw. Rows of a first forward (`age` 0) have their final block.
             query: the question. A cache may have removed positions that it did not predict.
-            readout: statistics `[B, K, Q]`. They are 0 where the forward answered nothing.
+            readout: statistics `[B, K, Q]`, probabilities from 0 to 1, entropies in nats. They are 0 where the
+                forward answered nothing.
             carry: as `init` or the last `tell` returned it.
 
         Returns:
@@ -208,7 +247,14 @@ class Scheduler(PlugIn):
         raise NotImplementedError
 
     def bound(self, tokens: int) -> int:
-        """Return an upper bound on the steps of a row with `tokens` to generate. The default is one for each token."""
+        """Return an upper bound on the steps of a row. The default is one for each token.
+
+        Args:
+            tokens: positions of the row to generate.
+
+        Returns:
+            a number of forwards.
+        """
         return tokens
 
     @property
@@ -284,6 +330,15 @@ class Blocks(PlugIn):
             tokens or follows a schedule, no cache that acts when a block opens, no stop=block.
         hides: The columns after the open blocks are not seen: no cache that serves old masks.
         judges_draws: Drawn tokens, or their confidence, decide where a block ends or what it commits.
+
+    Examples:
+        Two blocks, each half of the answer:
+
+        >>> class Halves(Blocks):
+        ...     def lookahead(self, tokens):
+        ...         return -(-tokens // 2)
+        >>> Sampler.from_pretrained("mini", blocks=Halves()).generate("copy: Ada, Ben", max_new_tokens=16).texts
+        ['Ada, Ben']
     """
 
     sizes_on_open: ClassVar[bool] = False
@@ -299,18 +354,36 @@ class Blocks(PlugIn):
         return None
 
     def ends(self, tokens: int) -> Sequence[int]:
-        """Return the ends of an answer's blocks, counted from its first column.
+        """Return the ends of an answer's blocks, if they are known before the first forward.
 
-        Returns an empty sequence if `lookahead` determines them.
+        Args:
+            tokens: columns of the answer.
+
+        Returns:
+            columns, counted from the answer's first one. An empty sequence if `lookahead` determines the blocks.
         """
         return ()
 
     def lookahead(self, tokens: int) -> int:
-        """Return the columns from the start of a new block to its provisional end, in an answer of `tokens`."""
+        """Return the length of a new block until a forward has opened it.
+
+        Args:
+            tokens: columns of the answer.
+
+        Returns:
+            columns from the start of the block to its provisional end, at least 1.
+        """
         raise NotImplementedError
 
     def widest(self, tokens: int) -> int:
-        """Return an upper bound on the columns of an active block, in an answer of `tokens`."""
+        """Return an upper bound on the length of an active block. The default is `lookahead`.
+
+        Args:
+            tokens: columns of the answer.
+
+        Returns:
+            a number of columns. Tensors of the generation get this size.
+        """
         return self.lookahead(tokens)
 
     def open(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor | None:
@@ -327,13 +400,16 @@ class Blocks(PlugIn):
         return None
 
     def progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """Return the scheduler's edit with the commits that the blocks require besides. The default adds nothing.
+        """Add the commits that the blocks require besides the scheduler's. The default adds nothing.
 
         Args:
             canvas: the state that the forward saw, with final blocks.
             query: the question, about one candidate.
             readout: statistics `[B, 1, Q]`.
             edit: the scheduler's edit `[B, Q]`.
+
+        Returns:
+            an edit `[B, Q]`. It may be `edit` itself.
         """
         return edit
 
@@ -344,8 +420,8 @@ class Blocks(PlugIn):
             after: the canvas with the step's edit. Before the first step its block is empty.
 
         Returns:
-            `[B]` start and `[B]` end. Rows that are done keep their own. None means the default: the next block if this
-            one is over (`Canvas.block_over`).
+            first column `[B]` and end `[B]`. Rows that are done keep their own. None means the default, the next block
+            if this one is over (`Canvas.block_over`).
         """
         return None
 
@@ -359,6 +435,16 @@ class Guide:
         keeps_excluded: It never raises the logit of a token that others excluded.
         joint: It chooses the tokens of a step together: no other guide on the form, no stop that writes tokens.
         vetoes: It may refuse what a step commits: no scheduler that drafts, no cache that relies on commits.
+
+    Examples:
+        A guide that never lets token 4 be chosen, the comma of `mini`:
+
+        >>> class NoComma(Guide):
+        ...     excludes = True
+        ...     def __call__(self, logits, canvas, head_rows):
+        ...         return logits.index_fill(1, logits.new_tensor([4], dtype=int), float("-inf"))
+        >>> Sampler.from_pretrained("mini", guide=NoComma()).generate("copy: Ada, Ben", max_new_tokens=16).texts
+        ['Ada + Ben']
     """
 
     truncates: ClassVar[bool] = False
@@ -389,7 +475,17 @@ class Guide:
         return None
 
     def bind(self, context: Context) -> Guide:
-        """Return the guide to use with this model. The default is the guide itself. See `PlugIn.bind`."""
+        """Configure the guide for a model. The default changes nothing.
+
+        Args:
+            context: the model and the other plug-ins.
+
+        Returns:
+            the guide to use.
+
+        Raises:
+            UserError: it cannot serve them. The message names both sides and the way out.
+        """
         return self
 
     def check_answer(self, given: Sequence[int], form: int = 0) -> None:
@@ -409,10 +505,10 @@ class Guide:
         Args:
             logits: `[R, V]`, with minus infinity for tokens that no answer may have.
             canvas: the state before the step.
-            head_rows: row, candidate and position of each of the R predictions.
+            head_rows: row, candidate and position of each of the R predictions, `[R]` each.
 
         Returns:
-            `[R, V]` in a floating-point type.
+            `[R, V]` in a floating-point type. Minus infinity excludes a token.
         """
         raise NotImplementedError
 
@@ -448,11 +544,14 @@ class Guide:
         raise NotImplementedError
 
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool | None:
-        """Return True if an answer is what the guide wants, or None if it cannot say.
+        """Judge a finished answer. The default returns None.
 
         Args:
             tokens: the answer up to its end token.
             form: number of its form.
+
+        Returns:
+            True if the answer is what the guide wants, or None if it cannot say.
         """
         return None
 
@@ -471,6 +570,17 @@ class Stop(PlugIn):
         fills: It may commit tokens itself: no scheduler that drafts, no guide on the answer's form.
         judges_all: It waits for a prediction of every mask: no cache that hides some.
         predicts: It needs predictions at the `positions` that it names. If false: It writes without a prediction.
+
+    Examples:
+        A policy that gives each row two forwards:
+
+        >>> from dataclasses import replace
+        >>> class Two(Stop):
+        ...     def __call__(self, canvas, after, query, readout, edit):
+        ...         return replace(edit, finish=canvas.step == 1)
+        >>> sampler = Sampler.from_pretrained("mini", stop=Two(), scheduler="leftright")
+        >>> sampler.generate("copy: Ada, Ben").texts
+        ['Ada, ']
     """
 
     cuts: ClassVar[bool] = False
@@ -479,9 +589,14 @@ class Stop(PlugIn):
     predicts: ClassVar[bool] = True
 
     def positions(self, canvas: Canvas) -> Tensor | None:
-        """Return `[B, L+1] bool` columns to add to every query, or None for no columns.
+        """Name positions to predict besides those of the scheduler's query. The default names none.
 
-        A cache may still drop those that it does not predict.
+        Args:
+            canvas: the state before the step.
+
+        Returns:
+            `[B, L+1] bool` columns to add to the query, or None for no columns. A cache may still drop those that it
+            does not predict.
         """
         return None
 
@@ -496,7 +611,8 @@ class Stop(PlugIn):
             edit: what the step writes, `[B, Q]`.
 
         Returns:
-            `edit` itself if the policy fires nowhere. `keep_block` and `close_block` may not change.
+            an edit `[B, Q]`, with `finish [B] bool` and `end [B]` in columns. `edit` itself changes nothing. It must
+            leave `keep_block` and `close_block` as they are.
         """
         return edit
 
@@ -512,6 +628,16 @@ class Cache:
         syncs: It reads the device inside a step: no CUDA graphs.
         shared: It has numbers for the whole batch: prompts are answered batch by batch, without CUDA graphs.
         judges_draws: The confidence of drawn tokens decides what it computes.
+
+    Examples:
+        A cache that computes the active block and everything after it, and every column when a block opens:
+
+        >>> from dllm_sampler.cache.base import BaseCache
+        >>> class Tail(BaseCache):
+        ...     def computes(self, canvas):
+        ...         return (canvas.columns() >= canvas.start[:, None]) | self.due(canvas)[:, None]
+        >>> Sampler.from_pretrained("mini", cache=Tail()).generate("copy: Ada, Ben").texts
+        ['Ada, Ben']
     """
 
     stores: ClassVar[bool] = True
@@ -525,7 +651,13 @@ class Cache:
     memory: Any = None  # what an encoder keeps of the text so far
 
     def bind(self, context: Context) -> Cache:
-        """Return the cache to use with this model and scheduler.
+        """Configure the cache for a model and the other plug-ins.
+
+        Args:
+            context: the model and the other plug-ins.
+
+        Returns:
+            the cache to use. It is another template, or this one.
 
         Raises:
             UserError: it cannot serve them. The message names both sides and the way out.
@@ -538,30 +670,51 @@ class Cache:
         Args:
             canvas: B rows before their first step.
             spec: the model, with the end tokens of this generation.
+
+        Returns:
+            a copy with buffers `[B, L+1, Hkv, Dh]` of its own, in the model's type and on its device.
+
+        Raises:
+            UserError: this is a live copy already.
         """
         raise NotImplementedError
 
     def computes(self, canvas: Canvas) -> Tensor | None:
-        """Return `[B, L+1] bool` columns that the next forward computes, or None for all of them.
+        """Choose the columns of the next forward. The default is all of them.
 
-        Columns that the row does not see are left out in any case.
+        Args:
+            canvas: the state before the step. `age` is 0 in rows whose block opens.
+
+        Returns:
+            `[B, L+1] bool` columns to compute, or None for all. Columns that the row does not see are always left out.
         """
         return None
 
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
-        """Return the query without the positions that the next forward does not predict.
+        """Remove the positions that the next forward does not predict from a query.
 
         The engine does not call this if every column is computed.
 
         Args:
             canvas: the state before the step.
-            query: the scheduler's query. If it `keeps_positions`, nothing is dropped.
+            query: the scheduler's query, `positions [B, Q]`. If it `keeps_positions`, nothing is dropped.
             predicted: `[B, L+1] bool` columns that the forward predicts.
+
+        Returns:
+            the query to answer. Its width Q stays.
         """
         return query if query.keeps_positions else query.drop(canvas, predicted)
 
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """Return the plan of a request. `wanted.sizes` fixes the sizes of its tensors."""
+        """Plan one forward.
+
+        Args:
+            canvas: the state before the step.
+            wanted: the query, the columns to compute and the positions to answer. Its `sizes` fix the tensors' sizes.
+
+        Returns:
+            the plan, with T entries and R head rows.
+        """
         raise NotImplementedError
 
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
@@ -580,21 +733,44 @@ class Cache:
         raise NotImplementedError
 
     def cost(self, plan: Plan) -> Tensor:
-        """Return `[B]` positions that the last forward computed, as a mean over layers if these differ."""
+        """Count what the last forward computed.
+
+        Args:
+            plan: the plan of that forward.
+
+        Returns:
+            `[B]` positions, as a mean over layers if these differ.
+        """
         return plan.entries
 
     def recalled(self, canvas: Canvas) -> Tensor | None:
-        """Return `[B, L+1] bool` positions that the next forward predicts by rows of an earlier one.
+        """Name positions that the next forward predicts by rows of an earlier one. The default names none.
 
-        Returns None for no positions, which is the default.
+        Args:
+            canvas: the state before the step.
+
+        Returns:
+            `[B, L+1] bool` columns, or None for no columns.
         """
 
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
-        """Return the hidden states `[R, D]` of a forward, with rows of an earlier one where `recalled` named them."""
+        """Put rows of an earlier forward where `recalled` named them. The default changes nothing.
+
+        Args:
+            hidden: `[R, D]` hidden states after the final norm.
+            plan: the plan of this forward.
+
+        Returns:
+            `[R, D]` hidden states.
+        """
         return hidden
 
     def adopt(self, candidate: Tensor) -> None:
-        """Keep what the last forward stored for `candidate [B]`, from which the step continues. Default: nothing."""
+        """Keep what the last forward stored for the candidate from which the step continues. The default does nothing.
+
+        Args:
+            candidate: `[B] int64` numbers of candidates, from 0 to K - 1.
+        """
 
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         """Learn what a step wrote. The default learns nothing.
@@ -635,6 +811,17 @@ class Particles(PlugIn):
 
     Attributes:
         meets: Rows meet while they are decoded. If false: Rows are compared at the end only.
+
+    Examples:
+        Four rows for each prompt. The answer is the one of the lowest probability:
+
+        >>> class Rarest(Particles):
+        ...     count = 4
+        ...     def rate(self, meeting, carry, likelihood):
+        ...         return -meeting.log_p  # [G, N]
+        >>> sampler = Sampler.from_pretrained("mini", particles=Rarest(), temperature=1)
+        >>> sampler.generate("copy: Ada, Ben", seed=0).texts
+        ['Ada, Ben']
     """
 
     meets: ClassVar[bool] = False
@@ -647,29 +834,50 @@ class Particles(PlugIn):
         return False
 
     def around(self, scheduler: Scheduler) -> Scheduler:
-        """Return the bound scheduler, with what meetings must know of a step. The default is the scheduler itself."""
+        """Add what meetings must know of a step to the scheduler. The default adds nothing.
+
+        Args:
+            scheduler: the bound scheduler.
+
+        Returns:
+            a scheduler that commits the same, or the scheduler itself.
+        """
         return scheduler
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return the carry before the first step: a tree of tensors with leading dimension B. The default is None."""
+        """Return the carry before the first step. The default is None.
+
+        Args:
+            canvas: B = G * N rows before their first step.
+
+        Returns:
+            a tree of tensors with leading dimension B, one entry for each row.
+        """
         return None
 
     def meet(self, meeting: Meeting, carry: Carry) -> Resampled:
-        """Decide which rows go on. Called if the particles `meets`. May read the device.
+        """Decide which rows continue. Called if the particles `meets`. May read the device.
 
         Args:
             meeting: the rows. Those of prompts that are not `here` stay, whatever is returned for them.
             carry: as `init` or the last `meet` returned it, copied with the rows.
+
+        Returns:
+            weights `[G, N]` of the rows, the row that is copied to each place, and the carry.
         """
         raise NotImplementedError
 
     def rate(self, meeting: Meeting, carry: Carry, likelihood: Tensor | None) -> Tensor:
-        """Return `[G, N] float64` ratings of rows at their end. The highest one is the answer, the first on a tie.
+        """Rate rows at their end. The default is the sum of log-probabilities, `Meeting.log_p`.
 
         Args:
             meeting: the rows, all of them `here`.
             carry: as `init` or the last `meet` returned it.
-            likelihood: `[G, N] float64` log-likelihoods of the answers (`Sampler.score`), if it `needs_likelihood`.
+            likelihood: `[G, N] float64` log-likelihoods of the answers in nats (`Sampler.score`). None without
+                `needs_likelihood`.
+
+        Returns:
+            `[G, N] float64` ratings. The row with the highest one is the answer, and the first of them on a tie.
         """
         return meeting.log_p
 
