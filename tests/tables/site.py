@@ -124,16 +124,11 @@ def sources(text: str) -> Iterator[str]:
 def reference() -> Iterator[tuple[str, str]]:
     """Yield name and text of each generated page."""
     public = [f"::: dllm_sampler.{name}" for name in dllm_sampler.__all__ if not name.startswith("__")]
-<<<<<<< HEAD
-    yield "python", "\n\n".join(["# Python", "Names of the package `dllm_sampler`.", *public])
-    harness = "## python -m dllm_sampler.eval.lm_eval", f"::: {HARNESS}\n    options: {OPTIONS}"
-    yield "commands", "\n\n".join(["# Commands", *map(help_page, COMMANDS), *harness])
-=======
     about = "Names of the package `dllm_sampler`. Examples begin with `from dllm_sampler import *`."
     letters = next(part for part in (getdoc(protocols) or "").split("\n\n") if part.startswith("Letters"))
     yield "python", "\n\n".join(["# Python", about, letters, *public])
-    yield "commands", "\n\n".join(["# Commands", *map(help_page, COMMANDS)])
->>>>>>> 2dcd7723 (The contracts of plug-ins document every argument and result, with an example each that tests run)
+    harness = "## python -m dllm_sampler.eval.lm_eval", f"::: {HARNESS}\n    options: {OPTIONS}"
+    yield "commands", "\n\n".join(["# Commands", *map(help_page, COMMANDS), *harness])
     lines = [f"| `{one.name}` | {one.title} | {one.about} |" for one in MEASURES]
     yield "measures", "\n".join(["# Measures\n", "| name | in tables | |", "|---|---|---|", *lines])
     for group, title in TITLES.items():
