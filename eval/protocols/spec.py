@@ -12,7 +12,7 @@ from dllm_sampler.cli import user_files
 from dllm_sampler.errors import UserError, unknown
 
 GROUP = "suite/protocol"
-# The values that fields of a protocol may have, each explained in docs/protocols.md.
+# The values that fields of a protocol may have, each explained in `Cell`.
 VALUES: Mapping[str, tuple[str | None, ...]] = {
     "kind": ("gsm8k", "minerva_math", "humaneval", "mbpp"),
     "chat": ("none", "wrapper-turn", "lm-eval-turn", "lm-eval-turns", "opencompass-turns"),
@@ -52,21 +52,28 @@ class Cell:
         data: where its questions are.
         lm_eval: the file of the task in lm-evaluation-harness, under `lm_eval/tasks`.
         opencompass: the file of the task in OpenCompass, under `opencompass/configs/datasets`.
-        shots: examples before the question.
+        shots: examples before the question. lm-eval draws those of GSM8K for each question (seed 1234); other tasks
+            have fixed ones.
         prompt: the question as Jinja, in place of the task's own.
         prefix: the beginning of the answer as Jinja.
         wrap: the request inside other text: `{request}` stands for it.
-        chat: see `VALUES`.
+        chat: `none`; `wrapper-turn`: the whole request is one user turn; `lm-eval-turn`: the same by lm-eval, which
+            then draws twice for each question; `lm-eval-turns`, `opencompass-turns`: each example is a pair of turns.
         bos: True if the tokenizer's first-token mark is put before the text.
         keep: the prompt's last tokens that are kept. None keeps all.
         until: stop strings in place of the task's own.
         escape: True if the stop strings are stated and not applied.
-        answer: how text is made of the generated tokens, and where stop strings are looked for.
-        extract: how an answer or a program is taken from the text.
-        script: how a second script of the authors takes it. None if the authors have no such script.
+        answer: `cut-with-special-tokens` and `cut-without-special-tokens` look for stop strings before or after special
+            tokens are dropped. `cut-at-end-token` ends at the first end-of-text token, then at a stop string.
+        extract: `lm-eval`: its filters; `minerva`: both metrics of MATH; `raw`: the text is the program, so a code
+            fence fails; `after-prompt`: prompt and text; `after-prompt-sanitized`: prompt and the definitions that the
+            function needs from the first code fence; `opencompass-...`: its rules.
+        script: how a second script of the authors takes it. `sanitized` takes the inside of the code fence without
+            tests. None if the authors have no such script.
         published: the metric of the published figure.
         shows: `stated` or `inferred`: if a source says which metric was published.
-        tokens: what counts as a token.
+        tokens: what counts as a token. `cut-text-again` encodes the cut text again; `generated` is all ids (both
+            without end-of-text tokens); `whole-row` adds the prompt; `canvas` is everything.
         skip: the questions at the beginning that tokens, forwards and seconds leave out.
         length: new tokens.
         settings: words for the sampler that hold for every method.

@@ -55,6 +55,8 @@ FILES = (  # their docstrings describe the files that commands read and write
     "dllm_sampler.models.filter.load",
     "dllm_sampler.training.filter.FilterTrainer.command",
 )
+PROTOCOL = "dllm_sampler.eval.protocols.spec.Cell"
+DESCRIBED = {"formats.md": FILES, "errors.md": ("dllm_sampler.errors",), "protocols.md": (PROTOCOL,)}  # at their ends
 
 
 def source(name: str) -> str:
@@ -70,6 +72,7 @@ HOMES = {  # places of the site that have the text of a file or folder outside d
     "dllm_sampler/errors.py": "errors.md#dllm_sampler.errors",
     "eval/tasks/jsonl.py": "reference/task.md#jsonl",
     "eval/lm_eval/settings.py": f"reference/commands.md#{HARNESS}",
+    "eval/protocols/spec.py": f"protocols.md#{PROTOCOL}",
     "eval/measures.py": "reference/measures.md",
     "tests/tables/papers.csv": "credits.md",
 }
@@ -93,8 +96,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     top = name in PAGES.values()
     if name == "credits.md":
         markdown = credits.document(markdown)
-    elif described := {"errors.md": ["dllm_sampler.errors"], "formats.md": FILES}.get(name, []):
-        markdown = "\n\n".join([markdown, *(f"::: {one}\n    options: {OPTIONS}" for one in described)])
+    described = (f"::: {one}\n    options: {OPTIONS}" for one in DESCRIBED.get(name, ()))
+    markdown = "\n\n".join([markdown, *described])
     return re.sub(r"(?<=\]\()(?!https?:)[^)#\s]+", lambda link: moved(link[0], top), markdown)
 
 
