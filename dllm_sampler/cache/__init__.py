@@ -1,1 +1,1 @@
-"""Which rows a forward computes and which keys and values it reuses: one method, one file."""
+"""Caches: which columns a forward computes, and which keys and values it reuses. One method, one file."""

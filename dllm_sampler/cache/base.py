@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.cache.slots import Slots
 from dllm_sampler.core import select
@@ -25,15 +26,14 @@ from dllm_sampler.errors import UserError
 class PaddedPlan(Plan):
     """The padded form of a request: each row has as many positions as the longest one.
 
-    For caches that drive layers themselves; fillers cost what positions cost.
+    Caches that run the layers themselves use it. A filler costs as much as a position.
     """
 
     positions: Tensor = field(kw_only=True)  # [B, M] sorted columns, padded with L
-    keys: Tensor | None = field(
-        kw_only=True
-    )  # [B, L+1] or [B, M] bool: keys seen, or [B, M, ...] by row. By default all
+    # [B, L+1] or [B, M] bool: keys seen, or [B, M, ...] by position. None means all
+    keys: Tensor | None = field(kw_only=True)
     contiguous: bool = field(kw_only=True)  # positions are the columns 0..M-1 of every row
-    slots: Tensor | None = field(kw_only=True)  # [B*M] where the positions lie in a buffer of B*(L+1) columns
+    slots: Tensor | None = field(kw_only=True)  # [B*M] indices of the positions in a buffer of B*(L+1) columns
 
 
 @dataclass
@@ -42,7 +42,7 @@ class BaseCache(Cache):
 
     Attributes:
         uses_padded_plan: It runs the layers itself, on padded rows.
-        chooses: It chooses the masks that are predicted: no scheduler that needs a prediction of all of them.
+        chooses: It chooses the masks that are predicted. Schedulers that need a prediction of all masks are refused.
         keeps_noise: It serves masks as an earlier forward saw them. If false: It computes every mask that is seen.
         refreshes: The first forward of a block computes every column.
         supports_resize: It serves answers whose length changes.
@@ -58,44 +58,36 @@ class BaseCache(Cache):
 
     slots: Slots | None = field(init=False, default=None, repr=False, compare=False)
     spec: ModelSpec = field(init=False, repr=False, compare=False)
-    memory: Any = field(init=False, default=None, repr=False, compare=False)  # what an encoder keeps of the text so far
+    memory: Any = field(init=False, default=None, repr=False, compare=False)  # see `Cache.memory`
     twin: Cache | None = field(init=False, default=None, repr=False, compare=False)
     live: bool = field(init=False, default=False, repr=False, compare=False)
-    forked: Plan | None = field(init=False, default=None, repr=False, compare=False)  # of a forward of `forks`
+    forked: Plan | None = field(init=False, default=None, repr=False, compare=False)  # the last plan with `forks`
 
     @property
     def steady(self) -> bool:
-        """True if predictions depend on the canvas and the block's opening alone, not on forwards in between."""
+        """Flag: predictions depend on the canvas and the block's first forward alone, not on forwards in between."""
         return False
 
+    @override
     def bind(self, context: Context) -> Cache:
-        """The cache to use with this model and scheduler; default: this one.
-
-        Raises:
-            UserError: it cannot serve them; both sides and the way out. Or this is a live copy.
-        """
         self._refuse_live()
         why = next(self._obstacles(context), None)
         if why is not None:
             raise UserError("cache-incompatible", why)
         return self
 
+    @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        """A live copy for one generation with its own slots, and under classifier-free guidance its twin.
-
-        Raises:
-            UserError: this is a live copy already.
-        """
         self._refuse_live()
-        live = copy(self)  # with what `bind` learned
+        live = copy(self)  # `replace` would lose the fields that `bind` has set
         live.spec, live.live = spec, True
         live.slots = live.buffers(canvas) if self.stores else None
         if spec.branches == 2:
             live.twin = self.init(canvas, replace(spec, branches=1))
         return live
 
+    @override
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """Return the plan of what is wanted, in sizes that `wanted.sizes` fixes."""
         head_rows = HeadRows.of(wanted)
         sees, entries = self.sees(canvas, wanted.query), wanted.entries(canvas)
         if self.uses_padded_plan:
@@ -105,12 +97,9 @@ class BaseCache(Cache):
             plan = self.forked = replace(plan, pairs=[])
         return plan
 
+    @override
     def layer(self, index: int, parts: LayerParts, hidden: Tensor, rope: Any, plan: Plan) -> Tensor:
-        """Drive one layer on the pack `hidden [1, T, D]`: store keys and values, attend, feed forward.
-
-        The last layer returns the answers alone, `[1, R, D]`. A cache with `uses_padded_plan` overrides this and
-        gets `[B, M, D]`.
-        """
+        # A pack. A cache with `uses_padded_plan` overrides this, and gets `hidden [B, M, D]`.
         assert plan.pack is not None and plan.attention is not None
         q, k, v = parts.qkv(hidden, rope)
         if plan.pairs is not None:
@@ -128,9 +117,9 @@ class BaseCache(Cache):
         hidden = hidden + parts.output(heads)
         return hidden + parts.mlp(hidden)
 
+    @override
     def adopt(self, candidate: Tensor) -> None:
-        """See `Cache.adopt`. The forward itself stored the keys and values of candidate 0."""
-        plan, self.forked = self.forked, None
+        plan, self.forked = self.forked, None  # the forward itself stored keys and values of candidate 0
         if plan is None:
             return
         pack, layers = plan.pack, self.spec.num_layers
@@ -149,23 +138,23 @@ class BaseCache(Cache):
     # For subclasses.
 
     def buffers(self, canvas: Canvas) -> Slots:
-        """The buffers that `spec` and the canvas ask for; default: a slot for every column."""
+        """Return empty buffers for this canvas. By default every column has a slot."""
         return Slots(self.spec, *canvas.ids.shape)
 
     def sees(self, canvas: Canvas, query: Query) -> Visible:
-        """Which columns each position sees; default: those that the model's attention and the query show it."""
+        """Return the columns that each position sees. By default the model's attention and the query decide."""
         return Visible.of(canvas, query, self.spec.attention)
 
     def due(self, canvas: Canvas) -> Tensor:
-        """`[B] bool` rows whose next forward refreshes every slot; default: those that open a block."""
+        """Return `[B] bool` rows whose next forward refreshes every slot. By default those that open a block."""
         return canvas.age == 0
 
     def predicting_columns(self, columns: Tensor) -> Tensor:
-        """`[B, L+1] bool` the rows that predict `columns [B, L+1]` of the generation."""
+        """Return `[B, L+1] bool` columns whose hidden states predict `columns [B, L+1]`."""
         return columns.roll(-1, 1) if self.spec.shift else columns
 
     def store(self, index: int, k: Tensor, v: Tensor, plan: PaddedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keep the fresh `k, v [B, Hkv, M, Dh]`; return the `k, v [B, Hkv, S, Dh]` to attend to and their mask."""
+        """Store the fresh `k, v [B, Hkv, M, Dh]`. Return the `k, v [B, Hkv, S, Dh]` to attend to, and their mask."""
         if self.slots is not None:
             self.slots.write(index, k, v, plan.slots)
             k, v = self.slots.read(index, self.slots.columns - 1 if plan.keys is None else plan.keys.shape[-1])
@@ -174,7 +163,7 @@ class BaseCache(Cache):
     def padded(
         self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, entries: Tensor
     ) -> PaddedPlan:
-        """The padded form: whole rows where some row computes all it has, else as many columns as the longest row."""
+        """Return the padded form: whole rows if some row computes all of its columns, else as wide as the longest."""
         whole = wanted.sizes.whole
         if whole:
             positions = canvas.columns()[:, :-1].expand(len(canvas.ids), -1)
@@ -189,16 +178,16 @@ class BaseCache(Cache):
         if self.live:
             raise UserError(
                 "cache-in-use",
-                f"This {type(self).__name__} belongs to one generation. Give the cache it was made from.",
+                f"This {type(self).__name__} belongs to one generation. Pass the cache that it was made from.",
             )
 
     def _obstacles(self, context: Context) -> Iterator[str]:
-        """Why it cannot serve the model or the scheduler: what the facts above and the scheduler's traits say."""
+        """Yield reasons why the cache cannot serve the model, the blocks or the scheduler."""
         spec, cache = context.spec, f"cache={named(self)}"
         if self.stores and not spec.cacheable:
-            yield f"{cache} cannot serve this model, whose forward computes whole rows only. Use cache=none."
+            yield f"{cache} cannot serve this model because its forward computes whole rows only. Use cache=none."
         if self.causal and spec.attention == "bidirectional":
-            yield f"{cache} is for block-causal models, and this one sees the whole canvas. Use cache=dual, or none."
+            yield f"{cache} is for block-causal models, and this one sees the whole canvas. Use cache=dual or none."
         if self.stores and not self.causal and spec.attention != "bidirectional":
             yield (
                 f"{cache} is for models that see the whole canvas, and this one is block-causal. Use"
@@ -206,26 +195,26 @@ class BaseCache(Cache):
             )
         if context.blocks.hides and self.keeps_noise:
             yield (
-                f"blocks={named(context.blocks)} hides the masks of blocks that are not open, and {cache} serves noise"
-                " as an earlier forward saw it. Use cache=d2f, cache=prefix or cache=none."
+                f"blocks={named(context.blocks)} hides the masks of blocks that are not open, and {cache} serves masks"
+                " as an earlier forward saw them. Use cache=d2f, cache=prefix or cache=none."
             )
         if context.blocks.slides and self.refreshes:
             yield (
-                f"{cache} refreshes what it stores when a block opens, and blocks={named(context.blocks)} opens one"
-                " only. Use cache=sliding, or cache=none."
+                f"{cache} refreshes what it stores when a block opens, and blocks={named(context.blocks)} opens only"
+                " one. Use cache=sliding or cache=none."
             )
         if context.scheduler is None:
             return
         traits, scheduler = context.scheduler.traits, f"scheduler={named(context.scheduler)}"
         if traits.has(AllColumns) and self.stores:
             yield (
-                f"{scheduler} needs every position computed in each forward, and {cache} computes a part. Use"
+                f"{scheduler} needs every position computed in each forward, and {cache} computes only some. Use"
                 " cache=none."
             )
         if traits.has(ChangingLength) and self.stores and not (self.supports_resize or self.causal):
             yield (
                 f"{scheduler} moves columns and adds new ones, and {cache} serves columns as an earlier forward left"
-                " them. Use cache=prefix, which computes all of the answer that can move, or cache=none."
+                " them. Use cache=prefix, which computes every column that can move, or cache=none."
             )
         if traits.needs_every_position and self.chooses:
             yield (
@@ -234,42 +223,42 @@ class BaseCache(Cache):
             )
         if traits.drafts and not self.steady:
             yield (
-                f"{scheduler} asks about states that may not come true, and what {cache} keeps changes from one forward"
-                " to the next, so that tokens would differ. Use cache=dual, prefix or none."
+                f"{scheduler} predicts from drafts that may be rejected, and what {cache} stores would then differ."
+                " Use cache=dual, cache=prefix or cache=none."
             )
         if traits.has(SoftInputs) and self.stores and (self.uses_padded_plan or not self.steady):
             yield (
-                f"{scheduler} feeds mixtures of embeddings, and later forwards would see their keys in {cache}."
+                f"{scheduler} feeds mixtures of embeddings, and {cache} would serve their keys to later forwards."
                 " Use cache=dual, cache=prefix or cache=none."
             )
         if traits.has(BlocksOpenedAhead) and self.stores:
             yield (
-                f"scheduler.eager opens blocks without a forward of their own, in which {cache} refreshes what it"
-                " keeps. Use scheduler.eager=false, or cache=none."
+                f"scheduler.eager=true opens blocks without a forward of their own, and {cache} needs that forward to"
+                " refresh what it stores. Use scheduler.eager=false or cache=none."
             )
         hidden = traits.find(HiddenMasks)
         if hidden is not None and hidden.horizon is not None and self.keeps_noise:
             yield (
-                f"{scheduler} hides what lies beyond its max_lookahead, and {cache} serves noise as an earlier forward"
-                " saw it. Use cache=trailing, cache=none or scheduler.max_lookahead=null."
+                f"{scheduler} hides masks beyond scheduler.max_lookahead, and {cache} serves masks as an earlier"
+                " forward saw them. Use cache=trailing, cache=none or scheduler.max_lookahead=null."
             )
 
 
 def places(canvas: Canvas, positions: Tensor) -> Tensor:
-    """`[B*M]` where `positions [B, M]` lie in a buffer of B*(L+1) columns."""
+    """Return `[B*M]` indices of `positions [B, M]` in a buffer of B*(L+1) columns."""
     batch, columns = canvas.ids.shape
     return (positions + select.arange(batch * columns, positions.device)[::columns, None]).flatten()
 
 
 def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
-    """`[B, L+1] bool` committed columns that `edit` writes again or takes back: what is stored of them is void."""
+    """Return `[B, L+1] bool` committed columns that `edit` writes again or takes back. Their slots are void."""
     return written(canvas, query, edit) & ~canvas.masked
 
 
 def written(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
-    """`[B, L+1] bool` columns whose token `edit` writes or takes back: they must be computed again."""
+    """Return `[B, L+1] bool` columns that `edit` writes or takes back. They must be computed again."""
     touched = edit.commit if edit.remask is None else edit.commit | edit.remask
-    # Filler positions share a slot, the empty one, and no other position occurs twice.
+    # Fillers share the empty slot. No other position occurs twice.
     return torch.zeros_like(canvas.masked).scatter(1, query.positions, touched)
 
 
@@ -280,6 +269,6 @@ def take(stored: Tensor, columns: Tensor) -> Tensor:
 
 
 def put(stored: Tensor, columns: Tensor, fresh: Tensor) -> None:
-    """Write `fresh [B, M, ...]` over `columns [B, M]` of `stored [B, L+1, ...]`, in place."""
+    """Write `fresh [B, M, ...]` to `columns [B, M]` of `stored [B, L+1, ...]`, in place."""
     at = columns.view(*columns.shape, *[1] * (fresh.dim() - 2)).expand_as(fresh)
     stored.scatter_(1, at, fresh.to(stored.dtype))

@@ -24,22 +24,23 @@ StorePasses = Literal["ride", "separate"]
 
 @dataclass
 class BlockCausalCache(BaseCache):
-    """Recompute the current block alone. Answers are those of `cache=none`: no earlier block sees it.
+    """Recompute the current block alone. Answers are those of `cache=none`, since no earlier block sees it.
 
     Source: SDAR, arXiv 2510.06303; block diffusion, arXiv 2503.09573. The keys and values of a block are final once a
-    forward has seen all its tokens. Published code spends a forward on that and one on the prompt's full blocks; here
-    both ride with the next block's first forward, which computes the finished block, or the prompt, too. Blocks that
-    are decoded in parts (`blocks.part`) are computed whole. Under a logit shift (Fast-dLLM v2) the row before the
-    block, which predicts the block's first position, is computed until that is known.
+    forward has seen all its tokens. Published code spends a forward on each finished block and one on the prompt. Here
+    the next block's first forward computes them, too. Blocks that are decoded in parts (`blocks.part`) are computed
+    whole. Under a logit shift (Fast-dLLM v2) the row before the block predicts the block's first position. It is
+    computed until that position is known.
 
-    In a causal context (Nemotron-Labs-Diffusion) a finished block's keys and values are those that it has as context,
-    so the next block's first forward computes it again.
+    In a causal context (Nemotron-Labs-Diffusion) the keys and values of a finished block change once it is context, so
+    the next block's first forward computes it again.
 
     Args:
-        store_pass: `ride`; `separate` makes the published forwards that only store (they count as NFE).
-        token_causal: tokens before the first mask see nothing after themselves, in the block and in the cache: keys and
-            values as the model has them at block size 1, which S2D2 (arXiv 2603.25702) calls an AR-like cache. Answers
-            differ from those of `cache=none`.
+        store_pass: `ride` stores with the next block's first forward. `separate` makes the published forwards that only
+            store. They count as NFE.
+        token_causal: tokens before the first mask see nothing after themselves. Keys and values are then those of the
+            model at block size 1, which S2D2 (arXiv 2603.25702) calls an AR-like cache. Answers differ from those of
+            `cache=none`.
     """
 
     keeps_noise: ClassVar[bool] = False
@@ -52,19 +53,19 @@ class BlockCausalCache(BaseCache):
 
     def __post_init__(self) -> None:
         if self.store_pass not in get_args(StorePasses):
-            raise UserError("choice-unknown", f"cache.store_pass is {self.store_pass!r}. Set ride or separate.")
+            raise UserError("choice-unknown", f"cache.store_pass={self.store_pass!r} is unknown. Set ride or separate.")
         check_switch("cache.token_causal", self.token_causal)
 
     @override
     def bind(self, context: Context) -> Cache:
         if self.store_pass == "separate" and context.spec.attention == "causal_context":
-            raise UserError("cache-incompatible", "cache.store_pass=separate is for block-causal models. Use ride.")
+            raise UserError("cache-incompatible", "cache.store_pass=separate is for block-causal models. Set ride.")
         if self.token_causal and context.spec.attention == "causal_context":
             raise UserError("cache-incompatible", "cache.token_causal=true is for block-causal models. Remove it.")
         return super().bind(context)
 
     def around(self, scheduler: Scheduler) -> Scheduler:
-        """See `Wraps.around`."""
+        """Return the scheduler, with forwards that only store if `store_pass` is `separate`."""
         return StorePass(scheduler) if self.store_pass == "separate" else scheduler
 
     @override
@@ -89,7 +90,7 @@ class BlockCausalCache(BaseCache):
         return True
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
-        """See `Prefills.prefill`. The prompt's full blocks see nothing after them: one forward per prompt, copied."""
+        """Compute the prompt's full blocks, which see nothing after them, once per prompt. See `Prefills.prefill`."""
         if self.twin is not None:
             return None
 
@@ -111,17 +112,18 @@ class BlockCausalCache(BaseCache):
         self.clean = canvas.grid_start()
         return torch.stack([spent.computed, *[torch.zeros_like(spent.computed)] * (samples - 1)], 1).flatten()
 
+    @override
     def computes(self, canvas: Canvas) -> Tensor:
-        """See `Cache.computes`. A block that begins with the prompt's last tokens is computed whole."""
-        begin, column = canvas.grid_start(), canvas.columns()
+        begin, column = canvas.grid_start(), canvas.columns()  # a block may begin with the prompt's last tokens
         first = torch.minimum(self.clean, begin)
         if self.spec.shift or self.spec.seeds:
             unknown = canvas.masked.gather(1, begin[:, None])[:, 0] & (begin > 0)
             first = torch.minimum(first, begin - unknown.long())
         return (column >= first[:, None]) & (column < canvas.grid_end()[:, None])
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`. A block that was full, and stayed as it was, is stored as it is."""
+        # What this forward stored of a block is final if the block was full and this step did not change it.
         written = (edit.commit if edit.remask is None else edit.commit | edit.remask).any(1)
         full = ~(canvas.masked & canvas.in_grid_block()).any(1) & ~written
         if query.mixture is not None:  # keys of soft inputs are not those of the tokens
@@ -129,7 +131,7 @@ class BlockCausalCache(BaseCache):
         if self.spec.attention == "causal_context":  # a finished block is computed again, as context
             full = torch.zeros_like(full)
         clean = torch.where(full, canvas.grid_end(), canvas.grid_start())
-        if query.shifted is not None:  # what it computed is context as far as it saw the present tokens
+        if query.shifted is not None:  # stored keys are context up to the first token that this step changed
             void = canvas.eligible(query.positions) & ~(edit.commit & (edit.ids == query.ids[:, 0]))
             sound = query.positions.masked_fill(~void, canvas.length).amin(1).minimum(canvas.stop)
             clean = torch.where(query.shifted, sound, clean)

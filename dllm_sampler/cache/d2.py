@@ -23,25 +23,29 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 class D2Cache(BaseCache):
     """After the first forward, compute a few masks, what was just committed, and the tokens most looked at.
 
-    Source: d2Cache, arXiv 2509.23094. The masks are the best `masks` by their last known confidence times the certainty
-    density (`scheduler=certainty`), those of the block first, out of as many blocks as hold that many. The other
-    tokens are the nucleus of mass `rollout` of the attention rollout: the column sums of the product, over layers, of
-    attention (mean over heads, a row that is not computed looks at itself) mixed with the identity. Gaps between
-    chosen columns are closed where these lie at most `gap` apart.
+    Source: d2Cache, arXiv 2509.23094, which decodes by `scheduler=certainty`. A mask is scored by its last known
+    confidence times the certainty density. The best `masks` are computed, those of the block first, out of as many
+    blocks as hold that many. The other tokens are a nucleus of the attention rollout, with mass `rollout`. The rollout
+    is the product over layers of attention mixed with the identity. Its column sums are the scores. Attention is the
+    mean over heads, and a row that is not computed looks at itself.
 
-    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it: a schedule's share
-    is cut to what is predicted. Four slips of the published code are not repeated: its stored confidences are those of
-    the first forward for good, masks that were not computed can be committed from empty logits, the block by whose
-    length it rounds is what is left of it, and on Dream the prompt's last row, which the rollout may have chosen, is
-    computed only where the first mask is. It also fills the rows of a batch up to the same number of columns, by score;
-    here a row computes in a batch what it computes alone. At the end of a block it prefers the masks of the block that
-    is full, here those of the next one.
+    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it. A schedule's share
+    is cut to what is predicted. Each layer computes attention probabilities besides the attention, and holds L x L
+    numbers per row.
+
+    Four slips of the published code are not repeated. Its stored confidences are those of the first forward for good.
+    Masks that were not computed can be committed from empty logits. It rounds by the length of what is left of a block.
+    On Dream it computes the prompt's last row only with the first mask, even if the rollout chose it.
+
+    Two more things differ. Published code fills the rows of a batch up to the same number of columns, by score. Here a
+    row computes in a batch what it computes alone. At the end of a block the code prefers masks of the block that is
+    full, and this class those of the next one.
 
     Args:
-        masks: how many masks are computed.
-        rollout: attention mass of the other tokens; the first one goes in any case, unless it is 0. 1: all tokens.
+        masks: number of masks that are computed.
+        rollout: attention mass of the other tokens. Above 0 at least one token is computed. 1 computes all tokens.
         sigma: width of the density's Gaussian in positions.
-        gap: distance of chosen columns up to which those in between are computed too; 0: none.
+        gap: columns between two chosen ones are computed, too, if these are at most `gap` apart. 0 adds none.
     """
 
     uses_padded_plan: ClassVar[bool] = True
@@ -72,8 +76,8 @@ class D2Cache(BaseCache):
         live.flow = torch.zeros(batch, columns, columns - 1, dtype=precise, device=canvas.ids.device)
         return live
 
+    @override
     def due(self, canvas: Canvas) -> Tensor:
-        """See `BaseCache.due`: the first forward alone."""
         return canvas.step == 0
 
     @override
@@ -84,11 +88,11 @@ class D2Cache(BaseCache):
         return between(chosen, self.gap) & seen | self.due(canvas)[:, None]
 
     def wanted(self, canvas: Canvas) -> Tensor:
-        """`[B, L+1] bool` masks to predict."""
+        """Return `[B, L+1] bool` masks to predict."""
         column, start, end = canvas.columns(), canvas.start[:, None], canvas.end[:, None]
         later = canvas.masked & (column >= start) & (column < end)
         size = (canvas.stop - canvas.start).clamp(min=1)[:, None]
-        # Blocks as long as this one, up to and with the one that holds the last of that many masks.
+        # Blocks as long as this one, up to the one that holds the last of that many masks.
         last = torch.where(later & (later.cumsum(1) <= self.masks), column, start).amax(1, keepdim=True)
         until = torch.where(later.sum(1, keepdim=True) < self.masks, end, start + ((last - start) // size + 1) * size)
         answer = canvas.answer()
@@ -98,7 +102,7 @@ class D2Cache(BaseCache):
         return select.top(score, later & (column < until), torch.full_like(canvas.start, self.masks))
 
     def looked_at(self, seen: Tensor, among: Tensor) -> Tensor:
-        """`[B, L+1] bool` the nucleus of the rollout's sums over the rows `seen [B, L+1]`, `among [B, L+1]`."""
+        """Return `[B, L+1] bool` the nucleus of the rollout's sums over the rows `seen`, out of `among [B, L+1]`."""
         if self.rollout in (0, 1):
             return among & bool(self.rollout)
         mass = (seen[:, None].to(self.flow.dtype) @ self.flow)[:, 0]  # [B, L]
@@ -109,11 +113,11 @@ class D2Cache(BaseCache):
         ordered = torch.zeros_like(share).scatter(1, place, share).cumsum(1).gather(1, place)
         return among & ((ordered <= self.rollout) | (place == 0))
 
+    @override
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
-        """See `Cache.narrow`; every other mask that is computed is asked about too, to learn its confidence."""
         if query.keeps_positions:
             return query
-        query = super().narrow(canvas, query, predicted)
+        query = super().narrow(canvas, query, predicted)  # and asks about all computed masks, for their confidence
         return query.join(canvas, canvas.masked & predicted, max(canvas.layout.longest, query.positions.shape[1]))
 
     @override
@@ -128,7 +132,7 @@ class D2Cache(BaseCache):
         return hidden + parts.mlp(hidden)
 
     def roll(self, weights: Tensor, positions: Tensor) -> None:
-        """One layer of the rollout: `weights [B, H, M, S]` are those of the rows at `positions [B, M]`."""
+        """Add a layer to the rollout, from attention `weights [B, H, M, S]` of the rows at `positions [B, M]`."""
         length = self.flow.shape[2]
         mean = weights.mean(1)[..., :length].to(self.flow.dtype)  # [B, M, L]
         own = take(self.flow, positions)
@@ -143,7 +147,7 @@ class D2Cache(BaseCache):
 
 
 def between(chosen: Tensor, gap: int) -> Tensor:
-    """`[B, L+1] bool` the columns `chosen [B, L+1]` and those between two of them that lie at most `gap` apart."""
+    """Return `[B, L+1] bool` the columns `chosen [B, L+1]`, and those between two that are at most `gap` apart."""
     far = chosen.shape[1] + gap
     column = torch.arange(chosen.shape[1], device=chosen.device)
     before = torch.where(chosen, column, -far).cummax(1).values

@@ -23,18 +23,18 @@ Attention = Literal["full", "block_causal"]
 
 @dataclass
 class D2FCache(BaseCache):
-    """Recompute from the first block that was not full yet in the forward before; what is before it is stored for good.
+    """Store each block once, by the first forward that sees it full. Recompute from the first other block on.
 
     Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Keys and values of the prompt come from the
-    first forward, those of a block from the first one that saw all its tokens; they are not renewed. Where a forward
-    computes several candidates, those of the one that won are stored. On models with a logit shift (Dream) the row
-    that predicts the first position after the stored ones comes from the same forward. If that forward did not ask
-    about the position (for example under `random_order`), the row is computed again.
+    first forward. None are ever renewed. If a forward computes several candidates, those of the winner are stored. On
+    models with a logit shift (Dream) the forward also stores the row that predicts the next position. If it did not ask
+    about that position (for example under `random_order`), the row is computed again.
 
     Args:
-        attention: what a token sees. `full`: all that is stored or computed, so that stored values depend on the
-            tokens after them at that time. `block_causal`: the prompt, earlier blocks and its own block, which D2F
-            trains; nothing stored depends on what comes later, and answers are those of forwards that compute all.
+        attention: columns that a token sees. `full`: all that are stored or computed, so stored values depend on the
+            tokens after them at that time. `block_causal`, which D2F trains: the prompt, earlier blocks and its own
+            block. Nothing stored depends on later tokens then, so answers are those of forwards
+            that compute everything under this attention.
     """
 
     keeps_noise: ClassVar[bool] = False
@@ -42,7 +42,7 @@ class D2FCache(BaseCache):
     attention: Attention = "full"
 
     length: int = field(init=False, default=0, repr=False, compare=False)  # of a block
-    stored: Tensor = field(init=False, repr=False, compare=False)  # [B] what is before this column is stored
+    stored: Tensor = field(init=False, repr=False, compare=False)  # [B] columns before this one are stored
     rows: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # [B, D] of the column before that
     kept: Tensor = field(init=False, repr=False, compare=False)  # [B] bool: `rows` has it from the last forward
     made: tuple[Plan, Tensor] | None = field(init=False, default=None, repr=False, compare=False)  # of the last forward
@@ -50,13 +50,13 @@ class D2FCache(BaseCache):
     def __post_init__(self) -> None:
         check_choice("cache.attention", self.attention, Attention)
 
+    @override
     def bind(self, context: Context) -> Cache:
-        """See `Cache.bind`. Block-causal attention takes the length of the blocks."""
         blocks = context.blocks
         if self.attention == "block_causal" and (blocks.sizes_on_open or blocks.slides):
             raise UserError(
                 "cache-incompatible",
-                f"cache.attention=block_causal needs blocks of one length, and blocks={named(blocks)} makes others."
+                f"cache.attention=block_causal needs blocks of one length, and blocks={named(blocks)} varies it."
                 " Use blocks=pipeline, blocks=fixed or cache.attention=full.",
             )
         bound = replace(self)
@@ -103,15 +103,15 @@ class D2FCache(BaseCache):
         self.made = plan, hidden
         return hidden
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`: what this forward computed before the first block with masks is stored."""
         assert self.made is not None
         (plan, hidden), self.made = self.made, None
         won = torch.zeros_like(canvas.start) if edit.candidate is None else edit.candidate  # [B]
         if self.spec.shift:
             head_rows, rows = plan.head_rows, len(won)
             here = (head_rows.position == canvas.start[head_rows.row]) & (head_rows.candidate == won[head_rows.row])
-            here = here & (head_rows.place < head_rows.query.ids.numel())  # fillers have the last answer's place
+            here = here & (head_rows.place < head_rows.query.ids.numel())  # fillers have the last entry's place
             old = hidden.new_zeros(rows, hidden.shape[1]) if self.rows is None else self.rows
             room, at = torch.cat([old, old[:1]]), torch.where(here, head_rows.row, rows)  # [R]
             self.rows = room.index_copy(0, at, hidden)[:rows]

@@ -1,4 +1,4 @@
-"""d3LLM's cache: what is finished is stored some forwards later, and refreshed now and then."""
+"""d3LLM's cache: finished columns are stored some forwards later, and refreshed now and then."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class DelayedPrefix(BaseCache):
-    """Store columns before the active block once they have been finished for `delay` forwards; compute all the rest.
+    """Store columns before the active block once they have been finished for `delay` forwards. Compute all others.
 
-    Source: d3LLM, arXiv 2601.07568. A forward computes the columns that are not stored, masks after the active block
-    included. The forward in which columns are due stores them; from the next one on they are served. While finished
-    columns wait, and in every `refresh_every`-th forward, the whole row is computed instead, and what is stored is
-    renewed; columns that are due come first. Refreshes commit like any other forward, so they cost no extra ones. The
-    prompt counts as finished before the first forward.
+    Source: d3LLM, arXiv 2601.07568. The forward in which columns are due stores them, and later ones serve them. While
+    finished columns wait, and in every `refresh_every`-th forward, the whole row is computed and the slots are renewed.
+    Columns that are due come first. A refresh commits like any other forward, so it costs no extra one. The prompt
+    counts as finished before the first forward.
 
-    On models with a logit shift (Dream) the row before is computed too, which predicts the first position; the
-    published code goes without, so that this position reads the row that predicts its successor.
+    On models with a logit shift (Dream) the row that predicts the first position is computed, too. Published code
+    leaves it out, so that this position reads the row that predicts its successor.
 
     Args:
-        delay: forwards between the one that finds columns finished and the one that stores them; 0 and 1 store the
+        delay: forwards between the one that finds columns finished and the one that stores them. 0 and 1 store the
             prompt in the first forward. The published evaluation has 1 (Dream) and 2 (LLaDA).
         refresh_every: forwards from one refresh to the next. By default only while columns wait. Published: 3 (LLaDA).
     """
@@ -38,7 +37,7 @@ class DelayedPrefix(BaseCache):
 
     delay: int = 1
     refresh_every: int | None = None
-    since: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] forward that found it finished; -1: none
+    since: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] forward that found it finished, or -1
     edge: Tensor = field(init=False, repr=False, compare=False)  # [B] columns before it are stored
 
     def __post_init__(self) -> None:
@@ -72,11 +71,11 @@ class DelayedPrefix(BaseCache):
         self.edge = self._due(canvas, self.since)
 
     def found(self, canvas: Canvas) -> Tensor:
-        """`[B, L+1]` which forward found each column finished, the next one included."""
+        """Return `[B, L+1]` the forward that found each column finished. The next one counts. -1 means none."""
         fresh = (self.since < 0) & (canvas.columns() < canvas.start[:, None])
         return torch.where(fresh, canvas.step[:, None] + 1, self.since)
 
     def _due(self, canvas: Canvas, since: Tensor) -> Tensor:
-        """`[B]` end of the columns that are stored by the next forward; they were found from left to right."""
+        """Return `[B]` the end of the columns that the next forward stores. They were found from left to right."""
         waited = canvas.step[:, None] + 1 - since
         return ((since >= 0) & (waited >= self.delay)).sum(1)

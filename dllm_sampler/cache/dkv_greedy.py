@@ -1,4 +1,4 @@
-"""dKV-Cache-Greedy: what is committed now, what was committed last, and a few masks around."""
+"""dKV-Cache-Greedy: a step computes what it commits, what the last step committed, and a few masks around."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from dllm_sampler.errors import UserError
 class GreedyCache(BaseCache):
     """Compute the positions that this step commits, those of the previous step, and `window` masks around each new one.
 
-    Source: dKV-Cache-Greedy, arXiv 2505.15781. Everything else is served as it was last computed, also masks. A step
-    costs a number of rows that does not grow with the canvas, but the positions of the step must be known before its
-    forward: `scheduler=random_order`. As in the published code the window lies around each position to be committed,
-    and takes masks outwards, left and right in turns, wherever they are on the canvas.
+    Source: dKV-Cache-Greedy, arXiv 2505.15781, published for LLaDA. Here it also works under a logit shift. Everything
+    else is served as it was last computed, also masks. The cost of a step does not grow with the canvas, but its
+    positions must be known before its forward, as with `scheduler=random_order`. As in the published code, a window
+    takes masks outwards from the position, left and right in turns, anywhere on the canvas.
 
     Args:
-        refresh_every: forwards from one full one to the next; they are counted in each block, which opens with one.
+        refresh_every: forwards from one full one to the next, counted in each block. A block opens with a full one.
             1 never reuses.
         window: masks around each position that is committed.
     """
@@ -37,21 +37,21 @@ class GreedyCache(BaseCache):
     refresh_every: int = 2
     window: int = 4
     ahead: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] see `Planner.ahead`
-    most: int = field(init=False, default=0, repr=False, compare=False)  # no row commits more in a forward
-    wrote: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: what the last one wrote
+    most: int = field(init=False, default=0, repr=False, compare=False)  # the most commits of a row in a forward
+    wrote: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: written by the last step
 
     def __post_init__(self) -> None:
         check_count("cache.refresh_every", self.refresh_every)
         check_count("cache.window", self.window, 0)
 
+    @override
     def bind(self, context: Context) -> Cache:
-        """See `Cache.bind`. It needs a scheduler that plans."""
         if context.scheduler is not None and not context.scheduler.traits.has(PlannedCommits):
             raise UserError(
                 "cache-incompatible",
-                f"cache={named(self)} must know before each forward what it will commit, and"
+                f"cache={named(self)} must know before each forward what it commits, and"
                 f" scheduler={named(context.scheduler)} decides that by the forward's predictions. Use"
-                " scheduler=random_order, or another cache, for example dkv.",
+                " scheduler=random_order, or another cache, for example cache=dkv.",
             )
         return super().bind(context)
 
@@ -66,14 +66,14 @@ class GreedyCache(BaseCache):
         return canvas.age % self.refresh_every == 0
 
     def expect(self, ahead: Tensor, most: int) -> None:
-        """See `Foresees.expect`."""
+        """Take note of what the next forward commits. See `Foresees.expect`."""
         self.ahead, self.most = ahead, most
 
     @override
     def computes(self, canvas: Canvas) -> Tensor:
         chosen, free = self._sure(canvas)
         for place in range(1, self.most + 1):
-            own = self.ahead == place  # [B, L+1], none where the row commits fewer
+            own = self.ahead == place  # [B, L+1], no column if the row commits fewer
             away = canvas.columns() - own.long().argmax(1, keepdim=True)
             turn = torch.where(away < 0, -2 * away - 1, 2 * away)  # left comes before right
             near = select.top(-turn.double(), free, self.window * own.any(1))
@@ -81,7 +81,7 @@ class GreedyCache(BaseCache):
         return chosen | self.due(canvas)[:, None]
 
     def _sure(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """`[B, L+1]` columns computed in any case, and the masks left for windows."""
+        """Return `[B, L+1]` columns that are computed in any case, and the masks left for windows."""
         ahead = self.ahead > 0
         if self.spec.shift:
             ahead = ahead | ahead.roll(-1, 1)  # the rows that predict

@@ -1,4 +1,4 @@
-"""dLLM-Cache: keys, values and the outputs of attention and feed-forward are kept, and refreshed at intervals."""
+"""dLLM-Cache: keys, values and the outputs of attention and feed-forward are stored, and refreshed at intervals."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.core.visibility import Visible
 
-STEP = 1e-12  # cosines are compared in such steps: far above rounding errors of float64, and below those of float32
+STEP = 1e-12  # cosines are rounded to it: far above rounding errors of float64, and below those of float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalPlan(PaddedPlan):
-    """Every column. Each layer computes those that are due."""
+    """A plan of every column. Each layer computes those that are due."""
 
     prompt: Tensor  # [B, P] columns of the prompt, padded with L
     response: Tensor  # [B, G] columns of the response, padded with L
-    begin: Tensor  # [B] where the response begins
+    begin: Tensor  # [B] first column of the response
     seen: Tensor  # [B, G] bool: response columns that exist
-    urgent: Tensor  # [B, G] bool: those whose token was replaced or taken back by the last step
-    share: Tensor  # [B] response columns that are computed between two refreshes
+    urgent: Tensor  # [B, G] bool: tokens that the last step replaced or took back
+    share: Tensor  # [B] number of response columns that are computed between two refreshes
     most: int  # the largest share
 
 
@@ -39,21 +39,22 @@ class IntervalPlan(PaddedPlan):
 class IntervalCache(BaseCache):
     """Refresh the prompt seldom, the response more often, and in between only the rows whose values moved most.
 
-    Source: dLLM-Cache, arXiv 2506.06295. Each layer keeps keys, values, attention output and feed-forward output of
-    every position; where nothing is computed, the stored outputs are added to the stream of the moment. Between two
-    refreshes of the response, a layer computes its values again (they alone are cheap), compares them with those it
-    keeps, and computes the least similar rows (of those that changed equally, the first). The first layer is always
-    computed, as in the published code, so the stream begins with the tokens of the moment. Tokens that were replaced or
-    taken back come before all others when rows are chosen. Under a logit shift the prompt's last row, which predicts
-    the first token, belongs to the response.
-    Positions computed are counted as the mean over the layers, rounded up.
+    Source: dLLM-Cache, arXiv 2506.06295. Each layer stores keys, values, attention output and feed-forward output of
+    every position, twice the memory of `dual`. Stored outputs are added to the residual stream of rows that are not
+    computed, so every position has a prediction, some of them partly old.
+
+    Between two refreshes of the response a layer computes all its values, which is cheap, and compares them with the
+    stored ones. It computes the least similar rows. Of rows that changed equally, it takes the first. Tokens that were
+    replaced or taken back come before all others. The first layer is always computed, as in the published code. Under a
+    logit shift the prompt's last row belongs to the response, since it predicts the first token. Positions computed are
+    the mean over the layers, rounded up.
 
     Args:
         prompt_every: forwards from one refresh of the prompt to the next, over the whole generation.
         response_every: the same for the response.
-        ratio: share of the response computed in between; 0: nothing, 1: all of it.
-        guidance_every: under classifier-free guidance, forwards from one with the branch without prompt to the next;
-            the difference between the branches is reused in between. The first five make it in any case.
+        ratio: share of the response computed in between. 0 computes nothing, 1 all of it.
+        guidance_every: forwards from one with the branch without prompt to the next, under classifier-free guidance.
+            Forwards in between reuse the difference of the branches. The first five forwards run both branches.
     """
 
     uses_padded_plan: ClassVar[bool] = True
@@ -63,7 +64,7 @@ class IntervalCache(BaseCache):
     response_every: int = 7
     ratio: float = 0.25
     guidance_every: int = 1
-    made: int = field(init=False, default=0, repr=False, compare=False)  # forwards; equal for all rows that live
+    made: int = field(init=False, default=0, repr=False, compare=False)  # forwards, as many for all rows that run
     fresh: tuple[bool, bool] = field(init=False, default=(True, True), repr=False, compare=False)  # prompt, response
     attended: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
     fed: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
@@ -82,10 +83,11 @@ class IntervalCache(BaseCache):
         live.urgent = torch.zeros_like(canvas.masked)
         return live
 
+    @override
     def padded(
         self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, entries: Tensor
     ) -> PaddedPlan:
-        """See `BaseCache.padded`: always whole rows. Each layer chooses the part that it computes."""
+        # Whole rows. Each layer chooses the part that it computes.
         wanted = replace(wanted, sizes=replace(wanted.sizes, whole=True))
         return super().padded(canvas, wanted, head_rows, sees, entries)
 
@@ -133,17 +135,17 @@ class IntervalCache(BaseCache):
         return hidden
 
     def _due(self, index: int, parts: LayerParts, hidden: Tensor, plan: IntervalPlan) -> Tensor | None:
-        """Return `[B, R]` columns to compute in layer `index` of `hidden [B, L, D]`, padded with L, or None."""
+        """Return `[B, R]` columns to compute in layer `index` of `hidden [B, L, D]`, padded with L. None if none is."""
         assert self.slots is not None
         answer = plan.response
         prompt, response = self.fresh if index else (True, True)
         due = [*[plan.prompt] * prompt, *[answer] * response]
-        if not response and self.ratio:  # also if the share of a short response is zero rows
+        if not response and self.ratio:  # values are stored even if the share of a short response is 0 rows
             values = parts.values(take(hidden, answer)).transpose(1, 2)  # [B, G, Hkv, Dh]
             stored = take(self.slots.values[index], answer)
             precise = torch.promote_types(values.dtype, torch.float32)
             now, then = values.flatten(2).to(precise), stored.flatten(2).to(precise)
-            # As the cosine orders them, without its cancellation: 1 - cosine is half the square of this distance.
+            # 1 - cosine is half the square of this distance, which has no cancellation.
             distance = (F.normalize(now, dim=-1) - F.normalize(then, dim=-1)).norm(dim=-1)
             # Rounding errors must not choose among rows that did not change, or among masks that changed equally.
             still = (now - then).norm(dim=-1) <= torch.finfo(precise).eps ** 0.5 * then.norm(dim=-1)
@@ -158,7 +160,7 @@ class IntervalCache(BaseCache):
         return at if at.shape[1] else None
 
     def _kept(self, outputs: list[Tensor], index: int, at: Tensor, fresh: Tensor) -> Tensor:
-        """Store `fresh [B, R, D]` at `at [B, R]` of layer `index`; all that is stored, `[B, L, D]`."""
+        """Store `fresh [B, R, D]` at `at [B, R]` of layer `index`. Return all that is stored, `[B, L, D]`."""
         if index == len(outputs):
             outputs.append(fresh.new_zeros(len(fresh), self.urgent.shape[1], fresh.shape[2]))
         put(outputs[index], at, fresh)
@@ -175,7 +177,7 @@ class IntervalCache(BaseCache):
         return ((plan.entries + some * (layers - 1) + layers - 1) // layers) * (plan.entries > 0)
 
     def reuses_guidance(self) -> bool | None:
-        """See `ReusesGuidance.reuses_guidance`."""
+        """Return True if the next forward may reuse the last difference. See `ReusesGuidance.reuses_guidance`."""
         return None if self.guidance_every == 1 else self.made >= 5 and self.made % self.guidance_every != 0
 
     @override

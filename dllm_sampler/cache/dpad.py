@@ -24,18 +24,23 @@ Dropout = Literal["gaussian", "even", "uniform"]
 class DPadCache(SuffixCache):
     """Show a block a few masks after it, chosen by distance when it opens, around another cache.
 
-    Source: DPad, arXiv 2508.14148. At distance d after the block, x = sigma * d / (window - 1), a mask stays with
-    probability scale / sqrt(2 pi) * exp(-x^2 / 2), and never from `window` on. The paper calls its choice
-    deterministic; its code draws it (`gaussian`), from a generator that all draws share. Here the draw belongs to the
-    row's seed and the block. `even` draws nothing: a mask stays where the sum of the probabilities up to it reaches
-    the next whole number. The code wants a `window` no longer than the answer; here a longer one is as good.
+    Source: DPad, arXiv 2508.14148. A mask at distance d after the block stays with probability
+    scale / sqrt(2 pi) * exp(-x^2 / 2), where x = sigma * d / (window - 1). From `window` on no mask stays. In the
+    paper `sigma`, `scale` and `window` are 4, 2, 256 (GSM8K, MATH), 3, 2.3, 512 (HumanEval) or 3, 2.3, 128 (MBPP). Its
+    early termination is `stop=block`.
+
+    The paper calls its choice deterministic. Its code draws it (`gaussian`), from a generator that all draws share.
+    Here a draw depends on the row's seed and the block. The code wants a `window` no longer than the answer. Here it
+    may be longer. Block-causal models, models that compute whole rows, and `stop=prophet` are refused.
 
     Args:
-        inner: the cache of what is left; with `none` every forward computes all columns that the block sees.
-        dropout: what chooses: gaussian, even, or uniform.
-        window: columns after the block, some of them stay.
-        sigma: how fast the probability falls.
-        scale: what the probability is multiplied by.
+        inner: the cache of the columns that are left: none, exact, prefix, dual, periodic_prefix, periodic_dual,
+            vicinity, sparse, trailing or dkv. With none, every forward computes all columns that the block sees.
+        dropout: how masks are chosen. `gaussian` draws. `even` keeps a mask if the sum of probabilities up to it
+            reaches the next whole number. `uniform` draws `number` of them.
+        window: columns after the block. Some of them stay.
+        sigma: speed at which the probability falls with the distance.
+        scale: factor of the probability.
         number: columns that `uniform` keeps of the first `window`, each as likely as any other. If no more than these
             are after the block, it keeps all of them.
     """
@@ -58,12 +63,12 @@ class DPadCache(SuffixCache):
     def keeps(self, canvas: Canvas) -> Tensor:
         columns = canvas.columns().expand_as(canvas.ids)
         distance = columns - canvas.stop[:, None]
-        near = min(self.window, canvas.layout.longest)  # no mask is farther from the block
+        near = min(self.window, canvas.layout.longest)  # the largest distance of a mask from the block
         odds = _odds(near, self.window, self.sigma, self.scale, self.dropout == "even", canvas.ids.device)
         odds = odds[distance.clamp(0, near)]  # [B, L+1]
         if self.dropout == "even":
             return odds > 0
-        # A block's draws are those of its number among steps, counted down from -1: no step draws them too.
+        # A block draws as a step with a negative number, which no step has.
         drawn = replace(canvas, step=canvas.layout.first - canvas.start - 1)
         if self.dropout == "gaussian":
             return drawn.uniform(columns) < odds
@@ -75,9 +80,9 @@ class DPadCache(SuffixCache):
         return select.top(order, among, count) | every[:, None]
 
 
-@cache  # for good: a recorded step (`engine/graphs.py`) reads the tensor where it is
+@cache  # never freed: a recorded step (`engine/graphs.py`) reads the tensor at its address
 def _odds(near: int, window: int, sigma: float, scale: float, even: bool, device: torch.device) -> Tensor:
-    """`[near + 1] float64` the probability to stay at each distance below `near`, and 0; `even`: 0 or 1."""
+    """Return `[near + 1] float64` probabilities to stay at each distance below `near`, and 0. `even` has 0 and 1."""
     rate = sigma / max(window - 1, 1)
     odds = [scale / sqrt(2 * pi) * exp(-((rate * d) ** 2) / 2) for d in range(near)]
     if even:

@@ -1,4 +1,4 @@
-"""Fast-dLLM dual cache: keys and values on both sides of the active block are frozen while it is decoded."""
+"""Fast-dLLM's dual cache: keys and values on both sides of the active block are frozen while it is decoded."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class DualCache(WindowCache):
-    """Recompute the active block alone; the prefix and the masks after it stay as the opening forward saw them.
+    """Recompute the active block alone. Serve all other columns as the block's first forward saw them.
 
-    Source: Fast-dLLM, arXiv 2505.22618. The forward that opens a block computes the whole row, commits like any
-    other, and refreshes every slot; each later one overwrites the block's own slots. The window begins at
-    `WindowCache.first`.
+    Source: Fast-dLLM, arXiv 2505.22618. The first forward of a block computes the whole row, commits like any other,
+    and refreshes every slot. On models with a logit shift (Dream) the row that predicts the block's first position is
+    recomputed, too.
     """
 
     @override

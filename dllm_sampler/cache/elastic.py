@@ -1,4 +1,4 @@
-"""Elastic-Cache: the most attended token tells from which layer on keys and values have to be refreshed."""
+"""Elastic-Cache: attention to the most attended tokens decides from which layer on keys and values are refreshed."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from dllm_sampler.core.visibility import visible
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticPlan(PaddedPlan):
-    """The padded form, and what the layers need to compare. Padded positions are the empty slot L."""
+    """A padded plan, with the columns whose attention the layers compare. A filler is the empty slot L."""
 
     chosen: Tensor  # [B, L+1] bool: the planned positions as a set
     watched: Tensor  # [B, R] columns of the rows that predict the masks
     tracked: Tensor  # [B, T] columns of the tokens whose attention is compared
     known: Tensor  # [B, L+1] bool: decoded columns, which may be tracked next
     live: Tensor  # [B] bool: rows that are not finished
-    columns: Tensor  # [B] how many columns the row has
+    columns: Tensor  # [B] number of columns of the row
 
 
 @dataclass
@@ -40,26 +40,28 @@ class ElasticCache(BaseCache):
     """Recompute a sliding window, and all columns of the deeper layers once attention has moved in a layer.
 
     Source: Elastic-Cache, arXiv 2510.14973. A forward computes the rows that predict the `window` leftmost masks, the
-    tokens committed by the last step, and the tracked tokens: those that each layer's window looked at most in the
-    last forward. Layer by layer it compares the attention of the tracked tokens, averaged over heads, with what their
-    stored queries and the stored keys give; where the cosine similarity falls below `gamma`, all deeper layers compute
-    every column, from stored inputs. Nothing outside the window is predicted, so nothing else can be committed: a
-    schedule's share is cut to it, and a block takes a forward per window of its masks at least.
+    tokens committed by the last step, and the tracked tokens. Each layer tracks the tokens that its window looked at
+    most in the last forward. It compares their attention, averaged over heads, with that of their stored queries and
+    the stored keys. If the cosine similarity is below `gamma`, all deeper layers compute every column, from stored
+    inputs.
 
-    Published with `blocks=full`, which the window replaces; inside shorter blocks it ends where the block does. Masks
-    after a committed end of text come last, as if the published code had dropped them. Each row of a batch decides
-    for itself: a layer is as wide as the widest row needs it, and stores what each row asked for.
+    Only masks in the window are predicted and can be committed. A schedule's share is cut to them. `origin`,
+    `random_order`, `rcr` and `remdm` are refused. Memory is twice that of `dual`, and more with grouped heads.
 
-    Widening a layer decides the shape of the next one, so the host waits for the device once per layer, until a row
-    refreshes: the one cache that reads inside a step.
+    Published with `blocks=full`. Inside shorter blocks the window ends with the block. Masks after a committed
+    end-of-text token come last, as if the published code had dropped them. Each row of a batch decides for itself. A
+    layer is as wide as the widest row needs it, and stores what each row asked for.
+
+    The host waits for the device once per layer until a row refreshes, since that decides the shape of the next layer.
+    This is the only cache that reads the device inside a step.
 
     Args:
-        gamma: similarity below which deeper layers are refreshed; -1: never, 1: wherever attention has moved, above 1:
-            always.
+        gamma: similarity below which deeper layers are refreshed. -1 means never, 1 whenever attention has moved, and
+            above 1 always.
         window: leftmost masks that are predicted.
         track: tokens tracked per layer.
         block_caching: leave the masks after the window as they were last computed.
-        full_every: steps from one whole forward to the next (1: no reuse, exact). By default the first step only.
+        full_every: steps from one whole forward to the next. 1 reuses nothing. By default only the first is whole.
     """
 
     uses_padded_plan: ClassVar[bool] = True
@@ -107,15 +109,15 @@ class ElasticCache(BaseCache):
         return among & (among.cumsum(1) <= self.window)
 
     def forwarded(self, canvas: Canvas) -> Tensor:
-        """`[B, L+1] bool` the rows that predict masks and are computed in each forward."""
+        """Return `[B, L+1] bool` rows that predict masks and are computed in each forward."""
         return self.predicting_columns(self.ahead(canvas) if self.block_caching else canvas.masked & canvas.seen())
 
     @override
     def computes(self, canvas: Canvas) -> Tensor:
         return self.forwarded(canvas) | self.stale | self.tracked | self.due(canvas)[:, None]
 
+    @override
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
-        """See `Cache.narrow`: the window alone, in its own width."""
         query = query.drop(canvas, self.ahead(canvas))
         return replace(query, positions=query.positions[:, : self.window], ids=query.ids[:, :, : self.window])
 
@@ -179,7 +181,7 @@ class ElasticCache(BaseCache):
         return hidden
 
     def _begin(self, hidden: Tensor, rope: Any, plan: ElasticPlan) -> None:
-        """Before the first layer: nothing to refresh yet, or everything."""
+        """Prepare for the first layer of a forward, in which no layer or every layer is refreshed."""
         self.wide = plan.contiguous
         self.refresh_from = torch.full_like(self.refresh_from, -1 if plan.contiguous else self.spec.num_layers)
         self.tracked = torch.zeros_like(self.tracked)
@@ -190,7 +192,7 @@ class ElasticCache(BaseCache):
             self.inputs = [hidden.new_zeros(shape) for _ in range(self.spec.num_layers)]
 
     def _write(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: ElasticPlan) -> None:
-        """Store `q [B, H, M, Dh]` and `k, v [B, Hkv, M, Dh]`; of a wide layer what each row asked for."""
+        """Store `q [B, H, M, Dh]` and `k, v [B, Hkv, M, Dh]`. Of a wide layer, store what each row asked for."""
         assert self.slots is not None
         if not self.wide:
             self.slots.write(index, k, v, plan.slots)
@@ -202,34 +204,34 @@ class ElasticCache(BaseCache):
             old.copy_(torch.where(fresh, new.transpose(1, 2).to(old.dtype), old))
 
     def _stored(self, index: int, columns: Tensor) -> Tensor:
-        """Queries `[B, H, R, Dh]` of layer `index` at `columns [B, R]`."""
+        """Return stored queries `[B, H, R, Dh]` of layer `index` at `columns [B, R]`."""
         return take(self.queries[index], columns).transpose(1, 2)
 
     def similarity(self, before: Tensor, now: Tensor, plan: ElasticPlan) -> Tensor:
-        """`[B]` how alike two attention maps `[B, H, T, S]` of the tracked tokens are: the mean cosine."""
+        """Return `[B]` the mean cosine of two attention maps `[B, H, T, S]` of the tracked tokens."""
         real = (plan.tracked < plan.chosen.shape[1] - 1).double()  # [B, T]
         before, now = (F.normalize(a.to(torch.promote_types(a.dtype, torch.float32)), dim=-1) for a in (before, now))
-        # The cosine without its cancellation: that of maps which did not move is 1, whatever else is in the batch.
+        # A cosine without cancellation. That of equal maps is exactly 1 in every batch.
         alike = (1 - (before - now).square().sum(-1) / 2).mean(1).double()  # [B, T]
         return (alike * real).sum(1) / real.sum(1)
 
     def most_attended(self, weights: Tensor, plan: ElasticPlan) -> Tensor:
-        """`[B, L+1] bool` the decoded columns that the watched rows look at most, by `weights [B, H, R, S]`."""
+        """Return `[B, L+1] bool` decoded columns that the watched rows look at most, by `weights [B, H, R, S]`."""
         real = (plan.watched < plan.chosen.shape[1] - 1).to(weights.dtype)[:, None, :, None]
         mass = (weights * real).sum((1, 2)).double()  # [B, S]
-        # Where an end token's embedding is 0, as padding's is, the first layer looks at all end tokens alike.
+        # The first layer looks at all end tokens alike if their embedding is 0, as that of padding is.
         mass = significant(mass, weights.dtype)
         mass = F.pad(mass, (0, plan.known.shape[1] - mass.shape[1]))
         return select.top(mass, plan.known, torch.full_like(self.refresh_from, self.track))
 
+    @override
     def cost(self, plan: Plan) -> Tensor:
-        """See `Cache.cost`; rounded up."""
         assert isinstance(plan, ElasticPlan)
         layers = self.spec.num_layers
         reused = self.refresh_from.clamp(min=0)
         total = plan.entries * reused + plan.columns * (layers - reused)
-        return ((total + layers - 1) // layers) * plan.live
+        return ((total + layers - 1) // layers) * plan.live  # rounded up
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`: what the step wrote is stale until the next forward, which computes it."""
         self.stale = written(canvas, query, edit)

@@ -1,4 +1,4 @@
-"""The default: whatever cache changes no answer."""
+"""The default cache, which changes no answer."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,9 +14,9 @@ from dllm_sampler.core.spec import AllColumns
 
 @dataclass
 class ExactCache(BaseCache):
-    """`block_causal` for block-causal models, unless the scheduler needs whole forwards; `none` for all others.
+    """Use `block_causal` for block-causal models, and `none` for all others.
 
-    Approximate caches are to be asked for.
+    Under a scheduler that needs whole forwards (`wino`) it is `none` for block-causal models, too.
     """
 
     stores: ClassVar[bool] = False

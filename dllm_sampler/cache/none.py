@@ -20,7 +20,7 @@ def once(canvas: Canvas, query: Query, spec: ModelSpec) -> Plan:
 
 @dataclass
 class NoCache(BaseCache):
-    """Compute every position in every step: exact, and the baseline of every speed-up."""
+    """Compute every position in every step. Speed-ups of caches are relative to it."""
 
     stores: ClassVar[bool] = False
     keeps_noise: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""dInfer's caches: the prefix and the dual cache, refreshed now and then inside a block too."""
+"""dInfer's caches: the prefix and the dual cache, with refreshes inside a block, too."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class _Periodic(BaseCache):
 
 @dataclass
 class PeriodicPrefix(_Periodic, PrefixCache):
-    """Fast-dLLM's prefix cache with an extra full forward after every few narrow ones.
+    """Fast-dLLM's prefix cache, with an extra full forward after every few narrow ones.
 
-    Source: dInfer, arXiv 2510.08666. A refresh is one more forward, which commits like any other; narrow forwards
-    are counted over the whole generation, and a block still opens with a refresh. dInfer makes the narrow forward
-    after a refresh even where the refresh filled the block; here it is left out.
+    Source: dInfer, arXiv 2510.08666. The extra forward commits like any other. Narrow forwards are counted over the
+    whole generation, and a block still opens with a refresh. dInfer makes a narrow forward even after a refresh that
+    filled the block. Here it is left out.
 
     Args:
         every: narrow forwards from one refresh to the next. By default only opening blocks refresh.
@@ -63,9 +63,9 @@ class PeriodicPrefix(_Periodic, PrefixCache):
 
 @dataclass
 class PeriodicDual(_Periodic, DualCache):
-    """Fast-dLLM's dual cache with an extra full forward after every few narrow ones.
+    """Fast-dLLM's dual cache, with an extra full forward after every few narrow ones.
 
-    Source: dInfer, arXiv 2510.08666; see `PeriodicPrefix`.
+    Source: dInfer, arXiv 2510.08666. See `PeriodicPrefix`.
 
     Args:
         every: narrow forwards from one refresh to the next. By default only opening blocks refresh.

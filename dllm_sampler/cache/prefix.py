@@ -12,14 +12,13 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class PrefixCache(WindowCache):
-    """Recompute from the active block to the end; everything before it is as the block-opening forward left it.
+    """Recompute from the active block to the end. Serve all columns before it as the block's first forward saw them.
 
-    Source: Fast-dLLM, arXiv 2505.22618. The forward that opens a block computes the whole row, commits like any
-    other, and refreshes every slot. Positions from the block on are computed afresh in each step, so their slots
-    are never read stale.
+    Source: Fast-dLLM, arXiv 2505.22618. The first forward of a block computes the whole row, commits like any other,
+    and refreshes every slot.
 
-    On models with a logit shift (Dream) the window starts one position earlier, with the row that predicts the block's
-    first position; published code starts at the block and commits that position by force.
+    On models with a logit shift (Dream) the row that predicts the block's first position is recomputed, too. Published
+    code starts at the block and commits that position by force.
     """
 
     keeps_noise: ClassVar[bool] = False

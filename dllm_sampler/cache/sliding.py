@@ -21,17 +21,18 @@ Anchor = Literal["both", "last", "window"]
 class SlidingCache(BaseCache):
     """Compute the active block and some columns around it. Refresh everything after `every` commits.
 
-    Source: DSB, arXiv 2602.05992, and DCD, arXiv 2601.02076 (`anchor=last` with `before` and `after` of 2 is its
-    `dual-delay2`, with `after=null` its `prefix-delay2`). Made for `blocks=sliding`. With other blocks it refreshes
-    when a block opens, too. A refresh commits like any other forward. Its own commits are the first that count, and
-    masks that a stop fills or cuts count as well.
+    Source: DSB, arXiv 2602.05992, and DCD, arXiv 2601.02076. With `anchor=last` and `before=2`, `after=2` is DCD's
+    `dual-delay2`, and `after=null` its `prefix-delay2`. Made for `blocks=sliding`. With other blocks it refreshes when
+    a block opens, too. A refresh commits like any other forward. Its own commits count towards the next refresh, and so
+    do masks that a stop fills or cuts.
 
     On models with a logit shift (Dream) the row that predicts the block's first position is computed in any case.
 
     Args:
-        before: columns before the block that are computed.
+        before: columns before the block that are computed. DSB has 24 for LLaDA and 4 for Dream.
         after: columns after it. None means all that follow.
-        every: commits from one refresh to the next. With 1 every forward computes everything.
+        every: commits from one refresh to the next. With 1 every forward computes everything. DSB has the masks of a
+            window.
         anchor: column that `before` counts from. `window`: the block's first one. `last`: where the block began in the
             forward before, so that tokens are computed again once they are committed. Never before the answer. `both`:
             `before` columns before the block, and at least all that it has just left (DSB).
@@ -42,7 +43,7 @@ class SlidingCache(BaseCache):
     every: int = 32
     anchor: Anchor = "both"
     left: Tensor = field(init=False, repr=False, compare=False)  # [B] masks before the last refresh
-    was: Tensor = field(init=False, repr=False, compare=False)  # [B] start of the block in the forward before
+    was: Tensor = field(init=False, repr=False, compare=False)  # [B] start of the block in the last forward
 
     def __post_init__(self) -> None:
         check_count("cache.before", self.before, 0)

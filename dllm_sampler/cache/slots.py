@@ -11,9 +11,9 @@ from dllm_sampler.core.spec import ModelSpec
 
 
 class Slots:
-    """Keys and values of every column, one buffer per layer, written in place; nothing is concatenated per step.
+    """Keys and values of every column, in one buffer per layer that is written in place.
 
-    Made, of zeros, on first use: a generation that takes over another's (`engine/graphs.py`) never has any.
+    Buffers of zeros are made on first use, so a generation that takes over another's (`engine/graphs.py`) has none.
     """
 
     def __init__(self, spec: ModelSpec, batch: int, columns: int):
@@ -22,17 +22,17 @@ class Slots:
 
     @cached_property
     def keys(self) -> list[Tensor]:
-        """`[B, L+1, Hkv, Dh]` of each layer."""
+        """Keys `[B, L+1, Hkv, Dh]` of each layer."""
         return self._buffers()
 
     @cached_property
     def values(self) -> list[Tensor]:
-        """`[B, L+1, Hkv, Dh]` of each layer."""
+        """Values `[B, L+1, Hkv, Dh]` of each layer."""
         return self._buffers()
 
     @cached_property
     def flat(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer as `[B*(L+1), Hkv, Dh]`: views."""
+        """Views `[B*(L+1), Hkv, Dh]` of each layer's keys and values."""
         return [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in zip(self.keys, self.values, strict=True)]
 
     def _buffers(self) -> list[Tensor]:
@@ -41,11 +41,11 @@ class Slots:
 
     @property
     def untouched(self) -> bool:
-        """True if no buffer was made yet."""
+        """Flag: no buffer was made yet."""
         return not {"keys", "values"} & vars(self).keys()
 
     def take(self, other: Slots, rows: Tensor) -> None:
-        """Take over the rows of `other` as `rows [n]` of these."""
+        """Copy all rows of `other` to `rows [n]` of these slots."""
         if self.untouched and other.untouched:
             return
         mine = self.keys + self.values
@@ -54,17 +54,17 @@ class Slots:
             buffer[rows] = fresh
 
     def copy_rows(self, sources: Tensor, rows: Tensor) -> None:
-        """Overwrite `rows [n]` by `sources [n]` of these slots."""
+        """Overwrite `rows [n]` with `sources [n]` of these slots."""
         for buffer in () if self.untouched else self.keys + self.values:
             buffer[rows] = buffer[sources]
 
     def store(self, index: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Store `k, v [1, Hkv, T, Dh]` of a pack at `slots [T]`, counted over all rows, of layer `index`."""
+        """Store `k, v [1, Hkv, T, Dh]` of a pack in layer `index`, at `slots [T]` counted over all rows."""
         for buffer, fresh in zip(self.flat[index], (k, v), strict=True):
             buffer.index_copy_(0, slots, fresh[0].transpose(0, 1).to(buffer.dtype))
 
     def write(self, index: int, k: Tensor, v: Tensor, slots: Tensor | None) -> None:
-        """Store `k, v [B, Hkv, M, Dh]` at `slots [B*M]` of layer `index`, by default from column 0."""
+        """Store `k, v [B, Hkv, M, Dh]` in layer `index`, at `slots [B*M]` or by default from column 0 on."""
         pairs = zip((self.keys[index], self.values[index]), self.flat[index], (k, v), strict=True)
         for buffer, flat, fresh in pairs:
             fresh = fresh.transpose(1, 2)  # [B, M, Hkv, Dh]
@@ -74,5 +74,5 @@ class Slots:
                 flat.index_copy_(0, slots, fresh.flatten(0, 1).to(buffer.dtype))
 
     def read(self, index: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Views `[B, Hkv, columns, Dh]` of layer `index`."""
+        """Return views `[B, Hkv, columns, Dh]` of the keys and values of layer `index`."""
         return self.keys[index][:, :columns].transpose(1, 2), self.values[index][:, :columns].transpose(1, 2)

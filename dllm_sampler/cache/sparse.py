@@ -1,4 +1,4 @@
-"""Sparse-dLLM: a dual cache that throws out the keys the active block hardly looks at."""
+"""Sparse-dLLM: a dual cache that drops the keys at which the active block hardly looks."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -23,31 +23,31 @@ from dllm_sampler.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePlan(PaddedPlan):
-    """The padded form, and what the layers need to choose."""
+    """A padded plan, with the masks by which layers choose keys."""
 
     due: Tensor  # [B] bool: rows that compute and see every column
-    sorts: Tensor | None  # [B] bool: rows that choose in this forward what they keep, if any
-    seen: Tensor  # [B, L+1] bool: columns whose stored keys count: they exist, and this forward has no fresh ones
+    sorts: Tensor | None  # [B] bool: rows that choose their keys in this forward. None if no row can
+    seen: Tensor  # [B, L+1] bool: columns that exist, and whose keys this forward does not compute
     fresh: Tensor  # [B, M] bool: computed positions that exist
     block: Tensor  # [B, M] bool: those that are computed in every forward
 
 
 @dataclass
 class SparseCache(DualCache):
-    """Recompute the active block alone; of the columns around it, keep in each layer the keys the block looks at.
+    """Recompute the active block alone. Of the columns around it, keep in each layer the keys that the block looks at.
 
-    Source: Sparse-dLLM, arXiv 2508.02558. A block begins with whole forwards; in the last of them each layer scores
-    the keys outside the block by their product with the block's mean query, averaged over heads, and pooled over
-    neighbours (the block itself left out). The best share stays in memory, the rest is gone until the next block opens.
-    Equal scores, which pooling makes often, go to the lower position.
+    Source: Sparse-dLLM, arXiv 2508.02558. A block begins with `delay` + 1 whole forwards. In the last one each layer
+    scores the keys outside the block by their product with the block's mean query, averaged over heads. Scores are
+    pooled over neighbours, without the block's. The best share stays in memory, and the rest is dropped until the next
+    block opens. Of equal scores, which pooling often makes, the lower position comes first.
 
-    The slots hold the kept keys only, so memory is about `keep` of the dual cache's; a whole forward holds the keys of
-    one layer besides.
+    Slots hold the kept keys only, so memory is about `keep` of that of `dual`. A whole forward also holds the keys of
+    one layer.
 
     Args:
-        keep: share of the keys outside the block that stay, rounded down; 1 is the dual cache.
-        kernel: neighbours pooled, an odd number; 1: none.
-        delay: whole forwards after the one that opens the block; the last one sorts.
+        keep: share of the keys outside the block that stay, rounded down. 1 is the dual cache.
+        kernel: number of neighbours pooled, which is odd. 1 pools nothing.
+        delay: whole forwards after the one that opens the block. The last one chooses.
     """
 
     uses_padded_plan: ClassVar[bool] = True
@@ -61,7 +61,9 @@ class SparseCache(DualCache):
         check_share("cache.keep", self.keep)
         check_count("cache.delay", self.delay, 0)
         if isinstance(self.kernel, bool) or not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
-            raise UserError("option-range", f"cache.kernel is {self.kernel!r}. Set an odd number of positions.")
+            raise UserError(
+                "option-range", f"cache.kernel={self.kernel!r} is not an odd number of positions. Set for example 3."
+            )
 
     @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
@@ -71,14 +73,14 @@ class SparseCache(DualCache):
         live.kept = [nothing.clone() for _ in range(spec.num_layers)]
         return live
 
+    @override
     def buffers(self, canvas: Canvas) -> Slots:
-        """Slots for what is kept; what is fresh needs none."""
         return Slots(self.spec, len(canvas.ids), int(self.keep * canvas.length))
 
     @property
+    @override
     def steady(self) -> bool:
-        """See `BaseCache.steady`: what is kept is chosen `delay` forwards into the block."""
-        return False
+        return False  # keys are chosen `delay` forwards after the block's first
 
     @override
     def due(self, canvas: Canvas) -> Tensor:
@@ -89,8 +91,8 @@ class SparseCache(DualCache):
         plan, sizes = super().plan(canvas, wanted), wanted.sizes
         assert isinstance(plan, PaddedPlan)
         back = self.back
-        # A row that sorts computes all its columns: a forward as narrow as the widest block holds no such row, where
-        # no block is as wide as an answer (without a prompt, `Layout.given`, even one column more) and none is hidden.
+        # A row that sorts computes all its columns. So a forward as narrow as the widest block holds no such row, if no
+        # column is hidden and no block is as wide as an answer (one column more without a prompt, `Layout.given`).
         widest = canvas.layout.width + back + (canvas.layout.given is not None)
         narrow = not plan.contiguous and sizes.longest <= sizes.block + back and widest <= canvas.layout.shortest
         narrow = narrow and wanted.query.hidden is None
@@ -99,7 +101,7 @@ class SparseCache(DualCache):
             **vars(plan),
             due=self.due(canvas),
             sorts=None if narrow else canvas.age == self.delay,
-            seen=seen & ~wanted.computed,  # a run of open blocks may have grown over what is kept
+            seen=seen & ~wanted.computed,  # a run of open blocks may have grown over kept keys
             # A finished row computes nothing, but a softmax needs something to see.
             fresh=seen.gather(1, at) | canvas.done[:, None],
             block=(at >= canvas.start[:, None] - back) & (at < canvas.stop[:, None]),
@@ -115,18 +117,19 @@ class SparseCache(DualCache):
             self.sort(index, q, k, v, plan)
         return hidden + parts.mlp(hidden)
 
+    @override
     def store(self, index: int, k: Tensor, v: Tensor, plan: PaddedPlan) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the kept and the fresh `k, v [B, Hkv, M, Dh]`. Rows that compute every column see fresh ones only."""
         assert isinstance(plan, SparsePlan) and self.slots is not None
         if plan.contiguous:
             return k, v, None if plan.keys is None else plan.fresh[:, None, None]
         keys, values = self.slots.read(index, self.slots.columns)
-        old = plan.seen.gather(1, self.kept[index]) & ~plan.due[:, None]  # [B, C]
+        # [B, C] kept keys. Rows that compute every column see fresh ones only.
+        old = plan.seen.gather(1, self.kept[index]) & ~plan.due[:, None]
         mask = torch.cat([old, plan.fresh], 1)[:, None, None]
         return torch.cat([keys.to(k.dtype), k], 2), torch.cat([values.to(v.dtype), v], 2), mask
 
     def sort(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> None:
-        """Choose what layer `index` keeps, from its queries `[B, H, M, Dh]` and keys and values `[B, Hkv, M, Dh]`."""
+        """Choose the keys that layer `index` keeps, by its queries `[B, H, M, Dh]`. Keys are `[B, Hkv, M, Dh]`."""
         assert self.slots is not None and plan.sorts is not None
         score = importance(q, k, plan.block)  # [B, M]
         rest = plan.fresh & ~plan.block
@@ -140,7 +143,7 @@ class SparseCache(DualCache):
 
 
 def importance(q: Tensor, k: Tensor, block: Tensor) -> Tensor:
-    """`[B, M]` product of each key `[B, Hkv, M, Dh]` with the mean query `[B, H, M, Dh]` over `block [B, M]`."""
+    """Return `[B, M]` products of the keys `[B, Hkv, M, Dh]` with the mean of `q [B, H, M, Dh]` over `block [B, M]`."""
     weight = block.to(q.dtype)[:, None, :, None]
     mean = (q * weight).sum(2) / weight.sum(2).clamp(min=1)  # [B, H, Dh]
     mean = mean.unflatten(1, (k.shape[1], -1)).mean(2)  # [B, Hkv, Dh]: heads of a group share their keys
@@ -148,8 +151,8 @@ def importance(q: Tensor, k: Tensor, block: Tensor) -> Tensor:
 
 
 def best(score: Tensor, among: Tensor, count: Tensor, kernel: int) -> Tensor:
-    """`[B, M] bool` the `count [B]` best by the highest score in a window of `kernel`, with only `among` in a row."""
-    order = select.columns(F.pad(among, (0, 1)), among.shape[1])  # [B, M]: what is left, closed up
+    """Return `[B, M] bool` the `count [B]` best of `among`, by the highest score of `kernel` neighbours in `among`."""
+    order = select.columns(F.pad(among, (0, 1)), among.shape[1])  # [B, M]: `among` without gaps
     close = F.pad(score, (0, 1), value=-torch.inf).gather(1, order)
     pooled = F.max_pool1d(close[:, None], kernel, 1, kernel // 2)[:, 0]
     taken = select.top(pooled, order < among.shape[1], count)

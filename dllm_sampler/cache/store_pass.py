@@ -15,9 +15,9 @@ from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class StorePass(Around):
-    """Add a forward that stores the prompt, where it has a full block, and one that stores each finished block.
+    """Add a forward that stores the prompt, if it has a full block, and one that stores each finished block.
 
-    Source: SDAR's published loop, arXiv 2510.06303. These forwards commit nothing; the inner scheduler does not see
+    Source: SDAR's published loop, arXiv 2510.06303. These forwards commit nothing, and the inner scheduler does not see
     them.
 
     Args:
@@ -29,16 +29,17 @@ class StorePass(Around):
         """The scheduler that the user named."""
         return self.inner
 
+    @override
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` the block is over once it is full, `[B]` even if it is not, `[B]` passes that only stored, `[B]` where
-        the first block begins; inner."""
+        # [B] the block is over once it is full, [B] it is over now, [B] forwards that only stored, [B] begin of the
+        # first block, and the carry of the inner scheduler.
         no = torch.zeros_like(canvas.done)
         return no, no, torch.zeros_like(canvas.step), canvas.start, super().init(canvas)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """Forwards that only store ask nothing."""
-        return replace(super().traits, asks_block=False)
+        return replace(super().traits, asks_block=False)  # a forward that only stores asks nothing
 
     @override
     def inside(self, carry: Carry) -> Carry:
@@ -48,7 +49,7 @@ class StorePass(Around):
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
         canvas, _, idle = self._counted(canvas, *carry[:4])
         query = super().ask(canvas, carry).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
-        # Tokens are drawn by the steps that the inner scheduler counts, as its order is; drafts have their own numbers.
+        # Noise is keyed by the steps that the inner scheduler counts. Drafts have their own numbers.
         single = query.candidates.step is None and query.ids.shape[1] == 1
         return replace(query, candidates=Candidates(step=canvas.step[:, None])) if single else query
 
@@ -75,21 +76,23 @@ class StorePass(Around):
         )
         return edit, (over, left, carry[2] + idle, carry[3], where_rows(~idle, inner, carry[4], canvas.length))
 
+    @override
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`: one more forward per block, and one for the prompt."""
-        return super().bound(tokens) + tokens + 1
+        return super().bound(tokens) + tokens + 1  # a forward per block, and one for the prompt
 
     @staticmethod
     def _counted(
         canvas: Canvas, over: Tensor, left: Tensor, made: Tensor, begun: Tensor
     ) -> tuple[Canvas, Tensor, Tensor]:
-        """The canvas with the forwards that the inner scheduler counts; `[B]` the rows whose block waits to be stored,
-        and `[B]` those whose forward only stores."""
+        """Return the canvas as the inner scheduler counts its steps, `[B]` rows that store a block, `[B]` that idle.
+
+        A row idles if its forward only stores, either a block or the prompt.
+        """
         assert canvas.layout.grid is not None
         prefilled = canvas.grid_line(begun, canvas.layout.grid.length) > 0
         late = prefilled & (canvas.start == begun)
-        # One that opens full was filled from before it. A part of a block is not stored: a later part may change it.
+        # A block may be full when it opens. A part of a block is not stored, since a later part may change it.
         over = over | (canvas.age == 0) & (canvas.stop == canvas.grid_end())
-        due = left | (over & (canvas.noise_left() == 0))  # a mask token that was chosen is still noise
+        due = left | (over & (canvas.noise_left() == 0))  # a committed mask token is still noise
         idle = due | (prefilled & (canvas.step == 0))
         return replace(canvas, age=(canvas.age - late.long()).clamp(min=0), step=canvas.step - made), due, idle

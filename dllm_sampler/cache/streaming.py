@@ -17,12 +17,12 @@ class StreamingCache(SuffixCache):
     """Show a block the first `window` masks after it and the last of the canvas, around another cache.
 
     Source: Streaming-dLLM, arXiv 2601.17917, which has it around `prefix`. Its threshold is `scheduler=streaming`, its
-    early exit `stop=block`.
+    early exit `stop=block`. Its `window` is 96 to 192 for LLaDA-1.5 and 32 for Dream.
 
     Args:
-        inner: the cache of what is left; with `none` every forward computes all columns that the block sees.
+        inner: the cache of the columns that are left, as in `cache=dpad`.
         window: columns right after the block that stay. 0 keeps none.
-        tail: last columns of the canvas that stay too, from which the model learns how long the answer may be.
+        tail: last columns of the canvas that stay, too. They show the model how long the answer may be.
     """
 
     window: int = 96

@@ -1,4 +1,4 @@
-"""The block cache of Fast-dLLM v2: inside a block, only the part that is decoded is computed."""
+"""The block cache of Fast-dLLM v2, which computes only the decoded part of a block."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class SubBlockCache(BlockCausalCache):
 
     Source: Fast-dLLM v2, arXiv 2509.26328 (`use_block_cache`). Earlier blocks are stored as by `block_causal`. The
     whole block is computed by its first forward, until the first position of the part is known, and once it is full.
-    Keys of the block's other parts are stale in between, so answers may differ from those of `block_causal`. Only where
-    blocks are decoded in parts (`blocks.part`) is there anything to save: with other blocks it is `block_causal`.
+    Keys of the block's other parts are stale in between, so answers may differ from those of `block_causal`. Blocks
+    that are not decoded in parts (`blocks.part`) are computed as by `block_causal`.
     """
 
     keeps_noise: ClassVar[bool] = True
 
-    held: Tensor = field(init=False, repr=False, compare=False)  # [B] where the stored block begins
+    held: Tensor = field(init=False, repr=False, compare=False)  # [B] first column of the stored block, or -1
 
     @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
@@ -35,9 +35,9 @@ class SubBlockCache(BlockCausalCache):
         return live
 
     @property
+    @override
     def steady(self) -> bool:
-        """See `BaseCache.steady`. What is stored depends on when a part's first position became known."""
-        return False
+        return False  # slots depend on when a part's first position became known
 
     @override
     def computes(self, canvas: Canvas) -> Tensor:
@@ -50,7 +50,7 @@ class SubBlockCache(BlockCausalCache):
         return torch.where(self.whole(canvas, first)[:, None], chosen, chosen & part)
 
     def whole(self, canvas: Canvas, first: Tensor) -> Tensor:
-        """`[B] bool` rows whose whole block is computed; `first [B]`: where the active part begins."""
+        """Return `[B] bool` rows whose whole block is computed. The active part begins at `first [B]`."""
         open_ = canvas.masked.gather(1, first[:, None])[:, 0]
         full = ~(canvas.masked & canvas.in_grid_block()).any(1)
         return open_ | full | (self.held != canvas.grid_start())

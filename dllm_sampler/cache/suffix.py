@@ -24,15 +24,15 @@ from dllm_sampler.errors import UserError
 
 @dataclass
 class SuffixCache(Cache, ABC):
-    """Leave most of the masks after the block out of its forwards; the cache inside does all else.
+    """Leave most masks after the block out of its forwards. The inner cache does everything else.
 
-    Which masks stay is chosen when a block opens (`keeps`) and holds until it is over. The others do not exist for the
-    block: they are not queries, and nothing attends to their keys. They keep their columns and come back for later
-    blocks. Given tokens after the block stay. A block that its first forward
-    shortens (`Blocks.sizes_on_open`) also keeps the columns that this forward had taken for a part of it.
+    Masks are chosen when a block opens (`keeps`), until it is over. The others do not exist for the block: they are not
+    queries, and nothing attends to their keys. They keep their columns and come back for later blocks. Given tokens
+    after the block stay. A block that its first forward shortens (`Blocks.sizes_on_open`) also keeps the columns that
+    this forward took for a part of it.
 
     Args:
-        inner: the cache of what is left.
+        inner: the cache of the columns that are left.
     """
 
     inner: Cache = field(default_factory=PrefixCache)
@@ -40,13 +40,15 @@ class SuffixCache(Cache, ABC):
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Cache):
-            raise UserError("option-type", f"cache.inner is {self.inner!r}. Give a Cache, for example PrefixCache().")
+            raise UserError(
+                "option-type", f"cache.inner={self.inner!r} is not a Cache. Pass one, for example PrefixCache()."
+            )
         # The engine asks the wrapper, and the inner cache decides.
         vars(self).update({name: getattr(self.inner, name) for name in ("stores", "syncs", "shared", "judges_draws")})
 
     @abstractmethod
     def keeps(self, canvas: Canvas) -> Tensor:
-        """Return `[B, L+1] bool` the columns after the block (`stop`) that stay. Other columns do not count."""
+        """Return `[B, L+1] bool` columns after the block (`stop`) that stay. Values before `stop` are ignored."""
 
     @override
     def bind(self, context: Context) -> Cache:
@@ -62,13 +64,13 @@ class SuffixCache(Cache, ABC):
         if isinstance(inner, SuffixCache):
             raise UserError(
                 "cache-incompatible",
-                f"cache={named(self)} and cache.inner={named(self.inner)} both choose masks. Use cache.inner=dual.",
+                f"cache={named(self)} and cache.inner={named(self.inner)} both choose masks. Set cache.inner=dual.",
             )
         if not isinstance(inner, BaseCache) or (inner.keeps_noise and not inner.refreshes):
             raise UserError(
                 "cache-incompatible",
-                f"cache={named(self)} shows each block other masks, and cache.inner={named(self.inner)} does not"
-                " compute all of them when a block opens. Use cache.inner=prefix, dual or none.",
+                f"cache={named(self)} shows other masks to each block, and cache.inner={named(self.inner)} does not"
+                " compute all of them when a block opens. Set cache.inner to prefix, dual or none.",
             )
         return replace(self, inner=inner)
 
@@ -87,14 +89,14 @@ class SuffixCache(Cache, ABC):
         chosen = self.inner.computes(canvas)
         return ~self.hidden if chosen is None else chosen & ~self.hidden
 
+    @override
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
-        """See `Cache.narrow`; the query hides what the block does not see."""
         hidden = self.hidden if query.hidden is None else self.hidden | query.hidden
         return replace(self.inner.narrow(canvas, query, predicted), hidden=hidden)
 
+    @override
     def plan(self, canvas: Canvas, wanted: ForwardRequest) -> Plan:
-        """See `Cache.plan`. The plan's cache is the inner one, which drives the layers."""
-        return self.inner.plan(canvas, wanted)
+        return self.inner.plan(canvas, wanted)  # so the inner cache drives the layers
 
     @override
     def recalled(self, canvas: Canvas) -> Tensor | None:
@@ -113,7 +115,7 @@ class SuffixCache(Cache, ABC):
         self.inner.observe(canvas, query, edit, readout)
 
     def _obstacles(self, context: Context) -> Iterator[str]:
-        """Why it cannot serve the model or the scheduler, whatever is inside."""
+        """Yield reasons why no inner cache can serve the model, the blocks or the scheduler."""
         spec, cache = context.spec, f"cache={named(self)}"
         if spec.attention != "bidirectional":
             yield f"{cache} hides masks after the block, and this block-causal model sees none. Use cache=block_causal."
@@ -121,8 +123,8 @@ class SuffixCache(Cache, ABC):
             yield f"{cache} leaves masks out of the forward, and this model computes whole rows only. Use cache=none."
         if context.blocks.slides:
             yield (
-                f"{cache} chooses masks when a block opens, and blocks={named(context.blocks)} opens one only. Use"
-                " cache=sliding, or cache=none."
+                f"{cache} chooses masks when a block opens, and blocks={named(context.blocks)} opens only one. Use"
+                " cache=sliding or cache=none."
             )
         if context.scheduler is None:
             return
@@ -139,6 +141,6 @@ class SuffixCache(Cache, ABC):
             )
         if traits.has(BlocksOpenedAhead):
             yield (
-                f"scheduler.eager opens blocks without a forward of their own, and {cache} chooses by the block what"
-                " a forward sees. Use scheduler.eager=false, or cache=none."
+                f"scheduler.eager=true opens blocks without a forward of their own, and {cache} chooses by block what"
+                " a forward sees. Use scheduler.eager=false or cache=none."
             )

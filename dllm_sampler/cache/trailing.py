@@ -17,24 +17,23 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class TrailingCache(BaseCache):
-    """Recompute columns less than `window` before the first mask, and all after it; the rest is stored.
+    """Recompute columns less than `window` before the first mask, and all after it. Serve the rest from slots.
 
-    Source: the recompute window W of APD (adaptive parallel decoding), arXiv 2506.00413. The window ends at the mask
-    that was first in the forward before, so that tokens committed since are inside it. With 0 they are stored as the
-    masks they were. Made for left-to-right schedulers. In any order, all columns right of a mask are computed in each
-    forward.
+    Source: the recompute window W of APD (adaptive parallel decoding), arXiv 2506.00413. The window ends at the first
+    mask of the last forward, so tokens committed since are inside it. Made for left-to-right schedulers. Under another
+    order all columns right of the first mask are computed in each forward.
 
     Args:
-        window: columns; 1 recomputes each token once after it was committed. On models with a logit shift (Dream) the
-            row that predicts the first mask is recomputed in any case (published code lacks it at 0). No reuse:
-            `cache=none`.
+        window: number of columns. 1 recomputes each token once after its commit. 0 serves it as the mask that it was.
+            On models with a logit shift (Dream) the row that predicts the first mask is always recomputed. Published
+            code lacks it at 0.
     """
 
     keeps_noise: ClassVar[bool] = False
 
     window: int = 16
-    edge: Tensor = field(init=False, repr=False, compare=False)  # [B] first noise in the forward before
-    stale: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: tokens written again since computed
+    edge: Tensor = field(init=False, repr=False, compare=False)  # [B] first noise in the last forward
+    stale: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: tokens that the last step changed
 
     def __post_init__(self) -> None:
         check_count("cache.window", self.window, 0)
@@ -45,8 +44,8 @@ class TrailingCache(BaseCache):
         live.edge, live.stale = canvas.start, torch.zeros_like(canvas.masked)
         return live
 
+    @override
     def due(self, canvas: Canvas) -> Tensor:
-        """See `BaseCache.due`: the first forward alone."""
         return canvas.step == 0
 
     @override

@@ -13,17 +13,17 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class VicinityCache(BaseCache):
-    """Recompute the active block and what lies near it; the rest stays as the block-opening forward saw it.
+    """Recompute the active block and the columns near it. Serve the rest as the block's first forward saw it.
 
-    Source: dInfer, arXiv 2510.08666. Keys and values drift most near what was just committed, so the window
-    `[start - before, stop + after)` is kept fresh. A generation begins with `warmup` forwards of the whole row, while
-    everything is still in motion. dInfer's warm-up stores nothing, so one more whole forward fills its cache there;
-    here each fills the slots, and 5 forwards of warm-up are what dInfer's 4 amount to.
+    Source: dInfer, arXiv 2510.08666. Keys and values change most near new tokens, so the window
+    `[start - before, stop + after)` is recomputed. With two zeros it is `dual`. A generation begins with `warmup`
+    forwards of the whole row. dInfer's 4 store nothing, and one more fills its cache, so `warmup=5` makes as many. Its
+    iteration smoothing, which mixes a mask's input with the expected embedding, is not implemented.
 
     Args:
-        before: columns left of the block; on models with a logit shift (Dream) at least one is recomputed.
+        before: columns left of the block. On models with a logit shift (Dream) at least one is recomputed.
         after: columns right of it.
-        warmup: whole forwards that a generation begins with; the one that opens a block is whole in any case.
+        warmup: whole forwards at the beginning of a generation. The first forward of a block is always whole.
     """
 
     refreshes: ClassVar[bool] = True

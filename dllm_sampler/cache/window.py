@@ -1,4 +1,4 @@
-"""The base of Fast-dLLM's caches: a block opens with a whole row, then one run of columns is recomputed."""
+"""The base of Fast-dLLM's caches, which recompute one run of columns after the first forward of a block."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -13,10 +13,7 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class WindowCache(BaseCache, ABC):
-    """Forwards compute the columns of `span`, which is left to the subclass, or where they are `due`, the whole row.
-
-    A refresh is due when a block opens, and then only.
-    """
+    """A cache whose forwards compute the columns of `span`, or the whole row if a refresh is `due`."""
 
     refreshes: ClassVar[bool] = True
 
@@ -27,15 +24,15 @@ class WindowCache(BaseCache, ABC):
 
     @abstractmethod
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """`[B]` first column and `[B]` end of what a forward computes inside a block."""
+        """Return `[B]` the first column and `[B]` the end of the columns that a forward computes inside a block."""
 
     @property
     def back(self) -> int:
-        """Number of columns before the block in the window: under a shift, the row that predicts the first one."""
+        """Number of columns before the block that are computed. A logit shift needs one, to predict the first mask."""
         return int(self.spec.shift)
 
     def first(self, canvas: Canvas) -> Tensor:
-        """`[B]` where the window begins."""
+        """Return `[B]` the first column that is computed inside a block."""
         return canvas.start - self.back if self.back else canvas.start
 
     @override

@@ -1,4 +1,4 @@
-"""Every cache on `mini` and on 157 million random weights: writes the tables and the picture of docs/caches.md.
+"""Every cache on `mini` and on 157 million random weights: writes the table and the picture of docs/caches.md.
 
 `python -m tests.tables.caches [--smoke] [--check]`; a cut run resumes. Each cache is followed step by step, and
 every so often the step is made without a cache, too, on the same canvas.
@@ -26,10 +26,9 @@ from benchmarks.untrained import llada_157m
 from dllm_sampler import config
 from dllm_sampler.cache.base import Slots
 from dllm_sampler.cli.terminal import Parser, command
-from dllm_sampler.core.protocols import Cache, Denoiser, Plan
+from dllm_sampler.core.protocols import Cache
 from dllm_sampler.core.recorder import Recorder
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.loop import Engine
@@ -48,19 +47,11 @@ from tests.tables.schedulers import Setup, here, settings
 from tests.tables.store import Plugins, Store
 
 SECTION = "cache table"
-HEAD = (
-    "cache",
-    "exact match",
-    "tokens as `none`",
-    "KL",
-    "positions",
-    "`none` = 1",
-    "bytes per token",
-)
+HEAD = ("cache", "time", "positions", "bytes per token", "same tokens", "right")
 COMMAND = "python -m tests.tables.caches"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "caches.md"
 OUTPUT = Path("outputs/cache-table")
-SCHEMA = 2
+SCHEMA = 3
 # Refused by models that see the whole canvas; `exact` is `none` there.
 APART = ("block_causal", "sub_block", "exact")
 RANDOM_WORDS = "random words"  # the task of a model without training
@@ -99,8 +90,6 @@ class Figures:
     seconds: float  # process time of all steps
     seconds_without: float  # of the steps that were repeated without a cache
     repeated: int
-    divergence: float  # sum over predictions, in nats
-    predictions: int
     bytes_per_token: float  # held by the live cache per column and row
 
     @staticmethod
@@ -151,51 +140,6 @@ def bytes_held(cache: Cache) -> int:
     return sum(storages.values())
 
 
-class Spy:
-    """The denoiser, with what it was asked last and what it answered."""
-
-    def __init__(self, inner: Denoiser):
-        self.inner = inner
-        self.plan: Plan
-        self.hidden: Tensor  # [R, D]; logits would not do, a readout overwrites them
-
-    @property
-    def spec(self) -> ModelSpec:
-        """See `Denoiser.spec`."""
-        return self.inner.spec
-
-    def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """See `Denoiser.__call__`."""
-        self.plan = plan
-        self.hidden, spent = self.inner(canvas, query, plan)
-        return self.hidden, spent
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """See `Denoiser.head`."""
-        return self.inner.head(hidden)
-
-    @property
-    def asked(self) -> tuple[Tensor, Tensor]:
-        """`[B, Q]` sorted positions of the last query, and `[B, Q] bool` which of them were answered."""
-        wanted = self.plan.wanted
-        return wanted.query.positions.contiguous(), wanted.answered[:, 0]
-
-    def says(self, row: Tensor, place: Tensor) -> Tensor:
-        """Log-probabilities `[N, V]` of the answers at the rows and places `[N]` of the last query."""
-        hidden = self.plan.head_rows.spread(self.hidden)[row, 0, place]
-        return self.inner.head(hidden).double().log_softmax(-1)
-
-
-def divergence(canvas: Canvas, without: Spy, served: Spy) -> tuple[float, int]:
-    """Sum of KL(no cache, cache) in nats over the masks of the block that both predict, and how many these are."""
-    (at, answered), (all_masks, all_answered) = served.asked, without.asked
-    place = torch.searchsorted(all_masks, at).clamp(max=all_masks.shape[1] - 1)
-    both = (all_masks.gather(1, place) == at) & all_answered.gather(1, place) & answered & canvas.eligible(at)
-    row, column = both.nonzero(as_tuple=True)
-    true, ours = without.says(row, place[row, column]), served.says(row, column)
-    return float((true.exp() * (true - ours)).sum()), len(row)
-
-
 def timed(engine: Engine, state: Generation, step: int) -> float:
     """One step; its process time, which leaves out waiting on a shared machine."""
     start = time.process_time()
@@ -208,8 +152,7 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
     """A generation, step by step; every so often the step is made without a cache too, on the same canvas."""
     sampler = Sampler(base.denoiser, tokenizer=base.tokenizer, **plugins)
     other = Sampler(base.denoiser, tokenizer=base.tokenizer, **{**plugins, "cache": "none"})
-    served, without = Spy(base.denoiser), Spy(base.denoiser)
-    engine, reference = Engine(served, sampler.plugins, 1), Engine(without, other.plugins, 1)
+    engine, reference = Engine(base.denoiser, sampler.plugins, 1), Engine(base.denoiser, other.plugins, 1)
     chosen, spec = sampler.plugins, base.denoiser.spec
     rows = prompts.encode(list(given), base.tokenizer, spec, setup.max_new_tokens)
     seeds = [setup.seed + i for i in range(len(rows))]
@@ -224,17 +167,12 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
             plain = replace(state, cache=other.plugins.cache.init(before, spec), recorder=Recorder(before))
             reference.ask_and_poll(plain)
             sums["seconds_without"] += timed(reference, plain, step)
-        seconds = timed(engine, state, step)
-        if repeats:
-            found, count = divergence(before, without, served)
-            sums["divergence"] += found
-            sums["predictions"] += count
             sums["repeated"] += 1
+        sums["seconds"] += timed(engine, state, step)
         columns = int((before.seen().sum(1) * ~before.done).sum())
         computed = int((state.recorder.computed - spent).sum())
         sums["computed"] += computed
         sums["columns"] += columns
-        sums["seconds"] += seconds
         sums["steps"] += 1
         held = max(held, bytes_held(state.cache))
         if state.finished:
@@ -290,11 +228,6 @@ class Row:
         pairs = zip(self.figures.answers, self.without.answers, strict=True)
         equal = sum(sum(a == b for a, b in zip(mine, true, strict=False)) for mine, true in pairs)
         return 100 * equal / max(1, sum(len(true) for true in self.without.answers))
-
-    @property
-    def divergence(self) -> float:
-        """Mean KL(no cache, cache) in nats."""
-        return self.figures.divergence / max(1, self.figures.predictions)
 
     @property
     def exact(self) -> float:
@@ -355,74 +288,55 @@ def draw(timed: Sequence[Row], judged: Sequence[Row], where: str, what: str) -> 
     return out.getvalue()
 
 
-def cells(row: Row, judged: bool) -> list[str]:
-    """A line of the table; `judged`: answers can be right or wrong."""
-    found = row.figures
-    exact = [f"{row.exact:.1f}"] if judged else []
-    stored = not row.cache.startswith("none")
+def cells(timed: Row, judged: Row) -> list[str]:
+    """Return a line of the table: costs of the row `timed`, answers of the row `judged`."""
+    stored = not timed.cache.startswith("none")
     return [
-        f"`{row.cache}`",
-        *exact,
-        f"{row.agreement:.1f}" if stored else "",
-        f"{row.divergence:.1e}" if stored else "",
-        f"{row.share:.1f}",
-        f"{row.ratio:.2f}",
-        f"{found.bytes_per_token:.0f}",
+        f"`{timed.cache}`",
+        f"{timed.ratio:.2f}",
+        f"{timed.share:.1f}",
+        f"{timed.figures.bytes_per_token:.0f}",
+        f"{judged.agreement:.1f}" if stored else "",
+        f"{judged.exact:.1f}",
     ]
 
 
 def content(results: Sequence[tuple[CacheSetup, Sequence[Row]]]) -> str:
-    """What stands in the document: the tables, and what one must know to read them."""
-    parts = []
-    for setup, rows in results:
-        judged = setup.tasks != (RANDOM_WORDS,)
-        head = HEAD if judged else (HEAD[0], *HEAD[2:])
-        ordered = sorted(rows, key=lambda row: row.ratio)
-        parts += [_about(setup), markdown.table(head, [cells(row, judged) for row in ordered])]
-    setup = results[0][0]
+    """Return the section of the document: the table, and what a reader must know about it."""
+    (setup, rows), (judging, judged) = results[0], results[-1]
+    answers = {row.cache: row for row in judged}
+    lines = [cells(row, answers[row.cache]) for row in sorted(rows, key=lambda row: row.ratio)]
     threads = f"{setup.threads} thread{'s' * (setup.threads > 1)}"
     return "\n\n".join(
         [
-            *parts,
-            "*Tokens as `none`*: in %, over the answer without a cache up to its first end token. *KL*: mean divergence"
-            " of a prediction with the cache from that without it on the same canvas, in nats. *Positions*: computed,"
-            " in % of all. *`none` = 1*: process time of a step over the time without a cache, measured in turn on the"
-            f" same canvases, {threads}. *Bytes per token*: everything that the live cache holds, over the columns of"
-            " the canvas.",
-            "`dkv_greedy` needs `scheduler=random_order` and is compared with `none random_order`."
-            f" {', '.join(f'`{name}`' for name in APART)} are not in the tables: the first two are for block-causal"
-            " models, the last is `none` for others.",
-            f"{setup.machine}, {setup.versions}. Made by `{COMMAND}`.",
+            markdown.table(HEAD, lines),
+            f"Costs are those of {_about(setup)} *Time*: process time of a step, over that without a cache on the same"
+            f" canvas, {threads}. *Positions*: computed, in % of all. *Bytes per token*: what the cache holds, over the"
+            " columns of the canvas.",
+            f"Answers are those of {_about(judging)} *Same tokens*: in %, as without a cache. *Right*: in %.",
+            f"{', '.join(f'`{name}`' for name in APART)} are left out: two are for block-causal models, and `exact` is"
+            " `none` for others."
+            f" {setup.machine}, {setup.versions}. Made by `{COMMAND}`.",
         ]
     )
 
 
 def _about(setup: CacheSetup) -> str:
-    """What is run, in a paragraph."""
+    """Return what is run, as the end of a sentence."""
     scheduler, foreseen = (
         " ".join(f"{key}={value}" if key != "name" else f"scheduler={value}" for key, value in plugins.items())
         for plugins in (setup.parallel, setup.foreseen)
     )
-    common = f"canvas of {setup.max_new_tokens} tokens in blocks of {setup.block_length}, batch {setup.batch}"
+    canvas = f"{setup.max_new_tokens} tokens in blocks of {setup.block_length}, batch {setup.batch}"
+    rules = f"`{scheduler}` (`dkv_greedy`: `{foreseen}`)"
     if setup.tasks == (RANDOM_WORDS,):
-        length = setup.prompt_length + setup.max_new_tokens
         return (
-            f"**{setup.model}, {length} tokens.** Random weights, float32: times are real, and agreement"
-            f" says little of a trained model. A prompt of {setup.prompt_length} random words, a {common}; the first"
-            f" {setup.max_steps} steps of `{scheduler}` (`{foreseen}` for `dkv_greedy`), which open {_openings(setup)}"
-            " blocks."
+            f"{setup.model} (random weights, float32): {setup.prompt_length} random words, {canvas}, the first"
+            f" {setup.max_steps} steps of {rules}."
         )
     return (
-        f"**{setup.model}.** {setup.prompts} held-out prompts for each of {len(setup.tasks)} tasks, a {common};"
-        f" `{scheduler}` (`{foreseen}` for `dkv_greedy`), `stop=prefix`, seed {setup.seed}. *Exact match*: right"
-        " answers in %. The model is so small that time shows the sampler's own cost."
+        f"{setup.model}: {setup.prompts} prompts of each of {len(setup.tasks)} tasks, {canvas}, {rules}, `stop=prefix`."
     )
-
-
-def _openings(setup: CacheSetup) -> int:
-    """Blocks that the limited steps come to, of a schedule of fixed steps."""
-    per_block = setup.parallel["steps"] * setup.block_length // setup.max_new_tokens
-    return -(-(setup.max_steps or 0) // per_block)
 
 
 def stale(docs: Path) -> list[str]:
@@ -430,12 +344,12 @@ def stale(docs: Path) -> list[str]:
     text = markdown.read(docs, SECTION)
     section = markdown.section(text, SECTION) or ""
     tables = [table for table in markdown.tables(section) if table[0][0] == HEAD[0]]
-    found = [] if len(tables) == 2 else [f"{docs} has {len(tables)} tables of caches, and should have two"]
+    found = [] if len(tables) == 1 else [f"{docs} has {len(tables)} tables of caches, and should have one"]
     for table in tables:
         have, want = {line[0].strip("`") for line in table[1:]}, set(caches())
         found += [f"{docs} has no row for {name}" for name in sorted(want - have)]
         found += [f"{docs} has a row for {name}, which is no cache" for name in sorted(have - want)]
-        timed = table[0].index("`none` = 1")
+        timed = table[0].index("time")
         found += [f"{docs} has a row for {line[0]} without a time" for line in table[1:] if not line[timed]]
     found += [f"{docs} does not mention cache={name}" for name in config.names("cache") if f"`{name}`" not in text]
     if not docs.with_suffix(".png").exists():
@@ -482,7 +396,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(
         prog=COMMAND,
-        description="Run every cache on mini and on random weights; write the tables and picture of docs/caches.md.",
+        description="Run every cache on mini and on random weights; write the table and picture of docs/caches.md.",
         epilog="A cut run resumes from the results in --output. Exit status: 0; 1: --check found the document stale;"
         " 2: a mistake in the arguments",
     )
