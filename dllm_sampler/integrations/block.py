@@ -24,7 +24,6 @@ from dllm_sampler.core.spec import (
     ChangingLength,
     ModelSpec,
     OwnInputs,
-    Traits,
     UniformNoise,
 )
 from dllm_sampler.core.values import FREE, Canvas, Query, Readout
@@ -308,15 +307,18 @@ def obstacle(plugins: Plugins) -> str | None:
 
 def unsupported_trait(scheduler: Scheduler) -> str | None:
     """Return the reason that a scheduler wants more than the logits of one block, or None, before it is bound."""
-    why = "it looks at attention" if "attention" in scheduler.needs else reason(scheduler.traits)
+    why = reason(scheduler)
     return why and (
         f"scheduler={named(scheduler)} needs more than the logits of a block, which are all that an engine passes:"
         f" {why}. Use another scheduler, for example threshold."
     )
 
 
-def reason(traits: Traits) -> str | None:
+def reason(scheduler: Scheduler) -> str | None:
     """Return what a scheduler wants beyond the logits of a block. Returns None if it wants nothing more."""
+    traits = scheduler.traits
+    if "attention" in scheduler.needs:
+        return "it looks at attention"
     if traits.scope != "model":
         return None
     if traits.has(ChangingLength):

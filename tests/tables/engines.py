@@ -42,7 +42,7 @@ def answers() -> tuple[dict[str, list[str]], list[str]]:
 
 def serves(scheduler: Scheduler) -> str:
     """Say what becomes of a scheduler in an engine that shows one block."""
-    why = reason(scheduler.traits)
+    why = reason(scheduler)
     if why is not None:
         return f"no: {why}"
     return "yes" if scheduler.traits.scope == "block" else "counts over each block, and warns"
