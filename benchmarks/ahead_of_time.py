@@ -7,28 +7,27 @@ Triton's cache, where a later run finds them.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import multiprocessing
-import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from dllm_sampler import kernels
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.host import files
-from dllm_sampler.kernels.configuration import Configuration
+
+if TYPE_CHECKING:
+    from kernel_configurations import Configuration
 
 
 class Target(NamedTuple):
@@ -69,16 +68,16 @@ class Compiled:
         return ", ".join(filter(None, (shared, registers, spills, f"{self.scalars} s" if self.scalars else "")))
 
 
-def discover() -> Iterator[tuple[str, int, Configuration]]:
-    """Every configuration of the package: its module, its place there, itself."""
-    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        for place, it in enumerate(getattr(importlib.import_module(module.name), "CONFIGURATIONS", ())):
-            yield module.name, place, it
+def configurations() -> Sequence[Configuration]:
+    """Return every configuration."""
+    from kernel_configurations import CONFIGURATIONS  # needs triton, which the caller may report as missing
+
+    return CONFIGURATIONS
 
 
-def compiled(module: str, place: int, target: str) -> Compiled:
-    """Compile one configuration; the result says what went wrong."""
-    it: Configuration = importlib.import_module(module).CONFIGURATIONS[place]
+def compiled(place: int, target: str) -> Compiled:
+    """Compile the configuration at a place of `configurations`; the result says what went wrong."""
+    it = configurations()[place]
     try:
         binary = build(it, TARGETS[target])
     except Exception as error:  # the compiler's own errors have no common base
@@ -140,7 +139,7 @@ def _usage(cubin: bytes) -> str:
             return ""
 
 
-def compile_all(jobs: list[tuple[str, int, str]], processes: int, console: Console) -> list[Compiled]:
+def compile_all(jobs: list[tuple[int, str]], processes: int, console: Console) -> list[Compiled]:
     """Compile the jobs on a number of `processes`; the results have the order of the jobs."""
     found = []
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
@@ -149,9 +148,8 @@ def compile_all(jobs: list[tuple[str, int, str]], processes: int, console: Conso
             try:
                 found.append(future.result())
             except Exception as error:  # a compiler that crashes ends its process
-                module, place, target = job
-                name = importlib.import_module(module).CONFIGURATIONS[place].name
-                found.append(Compiled(name, target, error=f"the compiler crashed: {error}"))
+                place, target = job
+                found.append(Compiled(configurations()[place].name, target, error=f"the compiler crashed: {error}"))
     return found
 
 
@@ -196,11 +194,11 @@ def report(targets: Sequence[str], words: Sequence[str], processes: int, file: P
         if target not in TARGETS:
             raise unknown("target", target, TARGETS)
     version = check()
-    chosen = [(module, place) for module, place, it in discover() if any(word in it.name for word in words)]
+    chosen = [place for place, it in enumerate(configurations()) if any(word in it.name for word in words)]
     if not chosen:
         raise UserError("choice-unknown", f"No kernel's name contains {' or '.join(words)}. Change --only.")
     console = Console(width=max(Console().width, 120))
-    jobs = [(module, place, target) for module, place in chosen for target in targets]
+    jobs = [(place, target) for place in chosen for target in targets]
     found = compile_all(jobs, processes, Console(stderr=True))
     head, rows = cells(found)
     table = Table(*head, title=f"Triton {version}: shared memory of a program, registers of a thread, spills")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from dllm_sampler.kernels.configuration import Configuration, cdiv, next_power_of_2
 from dllm_sampler.kernels.flash import attention_kernel, combine_kernel
 from dllm_sampler.kernels.reference import ENDLESS, Slots
+from dllm_sampler.kernels.sizes import cdiv, next_power_of_2
 
 _LOG2E = 1.4426950408889634
 
@@ -67,7 +67,7 @@ def packed_attention(
     kv_heads, length = either.shape[-2], ENDLESS if slots is None else slots[0].shape[1]
     group = heads // kv_heads
     most = min(longest or entries, entries)
-    shape, warps, stages = _shape(most * group, size, q.dtype.itemsize, k is not None)
+    shape, warps, stages = tile(most * group, size, q.dtype.itemsize, k is not None)
     if splits is None:
         seen = (0 if keys is None else length) + (0 if k is None else most)
         programs = max(cdiv(entries * group, shape["BLOCK_M"]), min(entries, batch)) * kv_heads
@@ -89,12 +89,12 @@ def packed_attention(
     )  # fmt: skip
     if parts is not None:
         lines = out.numel() // size
-        launch = {"DH": size, "BLOCK_D": shape["BLOCK_D"], "LINES": _LINES, "num_warps": 4, "enable_fp_fusion": True}
-        combine_kernel[(cdiv(lines, _LINES),)](parts, peaks, totals, out, lines, splits, **launch)
+        launch = {"DH": size, "BLOCK_D": shape["BLOCK_D"], "LINES": LINES, "num_warps": 4, "enable_fp_fusion": True}
+        combine_kernel[(cdiv(lines, LINES),)](parts, peaks, totals, out, lines, splits, **launch)
     return out
 
 
-_LINES = 8
+LINES = 8
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
@@ -126,7 +126,7 @@ def _splits(programs: int, tiles: int, places: int) -> int:
     return cdiv(tiles, cdiv(tiles, wanted))
 
 
-def _shape(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str, int], int, int]:
+def tile(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str, int], int, int]:
     """Blocks, warps and stages for `packed` queries per key head; heavy: fresh keys want registers too."""
     wide = itemsize > 2  # float32 is multiplied exactly, without tensor cores
     most = (32 if wide else 128) // (2 if heavy else 1)
@@ -136,83 +136,3 @@ def _shape(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str
     blocks = {"BLOCK_D": block_d, "BLOCK_M": block_m, "BLOCK_N": keys}
     large = block_m * blocks["BLOCK_D"] > 1024
     return blocks, 8 if large and (wide or block_m == most) else 4, 2
-
-
-def _configuration(
-    name: str, dtype: str, size: int, group: int, kv_heads: int, queries: int, *given: str
-) -> Configuration:
-    """given: the optional arguments that this launch has, and what its integers are."""
-    shape, warps, stages = _shape(queries, size, 4 if dtype == "fp32" else 2, "fresh" in given)
-    optional = {"k": "fresh", "v": "fresh", "keys": "stored", "values": "stored"}
-    optional |= {"segment": "segment", "until": "until", "peaks": "split", "totals": "split"}
-    types = dict.fromkeys(("bounds", "positions", "segment", "end", "until"), "*i64") | {"unread": "*u8"}
-    types |= {"peaks": "*fp32", "totals": "*fp32", "scale": "fp32", "out": "*fp32" if "split" in given else f"*{dtype}"}
-    types |= dict.fromkeys(("q", "k", "v", "keys", "values"), f"*{dtype}")
-    constants: dict[str, Any] = shape | {"G": group, "HKV": kv_heads, "DH": size}
-    constants |= {argument: None for argument, what in optional.items() if what not in given}
-    constants |= {} if {"stored", "fresh"} <= {*given} or "unread" in given else {"unread": None}
-    constants |= {"batch": 1} if "one row" in given else {}
-    types |= {} if "any entries" in given else {"entries": "i32:16"}
-    types |= {"batch": "i32:16"} if "16 rows" in given else {}
-    signature = {a: "constexpr" if a in constants else types.get(a, "i32") for a in attention_kernel.arg_names}
-    name = f"attention {name} {dtype} Dh={size} queries={shape['BLOCK_M']} {' '.join(given)}"
-    return Configuration(name, attention_kernel, signature, constants, warps, stages)
-
-
-_MODELS = {"LLaDA-8B": (128, 1, 32), "Dream-7B": (128, 7, 4), "SDAR-8B": (128, 4, 8), "LLaDA2-mini": (128, 4, 4)}
-_GIVEN = [  # decoding, block-causal; without a cache; fresh keys before stored ones, and drafts; drafts without a cache
-    ("stored",),
-    ("stored", "split"),
-    ("stored", "until", "split"),
-    ("fresh",),
-    ("fresh", "until"),
-    ("stored", "fresh", "split"),
-    ("stored", "fresh", "segment", "until", "split"),
-    ("fresh", "segment", "until"),
-]
-
-
-def _combination(dtype: str, size: int, one: bool = False) -> Configuration:
-    pointers = {"parts": "*fp32", "peaks": "*fp32", "totals": "*fp32", "out": f"*{dtype}"}
-    constants = {"DH": size, "BLOCK_D": next_power_of_2(size), "LINES": _LINES} | ({"lines": 1} if one else {})
-    signature = pointers | {"lines": "i32:16", "splits": "i32"} | dict.fromkeys(constants, "constexpr")
-    name = f"attention combine {dtype} Dh={size}{' one line' if one else ''}"
-    return Configuration(name, combine_kernel, signature, constants)
-
-
-CONFIGURATIONS = [
-    *(
-        _configuration(name, "bf16", *_MODELS[name], queries, *given)
-        for name in ("LLaDA-8B", "Dream-7B")
-        for queries in (16, 128)
-        for given in _GIVEN
-    ),
-    *(
-        _configuration("LLaDA-8B", "bf16", *_MODELS["LLaDA-8B"], queries, *given, "one row")
-        for queries, given in (
-            *((queries, ("stored", "split")) for queries in (16, 32, 64, 128)),
-            *((queries, ("fresh",)) for queries in (16, 32, 128)),
-        )
-    ),
-    *(  # a few rows of 32 positions, hidden columns, and a number of entries that nothing divides
-        _configuration("LLaDA-8B", "bf16", *_MODELS["LLaDA-8B"], 32, "stored", "split", *given)
-        for given in ((), ("unread", "one row"), ("any entries", "one row"))
-    ),
-    *(  # 16 or 64 rows of 32 positions; one row that is refreshed
-        _configuration(name, "bf16", *model, queries * model[1], *given)
-        for name, model in _MODELS.items()
-        for queries, given in (
-            (32, ("stored", "16 rows")),
-            (32, ("stored", "until", "16 rows")),
-            (2048, ("stored", "one row")),
-        )
-    ),
-    *(
-        _configuration("heads", dtype, size, 4, 8, 32, *given)
-        for dtype in ("bf16", "fp32")
-        for size in (64, 80, 128)
-        for given in (("stored", "split"), ("stored", "fresh", "segment", "until", "split"))
-    ),
-    *(_combination(dtype, size) for dtype in ("bf16", "fp32") for size in (64, 80, 128)),
-    _combination("bf16", 128, one=True),
-]

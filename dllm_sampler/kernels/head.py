@@ -12,7 +12,6 @@ multiplies, and `readout` reads the stored product.
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm_sampler.core.values import Readout
-from dllm_sampler.kernels.configuration import cdiv
 from dllm_sampler.kernels.partial import (
     BEYOND,
     INTERPRETED,
     LOW,
-    ONE_ROW,
-    absent,
-    configuration,
     constants,
-    described,
     drawn,
     empty,
     finish,
@@ -45,6 +39,7 @@ from dllm_sampler.kernels.partial import (
 )
 from dllm_sampler.kernels.readout import readout
 from dllm_sampler.kernels.sampling import GREEDY, Sampling
+from dllm_sampler.kernels.sizes import cdiv
 
 MOST = 64  # rows, in one tile (16 of float32); with more a library multiplies, which is better at arithmetic
 STAGES = 3  # the last one needs no place on all but newer GPUs
@@ -127,7 +122,7 @@ def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY) -> Readout
         return empty(rows, hidden.device, sampling)
     if rows > (MOST if hidden.dtype.itemsize == 2 else MOST // 4):
         return _stored(hidden, weight, sampling)
-    shape, warps = _shape(rows, hidden.dtype.itemsize, sampling.draws)
+    shape, warps = tile(rows, hidden.dtype.itemsize, sampling.draws)
     parts = cdiv(vocab, shape["BLOCK_V"])
     buffers = room(rows, parts, hidden.device)
     head_kernel[(parts,)](
@@ -164,7 +159,7 @@ def _stored(hidden: Tensor, weight: Tensor, sampling: Sampling) -> Readout:
     return Readout(**{name: None if parts[0] is None else torch.cat(parts) for name, parts in values.items()})
 
 
-def _shape(rows: int, size: int, draws: bool) -> tuple[dict[str, int], int]:
+def tile(rows: int, size: int, draws: bool) -> tuple[dict[str, int], int]:
     """Return tile and warps for numbers of `size` bytes, and for a choice that draws or not.
 
     The weight's way through memory is the limit: registers decide how many programs a multiprocessor holds, and so how
@@ -175,27 +170,3 @@ def _shape(rows: int, size: int, draws: bool) -> tuple[dict[str, int], int]:
     lines = 16 if rows <= 16 else 32 if rows <= 32 else MOST
     warps = 8 if size == 4 or (draws and lines == MOST) else 4
     return {"BLOCK_R": lines, "BLOCK_V": 128, "BLOCK_D": 128 // size}, warps
-
-
-def _configuration(dtype: str, rows: int, vocab: int, width: int, what: str) -> Any:
-    shape, warps = _shape(rows, 4 if dtype == "fp32" else 2, what.startswith("draw"))
-    shape |= {"D": width, "PARTS": cdiv(vocab, shape["BLOCK_V"])} | constants(vocab, described(vocab, what))
-    shape |= absent(what) | (ONE_ROW if rows == 1 else {})
-    many = "one row" if rows == 1 else f"{rows} rows" if rows % 16 == 0 else "any rows"
-    name = f"head {dtype} V={vocab} {many} {what}"
-    return configuration(name, head_kernel, dtype, shape, warps, STAGES)
-
-
-CONFIGURATIONS = [
-    *(
-        _configuration("bf16", rows, vocab, width, what)
-        for vocab, width in ((126464, 4096), (152064, 3584), (262144, 4096))
-        for rows in (16, 32, 64)
-        for what in ("greedy", "draw")
-    ),
-    *(_configuration("bf16", rows, 126464, 4096, "greedy") for rows in (1, 20)),
-    _configuration("bf16", 16, 126464, 4096, "draw current"),
-    _configuration("fp16", 16, 126464, 4096, "draw"),
-    _configuration("fp32", 16, 126464, 4096, "greedy"),
-    _configuration("fp32", 16, 126464, 4096, "draw"),
-]

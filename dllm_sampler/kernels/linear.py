@@ -10,15 +10,13 @@ half the bytes take half the time. Without a kernel a weight is unpacked to memo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler.kernels.configuration import Configuration, cdiv
+from dllm_sampler.kernels.sizes import cdiv
 
 AT_ONCE = 4096  # rows whose float32 sums are in memory at once: more would dominate the memory of a batch's refresh
 MANY = 128  # with more rows a product is bound by arithmetic, and a library multiplies the unpacked weight
@@ -75,9 +73,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None)
     out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
     if not rows:
         return out
-    tile = _tile(rows, outputs, x.element_size())
-    linear_kernel[cdiv(rows, tile["ROWS"]), cdiv(outputs, tile["TALL"])](
-        flat, weight, scale, bias, out, rows, flat.stride(0), outputs, inputs, **tile,
+    shape = tile(rows, outputs, x.element_size())
+    linear_kernel[cdiv(rows, shape["ROWS"]), cdiv(outputs, shape["TALL"])](
+        flat, weight, scale, bias, out, rows, flat.stride(0), outputs, inputs, **shape,
         WIDE=triton.knobs.runtime.interpret, num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=True,
     )  # fmt: skip
     return out
@@ -95,7 +93,7 @@ def linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
     return out.view(*x.shape[:-1], len(weight))
 
 
-def _tile(rows: int, outputs: int, size: int) -> dict[str, int]:
+def tile(rows: int, outputs: int, size: int) -> dict[str, int]:
     """Return the tile for `rows` of numbers of `size` bytes.
 
     Few outputs are dealt to more programs in lower tiles. One program has all inputs of an output, so no second kernel
@@ -103,31 +101,3 @@ def _tile(rows: int, outputs: int, size: int) -> dict[str, int]:
     """
     tall = TALL if cdiv(outputs, TALL) >= PROGRAMS else TALL // 2
     return {"ROWS": 16 if rows <= 16 else 32, "TALL": tall, "DEEP": DEEP * 2 // size}
-
-
-def _configuration(dtype: str, rows: int, outputs: int, inputs: int, bias: bool = False) -> Configuration:
-    tile = _tile(rows, outputs, 4 if dtype == "fp32" else 2)
-    constants: dict[str, Any] = {"OUTPUTS": outputs, "INPUTS": inputs, **tile, "WIDE": False}
-    constants |= {} if bias else {"bias": None}
-    signature = {"x": f"*{dtype}", "weight": "*i8", "scale": "*fp32", "out": f"*{dtype}", "stride": "i32"}
-    signature |= {"rows": "i32" if rows % 16 else "i32:16"} | ({"bias": f"*{dtype}"} if bias else {})
-    return Configuration(
-        f"linear int8 {dtype} {outputs} x {inputs} {rows} rows",
-        linear_kernel,
-        {name: signature.get(name, "constexpr") for name in linear_kernel.arg_names},
-        constants,
-        WARPS,
-        STAGES,
-    )
-
-
-CONFIGURATIONS = [
-    *(  # LLaDA-8B: queries, keys and values; output; gate and up; down
-        _configuration("bf16", rows, outputs, inputs)
-        for outputs, inputs in ((12288, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
-        for rows in (16, 32)
-    ),
-    _configuration("bf16", 32, 4608, 3584, bias=True),  # Dream-7B
-    _configuration("fp16", 32, 24576, 4096),
-    _configuration("fp32", 32, 24576, 4096),
-]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler.kernels.configuration import Configuration, cdiv, next_power_of_2
+from dllm_sampler.kernels.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def norm(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None
     normed = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     residual = hidden if delta is None else torch.empty_like(normed)
     if normed.numel():
-        block, rows, warps = _tile(width)
+        block, rows, warps = tile(width)
         launch: dict[str, Any] = {"WIDTH": width, "BLOCK": block, "ROWS": rows, "num_warps": warps}
         launch["enable_fp_fusion"] = True
         norm_kernel[(cdiv(len(flat), rows),)](
@@ -72,28 +72,7 @@ def norm_reference(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | N
     return F.rms_norm(residual, weight.shape, None, eps) * weight, residual
 
 
-def _tile(width: int) -> tuple[int, int, int]:
+def tile(width: int) -> tuple[int, int, int]:
     """Padded width, rows of a program, and warps: about 1024 numbers a program at least, 32 a thread at most."""
     block = next_power_of_2(width)
     return block, max(1, 1024 // block), min(16, max(4, block // 1024))
-
-
-def _configuration(dtype: str, width: int, add: bool, any_rows: bool = False) -> Configuration:
-    block, rows, warps = _tile(width)
-    extra = f"*{dtype}" if add else "constexpr"
-    return Configuration(
-        name=f"norm {dtype} D={width}{' add' if add else ''}{' any rows' if any_rows else ''}",
-        kernel=norm_kernel,
-        signature={"hidden": f"*{dtype}", "delta": extra, "weight": f"*{dtype}", "normed": f"*{dtype}"}
-        | {"residual": extra, "rows": "i32" if any_rows else "i32:16", "stride": "i32", "eps": "fp32"}
-        | dict.fromkeys(("WIDTH", "BLOCK", "ROWS"), "constexpr"),
-        constants={"WIDTH": width, "BLOCK": block, "ROWS": rows} | ({} if add else {"delta": None, "residual": None}),
-        warps=warps,
-    )
-
-
-CONFIGURATIONS = [
-    _configuration(dtype, width, add)
-    for dtype in ("bf16", "fp32")
-    for width, add in ((128, False), (3584, True), (4096, True), (4096, False), (8192, True))
-] + [_configuration("bf16", 4096, True, any_rows=True)]

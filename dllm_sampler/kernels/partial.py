@@ -28,8 +28,8 @@ from torch import Tensor
 
 from dllm_sampler.core import noise
 from dllm_sampler.core.values import Readout
-from dllm_sampler.kernels.configuration import Configuration, next_power_of_2
 from dllm_sampler.kernels.sampling import Sampling
+from dllm_sampler.kernels.sizes import next_power_of_2
 
 LOW = tl.constexpr(-1e30)
 BEYOND = tl.constexpr(2**31 - 1)  # no id
@@ -251,56 +251,3 @@ def finish(sampling: Sampling, reals: Tensor, names: Tensor) -> Readout:
         **finishing(parts, sampling.draws), num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     return found
-
-
-TYPES = {
-    "reals": "*fp32",
-    "names": "*i32",
-    **dict.fromkeys(("confidence", "margin", "gap", "entropy", "logsumexp", "current"), "*fp64"),
-    **dict.fromkeys(("token", "keys", "named"), "*i64"),
-    "temperature": "fp32",
-    "rows": "i32:16",
-    "stride": "i32",
-}
-ONE_ROW = {"rows": 1}  # a launch makes an integer that is 1 a constant
-
-
-def described(vocab: int, what: str) -> Sampling:
-    """The sampling of a configuration; the word "draw" asks for a draw at a temperature that is measured too."""
-    draws = "draw" in what
-    return Sampling(mask_id=vocab - 1, temperature=float(draws), measured=draws)
-
-
-def absent(what: str) -> dict[str, Any]:
-    """None for each argument that a configuration does not have; the words "draw" and "current" ask for them."""
-    return ({} if "draw" in what else {"keys": None}) | ({} if "current" in what else {"named": None})
-
-
-def configuration(
-    name: str, kernel: Any, dtype: str, constants: dict[str, Any], warps: int, stages: int
-) -> Configuration:
-    """One specialisation of a kernel of this family; `constants` has None for an argument that is absent.
-
-    The number of rows is a multiple of 16, unless the name says another.
-    """
-    own = dict.fromkeys(("logits", "hidden", "weight"), f"*{dtype}") | ({"rows": "i32"} if "any rows" in name else {})
-    signature = {
-        argument: "constexpr" if argument in constants else (TYPES | own)[argument] for argument in kernel.arg_names
-    }
-    return Configuration(name, kernel, signature, constants, warps, stages)
-
-
-CONFIGURATIONS = [
-    configuration(
-        f"combine {parts} parts{' draw' if draw else ''}{' one row' if one else ''}",
-        combine_kernel,
-        "bf16",
-        finishing(parts, draw) | {"current": None} | (ONE_ROW if one else {}),
-        warps=4,
-        stages=2,
-    )
-    for parts, draw, one in (  # of the readout, and of the head
-        *((parts, draw, False) for parts in (31, 38, 64, 988, 1188, 2048) for draw in (False, True)),
-        (31, True, True),
-    )
-]

@@ -13,15 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm_sampler.core.values import Readout
-from dllm_sampler.kernels.configuration import cdiv
 from dllm_sampler.kernels.partial import (
     BEYOND,
     LOW,
-    ONE_ROW,
-    absent,
-    configuration,
     constants,
-    described,
     drawn,
     empty,
     finish,
@@ -34,6 +29,7 @@ from dllm_sampler.kernels.partial import (
     words,
 )
 from dllm_sampler.kernels.sampling import GREEDY, Sampling
+from dllm_sampler.kernels.sizes import cdiv
 
 PART = 4096  # logits of a part: always the same, so that a row's sums do not depend on the batch
 LOAD = 16  # bytes, neighbours, that a thread loads at once
@@ -142,7 +138,7 @@ def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
     sampling.check(logits, vocab)
     if not rows:
         return empty(rows, logits.device, sampling)
-    shape, warps = _shape(vocab, sampling, logits.element_size())
+    shape, warps = tile(vocab, sampling, logits.element_size())
     parts = shape["PARTS"]
     buffers = room(rows, parts, logits.device)
     readout_kernel[(rows, parts)](
@@ -161,26 +157,8 @@ def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
     return finish(sampling, *buffers)
 
 
-def _shape(vocab: int, sampling: Sampling, size: int) -> tuple[dict[str, Any], int]:
+def tile(vocab: int, sampling: Sampling, size: int) -> tuple[dict[str, Any], int]:
     """The constants of the kernel for logits of `size` bytes, and its warps."""
     warps, pack = 8 if sampling.draws else WARPS, LOAD // size
     own = {"PART": PART, "LANES": min(64 * warps, PART // pack // 2), "PACK": pack, "BLOCK": BLOCK}
     return constants(vocab, sampling) | own | {"PARTS": cdiv(vocab, PART)}, warps
-
-
-def _configuration(dtype: str, vocab: int, what: str) -> Any:
-    shape, warps = _shape(vocab, described(vocab, what), 4 if dtype == "fp32" else 2)
-    shape |= absent(what) | (ONE_ROW if "one row" in what else {})
-    name = f"readout {dtype} V={vocab} {what}"
-    return configuration(name, readout_kernel, dtype, shape, warps, STAGES)
-
-
-CONFIGURATIONS = [
-    *(_configuration("bf16", vocab, what) for vocab in (126464, 152064, 262144) for what in ("greedy", "draw")),
-    _configuration("bf16", 126464, "greedy one row"),
-    _configuration("bf16", 126464, "draw current"),
-    _configuration("bf16", 126464, "draw any rows"),
-    _configuration("fp16", 126464, "draw"),
-    _configuration("fp32", 126464, "greedy"),
-    _configuration("fp32", 262144, "draw current"),
-]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler.kernels.configuration import Configuration, cdiv, next_power_of_2
+from dllm_sampler.kernels.sizes import cdiv, next_power_of_2
 
 WARPS = 4
 _NUMBERS = 2048  # of the heads that a program holds at once
@@ -152,7 +152,7 @@ def qkv_rope(
     k, v = (fused.new_empty(entries, kv_heads, size) if fresh else None for _ in range(2))
     keys, values = slots or (None, None)
     if entries:
-        shape = _shape(heads, kv_heads, size, cos.shape[-1])
+        shape = tile(heads, kv_heads, size, cos.shape[-1])
         tiles = cdiv(heads, shape["BLOCK_H"]) + 2 * cdiv(kv_heads, shape["BLOCK_H"])
         launch: dict[str, Any] = {**shape, "num_warps": WARPS, "enable_fp_fusion": True}
         qkv_kernel[entries, tiles](
@@ -205,33 +205,9 @@ def store(slots: Tensor, places: Tensor, fresh: Tensor) -> None:
     flat.index_copy_(0, places.where(places >= 0, empty), fresh.to(slots.dtype).where(~nowhere, flat[empty]))
 
 
-def _shape(heads: int, kv_heads: int, size: int, rotary: int) -> dict[str, int]:
+def tile(heads: int, kv_heads: int, size: int, rotary: int) -> dict[str, int]:
+    """The constants of the kernel, with the heads that a program has at once."""
     tail = next_power_of_2(size - rotary) if rotary < size else 0
     half = next_power_of_2(rotary // 2)
     block = max(1, min(next_power_of_2(heads), _NUMBERS // (2 * half + 3 * tail)))
     return {"H": heads, "HKV": kv_heads, "DH": size, "ROTARY": rotary, "HALF": half, "TAIL": tail, "BLOCK_H": block}
-
-
-def _configuration(name: str, dtype: str, shape: dict[str, int], bias: bool, norm: bool, slots: bool) -> Configuration:
-    pointer, optional = f"*{dtype}", {"bias": bias, "q_weight": norm, "k_weight": norm}
-    optional |= dict.fromkeys(("k", "v"), not slots) | dict.fromkeys(("keys", "values", "places"), slots)
-    constants = shape | dict.fromkeys(argument for argument, given in optional.items() if not given)
-    types = {"eps": "fp32", "cos": "*fp32", "sin": "*fp32", "places": "*i64"}
-    signature = {a: "constexpr" if a in constants else types.get(a, pointer) for a in qkv_kernel.arg_names}
-    where = " slots" if slots else ""
-    return Configuration(f"qkv_rope {name} {dtype}{where}", qkv_kernel, signature, constants, WARPS)
-
-
-_MODELS = {  # heads, of keys, width of a head, of it turned; bias, norms
-    "LLaDA-8B": (32, 32, 128, 128, False, False),
-    "Dream-7B": (28, 4, 128, 128, True, False),
-    "SDAR-8B": (32, 8, 128, 128, False, True),
-    "LLaDA2-mini": (16, 4, 128, 64, False, True),
-    "80 wide": (16, 4, 80, 80, True, False),
-}
-CONFIGURATIONS = [
-    _configuration(name, dtype, _shape(*model[:4]), *model[4:], slots)
-    for name, model in _MODELS.items()
-    for dtype in ("bf16", "fp32")
-    for slots in (False, True)
-]

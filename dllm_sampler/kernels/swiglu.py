@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm_sampler.kernels.configuration import Configuration, cdiv
+from dllm_sampler.kernels.sizes import cdiv
 
 BLOCK, WARPS = 1024, 4
 
@@ -48,17 +48,3 @@ def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Compute `swiglu` in torch."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     return F.silu(gate) * up
-
-
-CONFIGURATIONS = [
-    Configuration(
-        name=f"swiglu {dtype}",
-        kernel=swiglu_kernel,
-        signature=dict.fromkeys(("gate", "up", "out"), f"*{dtype}")
-        | dict.fromkeys(("width", "gate_stride", "up_stride"), "i32:16")
-        | {"BLOCK": "constexpr"},
-        constants={"BLOCK": BLOCK},
-        warps=WARPS,
-    )
-    for dtype in ("bf16", "fp16", "fp32")
-]

@@ -12,7 +12,6 @@ from dllm_sampler.kernels import reference
 from dllm_sampler.kernels import rope as ropes
 from dllm_sampler.kernels import swiglu as swiglus
 from dllm_sampler.kernels.attention import packed_attention
-from dllm_sampler.kernels.configuration import Configuration
 from tests.kernels import oracles
 
 
@@ -127,14 +126,6 @@ def rope(
             found = slot.cpu().double().flatten(0, 1)
             assert torch.equal(found.isnan(), expected.isnan())
             close(found.nan_to_num(0.0), expected.nan_to_num(0.0), dtype, roundings)
-
-
-def configurations(found: list[Configuration]) -> None:
-    """Names are unique, and every argument of the kernel is described once."""
-    assert len({c.name for c in found}) == len(found)
-    for c in found:
-        assert list(c.signature) == list(c.kernel.arg_names)
-        assert {name for name, kind in c.signature.items() if kind == "constexpr"} == set(c.constants)
 
 
 def linear(seed: int, rows: int, outputs: int, inputs: int, dtype, bias: bool, device="cpu") -> None:

@@ -150,7 +150,3 @@ def test_parts_fill_the_device_and_none_is_empty(programs: int, tiles: int, plac
     assert splits == want
     assert (splits - 1) * each < tiles, "the last one has a tile"
     assert splits == 1 or programs * splits <= places
-
-
-def test_configurations_are_launches():
-    checks.configurations(module.CONFIGURATIONS)

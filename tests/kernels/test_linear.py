@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_sampler.kernels import linear as module
-from dllm_sampler.kernels.linear import CONFIGURATIONS, linear, linear_reference
+from dllm_sampler.kernels.linear import linear, linear_reference
 from tests.kernels import checks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -31,7 +31,7 @@ def test_as_in_float64(seed, rows, outputs, inputs, dtype, bias):
 
 
 def test_few_outputs_have_lower_tiles():
-    assert [module._tile(32, outputs, 2)["TALL"] for outputs in (45, 160)] == [16, 32]
+    assert [module.tile(32, outputs, 2)["TALL"] for outputs in (45, 160)] == [16, 32]
 
 
 def test_with_many_rows_the_weight_is_unpacked(monkeypatch):
@@ -93,7 +93,3 @@ def test_axes_are_kept():
     wide = torch.randn(3, 64)
     for x in (wide[:, :32], torch.randn(32, 3).T):
         torch.testing.assert_close(linear(x, weight, scale), linear_reference(x, weight, scale))
-
-
-def test_configurations_are_launches():
-    checks.configurations(CONFIGURATIONS)

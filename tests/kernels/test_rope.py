@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler.kernels.rope import CONFIGURATIONS, qkv_rope
+from dllm_sampler.kernels.rope import qkv_rope
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from tests.kernels import checks
 
@@ -48,7 +48,3 @@ def test_as_the_network_does(norm, rotary):
         its = its[0].detach().transpose(0, 1)
         apart = (mine.float() - its.float()).abs()
         assert apart.max() <= 2**-10 * its.abs().max() and (apart > 0).float().mean() < 0.01  # the order of a sum
-
-
-def test_configurations_are_launches():
-    checks.configurations(CONFIGURATIONS)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_sampler.kernels.swiglu import CONFIGURATIONS, swiglu
+from dllm_sampler.kernels.swiglu import swiglu
 from tests.kernels import checks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -34,6 +34,5 @@ def test_extremes(dtype):
     assert got.isfinite().all() and (got[:3] == 0).all() and (got[3:] > 99).all()
 
 
-def test_configurations_are_launches():
-    checks.configurations(CONFIGURATIONS)
+def test_no_rows():
     assert swiglu(torch.empty(0, 8)).shape == (0, 4)

@@ -277,16 +277,13 @@ def test_reading_compiles_to_loads_of_sixteen_bytes(
     campaign: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("triton")
-    from benchmarks.ahead_of_time import TARGETS, build, resources
-    from dllm_sampler.kernels.configuration import Configuration
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    reading = import_module("reading")
+    ahead, kernels, reading = map(import_module, ("ahead_of_time", "kernel_configurations", "reading"))
     signature = {"source": "*i32", "out": "*i32", "size": "i32:16", "BLOCK": "constexpr"}
-    it = Configuration("read", reading.read_kernel, signature, {"BLOCK": reading.BLOCK}, reading.WARPS)
-    binary = build(it, TARGETS["sm_90"])
+    it = kernels.Configuration("read", reading.read_kernel, signature, {"BLOCK": reading.BLOCK}, reading.WARPS)
+    binary = ahead.build(it, ahead.TARGETS["sm_90"])
     assert "v4.b32" in binary.asm["ptx"]
-    assert resources(binary.asm)[1] == 0
+    assert ahead.resources(binary.asm)[1] == 0
 
 
 def test_the_script_for_a_gpu_names_stages_and_tests_that_there_are(campaign: Any) -> None:

@@ -177,9 +177,24 @@ def test_nothing_is_replaced_inside_a_recording(monkeypatch: pytest.MonkeyPatch)
 
 FAMILIES = (
     "attention LLaDA-8B bf16 Dh=128 queries=16 stored until split", "head bf16 V=126464 16 rows greedy",
-    "linear int8 bf16 4608 x 3584 32 rows", "norm bf16 D=2048 add", "qkv_rope SDAR-8B bf16 slots",
+    "linear int8 bf16 4608 x 3584 32 rows", "norm bf16 D=3584 add", "qkv_rope SDAR-8B bf16 slots",
     "readout bf16 V=126464 greedy one row", "swiglu bf16",
 )  # fmt: skip
+
+
+def ahead_of_time(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("ahead_of_time")
+
+
+def test_configurations_are_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are unique, and every argument of the kernel is described once."""
+    found = ahead_of_time(monkeypatch).configurations()
+    assert len({it.name for it in found}) == len(found)
+    for it in found:
+        assert list(it.signature) == list(it.kernel.arg_names)
+        assert {name for name, kind in it.signature.items() if kind == "constexpr"} == set(it.constants)
 
 
 def command(
@@ -212,13 +227,11 @@ def test_kernels_compile_for_every_target(tmp_path: Path) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
 def test_kernels_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One family; `test_kernels_compile_for_every_target` has the others."""
-    pytest.importorskip("triton")
-    from benchmarks import ahead_of_time as report
-
+    report = ahead_of_time(monkeypatch)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    places = {it.name: (module, place) for module, place, it in report.discover()}
+    places = [it.name for it in report.configurations()]
     for number, name in enumerate(FAMILIES[-1:]):  # the others take seconds each
-        found = report.compiled(*places[name], ("sm_90", amd())[number % 2])
+        found = report.compiled(places.index(name), ("sm_90", amd())[number % 2])
         assert found.error is None and found.spills == 0, name
         assert found.registers is not None and found.registers >= 8
 
@@ -264,33 +277,25 @@ def test_what_fails_fails_the_report(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A kernel that needs too much shared memory, and one that is no kernel for such arguments."""
-    pytest.importorskip("triton")
-    from benchmarks import ahead_of_time as report
-    from dllm_sampler.kernels import head
-
+    report = ahead_of_time(monkeypatch)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    fits = next(it for it in head.CONFIGURATIONS if it.name == "head bf16 V=126464 16 rows greedy")
-    module: Any = types.ModuleType("dllm_sampler.kernels.invented")
+    fits = next(it for it in report.configurations() if it.name == "head bf16 V=126464 16 rows greedy")
     wrong = replace(fits, name="wrong", constants={**fits.constants, "BLOCK_V": 100})
-    module.CONFIGURATIONS = [replace(fits, name="large"), wrong]
+    monkeypatch.setattr(report, "configurations", lambda: [replace(fits, name="large"), wrong])
     target = amd()
     monkeypatch.setitem(report.TARGETS, target, report.TARGETS[target]._replace(shared=1024))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = [report.compiled(module.__name__, place, target) for place in (0, 1)]
+    found = [report.compiled(place, target) for place in (0, 1)]
     assert "a program may have 1024" in str(found[0].error)
     assert found[1].error and "\n" not in found[1].error
-    jobs = [(module.__name__, place, fits) for place in (0, 1)]
-    monkeypatch.setattr(report, "discover", lambda: iter(jobs))
     monkeypatch.setattr(report, "compile_all", lambda *_: found)
     assert report.report([target], [""], 1, None) == 1
     said = capsys.readouterr().out
     assert f"large on {target}: needs" in said and "2 compiled: 2 failed, 0 spill to memory, 1 not known" in said
 
 
-def test_resources_that_are_not_known() -> None:
-    pytest.importorskip("triton")
-    from benchmarks.ahead_of_time import Compiled, resources
-
+def test_resources_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ahead_of_time(monkeypatch)
+    Compiled, resources = report.Compiled, report.resources
     assert resources({"amdgcn": "nothing"}) == (None, None, 0)
     spills = ".private_segment_fixed_size: 16\n .sgpr_spill_count: 4\n .vgpr_count: 30\n .vgpr_spill_count: 3\n"
     assert resources({"amdgcn": spills}) == (30, 16, 4)

@@ -38,7 +38,6 @@ from dllm_sampler.kernels import (
     swiglu,
 )  # fmt: skip
 from dllm_sampler.kernels.sampling import Sampling
-from tests.sampling import each
 
 pytestmark = pytest.mark.slow
 TARGET = GPUTarget("cuda", 90, 32)
@@ -148,7 +147,7 @@ def layers(rows: int) -> None:
     rope.qkv_rope(fused, turn, turn, 1, 1, slots=slots, places=torch.arange(rows), fresh=False)
 
 
-@each(
+@pytest.mark.parametrize(
     ("launch", "kernels"),
     [
         (readouts, {"readout.readout_kernel", "head.head_kernel", "partial.combine_kernel"}),
@@ -190,13 +189,13 @@ def llada(rows: int, batch: int, fresh: bool = False) -> None:
             readout.readout(empty(rows, 126464), sampling)
 
 
-@each(("rows", "batch"), [(16, 1), (32, 1), (64, 1), (64, 2), (512, 16), (2048, 64)])
+@pytest.mark.parametrize(("rows", "batch"), [(16, 1), (32, 1), (64, 1), (64, 2), (512, 16), (2048, 64)])
 def test_what_is_launched_is_what_is_compiled_ahead_of_time(
     rows: int, batch: int, launched: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     report = import_module("ahead_of_time")
-    known = {specialised(report.source(it), it.warps, it.stages) for *_, it in report.discover()}
+    known = {specialised(report.source(it), it.warps, it.stages) for it in report.configurations()}
     found: list[Hashable] = []
 
     def met(source: Any, options: Any = None, **_: Any) -> Any:
