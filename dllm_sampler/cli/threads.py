@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-SMALL = 20_000_000  # parameters below which one thread is best on a CPU: docs/threads.md
+SMALL = 20_000_000  # parameters below which one thread is best on a CPU: docs/kernels.md
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # of the user's, which torch reads
 
 

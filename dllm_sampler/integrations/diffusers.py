@@ -122,7 +122,8 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
     """A scheduler of this library for `LLaDA2Pipeline` and `DiffusionGemmaPipeline` of diffusers.
 
     It commits what `Sampler` with the same scheduler commits. It serves the pipelines of diffusers 0.42 and those of
-    PR #14741, which call `set_timesteps` for each block.
+    PR #14741, which call `set_timesteps` for each block. `from_config` takes over the settings of the scheduler that it
+    replaces.
 
     Args:
         scheduler: a name, a dict with `name` and settings, or a `Scheduler`; `steps` are forwards per full block.

@@ -1,4 +1,4 @@
-"""The largest error of each kernel over random inputs: the column "error" in docs/kernels.md.
+"""The largest error of each kernel over random inputs, which docs/kernels.md quotes.
 
     TRITON_INTERPRET=1 python -m tests.kernels.errors            # in Triton's interpreter
     python -m tests.kernels.errors --device cuda                 # on a GPU
