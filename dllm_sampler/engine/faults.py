@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from traceback import walk_tb
 from typing import Any
 
@@ -99,62 +97,27 @@ def check_stopped(stop: Stop, stopped: Any, edit: Edit, canvas: Canvas, query: Q
         )
 
 
-def check_needs(error: Exception, again: Callable[[Readout], object], seen: Readout) -> None:
+def check_needs(error: Exception, seen: Readout) -> None:
     """Refuse a plug-in that failed because it read a field that was not measured; else do nothing.
 
     Args:
         error: how it failed.
-        again: does the same with another readout.
-        seen: the readout.
+        seen: what it read.
 
     Raises:
         UserError: naming the plug-in and the field.
     """
     if "NoneType" not in str(error) and not isinstance(error, AssertionError):
         return
-    missing = {name: _Unlisted(name) for name in MEASURABLE if getattr(seen, name) is None}
-    try:
-        again(replace(seen, **missing))
-    except _UnlistedRead as read:
-        for frame, _ in reversed([*walk_tb(read.__traceback__)]):
-            plugin = frame.f_locals.get("self")
-            group = next((group for group, kind in KINDS.items() if isinstance(plugin, kind)), None)
-            if group is not None:
-                raise UserError(
-                    "plugin-needs",
-                    f"{group}={named(plugin)} reads readout.{read}, not measured. Add {str(read)!r} to its needs.",
-                ) from error
-    except Exception:
-        return  # it fails in another way
-
-
-class _UnlistedRead(Exception):
-    """A field that was not measured is used; the message is its name."""
-
-
-class _Unlisted:
-    """Stands for a field that was not measured: every use of it raises `_UnlistedRead`."""
-
-    def __init__(self, name: str):
-        vars(self)["name"] = name
-
-    def __getattr__(self, name: str) -> Any:
-        raise _UnlistedRead(vars(self)["name"])
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        for one in (*args, *(kwargs or {}).values()):
-            if isinstance(one, cls):
-                raise _UnlistedRead(vars(one)["name"])
-        raise TypeError(f"{func} was called on a field that was not measured")
-
-
-def _use(self: _Unlisted, *_: object) -> Any:
-    raise _UnlistedRead(vars(self)["name"])
-
-
-_UNARY = ("iter", "len", "bool", "float", "int", "neg", "invert", "abs", "getitem", "call")
-_BINARY = ("add", "sub", "mul", "truediv", "pow", "and", "or")
-_COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
-for _operator in (*_UNARY, *_BINARY, *(f"r{one}" for one in _BINARY), *_COMPARED):
-    setattr(_Unlisted, f"__{_operator}__", _use)
+    missing = {name for name in MEASURABLE if getattr(seen, name) is None}
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    plugins = [(at, frame.f_locals.get("self")) for at, frame in enumerate(frames)]
+    known = [(at, one, group) for at, one in plugins for group, kind in KINDS.items() if isinstance(one, kind)]
+    for at, plugin, group in known[-1:]:  # the innermost one, and the functions that it called
+        for frame in frames[at:]:
+            for name in frame.f_code.co_names:
+                if name in missing and name not in frame.f_globals:
+                    raise UserError(
+                        "plugin-needs",
+                        f"{group}={named(plugin)} reads readout.{name}, not measured. Add {name!r} to its needs.",
+                    ) from error

@@ -149,7 +149,7 @@ class Engine:
         try:
             self.maybe_compiled(decide.tell)(p, state, wanted.query, seen, spent)
         except Exception as error:
-            faults.check_needs(error, lambda other: decide.tell(p, state, wanted.query, other, spent), seen)
+            faults.check_needs(error, seen)
             raise
         self.maybe_compiled(decide.ask)(p, state)
 

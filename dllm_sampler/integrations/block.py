@@ -182,7 +182,7 @@ class BlockRule:
         try:
             _, query, seen, edit, carry, failed_at, _ = decide.judge(plugins, canvas, query, seen, state.carry, good)
         except Exception as error:
-            faults.check_needs(error, lambda other: plugins.scheduler.tell(canvas, query, other, state.carry), seen)
+            faults.check_needs(error, seen)
             raise
         after = canvas.apply(query.positions, edit)
         over = after.block_over(edit) if edit.finish is None else after.block_over(edit) | edit.finish
