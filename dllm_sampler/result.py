@@ -96,6 +96,7 @@ class Trace:
         gone: `[B, L]` forward after which a stop policy cut the column off. -1: never.
         logprob: `[B, L]` log-probability of the token at its commit, without temperature. It is float64 of a float64
             model, else float32. The other tokens share the mask token's probability, unless `compat` is set.
+            Their sum is not the log-likelihood of the answer, which `Sampler.score` computes.
         nfe: `[B]` forwards that the row took part in.
         rows: `[B]` positions computed, over all forwards.
         begin: `[B]` first column of the row's prompt.

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dllm_sampler.cli import terminal
+from dllm_sampler.cli.explain import LIMITS, explain
 from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import Column, ending, written
 from dllm_sampler.cli.user_files import about, choices, choices_of, with_config_dir
@@ -69,8 +70,6 @@ def _run(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         if named := [word for word in words if word.partition("=")[0] in EVAL.groups and "=" in word]:
             chosen = [choice for word in named for choice in choices_of(word)]
-            from dllm_sampler.cli.explain import explain
-
             for group, name in chosen:
                 explain(Console(), group, name)
             return 0
@@ -84,6 +83,9 @@ def _run(words: list[str]) -> int:
         for name, default, what in pages(Options):
             if name not in Shared.__dataclass_fields__:
                 terminal.show(f"  {name}={'null' if default is None else written(default)}: {what}")
+        print("\nLimits:")
+        for limit in LIMITS.values():
+            terminal.show(f"  {limit}")
         print(f"\n{ENDING}", end="")
         return 0
     if "--version" in words:

@@ -52,7 +52,8 @@ class Record:
         tokens: N ids.
         pieces: N texts of these.
         step_map: N numbers: the forward that committed the final token, from 0. -1: never.
-        confidence: N numbers at the commit, to two digits. Null: not finite.
+        confidence: N probabilities, to two digits, each in the state in which the token was committed. Their product
+            is not the answer's likelihood. Null: not finite.
         revisions: `[forward, position, text]` of each commit that did not stay. With text null, the forward that took
             it back.
         seconds: of its whole batch. In flight, since the answer before it.

@@ -15,6 +15,14 @@ from dllm_sampler.cli import recommended, user_files
 from dllm_sampler.cli.terminal import row, say, written
 from dllm_sampler.errors import UserError
 
+LIMITS = {
+    "scheduler": "Rules that rank positions by the confidence of drawn tokens prefer likely answers."
+    " scheduler=random_order and scheduler=leftright draw from the model's own distribution (docs/tasks.md).",
+    "cache": "By default all caches but none, exact and block_causal are approximate: mini gets 99 of 100 shuffles"
+    " right with cache=exact and 9 with cache=dual (docs/caches.md).",
+    "log-probability": "A recorded probability is that of one token in the state in which it was committed. The product"
+    " over an answer is not its likelihood, which Sampler.score computes (docs/likelihood.md).",
+}
 CHECK = "What it runs with: python -m dllm_sampler.check {}={} tries models and all other plug-ins."
 
 
@@ -51,6 +59,8 @@ def explain(console: Console, group: str, name: str) -> None:
         _section(console, "Fields", _fields(f"guide.{name}" if group == "guide" else group, cls, given))
         if group in config.GROUPS:
             _section(console, "Goes with", [("", line) for line in (*_words(group, name), CHECK.format(group, name))])
+        if group in LIMITS:
+            _section(console, "Limits", [("", LIMITS[group])])
     if entry.paper:
         _paragraph(console, f"Paper: https://arxiv.org/abs/{entry.paper}")
     say(console, "")

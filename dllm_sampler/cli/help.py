@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dllm_sampler import config
 from dllm_sampler.cli import compose, recommended, user_files
-from dllm_sampler.cli.explain import explain
+from dllm_sampler.cli.explain import LIMITS, explain
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.terminal import row, say, written
 from dllm_sampler.cli.words import Arguments, is_override
@@ -44,6 +44,9 @@ MORE = """\
 """
 OPTIONS = "Options: NAME=VALUE"
 ENDING = """\
+Limits: rules that judge drawn tokens by confidence prefer likely answers
+(--help scheduler). Most caches are approximate (--help cache). The product of
+a sample's recorded probabilities is not its likelihood (docs/likelihood.md).
 Flags: -h, --help   --version   --info   --config-dir DIR
 Your own YAML files in ./conf/GROUP/ are choices too. One with the name of one
 of ours is refused. --config-dir DIR names another folder (docs/security.md).
@@ -177,6 +180,9 @@ def show_group(console: Console, group: str) -> None:
         row(console, ANY if name == config.CHECKPOINT else f"{name}{mark}", user_files.about(group, name))
         if group == "model":
             recommended.show(console, name)
+    if group in LIMITS:
+        say(console, "")
+        row(console, "Limits", LIMITS[group])
     say(console, "")
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 from dllm_sampler.cli import compose, user_files
-from dllm_sampler.cli.explain import listing
+from dllm_sampler.cli.explain import LIMITS, listing
 from dllm_sampler.cli.help import check_topics
 from dllm_sampler.cli.terminal import ending, say, show
 from dllm_sampler.cli.user_files import about
@@ -165,6 +165,7 @@ def _run(words: list[str]) -> int:
             print(USAGE)
             for name in user_files.choices("train"):
                 show(f"  train={name}: {about('train', name)}")
+            show(f"\nLimits: {LIMITS['log-probability']}")
             print(ENDING, end="")
     elif "--version" in words:
         print(f"dllm-train {__version__}")

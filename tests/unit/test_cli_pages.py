@@ -1,6 +1,7 @@
 """`--help` and `--info`: every choice with its fields, and the user's own choices of `./conf`."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from dllm_sampler import config
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cli import explain
 from dllm_sampler.cli.compose import settings
+from dllm_sampler.cli.explain import LIMITS
 from dllm_sampler.cli.main import main
 from dllm_sampler.cli.terminal import written
 from dllm_sampler.cli.user_files import FLAG, entry
@@ -152,7 +154,7 @@ def test_a_checkpoint_may_be_called_checkpoint(tmp_path: Path) -> None:
 def test_help_is_short_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
     whole = page(capsys, "--help")
     assert page(capsys, "copy: Ada", "temperature=1", "scheduler.threshold=0.5", "-h") == whole
-    assert len(whole.splitlines()) <= 127  # a third of them are names of models and plug-ins
+    assert len(whole.splitlines()) <= 130  # a third of them are names of models and plug-ins
     for words in (["--info"], ["--help", *(f"{group}={config.names(group)[-1]}" for group in config.GROUPS)]):
         whole += page(capsys, *words)
     assert max(map(len, whole.splitlines())) <= 80
@@ -288,3 +290,20 @@ def test_a_mistyped_model_folder_lists_no_names(capsys: pytest.CaptureFixture[st
         assert command(words) == 2
         said = capsys.readouterr().err
         assert "unknown model 'my-ladda'" in said and "org/name" in said and len(said) < 200
+
+
+@pytest.mark.parametrize("word", ["cache=dual", "scheduler=threshold", "cache", "scheduler"])
+def test_limits_are_on_the_page_of_a_plug_in(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", word]) == 0
+    assert LIMITS[word.partition("=")[0]] in " ".join(capsys.readouterr().out.split())
+    assert main(["--help"]) == 0
+    assert "(--help scheduler)" in (whole := capsys.readouterr().out) and "(--help cache)" in whole
+
+
+@pytest.mark.parametrize(("command", "names"), [(evaluate, [*LIMITS]), (train, ["log-probability"])])
+def test_limits_of_other_commands(
+    command: Callable[[list[str]], int], names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert [name for name in names if LIMITS[name] not in page] == []
