@@ -1,4 +1,22 @@
-"""The environments in which `tests/environments.py` runs the tests: versions, interpreters, what pip is told."""
+"""The environments in which `tests/environments.py` runs the tests: versions, interpreters, what pip is told.
+
+The package uses the inside of other libraries, which a release may change without notice. If a new one breaks
+something, look here first:
+
+- transformers, the cache: its keyword, `Cache.update(keys, values, layer, ...)`, a cache without layers. In
+  `models/huggingface.py` (`cache_keyword`) and `models/autoregressive.py`
+- transformers, DiffusionGemma: `model.decoder`, `model.encoder.language_model`, their dicts of masks,
+  `cache.layers[i].keys`, `final_logit_softcapping`. In `models/diffusion_gemma.py` and `models/uniform.py`
+- transformers, others: `MODEL_FOR_MASKED_LM_MAPPING_NAMES`, `set_experts_implementation`, `bytes_to_unicode`, the
+  config classes' `sub_configs`. In `models/huggingface.py`, `integrations/forms.py` and `guides/forms/tokens.py`
+- transformers, trainers: `Trainer._save`, `_push_from_checkpoint`, `_get_train_sampler`. In `training/trainer.py` and
+  `training/grpo.py`
+- torch: `torch._C` (`DispatchKey`), `torch._dynamo` (`config.recompile_limit`), `torch._foreach_copy_`,
+  `torch.utils._python_dispatch`, `torch._C._cuda_endAllocateToPool`, `_cuda_releasePool`. In `models/compiled.py`,
+  `engine/buffers.py`, `check/reads.py` and `engine/capture.py`
+- trl: `rollout_func`. In `examples/trl_grpo.py`
+- diffusers and SGLang: the protocols of pipelines and schedulers. In `integrations/`
+"""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def draw(path: Path, gpu: Gpu, options: argparse.Namespace) -> None:
 
 def page(path: Path, gpus: Sequence[Gpu], options: argparse.Namespace) -> None:
     """Fill a document's tables, which have every second batch and window, and draw its picture next to it."""
-    text = markdown.read(path, "floors", "parts", "crossover")
+    text = markdown.read(path, "floors", "crossover")
     gpu, work = gpus[0], options.work
     few = argparse.Namespace(**vars(options))
     few.batch, few.windows = options.batch[::2], options.windows[::2]
@@ -127,13 +127,6 @@ def page(path: Path, gpus: Sequence[Gpu], options: argparse.Namespace) -> None:
         f" {options.slots} slots; milliseconds."
     )
     text = markdown.fill(text, "floors", f"{heading}\n\n{markdown.table(['model', *head], rows)}")
-    _, cells = shares(options.models[0], gpu, work)
-    described = (
-        f"{options.models[0]}, {gpu.name}, batch 1, window {work.window}, {work.slots} slots; bound by"
-        f" {' and '.join(sorted({row[-1] for row in cells} - {''}))}."
-    )
-    some = [[row[0], row[1], row[3]] for row in cells if float(row[3]) >= 0.01]
-    text = markdown.fill(text, "parts", f"{described}\n\n{markdown.table(['part', 'MB', 'ms'], some)}")
     rows = [
         [name, *(f"{floor(MODELS[name], g, work) * 1e3:.2f}, {free(MODELS[name], g, work)}" for g in gpus)]
         for name in options.models

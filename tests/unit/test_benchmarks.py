@@ -112,7 +112,7 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("decode_step", "a model of 8 billion parameters needs a GPU"),
         ("decode_step --smoke --sides tritn", "unknown side 'tritn', did you mean 'triton'"),
         ("decode_step --smoke --sides torch,triton", "--sides torch,triton: --smoke runs on the CPU"),
-        ("decode_step --smoke --json nowhere/a.json", "nowhere/a.json cannot be written: there is no folder nowhere"),
+        ("decode_step --smoke --json nowhere/a.json", "a.json cannot be written: the folder nowhere does not exist"),
         ("decode_step --smoke --kinds official", "say where it is with --official FILE"),
         ("products", "a GPU is what this measures"),
         ("timeline", "a GPU is what this measures"),

@@ -98,7 +98,7 @@ def test_it_writes_json_and_fills_a_page(tmp_path: Path, capsys: pytest.CaptureF
         roofline.MODELS["llada-8b"], roofline.GPUS["h200"], roofline.Work(1, 8)
     )
     assert "H200" in capsys.readouterr().out and (tmp_path / "page.png").stat().st_size > 1000
-    assert "| kv read |" in page.read_text()
+    assert "| llada-8b | 1 | 3.24 |" in page.read_text()
 
 
 @each(
@@ -112,7 +112,7 @@ def test_it_writes_json_and_fills_a_page(tmp_path: Path, capsys: pytest.CaptureF
         (["--slots", "0"], "--slots: should be a whole number of at least 1, not '0'"),
         (["--windows", "8,0"], "--windows: each should be a whole number of at least 1, not '0'"),
         (["--int8", "--models", "llada2-mini"], "for dense models, not for llada2-mini"),
-        (["--json", "nowhere/a.json"], "there is no folder nowhere"),
+        (["--json", "nowhere/a.json"], "the folder nowhere does not exist"),
         (["--docs", "pyproject.toml"], "pyproject.toml has no place for the results"),
     ],
 )
