@@ -22,6 +22,9 @@ from dllm_sampler.schedulers.threshold import Threshold
 class Lengthening(Around):
     """Commit as the inner scheduler does, and ask for all of the answer besides.
 
+    After a change of length blocks open again: schedules and histories restart, and caches refresh. The noise of a
+    column stays with it.
+
     Args:
         inner: what commits.
         initial: columns that an answer begins with, after the given ones.
