@@ -171,7 +171,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         return options
     check_gpu(it, options)
     if options.official and not options.official.is_file():
-        it.error(f"--official={options.official} does not exist. Name generate.py of LLaDA.")
+        it.error(f"--official={options.official} does not exist. Name generate.py of LLaDA")
     if options.official:
         options.official = options.official.absolute()
     files.make_folder(options.out)

@@ -1,9 +1,9 @@
-"""The tables and the picture of docs/roofline.md: how fast a forward can be at best, by model and GPU.
+"""The table and the picture of docs/roofline.md: how fast a forward can be at best, by model and GPU.
 
     python -m tests.tables.roofline                                          # floors of the shipped models and GPUs
     python -m tests.tables.roofline --models llada-8b --gpus h200 --parts    # which part is bound by what
     python -m tests.tables.roofline --gpus h200 --bandwidth 4.5 --copy 4.3 --peak 790   # measured, TB/s and TFLOP/s
-    python -m tests.tables.roofline --docs docs/roofline.md                  # fill the page's tables, draw its picture
+    python -m tests.tables.roofline --docs docs/roofline.md                  # fill the page's table, draw its picture
 
 This is a calculation (`benchmarks/roofline.py`), and no GPU is used.
 """
@@ -112,10 +112,9 @@ def draw(path: Path, gpu: Gpu, options: argparse.Namespace) -> None:
     pyplot.close(figure)
 
 
-def page(path: Path, gpus: Sequence[Gpu], options: argparse.Namespace) -> None:
-    """Fill a document's tables, which have every second batch and window, and draw its picture next to it."""
-    text = markdown.read(path, "floors", "crossover")
-    gpu, work = gpus[0], options.work
+def page(path: Path, gpu: Gpu, options: argparse.Namespace) -> None:
+    """Fill a document's table, which has every second batch and window, and draw its picture next to it."""
+    text = markdown.read(path, "floors")
     few = argparse.Namespace(**vars(options))
     few.batch, few.windows = options.batch[::2], options.windows[::2]
     rows, head = [], []
@@ -127,11 +126,6 @@ def page(path: Path, gpus: Sequence[Gpu], options: argparse.Namespace) -> None:
         f" {options.slots} slots; milliseconds."
     )
     text = markdown.fill(text, "floors", f"{heading}\n\n{markdown.table(['model', *head], rows)}")
-    rows = [
-        [name, *(f"{floor(MODELS[name], g, work) * 1e3:.2f}, {free(MODELS[name], g, work)}" for g in gpus)]
-        for name in options.models
-    ]
-    text = markdown.fill(text, "crossover", markdown.table(["model", *(g.name for g in gpus)], rows))
     files.write(path, text)
     draw(path.with_suffix(".png"), gpu, options)
 
@@ -154,7 +148,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peak", type=quantity, metavar="TFLOP/S", help="of the one GPU of --gpus (default: the published figure)")
     add("--parts", action="store_true", help="also the parts of each batch at window 32")
     add("--json", type=output, metavar="FILE", help="write every part of every configuration there (default: nowhere)")
-    add("--docs", type=output, metavar="FILE", help="fill this page's tables, for the first GPU (default: none)")
+    add("--docs", type=output, metavar="FILE", help="fill this page's table, for the first GPU (default: none)")
     options = it.parse_args(argv)
     if (options.bandwidth or options.copy or options.peak) and len(options.gpus) > 1:
         given = ",".join(options.gpus)
@@ -203,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         files.write(options.json, json.dumps(found, indent=1))
     if options.docs:
-        page(options.docs, gpus, options)
+        page(options.docs, gpus[0], options)
     return 0
 
 
