@@ -121,7 +121,7 @@ def test_help_is_the_docstring_and_every_default(name: str, capsys: pytest.Captu
         ("campaign", "a GPU is what this measures"),
         ("campaign --smoke --only batch", "unknown stage 'batch', did you mean 'batches'"),
         ("campaign --smoke --continue", "there is no campaign/campaign.json to continue"),
-        ("campaign --smoke --official generate.py", "--official=generate.py does not exist. Name generate.py of LLaDA. See --help."),
+        ("campaign --smoke --official generate.py", "--official=generate.py does not exist. Name generate.py"),
         ("step_overhead --smoke --caches elastic --kinds overhead", "computes one run of columns, and cache=elastic"),
         ("step_overhead --models llada-8b", "llada-8b needs a GPU"),
         ("step_overhead --models smoke --steps 64", "--steps 64 does not suit smoke"),
