@@ -1,4 +1,4 @@
-"""Stop at a committed end token; docs/models_and_methods.md compares the rules."""
+"""Stop at a committed end token; docs/schedulers.md compares the rules."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
