@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from dllm_sampler.core.naming import named
-from dllm_sampler.core.protocols import Carry, Context, Denoiser, Scheduler, is_random
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.inputs.prompts import Prompt
-from dllm_sampler.result import Result, Trace
-from dllm_sampler.sampler import Sampler
-from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.result import Trace
 from dllm_sampler.stops.end_tokens import BlockStop, NoStop, PrefixStop, TruncateStop
 
 LEGAL_STOPS = (NoStop, BlockStop, PrefixStop, TruncateStop)  # they look at nothing but committed tokens
@@ -77,35 +71,3 @@ class Oracle(Scheduler):
         right = known & (readout.token[:, 0] == answer)
         forced = top(-order.double(), known, torch.ones_like(canvas.start)) & ~right.any(1, keepdim=True)
         return Edit(answer, right | forced), carry
-
-
-def decode(
-    denoiser: Denoiser,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    seed: int = 0,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    **plugins: object,
-) -> tuple[Result, Result]:
-    """One token per step, and the oracle that reproduces it: both results of a batch.
-
-    Args:
-        plugins: `blocks`, `stop`, `cache`, `guide`, the same for both.
-
-    Raises:
-        UserError: a stop that decides by predictions, which are other ones where tokens come earlier, or a guide
-            under which tokens are drawn: a draw is not the same at another step.
-    """
-    reference = Sampler(denoiser, scheduler=FixedSteps(), tokenizer=tokenizer, **plugins)  # type: ignore[arg-type]
-    stop, predicts = reference.plugins.stop, getattr(reference.plugins.stop, "mode", None) == "predicted"
-    if predicts or not isinstance(stop, LEGAL_STOPS):
-        raise UserError(
-            "stop-incompatible",
-            f"The oracle does not support stop={named(stop)}, which reads predictions. Use stop=prefix.",
-        )
-    if is_random(reference.plugins.guides):
-        raise UserError("options-conflict", "The oracle needs greedy decoding. Remove the temperature.")
-    one_by_one = reference.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)
-    oracle = Sampler(denoiser, scheduler=Oracle.of(one_by_one.trace), tokenizer=tokenizer, **plugins)  # type: ignore[arg-type]
-    return one_by_one, oracle.generate(prompts, max_new_tokens=max_new_tokens, seed=seed)

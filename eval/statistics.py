@@ -9,7 +9,6 @@ import numpy as np
 
 Z = 1.959963984540054  # of a normal distribution, for 95 %
 DRAWS = 2000  # of the bootstrap
-ENOUGH = 8  # runs from which a range is told: of fewer it says too little
 
 
 Estimate = tuple[float, float, float]  # a mean, and the two ends of its 95 % interval
@@ -23,12 +22,6 @@ def wilson(right: float, count: int) -> tuple[float, float]:
     middle = (share + weight / 2) / (1 + weight)
     half = Z / (1 + weight) * math.sqrt(share * (1 - share) / count + weight / (4 * count))
     return max(0.0, middle - half), min(1.0, middle + half)
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """The mean of runs that differ by their seed; `(lowest to highest)` too, where they are enough."""
-    mean = f"{sum(values) / len(values):.{digits}f}"
-    return mean if len(values) < ENOUGH else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def bootstrap(above: Sequence[float], below: Sequence[float] | None = None) -> tuple[float, float]:

@@ -18,7 +18,6 @@ import torch
 from benchmarks.options import positive
 from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.errors import unknown
-from dllm_sampler.eval import statistics
 from dllm_sampler.eval.curves import pbx
 from dllm_sampler.host import files
 from dllm_sampler.models.mini_rewards import solved
@@ -85,7 +84,7 @@ def equal(before: Mapping[str, Figures], after: Sequence[Mapping[str, Figures]])
 
 def spread(values: Sequence[float]) -> str:
     """Mean and range."""
-    return statistics.spread(values, 2) if values else "not reached"
+    return markdown.spread(values, 2) if values else "not reached"
 
 
 @command(COMMAND)
@@ -97,7 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
     sizes = (options.tasks, options.prompts, options.seed, options.new_tokens, options.block_length)
     before, *after = (measured(model, *sizes) for model in (options.before, *options.after))
     tasks = ", ".join(options.tasks)
-    kind = "mean and range" if len(after) >= statistics.ENOUGH else "mean"
+    kind = "mean and range" if len(after) >= markdown.ENOUGH else "mean"
     text = "\n\n".join(
         [
             f"Forwards per answer at equal accuracy, {options.prompts} held-out prompts of each task ({tasks});"

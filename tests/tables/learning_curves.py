@@ -14,7 +14,6 @@ from pathlib import Path
 
 from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.errors import UserError
-from dllm_sampler.eval import statistics
 from dllm_sampler.eval.report.figure import require_matplotlib
 from dllm_sampler.host import files
 from tests.tables import markdown
@@ -71,11 +70,11 @@ def draw(curves: Sequence[Curve]) -> bytes:
     for color, one in zip(COLORS, curves, strict=False):
         percent = [[100 * value for value in run] for run in one.right]
         low, high = ([bound(each) for each in zip(*percent, strict=True)] for bound in (min, max))
-        if len(one.runs) >= statistics.ENOUGH:
+        if len(one.runs) >= markdown.ENOUGH:
             axes.fill_between(one.steps, low, high, color=color, alpha=0.15, linewidth=0)
         for run in percent:
             axes.plot(one.steps, run, color=color, linewidth=0.7, alpha=0.6)
-        kind = "mean and range" if len(one.runs) >= statistics.ENOUGH else "mean"
+        kind = "mean and range" if len(one.runs) >= markdown.ENOUGH else "mean"
         label = f"{one.name}: {kind} of {len(one.runs)} seeds"
         axes.plot(one.steps, [100 * value for value in one.mean], color=color, linewidth=2.2, label=label)
     axes.set_xlabel("step")
@@ -99,13 +98,13 @@ def content(curves: Sequence[Curve]) -> str:
         f"{one.name}: {one.steps[-1]} steps, {min(one.minutes):.1f} to {max(one.minutes):.1f} minutes" for one in curves
     )
     head = ["", "before", "after", "gain", "best", "after - best"]
-    kind = f"Right answers in %. Means of the runs, with the range from {statistics.ENOUGH} runs on."
+    kind = f"Right answers in %. Means of the runs, with the range from {markdown.ENOUGH} runs on."
     return f"{markdown.table(head, rows)}\n\n{kind} {minutes} a run."
 
 
 def spread(shares: Sequence[float]) -> str:
     """Mean and range in %."""
-    return statistics.spread([100 * share for share in shares], 1)
+    return markdown.spread([100 * share for share in shares], 1)
 
 
 @command(COMMAND)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dllm_sampler.errors import UserError
+
+ENOUGH = 8  # runs from which a range is told: of fewer it says too little
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """The mean of runs that differ by their seed; `(lowest to highest)` too, where they are enough."""
+    mean = f"{sum(values) / len(values):.{digits}f}"
+    return mean if len(values) < ENOUGH else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

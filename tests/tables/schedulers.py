@@ -26,7 +26,6 @@ from dllm_sampler import __version__, config
 from dllm_sampler.cli.terminal import Parser, command
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import curves
-from dllm_sampler.eval.oracle import decode
 from dllm_sampler.eval.report.figure import require_matplotlib
 from dllm_sampler.eval.tasks.mini import CANVAS, held_out_prompts
 from dllm_sampler.host import files
@@ -34,6 +33,7 @@ from dllm_sampler.models.mini_tasks import TASKS
 from dllm_sampler.models.mini_tokenizer import vocabulary
 from dllm_sampler.result import Result
 from dllm_sampler.sampler import Sampler
+from tests.reproduced import decode
 from tests.tables import markdown
 from tests.tables.answers import HARD, Tally
 from tests.tables.points import BEST, BOUND, ORACLE, PLAIN, Point, label

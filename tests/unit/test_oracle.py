@@ -13,12 +13,11 @@ from dllm_sampler.blocks.fixed import FixedBlocks, FullBlock
 from dllm_sampler.check.reads import no_host_reads
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.loop import Engine
-from dllm_sampler.eval.oracle import Oracle, decode
-from dllm_sampler.stops.end_of_text import EndOfText
-from dllm_sampler.stops.prophet import Prophet
+from dllm_sampler.eval.oracle import Oracle
 from tests import toys
 from tests.refusals import refused
-from tests.sampling import crossed, each
+from tests.reproduced import decode
+from tests.sampling import crossed
 from tests.scripted import Script
 
 TOKENS = 17
@@ -121,19 +120,6 @@ def test_greedy_is_not_always_the_fewest() -> None:
     found = Sampler(fragile, scheduler=rule, blocks="full", stop="none").generate([[0]], max_new_tokens=4)
     assert found.tokens.tolist() == [[0, 1, 2, 3]]
     assert found.trace.steps() == [[0], [1, 2, 3]]
-
-
-@each(
-    ("plugins", "said"),
-    [
-        ({"stop": Prophet()}, "stop-incompatible: stop=prophet, stop=prefix"),
-        ({"stop": EndOfText("predicted")}, "stop-incompatible: stop=end_of_text, stop=prefix"),
-        ({"guide": "temperature"}, "options-conflict"),
-    ],
-)
-def test_refuses_what_it_cannot_reproduce(plugins: dict[str, Any], said: str) -> None:
-    with refused(said):
-        decode(toys.denoiser(), toys.PROMPTS, max_new_tokens=TOKENS, **plugins)
 
 
 def test_refuses_another_batch() -> None:
