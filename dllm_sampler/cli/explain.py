@@ -25,6 +25,8 @@ LIMITS = {
 }
 CHECK = "What it runs with: python -m dllm_sampler.check {}={} tries models and all other plug-ins."
 
+CODE = "    "  # begins each line of a literal block
+
 
 def explain(console: Console, group: str, name: str) -> None:
     """Print what one choice is: fields with defaults and meaning, paper, what it goes with.
@@ -102,7 +104,10 @@ def _flat(name: str, value: object) -> Iterator[str]:
 
 
 def _paragraph(console: Console, text: str) -> None:
-    row(console, "", text, column=2)
+    if text.startswith(CODE):
+        say(console, text)
+    else:
+        row(console, "", text, column=2)
     say(console, "")
 
 
@@ -123,10 +128,10 @@ def _documentation(cls: Any) -> str:
 
 
 def _prose(cls: Any) -> Iterator[str]:
-    """The paragraphs of a docstring before its arguments."""
-    text = re.split(r"\n(?:Args|Attributes):", _documentation(cls))[0]
+    """Yield the paragraphs of a docstring before its arguments. An indented one is code, and keeps its lines."""
+    text = re.split(r"\n(?:Args|Attributes):", _documentation(cls))[0].rstrip()
     for paragraph in re.split(r"\n\s*\n", text):
-        yield " ".join(paragraph.split())
+        yield paragraph if paragraph.startswith(CODE) else " ".join(paragraph.split())
 
 
 def _arguments(cls: Any) -> dict[str, str]:

@@ -22,19 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParallelDecoding(Leftmost):
-    """Commit the longest run of the left-to-right draft that a mixture with a small autoregressive model draws too.
+    """Adaptive parallel decoding: the part of a left-to-right draft that a small autoregressive model confirms.
 
-    Source: APD (adaptive parallel decoding), arXiv 2506.00413. The forward drafts every mask that it sees, each one
-    independently. One pass of the verifier over the draft gives each position's distribution after the drafted tokens
-    before it. The target at a position is drawn from the product `p_model^R p_verifier^(1-R)` by the same guides
-    (temperature, top-p) and the same noise as the draft. The step commits the first drafted token, and those after it
-    that equal their targets. The first that does not is drafted again with more context. The text is neither model's
-    exactly. Published with `blocks=full`, window W as `cache=trailing`. The verifier's passes do not count as NFE.
+        while masks remain in the block:
+            draft = model(canvas) at the first max_lookahead masks
+            law = verifier(text with the draft), at each of them
+            target = draw(model ** mixture_weight * law ** (1 - mixture_weight))
+            commit the first token of the draft, and each one after it
+                until one differs from its target
+
+    Source: APD, arXiv 2506.00413. Targets are drawn by the same guides (temperature, top-p) and the same noise as the
+    draft. The token that differs is drafted again with more context. The text is neither model's exactly. It is
+    published with `blocks=full` and its window W as `cache=trailing`. The verifier's passes do not count as NFE.
 
     Args:
         max_lookahead: M, columns from the first mask on that the model sees and drafts. By default all.
         verifier: a causal LM of transformers with the model's tokenizer: a folder, a hub id or a live model.
-        mixture_weight: R, the model's own share; 1 takes every draft, 0 only what the verifier draws.
+        mixture_weight: R, the model's own share. 1 takes every draft, 0 only what the verifier draws.
     """
 
     max_lookahead: int | None = 100

@@ -14,11 +14,15 @@ from dllm_sampler.schedulers.drawn_positions import DrawnPositions
 
 @dataclass(frozen=True)
 class AscendingSteps(DrawnPositions):
-    """Commit 1, 2, 4, ... positions per step, the surest first: log2 of the length in forwards.
+    """Ascending step size: 1, 2, 4, ... positions per step, so that an answer takes log2 of its length in forwards.
 
-    Source: ASS (ascending step size), arXiv 2509.23924. The step's number counts over the whole generation, so that
-    later blocks start with large steps; `blocks=ascending` are the published blocks, which each such step fills. The
-    last of the floor(log2 G) steps commits all that is left.
+        last = floor(log2(length of the answer)) - 1
+        for t = 0, 1, 2, ... while masks remain in the answer:
+            token, confidence = model(canvas)
+            commit the 2 ** t surest masks of the block, all from t = last on
+
+    Source: ASS, arXiv 2509.23924. Steps count over the whole answer, so later blocks begin with large ones. The
+    published blocks are `blocks=ascending`: each such step fills one.
     """
 
     @property

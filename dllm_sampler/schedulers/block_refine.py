@@ -13,15 +13,19 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class BlockRefine(Scheduler):
-    """Commit the surest positions up to the share of the block that is due, and all above a threshold.
+    """Block refinement: a rising quota of committed tokens, while the rest of the block stays noise.
 
-    Source: the block-refinement sampler for DiffusionGemma. After step n of N a block of B positions has at least
-    ceil(n B / N) committed. Committed tokens are not edited. All other positions are noise, which uniform diffusion
-    draws again for each forward.
+        for t = 1 ... steps while noise remains in the block:
+            token, confidence = model(canvas)
+            n = ceil(t * length of the block / steps) - number of committed tokens
+            commit the n surest positions, and all with confidence > threshold
+            draw all other positions again, where noise is random tokens
+
+    Source: the block-refinement sampler for DiffusionGemma. Committed tokens are not edited.
 
     Args:
-        steps: forwards per block at most; one that is ahead of its quota by the threshold may commit nothing.
-        threshold: a position above this probability is committed beyond the quota too; from 1 on only the quota counts.
+        steps: forwards per block at most. One that is ahead of its quota by the threshold may commit nothing.
+        threshold: a position above this probability is committed beyond the quota too. From 1 on only the quota counts.
     """
 
     steps: int = 32

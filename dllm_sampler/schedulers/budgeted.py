@@ -16,15 +16,23 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class BudgetedThreshold(SharedSteps, Threshold):
-    """Commit the masks that reach the threshold, but at most an even share of the steps plus what earlier ones left.
+    """Threshold decoding under a budget: an even share of positions per step, and what earlier steps left over.
 
-    Source: Fast-dLLM's Dream path (arXiv 2505.22618). Each step looks at the `quota + carry` surest masks, where
-    quota is the even share; those below the threshold, or not predicted (a cache may predict a part of the masks),
-    become the next step's carry. When the planned steps are over, the carry alone drives further ones, so the number
-    of forwards can exceed `steps`.
+        quota = ceil(masks of the block / its part of steps);  carry = 0
+        while masks remain in the block:
+            token, confidence = model(canvas)
+            seen = the quota + carry surest masks
+            commit those of seen with confidence >= threshold, or else the surest
+            carry = number of seen that were not committed
+            if the planned steps are over and carry > 0:
+                quota = 0
+
+    Source: Fast-dLLM's Dream path without a cache, arXiv 2505.22618. Masks that a cache does not predict join the
+    carry. After the planned steps the carry alone drives further ones, so the number of forwards can exceed `steps`.
+    The published code asks for an even division. Here the quota is rounded up.
 
     Args:
-        threshold: probability; above 1 it commits one position per step.
+        threshold: probability. Above 1 it commits one position per step.
         steps: planned forwards for the whole generation. By default one per position, which means one commit per step.
     """
 

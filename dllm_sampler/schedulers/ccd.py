@@ -16,21 +16,29 @@ from dllm_sampler.schedulers.score import Score, rate, score_needs
 
 @dataclass(frozen=True)
 class Coherent(SharedSteps, Scheduler):
-    """Commit masks that were next in line a step ago and still have the same candidate; else the best one.
+    """Coherent contextual decoding: masks whose candidate is the same in two successive contexts are committed.
 
-    Source: CCD and CCD-DS, arXiv 2512.02044, the rule of its code (`ccd_marginal` is the paper's). Each step verifies
-    the best positions against the previous step: those it had just after its own commits, if their candidate has not
-    changed, count as supported by two contexts. The line looked at grows by one per step up to `1 + expand` shares,
-    from the last step of the warm-up on. Published for one block and one token per step; here everything counts within
-    a block, and a share that does not divide evenly is larger in the first steps. Under a temperature the sampled
-    candidates must agree.
+        while masks remain in the block:
+            token, score = model(canvas)
+            best = the n masks with the highest score, n due by steps
+            agree = those of the first line masks that are expected with this token
+            if one of best was expected, and agree has at least n masks:
+                commit agree, with dynamic=false only the n best of it
+            else:
+                commit best
+            expected = the next line masks after these commits, each with its token
+
+    Source: CCD and CCD-DS, arXiv 2512.02044, the rule of its code (`ccd_marginal` is the paper's). Nothing is expected
+    before the end of the warm-up. From then on `line` grows by one per step, up to n (1 + `expand`). It is published
+    for one block and one token per step. Here everything counts within a block, and an n that does not divide evenly is
+    larger in the first steps. Under a temperature the sampled candidates must agree.
 
     Args:
-        dynamic: commit all that agree (CCD-DS); false: the step's share (CCD).
+        dynamic: commit all that agree (CCD-DS). False commits the step's share (CCD).
         steps: forwards for the whole generation. By default one per token.
-        score: what ranks the masks; entropy: the lowest first.
+        score: what ranks the masks. With entropy the lowest is first.
         warmup: steps at the start of a block that commit the best positions unverified.
-        expand: how many shares the line grows beyond the first.
+        expand: how often n the line grows beyond the first n.
         late: share of the block's masks from which on the line is two positions again, as after its first growth.
     """
 

@@ -18,18 +18,27 @@ from dllm_sampler.schedulers.budget import SharedSteps, even_share
 
 @dataclass(frozen=True)
 class CoherentMarginal(SharedSteps, Scheduler):
-    """Commit the masks whose prediction, averaged over the last steps, has the lowest entropy.
+    """Coherent contextual decoding by the paper: predictions are averaged over the contexts of the last steps.
 
-    Source: CCD and CCD-DS, arXiv 2512.02044, section on the context marginal. Only positions that were among the
-    `buffer` lowest entropies in each of the last `depth` steps (this one included) have an average; where too few
-    have one, this step's lowest entropy decides. The paper leaves that fallback and `epsilon` open.
+        while masks remain in the block:
+            p, token, entropy = model(canvas)
+            remember p at the buffer masks with the lowest entropy
+            mean = average of p over the last depth steps, where all remember it
+            n = number of masks due in this step, by steps
+            if dynamic:  commit the masks with entropy(mean) <= epsilon,
+                or else the n masks with the lowest entropy
+            else:        commit the n masks with the lowest entropy(mean),
+                and if these are fewer, others with the lowest entropy
+
+    Source: CCD and CCD-DS, arXiv 2512.02044, section on the context marginal. The paper leaves `epsilon` open, and what
+    is committed where too few masks have an average.
 
     Args:
-        dynamic: commit all averaged positions up to `epsilon` (CCD-DS); false: the step's share (CCD).
+        dynamic: commit all averaged positions up to `epsilon` (CCD-DS). False commits the step's share (CCD).
         steps: forwards for the whole generation. By default one per token.
-        depth: steps averaged over.
+        depth: steps averaged over, this one included.
         buffer: positions kept per step.
-        epsilon: bound in nats on the averaged entropy; 0.325 is that of a (0.9, 0.1) choice.
+        epsilon: bound in nats on the averaged entropy. 0.325 is that of a (0.9, 0.1) choice.
     """
 
     dynamic: bool = True

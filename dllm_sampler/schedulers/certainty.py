@@ -15,14 +15,21 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 
 @dataclass(frozen=True)
 class CertaintyPrior(FixedSteps):
-    """Fixed steps, ranked by the score times how much of a position's neighbourhood is committed.
+    """Certainty prior: a fixed number of steps that prefer positions among committed ones.
 
-    Source: d2Cache, arXiv 2509.23094. The density is the share of committed positions under a Gaussian around the
-    position. As published, it looks one length of the generation beyond either end: everything before the generation
-    counts as committed, everything after it as its last position does. The order becomes nearly left to right.
+        while masks remain in the block:
+            token, score = model(canvas)
+            density = part of a Gaussian of width sigma around each mask
+                that covers committed columns
+            n = number of masks due in this step, by steps and schedule
+            commit the n masks with the highest score * density
+
+    Source: d2Cache, arXiv 2509.23094. As published, the Gaussian reaches one length of the generation beyond either
+    end. Everything before the generation counts as committed, everything after it as its last position does. The order
+    becomes nearly left to right.
 
     Args:
-        sigma: width of the Gaussian in positions; large values leave the score's own order.
+        sigma: width of the Gaussian in positions. Large values leave the score's own order.
     """
 
     sigma: float = 10.0

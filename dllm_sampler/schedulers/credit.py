@@ -14,18 +14,26 @@ from dllm_sampler.schedulers.dinfer import DInferThreshold
 
 @dataclass(frozen=True)
 class Credit(DInferThreshold):
-    """Raise the logits of tokens that were candidates in earlier steps, then commit by dInfer's threshold.
+    """Credit decoding: tokens that were candidates in earlier steps gain probability, then dInfer's threshold commits.
 
-    Source: credit decoding, arXiv 2510.06133, as in dInfer. In each step all credit decays, and each mask's candidate
-    earns its probability to the power gamma; alpha log(1 + credit) is added to its logit. Credit ends with the block,
-    that of several open blocks with the first of them, and that of a window that slides not at all.
-    The published matrix has a number per position and token; here a position remembers its `memory` best-credited
-    tokens, which differs only after more tokens than that have been candidates there. With a temperature the sampled
-    candidates earn credit, and the one whose probability with credit is highest is committed.
+        credit = 0 for each mask and token
+        while masks remain in the block:
+            p, token, confidence = model(canvas)
+            credit = decay * credit
+            credit[token] += confidence ** gamma, at each mask
+            p = p * (1 + credit) ** alpha, normalised
+            token, confidence = the credited token with the highest p
+            best = highest confidence of the masks
+            commit the masks with confidence >= min(threshold, best - slack)
+
+    Source: credit decoding, arXiv 2510.06133, as in dInfer. Credit ends with the block, and that of several open blocks
+    with the first of them. Under a sliding window it does not end. The published matrix has a number per position and
+    token. Here a position remembers its `memory` best-credited tokens, which differs only after more tokens than that
+    have been candidates there. Under a temperature the sampled candidates earn credit.
 
     Args:
         threshold, slack: as in `DInferThreshold`.
-        alpha: weight of the credit; 0 leaves confidences as they are.
+        alpha: weight of the credit. 0 leaves confidences as they are.
         gamma: power of the probability a candidate earns.
         decay: what is left of the credit after a step (beta).
         memory: tokens remembered per position, 1024 at most.

@@ -18,13 +18,19 @@ Sureness = Literal["entropy", "margin", "confidence"]
 
 @dataclass(frozen=True)
 class D2F(Scheduler):
-    """Commit the masks whose confidence is above the threshold; its best mask where a block must commit and none is.
+    """D2F's threshold, for several open blocks: a block that must advance commits at least one mask.
 
-    Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Made for `blocks=pipeline`, which says what
-    block must get on; of other blocks the active one must.
+        while masks remain in the open blocks:
+            token, confidence, score = model(canvas)
+            commit the masks of all open blocks with confidence > threshold
+            in each block that must advance and has no such mask:
+                commit the mask with the highest score
+
+    Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. It is made for `blocks=pipeline`, which
+    says what block must advance. Of other blocks the active one must.
 
     Args:
-        threshold: probability; "above" is >, as in the published code. 1: one position per block and step.
+        threshold: probability; "above" is >, as in the published code. 1 commits one position per block and step.
         score: what the best mask is the best by: the lowest entropy, the largest margin, the highest confidence.
     """
 

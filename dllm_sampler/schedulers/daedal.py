@@ -15,21 +15,30 @@ from dllm_sampler.schedulers.lengthening import Lengthening
 
 @dataclass(frozen=True)
 class Daedal(Lengthening):
-    """Lengthen the canvas before anything is committed, then insert masks after the least sure one.
+    """DAEDAL around another scheduler: the answer grows before decoding, and where the model is unsure while decoding.
 
-    Source: DAEDAL, arXiv 2508.00819, the rule of its code. `max_new_tokens` is a bound. Forwards come first that commit
-    nothing: each appends `expand` masks while the signal, the mean probability of the last `eos_tokens` predicted end
-    tokens (missing ones count 0), is below `grow`. Then `eos_tokens // 2` end tokens are appended, for good, and the
-    inner scheduler decodes. A step whose signal is below `insert` inserts `expand - 1` masks after the block's least
-    sure mask, if that is below `unsure` and was not committed; what exceeds the bound is cut off at the right. Blocks
-    are windows that begin where the one before ended. The published function commits above its threshold, here the
-    inner scheduler says (`threshold`: from it on), and the mask token is never chosen; it ends all rows of a batch
-    together, and fails under guidance, which here masks the prompt.
+        canvas = initial masks
+        while signal(model(canvas)) < grow:
+            append expand masks
+        append eos_tokens // 2 end tokens
+        while masks remain:
+            prediction = model(canvas)
+            commit inner(canvas, prediction)
+            q = the least sure mask that is left in the block
+            if signal(prediction) < insert and confidence at q < unsure:
+                insert expand - 1 masks after q
+
+    Source: DAEDAL, arXiv 2508.00819, the rule of its code. The signal is the sum of the probabilities of the last
+    `eos_tokens` predicted end tokens, divided by `eos_tokens`. `max_new_tokens` is a bound: nothing is appended beyond
+    it, and an insertion cuts off at the right what exceeds it. Blocks are windows that begin where the one before
+    ended. Deviations: the published function commits above its threshold, here the inner scheduler says (`threshold`:
+    from it on), and the mask token is never chosen. That function ends all rows of a batch together, and fails under
+    guidance. Here guidance masks the prompt.
 
     Args:
         inner, initial, expand, eos_tokens: see `Lengthening`.
-        grow: signal to reach before decoding begins; 0: the answer keeps its initial length.
-        insert: signal from which on nothing is inserted; 0: nothing ever is.
+        grow: signal to reach before decoding begins. With 0 the answer keeps its initial length.
+        insert: signal from which on nothing is inserted. With 0 nothing ever is.
         unsure: probability below which a mask asks for more room.
     """
 

@@ -20,20 +20,22 @@ Exclude = Literal["linked", "published"]
 
 @dataclass(frozen=True)
 class Dawn(Scheduler):
-    """Commit sure positions, those that look at sure text, and an independent set of the less sure ones.
+    """DAWN: sure positions, those that look at sure text, and an independent set of the less sure ones.
+
+        while masks remain in the block:
+            token, confidence, attention = model(canvas)
+            sure = masks with confidence >= threshold
+            induced = masks with confidence >= induce that depend on sure text
+            rest = other masks with confidence >= low, linked to none of these
+            picked = walk rest by confidence, take each linked to none taken before
+            commit sure, induced and picked, or else the surest mask
 
     Source: DAWN, arXiv 2602.06953. Position j depends on column i if it looks at i with at least `edge`, unless i is a
-    sink, which all columns look at.
-
-        sure    = masks with confidence >= threshold
-        induced = masks with confidence >= induce that depend on committed text with confidence >= threshold
-        rest    = other masks with confidence >= low, without those linked to a sure or an induced one
-        picked  = walk rest by confidence, take each that is linked to none that was taken
-        commit sure, induced and picked, or else the surest mask
-
-    Attention is a mean over heads and the last layers. Rows compute all columns in each forward, so caches are refused.
-    The published code leaves out of `rest` only what depends on a position that is both sure and induced; its walk
-    does not end, and writes over the prompt's first token where two candidates are linked, which is not reproduced.
+    sink, which all columns look at. Two positions are linked if one depends on the other. Sure text is what is
+    committed and has a confidence of `threshold` now. Attention is a mean over heads and the last layers. Rows compute
+    all columns in each forward, so caches are refused. The published code leaves out of `rest` only what depends on a
+    position that is both sure and induced. Its walk does not end, and writes over the prompt's first token where two
+    candidates are linked. That is not reproduced.
 
     Args:
         threshold: confidence of sure positions and of text that others may lean on.

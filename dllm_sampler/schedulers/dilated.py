@@ -12,16 +12,22 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class Dilated(Scheduler):
-    """Commit every n/2-th position of a block of n, then every n/4-th, ... and finally all the rest: log2 n forwards.
+    """Dilated unmasking: positions far apart are committed together, in about log2 of the block's length forwards.
 
-    Source: DUS (dilated unmasking scheduler), as in ParallelBench, arXiv 2510.04767. Which positions are due does not
-    depend on the model; one whose confidence stays below `skip` waits for the next level, so a step may commit nothing.
-    The published code looks at a position in one level only and leaves skipped ones masked for good; it also merges a
-    last level that is smaller than the one before, which never happens for blocks of a power of two.
+        for level = 1, 2, 3, ... while masks remain in the block:
+            token, confidence = model(canvas)
+            distance = floor(length of the block / base ** level), at least 1
+            comb = the masks at every distance-th position of the block
+            commit comb where confidence >= skip, all of it if distance is 1
+
+    Source: DUS (dilated unmasking scheduler), arXiv 2506.19037, as in ParallelBench, arXiv 2510.04767. A position below
+    `skip` waits for the next level, so a step may commit nothing. Deviations: the published code looks at a position in
+    one level only and leaves skipped ones masked for good. It also merges a last level that is smaller than the one
+    before, which never happens for blocks of a power of two.
 
     Args:
         base: each level's distance is the one before over `base`, rounded down.
-        skip: probability a due position must reach before the last level; 0 skips none.
+        skip: probability a due position must reach before the last level. 0 skips none.
     """
 
     base: int = 2

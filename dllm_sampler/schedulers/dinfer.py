@@ -14,12 +14,17 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class DInferThreshold(Threshold):
-    """Commit the masks whose confidence reaches min(threshold, best - slack).
+    """dInfer's threshold: near-ties with the surest mask are committed with it.
+
+        while masks remain in the block:
+            token, confidence = model(canvas)
+            best = highest confidence of the masks
+            commit the masks with confidence >= min(threshold, best - slack)
 
     Source: dInfer, arXiv 2510.08666. The published comparison is in float32, this one in float64.
 
     Args:
-        threshold: probability; above 1 only the best and its near-ties are committed.
+        threshold: probability. Above 1 only the best and its near-ties are committed.
         slack: how far below the best still counts as a tie.
     """
 

@@ -22,21 +22,24 @@ CLEAN, STAY, NOISE = 0, 1, 2  # routes of a position in a predictor step
 
 @dataclass(frozen=True)
 class DiscreteDDIM(Scheduler):
-    """Draw each step of the block from the exact posterior of uniform diffusion, and correct early ones.
+    """Discrete DDIM: the block is drawn from the exact posterior of uniform diffusion in each step.
 
-    Source: diffusers 0.42.1 (`DiscreteDDIMScheduler`), D3PM arXiv 2107.03006; corrector: arXiv 2605.22765.
+        for n = 0 ... N - 1:
+            y = model(canvas), a token at every position of the block
+            each position becomes y, stays or becomes random, by q(x_s | x_t, y)
+            if n < D, corrector_steps times:
+                p = model(canvas)
+                draw corrector_k positions again, by p_s(token | all others)
+            if the best tokens have settled:  commit them, and leave
+        commit y at every position
 
-        for n in range(N):                               # survival n/N -> (n+1)/N of a clean token
-            y = draw(model(x));  x = y, x or a random id # by q(x_s | x_t, y), for each position
-            for _ in range(corrector_steps if n < D else 0):
-                x[k positions] = draw(p_s(x_i | all others))
-        x = y                                            # the last step takes every y
-
-    A block takes `max_denoising_steps` forwards F. With c corrector sweeps after each of the first
-    D = (F - 1) // (1 + c) predictor steps, N = F - D c predictor steps are left.
+    Source: diffusers 0.42.1 (`DiscreteDDIMScheduler`), D3PM arXiv 2107.03006; corrector: arXiv 2605.22765. Step n takes
+    the survival of a clean token from n / N to (n + 1) / N. A block takes `max_denoising_steps` forwards F. With c
+    corrector sweeps after each of the first D = (F - 1) // (1 + c) predictor steps, N = F - D c predictor steps are
+    left.
 
     Each predictor step draws positions independently, with an error that falls as 1 / N². Set temperature=1 for that
-    law. Guides apply to the predictor; the corrector uses the model's own probabilities.
+    law. Guides apply to the predictor. The corrector uses the model's own probabilities.
 
     A sweep leaves the law of the noisy block as it is only with `corrector_selection=random` and `corrector_k=1`. The
     other selections look at the current tokens, and so sharpen. For an exact model of three tokens a sweep at half

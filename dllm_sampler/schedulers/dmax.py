@@ -26,16 +26,19 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class SoftParallel(Scheduler):
-    """Commit a run of sure masks from the left, and predict every token of the block again in each forward.
+    """DMax's soft parallel decoding: tokens of the block stay soft inputs, and each forward predicts all of them again.
 
-        forward:  token, sure at every position of the block
-        masks:    commit from the left up to the first with sure < threshold, the leftmost in any case
-        tokens:   replace each by what is predicted now
-        leave:    no mask is left, and all are sure >= 0.9 or nothing changed, or after as many forwards as columns
-        input:    a mask is a mask. A token is sure * E[token] + (1 - sure) * E[mask], with their mean norm
+        until the block is closed:
+            token, confidence = model(canvas) at every position of the block
+            commit masks from the left while confidence >= threshold, at least one
+            replace each token that the block had by what is predicted now
+            input of a token = confidence * E[token] + (1 - confidence) * E[mask]
+            close the block if no mask is left,
+                and all confidence >= 0.9 or nothing changed
 
-    Source: soft parallel decoding of DMax, arXiv 2604.08302. Its checkpoints are trained for such inputs. Other models
-    collapse, says the paper. The forward that opens a block reads tokens and masks alone, and a cache stores a
+    Source: DMax, arXiv 2604.08302. Its checkpoints are trained for such inputs. Other models collapse, says the paper.
+    E is the table of embeddings; a mixture gets the mean norm of its parts. After as many forwards as the block has
+    columns it is closed in any case. The forward that opens a block reads tokens and masks alone, and a cache stores a
     finished block as tokens.
 
     Args:

@@ -19,18 +19,23 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class DynamicThreshold(Threshold):
-    """Commit every mask above the threshold if these are at least as many as the step's share, else the share's surest.
+    """The sampler of block-causal models: a fixed pace, and everything that is sure where that is more.
+
+        while masks remain in the block:
+            token, confidence, score = model(canvas)
+            n = length of the block / steps, rounded up in the first steps
+            sure = masks with confidence > threshold
+            commit sure if they are n or more, else the n masks of highest score
 
     Source: SDAR, arXiv 2510.06303 (`low_confidence_dynamic`; a threshold of 1 is its `low_confidence_static`, with
-    `score=position` its `sequential`), TraDo, arXiv 2509.06949, and LLaDA2, arXiv 2512.15745 (threshold decode).
-    "Above" is strict, as published. A whole block shares its positions among the steps, the first ones taking one more;
-    a block that begins with prompt tokens, or that the canvas cuts, goes at the same pace. Where fewer masks are left
-    than the share, SDAR's code overwrites tokens; here those masks are taken.
+    `score=position` its `sequential`), TraDo, arXiv 2509.06949, and LLaDA2, arXiv 2512.15745 (threshold decode). A
+    block that begins with prompt tokens, or that the canvas cuts, has the pace of a whole one. Where fewer masks are
+    left than n, SDAR's code overwrites tokens. Here those masks are taken.
 
     Args:
-        threshold: probability a mask must exceed; from 1 on only the share counts.
+        threshold: probability a mask must exceed. From 1 on only the share counts.
         steps: forwards for a whole block (not for the generation). By default one per position.
-        score: what ranks the masks where too few are above the threshold; position: left to right.
+        score: what ranks the masks where too few are above the threshold. With position it is left to right.
     """
 
     steps: int | None = None

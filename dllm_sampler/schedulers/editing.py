@@ -32,22 +32,31 @@ class Suspects(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenEditing(Threshold, Renoising):
-    """Commit masks above a threshold and replace committed tokens of the block the model is now sure were wrong.
+    """LLaDA2.1's token editing: committed tokens of the block are replaced, or become masks again.
 
-    Source: LLaDA2.1, arXiv 2602.08676 (T2T editing inside the active block; editing earlier blocks is not done).
-    Comparisons are strict, as published. A full block is edited on until a step changes nothing.
+        while masks remain in the block, or the last step changed it:
+            token, confidence = model(canvas) at every position of the block
+            commit the masks with confidence > threshold, and the quota surest
+            if remask is None:
+                replace committed tokens by others with confidence > edit
+            else:
+                remask suspect tokens, at most remask_share of the committed ones
+            leave after extra steps without a mask
 
-    With `remask` a suspect token becomes a mask again, and later steps predict it again. Source: T2M (targeted
-    remasking), arXiv 2604.18738. A wrong token need not have one sure replacement to be taken back, and no wrong
-    replacement misleads the others. Its paper has remask=low_prob with remask_threshold=0.3 and remask_limit=1.
+    Source: LLaDA2.1, arXiv 2602.08676 (T2T editing inside the active block, earlier ones are not edited). Comparisons
+    are strict, as published.
+
+    Source of `remask`: T2M (targeted remasking), arXiv 2604.18738. A wrong token need not have one sure replacement to
+    be taken back, and no wrong replacement misleads the others. Its paper has remask=low_prob with remask_threshold=0.3
+    and remask_limit=1.
 
     Deviation: the model's block-causal mask bans later blocks. Public copies of the code hand the network the mask as 0
     and 1, which it adds to the scores: a bias of 1 in place of a ban, so that earlier blocks see later ones. With the
     mask's logarithm they decode as this scheduler does.
 
     Args:
-        threshold: probability a mask must exceed; if fewer than `quota` do, the `quota` surest are committed.
-        edit: probability a different token must exceed to replace a committed one. From 1 on nothing is edited; the
+        threshold: probability a mask must exceed. If fewer than `quota` do, the `quota` surest are committed.
+        edit: probability a different token must exceed to replace a committed one. From 1 on nothing is edited. The
             published loop still makes one editing step per block then, which this one omits.
         quota: masks committed per step at least.
         extra: editing steps after the last mask at most. With `remask` it is the largest number of forwards

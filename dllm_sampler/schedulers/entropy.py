@@ -14,13 +14,17 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class EntropyThreshold(Scheduler):
-    """Commit the masks of the block whose entropy does not exceed the bound, and the lowest one in any case.
+    """dParallel's rule: all masks whose entropy does not exceed a bound are committed.
 
-    Source: dParallel, arXiv 2509.26488 (its LLaDA sampler; made for models trained by its certainty-forcing
-    distillation, legal with any).
+        while masks remain in the block:
+            token, H = model(canvas), H the entropy of the prediction
+            commit the masks with H <= entropy, or else the one with the lowest H
+
+    Source: dParallel, arXiv 2509.26488, its LLaDA sampler. It is made for models trained by its certainty-forcing
+    distillation, and legal with any.
 
     Args:
-        entropy: bound in nats; below 0 it commits one position per step.
+        entropy: bound in nats. Below 0 it commits one position per step.
     """
 
     entropy: float = 0.5

@@ -19,14 +19,20 @@ Proxy = Literal["entropy", "confidence", "margin"]
 
 @dataclass(frozen=True)
 class EntropyBound(Scheduler):
-    """Commit the longest run of masks, surest first, whose entropies without the largest sum to at most gamma.
+    """EB-Sampler: the longest run of masks whose joint uncertainty is bounded, the best ones first.
 
-    Source: EB-Sampler, arXiv 2505.24857. The sum without the largest entropy bounds how much the joint of the
-    committed tokens can differ from the product of their marginals. Published without blocks: `blocks=full`.
+        while masks remain in the block:
+            token, score, H = model(canvas), H the entropy of the prediction
+            order the masks by score, the best first
+            commit the longest run of the first with sum(H) - max(H) <= gamma
+
+    Source: EB-Sampler, arXiv 2505.24857. The sum without the largest entropy bounds how much the joint law of the
+    committed tokens can differ from the product of their marginals. It is published without blocks: `blocks=full`.
 
     Args:
-        gamma: bound in nats; 0 commits one per step, infinity all.
-        score: what ranks the masks (the paper's error proxy); entropy: the lowest first. RND1 ranks by confidence.
+        gamma: bound in nats. 0 commits one per step, infinity all.
+        score: what ranks the masks (the paper's error proxy). With entropy the lowest is first. RND1 has
+            confidence.
     """
 
     gamma: float = 0.1

@@ -20,22 +20,29 @@ from dllm_sampler.schedulers.remasking import Renoising
 
 @dataclass(frozen=True)
 class EntropyRenoise(Renoising):
-    """Accept sampled tokens by an entropy bound in each step, renoise all others, and answer with the best tokens.
+    """DiffusionGemma's sampler: each step accepts tokens by their entropy, and makes all others noise again.
+
+        for n = 1 ... max_denoising_steps:
+            token, H = model(canvas) at every position of the block, H the entropy
+            leave if the best tokens did not change for stability_threshold forwards
+                and the mean of H is below confidence_threshold
+            accept the tokens of lowest H while sum(H) - max(H) <= entropy_bound
+            make all other positions noise
+        commit the best tokens of the last forward, not the accepted ones
 
     Source: the entropy-bound sampler of DiffusionGemma (transformers 5.23, `models/diffusion_gemma`), whose bound is
-    the EB-Sampler's (arXiv 2505.24857). A step decides about the whole block: what an earlier one accepted may become
-    noise again. A block ends after `max_denoising_steps`, or when its best tokens no longer change and are certain; it
-    is then filled with the best tokens of that forward, not with the accepted ones. A temperature that falls linearly
-    from `t_max` towards `t_min` applies after the other guides, to tokens and to entropies. A temperature of the user's
-    multiplies it; at temperature=0 each step takes the best tokens. Under a guide on the answer's form these are the
-    tokens of the best string that has the form, so that what a block ends with can be completed.
+    the EB-Sampler's (arXiv 2505.24857). What an earlier step accepted may become noise again. A temperature that falls
+    linearly from `t_max` towards `t_min` applies after the other guides, to tokens and to entropies. A temperature of
+    the user's multiplies it. At temperature=0 each step takes the best tokens. Under a guide on the answer's form these
+    are the tokens of the best string that has the form, so that what a block ends with can be completed.
 
     Args:
-        entropy_bound: nats; the entropies of the accepted positions, without the largest, sum to at most this.
+        entropy_bound: nats. The entropies of the accepted positions, without the largest, sum to at most this.
         max_denoising_steps: forwards per block at most.
-        t_min, t_max: temperatures; the lower one is not reached. Both 0: the best tokens, measured as they are.
-        stability_threshold: forwards before this one that must have had the same best tokens. null never stops early.
-        confidence_threshold: nats that the block's mean entropy must be below as well. null never stops early.
+        t_min, t_max: temperatures. The lower one is not reached. If both are 0, the best tokens are taken
+            and measured as they are.
+        stability_threshold: forwards before this one that must have had the same best tokens. None never stops early.
+        confidence_threshold: nats that the block's mean entropy must be below as well. None never stops early.
     """
 
     entropy_bound: float = 0.1

@@ -22,13 +22,19 @@ Progress = Literal["committed", "step", "ascending"]
 
 @dataclass(frozen=True)
 class Eoser(Around):
-    """Scale the confidence of end-token candidates down, and less so as decoding proceeds.
+    """EOSER around another scheduler: end tokens lose confidence, and less so as decoding proceeds.
+
+        while masks remain in the block:
+            token, confidence = model(canvas)
+            factor = low + (high - low) * progress, progress from 0 to 1
+            confidence = factor * confidence where token is an end token
+            commit inner(canvas, token, confidence)
 
     Source: EOSER, arXiv 2509.23924. Only the inner scheduler's ranking changes, no candidate.
 
     Args:
         inner: the scheduler that ranks by confidence.
-        low, high: factor at the start and at the end of decoding; end tokens are held back early where low < high.
+        low, high: factor at the start and at the end of decoding. End tokens are held back early where low < high.
         progress: `committed`, the share of the generation decoded before this step; `step`, as published, the
             forward's number in its block over `steps - 1` (the paper's rule for one block only); `ascending`, as
             published with ASS, (2^(t+1) - 1) / 2^steps.

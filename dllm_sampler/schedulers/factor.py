@@ -13,13 +13,18 @@ from dllm_sampler.schedulers.drawn_positions import DrawnPositions
 
 @dataclass(frozen=True)
 class Factor(DrawnPositions):
-    """Commit the n surest masks of the block, with the largest n such that (n + 1)(1 - c_n) <= factor.
+    """Fast-dLLM's factor rule: the more positions are committed together, the surer each must be.
 
-    Source: Fast-dLLM, arXiv 2505.22618. The paper's inequality is strict, the published code's is not; this is the
-    latter. At least one position is committed.
+        while masks remain in the block:
+            token, confidence = model(canvas)
+            c[n] = confidence of the n-th surest mask
+            n = the largest number with (n + 1) * (1 - c[n]) <= factor, at least 1
+            commit the n surest masks
+
+    Source: Fast-dLLM, arXiv 2505.22618. The inequality is the published code's. The paper's is strict.
 
     Args:
-        factor: larger commits more; 0 commits one per step unless a confidence is exactly 1.
+        factor: larger commits more. 0 commits one per step unless a confidence is exactly 1.
     """
 
     factor: float = 1.0

@@ -30,19 +30,23 @@ ROUNDED = ("rounded", "cosine")
 
 @dataclass(frozen=True)
 class FixedSteps(SharedSteps, Scheduler):
-    """Decode in a given number of steps, the surest masks of the block first.
+    """Decoding in a fixed number of steps: a schedule says how many masks are committed, a score says which.
+
+        while masks remain in the block:
+            token, score = model(canvas)
+            n = number of masks due in this step, by steps and schedule
+            commit the n masks with the highest score, in the last step all
 
     Source: LLaDA, arXiv 2502.09992 (`uniform`, confidence or random), Dream, arXiv 2508.15487 (`timestep`; its
     `maskgit_plus`, `topk_margin`, `entropy` are the scores confidence, margin, entropy), RND1 (`even`, entropy), the
     `dllm` library (`rounded`, `cosine`). Blocks share the steps in proportion to their length. Under `rounded` and
-    `cosine` each block gets the same number, rounded up. Each step commits at least one position, a block's last step
-    all that is left, and a finished block takes no more steps. A cache that predicts only some of the masks
-    (Elastic-Cache, d2Cache) does not change the shares; from the last step on each forward commits all that is
-    predicted.
+    `cosine` each block gets the same number, rounded up. Each step commits at least one position, and a finished block
+    takes no more steps. A cache that predicts only some of the masks (Elastic-Cache, d2Cache) does not change the
+    shares. From the last step on each forward commits all that is predicted.
 
     Args:
         steps: forwards for the whole generation. By default one per token.
-        score: what ranks the masks; entropy: the lowest first.
+        score: what ranks the masks. With entropy the lowest is first.
         schedule: `uniform` divides the block's masks evenly, the first steps taking one more. `even` spreads these
             steps: step k of n leaves masks (1 - k/n), cut off. `timestep` commits the share 1 - s/t of what is left,
             cut off, t falling from 1 to `eps`. `rounded` commits that share with t falling to 0, rounded to the

@@ -22,17 +22,25 @@ Match = Literal["exact", "subset"]
 
 @dataclass(frozen=True)
 class FreeDave(Drafting):
-    """Compute the next `draft` states of a scheduler at once, and go as far as it goes: equal tokens, fewer forwards.
+    """FreeDave around another scheduler: its next states are drafted, and one forward verifies them all.
+
+        while masks remain in the block:
+            drafts = the canvas, and inner's next draft - 1 states
+                if the last prediction did not change
+            predictions = model(drafts), in one forward
+            while inner(canvas, its prediction) is one of drafts:
+                canvas = that draft
+            canvas = inner(canvas, its prediction)
 
     Source: FreeDave, arXiv 2510.00294; `inner=threshold` is its FreeDave++. `match=exact` gives the inner scheduler's
     tokens, with any cache. The published rule is `subset`, which also accepts a draft that holds only a part of what
-    the inner scheduler would commit. With one position per step that is the same; with more, tokens may differ.
-    Usually a larger `draft` needs fewer forwards, but not always: a longer step may end at a state whose drafts fail.
+    the inner scheduler would commit. With one position per step that is the same. With more, tokens may differ. Usually
+    a larger `draft` needs fewer forwards, but not always: a longer step may end at a state whose drafts fail.
 
     Args:
         inner, eager: see `Drafting`.
-        draft: states per forward, the canvas included; 1 is the inner scheduler itself; `auto`: as many as take hardly
-            longer than one, measured while it runs (the same tokens, but forwards depend on the machine).
+        draft: states per forward, the canvas included. 1 is the inner scheduler itself. `auto` has as many as take hardly
+            longer than one, measured while it runs: the same tokens, but forwards depend on the machine.
         match: what makes a draft the next state.
     """
 

@@ -17,16 +17,23 @@ from dllm_sampler.schedulers.remasking import Renoising
 
 @dataclass(frozen=True)
 class Hierarchical(Renoising):
-    """Commit the surest position of every run of masks, if sure enough: about log2 of the block in easy text.
+    """Hierarchical decoding: the surest position of every run of masks is committed, and splits the run.
+
+        while masks remain in the block:
+            token, confidence = model(canvas)
+            free = the masks, and committed tokens with confidence < remask
+            chosen = the surest of each run of free, if its confidence > low
+            add the surest of free, and all of free with confidence > threshold
+            add the surest others until chosen outnumbers the committed ones of free
+            commit chosen, and remask the rest of free that was committed
 
     Source: hierarchical decoding in dInfer, arXiv 2510.08666. Comparisons are strict, as published.
 
     Args:
-        low: confidence the best of a run must exceed; the surest mask of the block is committed in any case.
-        threshold: masks above it are committed wherever they are. null commits none so.
+        low: confidence the best of a run must exceed. The surest mask of the block is committed in any case.
+        threshold: masks above it are committed wherever they are. None commits none so.
         remask: committed tokens of the block whose candidate's confidence is now below it count as masks: they are
-            either chosen again or become noise. At least one more position is chosen than there are such tokens.
-            None: never.
+            either chosen again or become noise. None takes nothing back.
     """
 
     low: float = 0.4

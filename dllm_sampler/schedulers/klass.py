@@ -20,18 +20,24 @@ ROUNDING = 1e-12  # nats: two predictions that are nearer than this are the same
 
 @dataclass(frozen=True)
 class Klass(FixedSteps):
-    """Commit every mask whose distribution has hardly moved for some forwards and whose confidence is high.
+    """KLASS: masks that are sure, and whose prediction has hardly moved for some forwards, are committed.
 
-    Source: KLASS, arXiv 2511.05664. A mask is ready when its confidence and the last `history` divergences
-    KL(now || one forward before) pass; where none is ready, the fixed schedule commits its share. With a cache that
-    predicts only some of the masks it does so too where fewer are ready than the share, since the last step could not
-    commit all the rest; a mask that was not predicted last time has no history. Memory: the last forward's predictions,
-    as large as the block's logits.
+        while masks remain in the block:
+            p, token, confidence, score = model(canvas)
+            move = KL(p || p one forward before), at each mask
+            ready = masks with confidence > threshold
+                and the last history moves below divergence
+            n = number of masks due in this step, by steps and schedule
+            commit ready, or else the n masks with the highest score
+
+    Source: KLASS, arXiv 2511.05664. With a cache that predicts only some of the masks the fixed schedule also decides
+    where fewer are ready than its share, since the last step could not commit all the rest. A mask that was not
+    predicted last time has no history. Memory: the last forward's predictions, as large as the block's logits.
 
     Args:
         steps, score, schedule, eps, alg_temp: of the fixed schedule.
-        threshold: confidence to exceed (0.6 in the paper; the published function's default is 0.9).
-        divergence: nats to stay below; 0: the fixed schedule; infinity: threshold decoding once there is a history.
+        threshold: confidence to exceed. The paper has 0.6, the published function 0.9 by default.
+        divergence: nats to stay below. 0 is the fixed schedule, infinity threshold decoding once there is a history.
         history: divergences looked at.
         take: commit all ready masks, only the surest one or only the one of least divergence.
     """

@@ -19,18 +19,24 @@ from dllm_sampler.schedulers.drawn_positions import DrawnPositions
 
 @dataclass(frozen=True)
 class LearnedFilter(SharedSteps, DrawnPositions):
-    """Commit the masks that a filter accepts on the block's confidences, and the step's share of the surest ones.
+    """Learn2PD: a small network decides which predictions are final.
 
-    Source: Learn2PD, arXiv 2509.25188. The filter maps the confidences of all positions of a block, committed ones
-    too (there the probability of the token that the model would write now), to one logit each: linear layers with
-    ReLU between (the activation is not published). It works for blocks of the length it was trained on. Missing
-    positions (a short last block, a cut canvas) get the confidence 1.0; published code fails on them. Published code
-    may also commit in a later block when the share exceeds the masks left; here the share ends with the block.
+        while masks remain in the block:
+            token, confidence = model(canvas) at every position of the block
+            accepted = masks with sigmoid(filter(confidence)) > threshold
+            n = number of masks due in this step, by steps
+            commit accepted, and the n surest masks
+
+    Source: Learn2PD, arXiv 2509.25188. The filter maps the confidences of all positions of a block to one logit each.
+    Of a committed position it sees the probability of the token that the model would write now. It has linear layers
+    with ReLU between (the activation is not published), and works for blocks of the length it was trained on. Missing
+    positions (a short last block, a cut canvas) get the confidence 1.0. Published code fails on them. It may also
+    commit in a later block when n exceeds the masks left. Here n ends with the block.
 
     Args:
         filter: safetensors file with `fc1.weight`, `fc1.bias`, `fc2.weight`, ... By default `filter.safetensors` in
             the checkpoint's folder.
-        threshold: probability that the filter's output must exceed; 1 accepts nothing.
+        threshold: probability that the filter's output must exceed. 1 accepts nothing.
         steps: forwards for the whole generation if the filter accepts nothing. By default one per token.
     """
 

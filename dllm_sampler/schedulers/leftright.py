@@ -57,7 +57,11 @@ class Leftmost(Scheduler):
 
 @dataclass(frozen=True)
 class LeftToRight(Leftmost):
-    """Commit the leftmost masks of the block, `tokens_per_step` in each forward.
+    """Decoding from left to right, a fixed number of masks in each forward.
+
+        while masks remain in the block:
+            token = model(canvas)
+            commit the tokens_per_step leftmost masks
 
     Source: the baseline of APD (adaptive parallel decoding), arXiv 2506.00413.
 

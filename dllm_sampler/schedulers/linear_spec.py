@@ -28,17 +28,25 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearSpec(Threshold):
-    """Draft all masks of the block as diffusion, and verify the draft by the same model, autoregressively.
+    """Linear self-speculation: the block is drafted as diffusion, and verified by the same model, autoregressively.
 
-    Source: Nemotron-Labs-Diffusion (`linear_spec_generate`). A round drafts the block but for its last position, then
-    makes one causal forward over the draft, in which each row predicts the next token. It commits the draft as far as
-    the two agree, and the token after that. The next block begins at the last token that was committed. So an answer
-    is that of the model read autoregressively: greedy, or, where tokens are drawn, a sample. Blocks of one position
-    draft nothing: that is plain autoregressive decoding. The published `block_length` does not count the last
-    position, which only the verifier predicts, and its prompt is a forward by itself.
+        while masks remain:
+            while a mask of the block, other than the last, has no draft:
+                token, confidence = model(canvas with the draft)
+                draft the masks with confidence >= threshold, or else the surest
+            said = model(canvas with the draft), causally
+            commit said from the left, up to and with the first unlike its draft
+            begin the next block at the last committed token
+
+    Source: Nemotron-Labs-Diffusion (`linear_spec_generate`). The causal forward predicts each token from those before
+    it. The last position has no draft: only this forward predicts it. So an answer is that of the model read
+    autoregressively: greedy, or, where tokens are drawn, a sample. Blocks of one position draft nothing: that is plain
+    autoregressive decoding. The published `block_length` does not count the last position, and its prompt is a forward
+    by itself.
 
     Args:
-        threshold: a forward drafts the masks whose probability reaches it, at least the best; 0: all in one forward.
+        threshold: a forward drafts the masks whose probability reaches it, at least the best. With 0 one forward drafts
+            all.
     """
 
     threshold: float = 0.0

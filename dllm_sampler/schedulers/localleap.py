@@ -15,15 +15,21 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class LocalLeap(Threshold):
-    """Commit the masks that reach the threshold, and those within `radius` of one that reach a lower threshold.
+    """LocalLeap: a threshold that is lower in the neighbourhood of sure masks.
+
+        while masks remain in the block:
+            token, confidence = model(canvas)
+            anchors = masks with confidence >= threshold
+            near = masks within radius of an anchor, with confidence >= relaxed
+            commit anchors and near, or else the surest mask
 
     Source: LocalLeap, arXiv 2510.07081. Only masks of this step are anchors: neither committed tokens nor masks that
-    the relaxed threshold accepts. The surest mask is committed in any case.
+    the relaxed threshold accepts.
 
     Args:
         threshold: probability that makes a mask an anchor.
-        relaxed: probability that suffices near an anchor; from `threshold` on it changes nothing.
-        radius: positions on each side of an anchor; 0 is plain threshold decoding.
+        relaxed: probability that suffices near an anchor. From `threshold` on it changes nothing.
+        radius: positions on each side of an anchor. 0 is plain threshold decoding.
     """
 
     relaxed: float = 0.75

@@ -15,16 +15,24 @@ from dllm_sampler.schedulers.score import score_needs
 
 @dataclass(frozen=True)
 class LoPA(Forking):
-    """Compute the canvas and some forks of it in each forward, and go on from the one with the surest masks.
+    """LoPA around another scheduler: one more position is filled in several ways, and the surest result wins.
 
-    Source: LoPA, arXiv 2512.16229. A fork has one token more than the canvas, at a position that the last step left;
-    the surest such positions are forked. Of the candidate that wins the inner scheduler commits what the model predicts
-    there, and the next forks are made from the same predictions. Fewer forwards than the inner scheduler makes, of more
-    positions each, and other tokens. The published loop runs the candidates one after another.
+        while masks remain:
+            predictions = model(the canvas and its variants), in one forward
+            future = mean score of the masks of each, of the share with the lowest
+            worth = alpha * score of the position it added + (1 - alpha) * future
+            canvas = the one with the highest worth
+            commit inner(canvas, its prediction)
+            variants = the canvas with one more token,
+                at each of the forks masks with the highest score
+
+    Source: LoPA, arXiv 2512.16229. The variants, or forks, come from the winner's prediction, after the commit. There
+    are fewer forwards than the inner scheduler makes, of more positions each, and other tokens. The published loop runs
+    the candidates one after another.
 
     Args:
         inner: the scheduler that commits.
-        forks: forks of each forward; 0 is the inner scheduler itself. In the published code `branching_factor`, where
+        forks: forks of each forward. 0 is the inner scheduler itself. In the published code `branching_factor`, where
             1 means none and 2 means two.
         score: how sure the model is of a position: by its entropy, the margin between the two best tokens, or the
             probability of the best one.

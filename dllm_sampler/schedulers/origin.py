@@ -16,10 +16,15 @@ from dllm_sampler.schedulers.budget import SharedSteps, block_steps, check_eps, 
 
 @dataclass(frozen=True)
 class Origin(SharedSteps, Scheduler):
-    """Open each mask with probability 1 - s/t, t falling from 1 to `eps`; all of them in the last step.
+    """Dream's `origin`: every mask is opened by chance, at the rate of the diffusion process.
 
-    Source: Dream, arXiv 2508.15487 (`alg=origin`). Which masks open does not depend on the model, so only those are
-    asked. A step may open none. Published with `blocks=full`; other blocks share the steps by length.
+        for each of the block's steps, from time t to s, evenly from 1 to eps:
+            open each mask with probability 1 - s / t, in the last step all
+            token = model(canvas) at the opened masks
+            commit them
+
+    Source: Dream, arXiv 2508.15487 (`alg=origin`). A step may open none. It is published with `blocks=full`. Other
+    blocks share the steps by length.
 
     Args:
         steps: forwards for the whole generation. By default one per position.

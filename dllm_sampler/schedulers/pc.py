@@ -20,14 +20,21 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 
 @dataclass(frozen=True)
 class PositionCalibrated(FixedSteps):
-    """Fixed steps, ranked by exp(-decay * offset) * min(-p log f, alpha), f the candidate's background frequency.
+    """PC-Sampler: fixed steps by a confidence that is weighted by position, and against common tokens.
+
+        while masks remain in the block:
+            token, score = model(canvas)
+            f = background frequency of token, from the file frequency
+            rating = exp(-decay * offset) * min(-score * log(f), alpha)
+            n = number of masks due in this step, by steps and schedule
+            commit the n masks with the highest rating
 
     Source: PC-Sampler, arXiv 2508.13021. The offset counts from the block's start, as in the published code.
 
     Args:
-        frequency: JSON file with `num_token` and `p_baseline_dict` (token id to count); tokens outside it count as
-            seen once. None: every token equally frequent.
-        decay: lambda per position; 0 ignores positions, large values decode left to right.
+        frequency: JSON file with `num_token` and `p_baseline_dict` (token id to count). Tokens outside it count as
+            seen once. With None every token is equally frequent.
+        decay: lambda per position. 0 ignores positions, large values decode left to right.
         alpha: bound on the calibrated confidence.
     """
 

@@ -16,12 +16,17 @@ from dllm_sampler.schedulers.budget import SharedSteps, even_share
 
 @dataclass(frozen=True)
 class RandomOrder(SharedSteps, Scheduler):
-    """Decode in a given number of steps, in an order that is drawn once: each position has a random place in it.
+    """Decoding in a fixed number of steps, in a random order that is drawn before any forward.
 
-    Source: the random order of dKV-Cache-Greedy, arXiv 2505.15781. The distribution of orders is that of
-    `fixed` with `score=random`, which draws in each step. Here the coming positions are known, so only those are asked
-    and `cache=dkv_greedy` computes little else. Blocks share the steps in proportion to their length; each step commits
-    at least one position.
+        order = the positions of the block, shuffled
+        while masks remain in the block:
+            n = number of masks due in this step, by steps
+            token = model(canvas) at the first n masks in order
+            commit them
+
+    Source: the random order of dKV-Cache-Greedy, arXiv 2505.15781. The distribution of orders is that of `fixed` with
+    `score=random`, which draws in each step. Here the coming positions are known, so `cache=dkv_greedy` computes little
+    else. Blocks share the steps in proportion to their length. Each step commits at least one position.
 
     Args:
         steps: forwards for the whole generation. By default one per token.

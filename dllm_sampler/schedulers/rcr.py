@@ -14,11 +14,15 @@ from dllm_sampler.schedulers.remasking import Remasking
 
 @dataclass(frozen=True)
 class RunningConfidence(Remasking):
-    """Predict all masks of the block, and keep a growing number of its tokens, those of the highest confidence.
+    """Running-confidence remasking: each forward decides again which tokens of the block to keep.
 
-    Source: RCR (running-confidence remasking), arXiv 2508.13148, as in ParallelBench, arXiv 2510.04767. Step i of T
-    leaves ceil(m (i + 1) / T) of the block's m positions committed. A token keeps the confidence of the forward that
-    predicted it, and is taken back when enough later ones are surer.
+        for i = 1 ... T, the block's part of steps:
+            token, confidence = model(canvas)
+            commit all masks, and record their confidence
+            keep = ceil(length of the block * i / T)
+            remask all positions of the block but the keep with the highest record
+
+    Source: RCR, arXiv 2508.13148, as in ParallelBench, arXiv 2510.04767.
 
     Args:
         steps: forwards for the whole generation. A block takes one per position at most, which is the default.

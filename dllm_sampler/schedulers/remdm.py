@@ -15,16 +15,21 @@ from dllm_sampler.schedulers.remasking import Remasking
 
 @dataclass(frozen=True)
 class Remdm(Remasking):
-    """Fixed steps by confidence, with revisions: remask the least sure tokens of the block and predict them again.
+    """ReMDM: decoding in fixed steps that remasks some tokens late in each block.
 
-    Source: ReMDM, arXiv 2503.00307, in the form of its LLaDA port that ParallelBench, arXiv 2510.04767, compares
-    with. Revisions come after 7/8 of the block's steps (the port counts 7/8 of its *positions*, the same with one
-    step per token) and are forwards on top of `steps`. They judge a token by its confidence when it was committed;
-    once remasked, its old confidence is forgotten.
+        for each step of the block's part of steps, and revisions more:
+            token, confidence = model(canvas)
+            commit the surest masks, until as many are committed as are due
+            if the next forward is a revision:
+                remask the tokens positions that were least sure when committed
+
+    Source: ReMDM, arXiv 2503.00307, in the form of its LLaDA port that ParallelBench, arXiv 2510.04767, compares with.
+    Revisions come after 7/8 of the block's steps. The port counts 7/8 of the block's *positions*, the same with one
+    step per token. Revisions are forwards on top of `steps`. The old confidence of a remasked position is forgotten.
 
     Args:
         steps: forwards for the whole generation, revisions not counted. By default one per token.
-        revisions: of each block; 0: fixed steps.
+        revisions: of each block. 0 is fixed steps.
         tokens: positions remasked by each.
     """
 

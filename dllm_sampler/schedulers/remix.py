@@ -32,16 +32,21 @@ class Predicted(NamedTuple):
 
 @dataclass(frozen=True)
 class RejectionMixing(Scheduler):
-    """Commit widely, and feed each mask that is left what was predicted there, unless the prediction jumps.
+    """ReMix: each mask that is left is fed a mixture of what was predicted there, unless the prediction jumps.
 
-        forward:  law p at every mask of the block; h is p of the forward before
-        commit:   masks with confidence > threshold, at most 70 % of them, within 5 and 20; the surest in any case
-        reject:   masks left with JS(h, p) > divergence: they are plain masks in the next forward
-        input:    (1 - share) E[mask] + share * (sum of h E over the likeliest tokens, the rest E[mask])
+        while masks remain in the block:
+            p, confidence = model(canvas, with mixtures as inputs)
+            n = masks with confidence > threshold, at most 70 %, within 5 and 20
+            commit the n surest masks, at least one
+            rejected = masks left with JS(p, p one forward before) > divergence
+            soft = sum of p * E over the likeliest tokens, E[mask] for the rest of p
+            mixtures = (1 - share) * E[mask] + share * soft, at masks not rejected
 
-    The likeliest tokens are those that together have at most min(0.9, twice the largest probability), at most 50.
-    Source: ReMix (rejection mixing), arXiv 2602.22868, training-free. The forward that opens a block has no mixtures
-    and nothing to compare with. Memory: the last forward's probabilities, as large as the block's logits in float32.
+    Source: ReMix (rejection mixing), arXiv 2602.22868, training-free. E is the table of embeddings. The likeliest
+    tokens are those that together have at most min(0.9, twice the largest probability), at most 50. The forward that
+    opens a block has no mixtures and nothing to compare with. Memory: the last forward's probabilities, as large as the
+    block's logits in float32. Deviation: a rejected mask gets mixtures again after one forward, in published code
+    never.
 
     Args:
         threshold: probability a mask must exceed to be committed. The paper has 0.9 for GSM8K, else 0.8.

@@ -21,16 +21,24 @@ SEGMENT, MOST, STEPS = 0.1, 8, 64  # signal per segment, expansions in a step, s
 
 @dataclass(frozen=True)
 class RhoEos(Lengthening):
-    """Append masks where few end tokens are predicted, cut the answer's end off where many are, in each step.
+    """rho-EOS around another scheduler: answers grow where few end tokens are predicted, and shrink where many are.
 
-    Source: rho-EOS, arXiv 2601.22527. `max_new_tokens` is a bound. The further the signal lies outside of `low` to
-    `high`, the more: `expand` columns times 1, 2, 4, 8 per started 0.1 (`exp`), 1, 2, 3 ... 8 (`linear`), or `expand`
-    (`const`). A cut takes any tokens, even the whole answer. A row changes in its first 64 steps, and not
-    after it was as long as the bound. A block begins where the one before ended.
+        canvas = initial masks
+        while masks remain:
+            prediction = model(canvas)
+            commit inner(canvas, prediction)
+            gap = distance of signal(prediction) from the range low to high
+            n = expand * scale(ceil(gap / 0.1)), after 64 steps 0
+            append n masks if the signal is below low
+            cut off the last n columns if it is above high
+
+    Source: rho-EOS, arXiv 2601.22527. The `scale` is 1, 2, 4, 8 (`exp`), 1, 2, 3 ... 8 (`linear`) or 1 (`const`). A cut
+    takes any tokens, even the whole answer. An answer has at most `max_new_tokens`, and keeps this length once it has
+    it. A block begins where the one before ended.
 
     Deviations: a finished row rests, where the published function cuts and lengthens it as long as others in its batch
-    run; a row ends when nothing is left to decode, not after `max_new_tokens` steps; guidance masks the prompt alone;
-    the inner scheduler says what is committed, and never the mask token.
+    run. A row ends when nothing is left to decode, not after `max_new_tokens` steps. Guidance masks the prompt alone.
+    The inner scheduler says what is committed, and never the mask token.
 
     Args:
         inner, initial, expand, eos_tokens: see `Lengthening`.
@@ -38,7 +46,7 @@ class RhoEos(Lengthening):
         scale: see above.
         signal_of: `confidence`, the published code's, as in DAEDAL: the mean probability of the last `eos_tokens`
             predicted end tokens, missing ones count 0. `density`, the paper's: the share of the masks that are
-            predicted to be end tokens; 0 without masks.
+            predicted to be end tokens. It is 0 without masks.
         min_length: a cut leaves at least this many columns, all columns before the block, and every committed token
             other than end tokens. By default cuts have no such limit, as published.
     """

@@ -28,13 +28,20 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfVerified(routing.Routing, verify.Verifying):
-    """Draft a block as the model was trained to, and verify the draft by the same model at block size 1.
+    """S2D2: a block-diffusion model drafts a block, and the same model at block size 1 verifies it, where that pays.
 
-    Source: S2D2, arXiv 2603.25702. A round drafts all masks of the block. Where the policy says so, one more forward
-    predicts each of them from the tokens before it alone, drafted ones too. The first run of masks is accepted from the
-    left, up to the first token that fails; that one is drawn again. Other rounds commit by the threshold and pace of
-    `dynamic`. A verification computes the block and its masks; the published code computes the block twice. Where
-    tokens are not drawn, a draft is accepted if it is the verifier's best token; the published code draws all the same
+        while masks remain in the block:
+            draft, confidence = model(canvas)
+            if policy says so of the draft:
+                law = model(canvas with the draft) at block size 1
+                commit the first run of masks from the left while law accepts it,
+                    and at the first failure another token, by law
+            n = number of masks due in this round, by steps
+            commit what is missing to n, as scheduler=dynamic does
+
+    Source: S2D2, arXiv 2603.25702. A verification is one more forward. It predicts each mask from the tokens before it
+    alone, drafted ones too, and computes the block and its masks. The published code computes the block twice. Where
+    tokens are not drawn, a draft is accepted if it is the verifier's best token. The published code draws all the same
     (`PublishedSelfVerified`). With `cache.token_causal`, a temperature and `steps=null`, if every round is verified, an
     answer is a sample of the model at block size 1.
 

@@ -16,11 +16,16 @@ from dllm_sampler.schedulers.s2d2 import SelfVerified
 
 @dataclass(frozen=True)
 class EditingSelfVerified(SelfVerified):
-    """`s2d2` where a draft may also replace committed tokens of the block, as LLaDA2.1 does.
+    """S2D2 for models that edit: a draft may also replace committed tokens of the block, as LLaDA2.1 does.
 
-    Source: S2D2 for LLaDA2.1, arXiv 2603.25702. What a draft is sure of replaces committed tokens at once, so that a
-    verification sees it; a verification replaces nothing. A full block is edited on until a draft changes nothing.
-    Written from a description of the published code; no recorded run has this variant.
+        while masks remain in the block, or the last round changed it:
+            draft, confidence = model(canvas) at every position of the block
+            replace committed tokens by others with confidence > edit
+            verify the draft if policy says so, and commit, as scheduler=s2d2 does
+            leave after extra rounds without a mask
+
+    Source: S2D2 for LLaDA2.1, arXiv 2603.25702. A verification sees what was replaced, and replaces nothing. It is
+    written from a description of the published code. No recorded run has this variant.
 
     Args:
         threshold, ...: see `SelfVerified`.

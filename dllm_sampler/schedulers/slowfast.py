@@ -16,17 +16,26 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class SlowFast(Threshold):
-    """Alternate a slow phase, which estimates how far ahead tokens are certain, and a fast one, which fills that far.
+    """SlowFast sampling: a slow phase looks for the column up to which tokens are certain, a fast one commits up to it.
 
-    Source: SlowFast Sampling, arXiv 2506.10848; defaults are its code's, which runs it with `blocks=full`. Both
-    phases commit by the threshold: slow forwards from the left border to the block's end, fast ones in [left, edge)
-    until it is full, when the edge becomes the next left border. Each slow forward estimates the edge, the farthest
-    mask that reaches `glimpse`. The slow phase ends when the last `window` estimates deviate by less than `sigma` (the
-    last one is the edge) or after `slow` forwards (their mean is, rounded down).
+        left = start of the block
+        while masks remain in the block:
+            repeat slow times, or until window edges deviate by less than sigma:
+                token, confidence = model(canvas)
+                commit the masks with confidence >= threshold, or else the surest
+                edge = the column after the farthest mask with confidence >= glimpse
+            while masks remain in [left, edge):
+                token, confidence = model(canvas)
+                commit as above, in [left, edge)
+            left = edge
+
+    Source: SlowFast Sampling, arXiv 2506.10848. Defaults are its code's, which runs it with `blocks=full`. If the slow
+    phase ends by `slow`, the edge is the mean of the last `window` ones, rounded down.
 
     Args:
         threshold, glimpse: probability that commits, and one that extends the window (0.85 and 0.1 in the paper).
-        slow: most forwards of a slow phase (8 in the paper); 0: the edge is the block's end, plain threshold decoding.
+        slow: most forwards of a slow phase (8 in the paper). With 0 the edge is the block's end: plain threshold
+            decoding.
         window, sigma: estimates compared, and the bound in positions on their standard deviation (1 in the paper).
         truncate: fast forwards after the first do not see the masks from the edge on: faster, but not exact.
     """

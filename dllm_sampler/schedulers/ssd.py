@@ -11,17 +11,25 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 
 @dataclass(frozen=True)
 class SelfSpeculative(Drafting):
-    """Draft up to `length` steps ahead, each level with its `width` likeliest steps: equal tokens, fewer forwards.
+    """SSD around another scheduler: drafts are a chain, or a tree that survives a swap of two steps.
 
-    Source: self-speculative decoding (SSD), arXiv 2510.04147. The chain (`width=1`) is FreeDave's with
-    `draft = length + 1`. The paper leaves open how its tree mixes orders; here level j holds the first j - 1 drafted
-    steps and one of the steps j, j + 1 ..., so that a run continues if the model takes the next step but one first.
+        while masks remain in the block:
+            drafts = the canvas, and a chain or tree of inner's next length steps
+                if the last prediction did not change
+            predictions = model(drafts), in one forward
+            while inner(canvas, its prediction) is one of drafts:
+                canvas = that draft
+            canvas = inner(canvas, its prediction)
+
+    Source: self-speculative decoding (SSD), arXiv 2510.04147. The chain (`width=1`) is FreeDave's with `draft = length
+    + 1`. The paper leaves open how its tree mixes orders. Here level j holds the first j - 1 drafted steps and one of
+    the steps j, j + 1 ..., so that a run continues if the model takes the next step but one first.
 
     Args:
         inner, eager: see `Drafting`.
-        length: steps drafted; 0 is the inner scheduler itself.
-        width: drafts per level; 1: a chain.
-        nodes: candidates per forward at most, the canvas included; the chain comes first, then swaps near its root.
+        length: steps drafted. 0 is the inner scheduler itself.
+        width: drafts per level. 1 is a chain.
+        nodes: candidates per forward at most, the canvas included. The chain comes first, then swaps near its root.
     """
 
     inner: Scheduler = field(default_factory=FixedSteps)

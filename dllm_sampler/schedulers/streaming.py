@@ -18,14 +18,19 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class StreamingThreshold(Threshold):
-    """Commit by a threshold that is the lower the fewer masks the model sees from the block on.
+    """Streaming-dLLM's threshold, which is the lower the fewer masks the model sees from the block on.
 
-    Source: Streaming-dLLM, arXiv 2601.17917. The threshold of a step is `threshold * (1 - alpha * (1 - r))`, where r is
-    the share of masks among the columns that the forward sees of the block and after it. `cache=streaming` keeps few
-    after it; the more there are, the less the threshold falls.
+        while masks remain in the block:
+            token, confidence = model(canvas)
+            r = share of masks among the columns seen from the block's start on
+            bound = threshold * (1 - alpha * (1 - r))
+            commit the masks with confidence >= bound, or else the surest
+
+    Source: Streaming-dLLM, arXiv 2601.17917. `cache=streaming` keeps few columns after the block. The more there are,
+    the less the threshold falls.
 
     Args:
-        threshold: probability where all is noise; above 1 the rule may still fall below 1.
+        threshold: probability where all is noise. Above 1 the rule may still fall below 1.
         alpha: how much of it is given up where nothing is.
     """
 

@@ -26,18 +26,25 @@ Value = Literal["fill", "masked"]
 
 @dataclass(frozen=True)
 class SoftValueGuided(Choosing):
-    """Draft each step `candidates` times and draw one by softmax(value / alpha).
+    """SVDD around another scheduler: of several drafts of each step one is drawn by its reward.
+
+        drafts = the canvas
+        while masks remain in the block:
+            predictions = model(drafts), in one forward
+            value = reward of each draft, its masks filled by its prediction
+            canvas = one of drafts, drawn by softmax(value / alpha)
+            drafts = candidates times inner(canvas, its prediction), by own noise
 
     Source: SVDD, arXiv 2408.08252. With the exact soft value, alpha log E[exp(reward / alpha) | draft], and many
-    candidates the answers follow the inner scheduler's law times exp(reward / alpha); fewer candidates, or another
-    value, come less close. `fill` is its PM: the forward that values all candidates of a row begins the next step too,
-    so there are as many as the inner scheduler makes (one more where only some candidates fill a block).
+    candidates the answers follow the inner scheduler's law times exp(reward / alpha). Fewer candidates, or another
+    value, come less close. The loop is `value=fill`, its PM. It makes as many forwards as the inner scheduler (one more
+    where only some candidates fill a block). With `value=masked` the drafts themselves are valued, without a forward.
 
     Args:
-        inner: the scheduler whose steps are drafted; tokens or its order must be drawn.
-        reward: a function, or `package.module:function`; see `rewards.Reward` and docs/rewards.md.
-        candidates: M, drafts of each step; 1 is the inner scheduler itself.
-        alpha: temperature of the choice; 0 takes the highest value, the first one on a tie.
+        inner: the scheduler whose steps are drafted. Tokens or its order must be drawn.
+        reward: a function, or `package.module:function`. See `rewards.Reward` and docs/rewards.md.
+        candidates: M, drafts of each step. 1 is the inner scheduler itself.
+        alpha: temperature of the choice. 0 takes the highest value, the first one on a tie.
         value: of a candidate. `fill`: the reward of the answer so far, masks of its block filled with the model's best
             tokens, later blocks left out. `masked`: of the candidate, masks included (a learned or an exact value).
     """

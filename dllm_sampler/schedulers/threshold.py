@@ -12,12 +12,16 @@ from dllm_sampler.schedulers.drawn_positions import DrawnPositions
 
 @dataclass(frozen=True)
 class Threshold(DrawnPositions):
-    """Commit the masks of the block whose confidence reaches the threshold, and the surest one in any case.
+    """Fast-dLLM's threshold: all masks of the block that the model is sure of are committed.
 
-    Source: Fast-dLLM, arXiv 2505.22618. "Reaches" is >=, as in the published code.
+        while masks remain in the block:
+            token, confidence = model(canvas)
+            commit the masks with confidence >= threshold, or else the surest
+
+    Source: Fast-dLLM, arXiv 2505.22618, with >= as in the published code.
 
     Args:
-        threshold: probability; above 1 it commits one position per step.
+        threshold: probability. Above 1 it commits one position per step.
     """
 
     threshold: float = 0.9

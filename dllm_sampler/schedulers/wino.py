@@ -28,16 +28,23 @@ def wide(eligible: Tensor, sure: Tensor, threshold: float, share: float, least: 
 
 @dataclass(frozen=True)
 class Wino(Renoising):
-    """Commit the masks above a low threshold, remask committed tokens that a shadow row finds unlikely.
+    """WINO: masks are committed widely, and tokens that the others do not support become masks again.
+
+        while masks remain in the block:
+            token, confidence = model(canvas)
+            support = probability of each committed token, by its shadow
+            n = masks with confidence > threshold, at most share, in [least, most]
+            commit the n surest masks, at least one
+            remask tokens with support < back, the n - 1 least supported at most
 
     Source: WINO (wide-in, narrow-out), arXiv 2507.18578. Each forward carries a shadow of the block, mask tokens that
-    attend to everything but their own position: what they say of a committed token does not rest on itself. At most
-    one token fewer is remasked than was committed, so a block of B positions takes at most B forwards. Positions
-    committed in a step are not judged in it. Needs `cache=none`.
+    attend to everything but their own position: what they say of a committed token does not rest on itself. A step
+    gains one token at least, so a block of B positions takes at most B forwards. Positions committed in a step are not
+    judged in it. It needs `cache=none`.
 
     Args:
-        threshold: probability a mask must exceed to be committed; the best one is committed in any case.
-        back: shadow probability below which a committed token is remasked, the least probable first; 0: never.
+        threshold: probability a mask must exceed to be committed. The best one is committed in any case.
+        back: shadow probability below which a committed token is remasked, the least probable first. 0 remasks none.
         share, least, most: a step commits at most this share of the block's masks, within [least, most].
     """
 

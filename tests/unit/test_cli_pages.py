@@ -206,6 +206,19 @@ def test_every_field_is_explained(group: str) -> None:
             assert all(meaning.strip("[] ") for _, meaning in shown), f"{cls.__name__} has a field without Args"
 
 
+def test_a_scheduler_s_page_opens_with_its_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    rule = name = ""
+    for name in config.names("scheduler"):
+        cls = resolve_callable(name, config.entry("scheduler", name).settings["_target_"])
+        sentence, rule, *_ = explain._prose(cls)
+        lines = rule.splitlines()
+        assert sentence.endswith(".") and len(sentence.split()) <= 25, name
+        assert 3 <= len(lines) <= 10, f"{name}: three to ten lines of pseudo-code come second in its docstring"
+        assert all(line.startswith(explain.CODE) and len(line) <= 80 for line in lines), name
+    assert main(["--help", f"scheduler={name}"]) == 0
+    assert f"\n\n{rule}\n\n" in capsys.readouterr().out  # its lines are not joined
+
+
 def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(["--help", "task=mini", "cache=dual"]) == 0
     out = flat(capsys.readouterr().out)
