@@ -15,6 +15,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from markdown.extensions.toc import slugify
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -43,20 +44,25 @@ OPTIONS = (
 )
 
 HARNESS = "dllm_sampler.eval.lm_eval.settings.Settings"
-FILES = (  # their docstrings describe the files that commands read and write
-    "dllm_sampler.cli.inputs.read",
-    "dllm_sampler.cli.output.Records",
-    "dllm_sampler.eval.folders.RunFolder",
-    "dllm_sampler.eval.checked.About",
-    "dllm_sampler.eval.records.Record",
-    "dllm_sampler.eval.lm_eval.counters.Counter",
-    "dllm_sampler.eval.tuning.Tuner",
-    "dllm_sampler.models.loading.find",
-    "dllm_sampler.models.filter.load",
-    "dllm_sampler.training.filter.FilterTrainer.command",
-)
+FILES = {  # whose docstrings describe the files that commands read and write
+    "dllm_sampler.cli.inputs.read": "Prompts",
+    "dllm_sampler.cli.output.Records": "Answers of dllm-sample",
+    "dllm_sampler.eval.folders.RunFolder": "Directory of a run",
+    "dllm_sampler.eval.checked.About": "run.json",
+    "dllm_sampler.eval.records.Record": "samples.jsonl",
+    "dllm_sampler.eval.lm_eval.counters.Counter": "Results of lm-evaluation-harness",
+    "dllm_sampler.eval.tuning.Tuner": "study.db",
+    "dllm_sampler.models.loading.find": "Checkpoints",
+    "dllm_sampler.models.filter.load": "filter.safetensors",
+    "dllm_sampler.training.filter.FilterTrainer.command": "filter.json",
+}
 PROTOCOL = "dllm_sampler.eval.protocols.spec.Cell"
-DESCRIBED = {"formats.md": FILES, "errors.md": ("dllm_sampler.errors",), "protocols.md": (PROTOCOL,)}  # at their ends
+DESCRIBED = {  # at the ends of pages
+    "formats.md": FILES,
+    "errors.md": {"dllm_sampler.errors": "Codes"},
+    "protocols.md": {PROTOCOL: "Fields of a protocol"},
+}
+TEXT = "members: false, show_root_heading: false, show_root_toc_entry: false, show_docstring_raises: false"
 
 
 def source(name: str) -> str:
@@ -66,13 +72,13 @@ def source(name: str) -> str:
 
 
 HOMES = {  # places of the site that have the text of a file or folder outside docs/
-    **{source(name): f"formats.md#{name}" for name in FILES},
+    **{source(name): f"formats.md#{slugify(title, '-')}" for name, title in FILES.items()},
     **{f"conf/{group}": f"reference/{group}.md" for group in TITLES},
     "dllm_sampler/result.py": "reference/python.md#dllm_sampler.Trace",
-    "dllm_sampler/errors.py": "errors.md#dllm_sampler.errors",
+    "dllm_sampler/errors.py": "errors.md#codes",
     "eval/tasks/jsonl.py": "reference/task.md#jsonl",
     "eval/lm_eval/settings.py": f"reference/commands.md#{HARNESS}",
-    "eval/protocols/spec.py": f"protocols.md#{PROTOCOL}",
+    "eval/protocols/spec.py": "protocols.md#fields-of-a-protocol",
     "eval/measures.py": "reference/measures.md",
     "tests/tables/papers.csv": "credits.md",
 }
@@ -96,7 +102,10 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     top = name in PAGES.values()
     if name == "credits.md":
         markdown = credits.document(markdown)
-    described = (f"::: {one}\n    options: {OPTIONS}" for one in DESCRIBED.get(name, ()))
+    described = (
+        f"## {title}\n\n::: {one}\n    options: {{{TEXT}, show_docstring_parameters: {one == PROTOCOL}}}"
+        for one, title in DESCRIBED.get(name, {}).items()
+    )
     markdown = "\n\n".join([markdown, *described])
     return re.sub(r"(?<=\]\()(?!https?:)[^)#\s]+", lambda link: moved(link[0], top), markdown)
 

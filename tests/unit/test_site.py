@@ -78,7 +78,7 @@ def test_the_reference_has_every_plug_in(site: Path) -> None:
     from tests.tables.site import FILES  # needs mkdocs
 
     files = text(site, "formats")
-    assert not [name for name in FILES if f'id="{name}"' not in files]
+    assert not [title for title in FILES.values() if f">{title}<a class" not in files]
     assert "prompt-empty" in text(site, "errors") and ">LLaDA</a>" in text(site, "credits")
     commands = text(site, "reference/commands")
     for command in ("dllm-sample", "dllm-eval", "dllm-report", "dllm-tune", "dllm-train"):
