@@ -66,7 +66,7 @@ class Ideal(Drawn):
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
         """Always the same prompt; only the sampler's seed differs."""
-        return [0], {"c_bits": self.law.c_bits}
+        return [0], {}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """`score`: it is an outcome of the law."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, permutations
-from math import log2
+from itertools import islice
 from random import Random
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from dllm_sampler.errors import unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
@@ -57,9 +56,9 @@ class Mini(Task):
         return "high" if self.operation in MANY else "low"
 
     def samples(self) -> Sequence[Sample]:
-        """The card's prompts. The fact `c_bits` is C(Y|X) in bits of the law that training answers are drawn from."""
+        """The card's prompts."""
         prompts = held_out_prompts(TASKS[self.operation], self.count, self.seed)
-        return [Sample(i, prompt, {"c_bits": c_bits(self.operation, prompt)}) for i, prompt in enumerate(prompts)]
+        return [Sample(index, prompt) for index, prompt in enumerate(prompts)]
 
     def reference(self, sample: Sample) -> str:
         """See `Task.reference`. It is drawn as the answers of training are."""
@@ -82,60 +81,3 @@ class Mini(Task):
             "error_missing": float(not right and lost > 0),
             "error_unknown": float(any(name not in known for name in counts)),
         }
-
-
-def c_bits(operation: str, prompt: str) -> float:
-    """Conditional total correlation of the answer given the prompt, in bits: 0 where one answer is right."""
-    if operation not in MANY:
-        return 0.0
-    if operation == "latin":
-        return _correlation(_completions(prompt.partition(": ")[2]))
-    items, _, extra = prompt.partition(": ")[2].partition("; ")
-    names, verb = items.split(", "), operation.partition(" ")[0]
-    if verb == "shuffle":
-        # The law over orders of names that may repeat, without listing them: each place has the names' shares.
-        counts = Counter(names).values()
-        single = -sum(c / len(names) * log2(c / len(names)) for c in counts)
-        orders = log2(_factorial(len(names))) - sum(log2(_factorial(c)) for c in counts)
-        return len(names) * single - orders
-    edits = {
-        "insert": lambda at: [*names[:at], extra, *names[at:]],
-        "remove": lambda at: names[:at] + names[at + 1 :],
-        "replace": lambda at: [*names[:at], extra, *names[at + 1 :]],
-    }
-    return _correlation(Counter(tuple(edits[verb](at)) for at in range(len(names) + (verb == "insert"))))
-
-
-def _factorial(n: int) -> int:
-    return 1 if n < 2 else n * _factorial(n - 1)
-
-
-def _completions(puzzle: str) -> Counter[tuple[str, ...]]:
-    """All squares that fill a puzzle."""
-    found: list[tuple[str, ...]] = [()]
-    for row in puzzle.split(", "):
-        rows = ["".join(one) for one in permutations("1234")]
-        fits = [one for one in rows if all(given in ("_", cell) for given, cell in zip(row, one, strict=True))]
-        found = [
-            (*above, one)
-            for above in found
-            for one in fits
-            if all(one[column] != other[column] for other in above for column in range(4))
-        ]
-    return Counter(tuple("".join(square)) for square in found)
-
-
-def _correlation(law: Counter[tuple[str, ...]]) -> float:
-    """Sum of the places' entropies less the joint one."""
-    total = law.total()
-
-    def entropy(counts: Mapping[Any, int]) -> float:
-        return -sum(count / total * log2(count / total) for count in counts.values())
-
-    single = 0.0
-    for place in range(len(next(iter(law)))):
-        here: Counter[str] = Counter()
-        for outcome, count in law.items():
-            here[outcome[place]] += count
-        single += entropy(here)
-    return max(0.0, single - entropy(law))

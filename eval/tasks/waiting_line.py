@@ -19,7 +19,6 @@ from dllm_sampler.eval.tasks import listing
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
 from dllm_sampler.eval.tasks.names import GIVEN, SURNAMES
-from dllm_sampler.eval.testbeds.laws import LAWS
 
 PLACE = "\0"  # no one's name
 FRAME = """People are queueing at the counter of a repair shop. This is the queue, whoever is next comes first:
@@ -39,7 +38,6 @@ class WaitingLine(Drawn):
     """
 
     task: ClassVar[str]
-    law: ClassVar[str] = "copy"  # whose C(Y|X) this operation has
     adds: ClassVar[bool] = False  # a new person comes in
 
     items: tuple[int, ...] = (3, 4, 5, 6)
@@ -113,11 +111,8 @@ class WaitingLine(Drawn):
         ]
         queue, word = people[:n], people[n]
         index = rng.randrange(self.places(n))
-        facts = {"queue": queue, "word": word if self.adds else "", "index": index, "c_bits": self._bits(n)}
+        facts = {"queue": queue, "word": word if self.adds else "", "index": index}
         return facts, self.edit(queue, word, index)
-
-    def _bits(self, n: int) -> float:
-        return LAWS[self.law](n).c_bits
 
     def _message(self, queue: str, word: str, index: int) -> str:
         text = self.template or FRAME.replace("{task}", self.task)
@@ -167,7 +162,7 @@ class Sort(WaitingLine):
 class Shuffle(WaitingLine):
     """Any other order."""
 
-    name, law, many = "shuffle", "shuffle_not_identity", True
+    name, many = "shuffle", True
     task = "To be fair to everyone, put the people in a random order. It must not be the order they have now."
 
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
@@ -180,9 +175,6 @@ class Shuffle(WaitingLine):
     @override
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
         return sorted(found) == sorted(queue) and found != queue
-
-    def _bits(self, n: int) -> float:
-        return LAWS[self.law](n).c_bits if n > 2 else 0.0  # of two, one other order
 
 
 class ReplaceIndex(WaitingLine):
@@ -199,7 +191,7 @@ class ReplaceIndex(WaitingLine):
 class ReplaceRandom(ReplaceIndex):
     """A new person in anybody's place."""
 
-    name, law, many = "replace_random", "replace_random", True
+    name, many = "replace_random", True
     task = "{word} takes the place of one person. Pick that person at random."
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
@@ -233,7 +225,7 @@ class InsertIndex(WaitingLine):
 class InsertRandom(InsertIndex):
     """A new person anywhere."""
 
-    name, law, many = "insert_random", "insert_random", True
+    name, many = "insert_random", True
     task = "{word} joins the queue. Pick the position at random."
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
@@ -258,7 +250,7 @@ class RemoveIndex(WaitingLine):
 class RemoveRandom(RemoveIndex):
     """Without anybody."""
 
-    name, law, many = "remove_random", "remove_random", True
+    name, many = "remove_random", True
     task = "One person leaves. Pick that person at random."
 
     @override
