@@ -39,8 +39,8 @@ class FreeDave(Drafting):
 
     Args:
         inner, eager: see `Drafting`.
-        draft: states per forward, the canvas included. 1 is the inner scheduler itself. `auto` has as many as take hardly
-            longer than one, measured while it runs: the same tokens, but forwards depend on the machine.
+        draft: states per forward, the canvas included. 1 is the inner scheduler itself. `auto` has as many as take
+            hardly longer than one, measured while it runs: the same tokens, but forwards depend on the machine.
         match: what makes a draft the next state.
     """
 
