@@ -13,6 +13,9 @@ from dllm_sampler.eval.statistics import bootstrap, interval, kendall, spearman
 LOG_LIKELIHOOD = "log_likelihood"  # a grade of measure=likelihood: nats, of the whole canvas
 
 
+Of = Callable[[Sequence[Record]], float | None]
+
+
 @dataclass(frozen=True)
 class Measure:
     """A figure computed from the samples of a run, with its field of `summary` and its name in tables."""
@@ -20,7 +23,11 @@ class Measure:
     name: str
     title: str
     about: str
-    of: Callable[[Sequence[Record]], float | None]
+    of: Of
+
+
+MEASURES: list[Measure] = []  # in the order of tables
+SPEEDS: list[str] = []  # names of those that say how fast a configuration is: larger is better
 
 
 def summary(
@@ -54,6 +61,22 @@ def summary(
     return found | {measure.name: measure.of(records) for measure in MEASURES}
 
 
+def _measure(title: str, about: str, speed: bool = False, name: str = "") -> Callable[[Of], Of]:
+    """Decorate what computes a measure from samples. The measure has the function's name, or else this one."""
+
+    def add(of: Of) -> Of:
+        MEASURES.append(Measure(name or of.__name__.removeprefix("_"), title, about, of))
+        SPEEDS.extend([MEASURES[-1].name] * speed)
+        return of
+
+    return add
+
+
+def _mean_per_sample(name: str, title: str, about: str, value: Callable[[Record], float]) -> None:
+    """Add a measure that is the mean of a value of each sample."""
+    _measure(title, about, name=name)(lambda records: fmean(map(value, records)))
+
+
 def _ratio(above: Iterable[float], below: Iterable[float]) -> float:
     divisor = sum(below)
     return sum(above) / divisor if divisor else 0.0
@@ -64,43 +87,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _seconds(records: Sequence[Record]) -> float:
+def _total_seconds(records: Sequence[Record]) -> float:
     return sum(record.seconds / record.batch for record in records)
-
-
-def answer_tokens_per_forward(records: Sequence[Record]) -> float:
-    """All tokens up to and with each answer's first end token, over all forwards."""
-    return _ratio((record.answer for record in records), (record.nfe for record in records))
-
-
-def canvas_tokens_per_forward(records: Sequence[Record]) -> float:
-    """Return ParallelBench's: canvas length over mean forwards, so that padding after the answer counts as speed."""
-    return _ratio((record.canvas for record in records), (record.nfe for record in records))
-
-
-def diffusion_gemma_tokens_per_forward(records: Sequence[Record]) -> float:
-    """Return DiffusionGemma's in transformers: the mean ratio of answer tokens, with the end, to denoising passes.
-
-    Forwards of an encoder do not count.
-    """
-    return fmean(record.answer / max(1, record.nfe) for record in records)
-
-
-def dinfer_tokens_per_forward(records: Sequence[Record]) -> float:
-    """dInfer's: tokens before the end token, over all forwards."""
-    return _ratio((record.answer - record.ended for record in records), (record.nfe for record in records))
-
-
-def dinfer_mean_tokens_per_forward(records: Sequence[Record]) -> float:
-    """dInfer's second one: the mean of each sample's ratio."""
-    return fmean((record.answer - record.ended) / max(1, record.nfe) for record in records)
-
-
-def d3llm_tokens_per_forward(records: Sequence[Record]) -> float | None:
-    """d3LLM's: tokens of the answers' texts, encoded again without special tokens, over all forwards; None unless every
-    sample has a text. What its code calls so leaves ten samples out, for the clock to warm up."""
-    known = [record.text_tokens for record in records if record.text_tokens is not None]
-    return _ratio(known, (record.nfe for record in records)) if len(known) == len(records) else None
 
 
 def _counted(records: Sequence[Record]) -> list[Record]:
@@ -108,240 +96,191 @@ def _counted(records: Sequence[Record]) -> list[Record]:
     return [record for record in records if "protocol_tokens" in record.scores]
 
 
-def protocol_tokens_per_forward(records: Sequence[Record]) -> float | None:
-    """d3LLM's TPF under its protocol: tokens over forwards, both as the run's protocol counts them. None without."""
-    counted = _counted(records)
-    tokens, forwards = ([one.scores[f"protocol_{name}"] for one in counted] for name in ("tokens", "forwards"))
-    return _ratio(tokens, forwards) if counted else None
-
-
-def protocol_tokens_per_second(records: Sequence[Record]) -> float | None:
-    """Fast-dLLM's tokens/s under its protocol: tokens as the run's protocol counts them, over seconds."""
-    counted = _counted(records)
-    return _ratio((one.scores["protocol_tokens"] for one in counted), [_seconds(counted)]) if counted else None
-
-
-def protocol_steps(records: Sequence[Record]) -> float | None:
-    """Mean forwards per sample as the run's protocol counts them: dParallel's #Steps. None without a protocol."""
-    return _mean(record.scores.get("protocol_forwards") for record in records)
-
-
-def answer_tokens_per_full_forward(records: Sequence[Record]) -> float:
-    """Answer tokens over forwards of the whole prompt and canvas that would compute as many positions."""
-    return _ratio((record.answer for record in records), (record.full_equivalents for record in records))
-
-
-def tokens_per_second(records: Sequence[Record]) -> float:
-    """Answer tokens over the seconds that they took together."""
-    return _ratio((record.answer for record in records), [_seconds(records)])
-
-
-def oracle_tokens_per_forward(records: Sequence[Record]) -> float | None:
-    """Return `answer_tokens_per_forward` with perfect knowledge of the answers."""
-    return None if (fewest := _oracle(records)) is None else _ratio((r.answer for r in records), [fewest])
-
-
-def oracle_share(records: Sequence[Record]) -> float | None:
-    """The oracle's forwards over those made: 1 where nothing is left to gain for the same answers."""
-    return None if (fewest := _oracle(records)) is None else _ratio([fewest], (record.nfe for record in records))
-
-
-def _oracle(records: Sequence[Record]) -> float | None:
+def _fewest(records: Sequence[Record]) -> float | None:
     """Forwards of the oracle, None unless every sample has them: a share of other samples would be another measure."""
     known = [record.oracle_nfe for record in records if record.oracle_nfe is not None]
     return float(sum(known)) if len(known) == len(records) else None
 
 
-def validity(records: Sequence[Record]) -> float | None:
-    """Return the share of answers whose form the task, or else the run's guide, accepts. None if neither checks."""
+@_measure("tokens / forward", "answer tokens, the end token included, over forwards", speed=True)
+def _answer_tokens_per_forward(records: Sequence[Record]) -> float:
+    return _ratio((record.answer for record in records), (record.nfe for record in records))
+
+
+@_measure("canvas tokens / forward", "ParallelBench: canvas length over mean forwards; padding counts", speed=True)
+def _canvas_tokens_per_forward(records: Sequence[Record]) -> float:
+    return _ratio((record.canvas for record in records), (record.nfe for record in records))
+
+
+@_measure(
+    "tokens / forward (DiffusionGemma)",
+    "mean over samples of answer tokens, the end token included, over denoising forwards",
+    speed=True,
+)
+def _diffusion_gemma_tokens_per_forward(records: Sequence[Record]) -> float:
+    return fmean(record.answer / max(1, record.nfe) for record in records)
+
+
+@_measure(
+    "tokens / forward (dInfer)",
+    "answer tokens without the end token, over forwards of the row; dInfer counts those of the batch",
+    speed=True,
+)
+def _dinfer_tokens_per_forward(records: Sequence[Record]) -> float:
+    return _ratio((record.answer - record.ended for record in records), (record.nfe for record in records))
+
+
+@_measure("mean tokens / forward (dInfer)", "the same, as the mean over samples", speed=True)
+def _dinfer_mean_tokens_per_forward(records: Sequence[Record]) -> float:
+    return fmean((record.answer - record.ended) / max(1, record.nfe) for record in records)
+
+
+@_measure(
+    "tokens / forward (d3LLM)",
+    "tokens of the answers' texts, encoded again, over forwards; d3LLM's code leaves out the first ten samples",
+    speed=True,
+)
+def _d3llm_tokens_per_forward(records: Sequence[Record]) -> float | None:
+    known = [record.text_tokens for record in records if record.text_tokens is not None]
+    return _ratio(known, (record.nfe for record in records)) if len(known) == len(records) else None
+
+
+@_measure("TPF (protocol)", "tokens and forwards as the run's published protocol counts them: d3LLM's TPF")
+def _protocol_tokens_per_forward(records: Sequence[Record]) -> float | None:
+    counted = _counted(records)
+    tokens, forwards = ([one.scores[f"protocol_{name}"] for one in counted] for name in ("tokens", "forwards"))
+    return _ratio(tokens, forwards) if counted else None
+
+
+@_measure("tokens / s (protocol)", "tokens as the run's published protocol counts them, over seconds: Fast-dLLM's")
+def _protocol_tokens_per_second(records: Sequence[Record]) -> float | None:
+    counted = _counted(records)
+    tokens = [one.scores["protocol_tokens"] for one in counted]
+    return _ratio(tokens, [_total_seconds(counted)]) if counted else None
+
+
+@_measure("#Steps (protocol)", "mean forwards per sample, as the run's published protocol counts them: dParallel's")
+def _protocol_steps(records: Sequence[Record]) -> float | None:
+    return _mean(record.scores.get("protocol_forwards") for record in records)
+
+
+@_measure(
+    "tokens / full forward",
+    "answer tokens over positions computed, in forwards of the whole prompt and canvas",
+    speed=True,
+)
+def _answer_tokens_per_full_forward(records: Sequence[Record]) -> float:
+    return _ratio((record.answer for record in records), (record.full_equivalents for record in records))
+
+
+@_measure(
+    "tokens / s",
+    "answer tokens over wall seconds without the oracle; a rule that takes tokens back pays for a transfer a step",
+    speed=True,
+)
+def _tokens_per_second(records: Sequence[Record]) -> float:
+    return _ratio((record.answer for record in records), [_total_seconds(records)])
+
+
+@_measure("s / sample", "wall seconds of generating per sample")
+def _seconds(records: Sequence[Record]) -> float:
+    return _total_seconds(records) / len(records)
+
+
+_mean_per_sample("nfe", "forwards", "mean per sample", lambda one: one.nfe)
+_mean_per_sample(
+    "forwards_without_commit",
+    "forwards without a commit",
+    "those that wrote no token: they stored, looked, or took back; mean per sample",
+    lambda one: one.idle,
+)
+_mean_per_sample("rows", "positions computed", "mean per sample", lambda one: one.rows)
+_mean_per_sample(
+    "full_forwards",
+    "full forwards",
+    "positions computed, in forwards of the whole prompt and canvas, mean per sample",
+    lambda one: one.full_equivalents,
+)
+
+
+@_measure("oracle's tokens / forward", "with perfect knowledge of these answers")
+def _oracle_tokens_per_forward(records: Sequence[Record]) -> float | None:
+    return None if (fewest := _fewest(records)) is None else _ratio((r.answer for r in records), [fewest])
+
+
+@_measure("share of the oracle", "forwards that perfect knowledge of these answers needs, over those made")
+def _oracle_share(records: Sequence[Record]) -> float | None:
+    return None if (fewest := _fewest(records)) is None else _ratio([fewest], (record.nfe for record in records))
+
+
+@_measure("valid", "share of answers of the form that the task or the guide asks for")
+def _validity(records: Sequence[Record]) -> float | None:
     said = [record.scores.get("valid", record.valid) for record in records]
     return _mean(said) if None not in said else None
 
 
-def perplexity(records: Sequence[Record]) -> float | None:
-    """Return exp of the mean negative log-likelihood of a token. None unless every answer was scored."""
+_mean_per_sample(
+    "rejections", "rejections", "commits that a guide refused, mean per sample", lambda one: one.rejections
+)
+
+
+@_measure("perplexity", "exp of the mean negative log-likelihood of a token of right answers, exact under the sampler")
+def _perplexity(records: Sequence[Record]) -> float | None:
     known = [record.scores[LOG_LIKELIHOOD] for record in records if LOG_LIKELIHOOD in record.scores]
     nats = -_ratio(known, (record.canvas for record in records))
     return exp(min(nats, 700)) if len(known) == len(records) else None
 
 
-def recompute_share(records: Sequence[Record]) -> float:
-    """Positions computed, over those of as many whole forwards: 1 without a cache."""
+@_measure("recomputed", "positions computed over those of whole forwards")
+def _recompute_share(records: Sequence[Record]) -> float:
     whole = [record.nfe * (record.prompt_tokens + record.canvas) for record in records]
     return _ratio((record.rows for record in records), whole)
 
 
-def order(record: Record, correlation: Callable[..., float | None], padding: bool) -> float | None:
-    """Return the correlation of a sample's commit steps with their positions: 1 is left to right, -1 right to left.
-
-    padding: include positions after the answer's end token.
-    """
-    steps = record.step_map if padding else record.step_map[: record.answer]
-    known = [(place, step) for place, step in enumerate(steps) if step >= 0]
-    return correlation(*zip(*known, strict=True)) if len(known) > 1 else None
-
-
-def _order(correlation: Callable[..., float | None], padding: bool) -> Callable[[Sequence[Record]], float | None]:
-    return lambda records: _mean(order(record, correlation, padding) for record in records)
-
-
-# Those that say how fast a configuration is: larger is better.
-SPEEDS = (
-    "answer_tokens_per_forward",
-    "canvas_tokens_per_forward",
-    "diffusion_gemma_tokens_per_forward",
-    "dinfer_tokens_per_forward",
-    "dinfer_mean_tokens_per_forward",
-    "d3llm_tokens_per_forward",
-    "answer_tokens_per_full_forward",
-    "tokens_per_second",
+_mean_per_sample("commits", "commits", "tokens written per sample, all", lambda one: one.commits)
+_mean_per_sample(
+    "revisions",
+    "revisions",
+    "commits per sample that did not stay",
+    lambda one: sum(piece is not None for _, _, piece in one.revisions),
 )
-MEASURES = (
-    Measure(
-        "answer_tokens_per_forward",
-        "tokens / forward",
-        "answer tokens, the end token included, over forwards",
-        answer_tokens_per_forward,
-    ),
-    Measure(
-        "canvas_tokens_per_forward",
-        "canvas tokens / forward",
-        "ParallelBench: canvas length over mean forwards; padding counts",
-        canvas_tokens_per_forward,
-    ),
-    Measure(
-        "diffusion_gemma_tokens_per_forward",
-        "tokens / forward (DiffusionGemma)",
-        "mean over samples of answer tokens, the end token included, over denoising forwards",
-        diffusion_gemma_tokens_per_forward,
-    ),
-    Measure(
-        "dinfer_tokens_per_forward",
-        "tokens / forward (dInfer)",
-        "answer tokens without the end token, over forwards of the row; dInfer counts those of the batch",
-        dinfer_tokens_per_forward,
-    ),
-    Measure(
-        "dinfer_mean_tokens_per_forward",
-        "mean tokens / forward (dInfer)",
-        "the same, as the mean over samples",
-        dinfer_mean_tokens_per_forward,
-    ),
-    Measure(
-        "d3llm_tokens_per_forward",
-        "tokens / forward (d3LLM)",
-        "tokens of the answers' texts, encoded again, over forwards; d3LLM's code leaves out the first ten samples",
-        d3llm_tokens_per_forward,
-    ),
-    Measure(
-        "protocol_tokens_per_forward",
-        "TPF (protocol)",
-        "tokens and forwards as the run's published protocol counts them: d3LLM's TPF",
-        protocol_tokens_per_forward,
-    ),
-    Measure(
-        "protocol_tokens_per_second",
-        "tokens / s (protocol)",
-        "tokens as the run's published protocol counts them, over seconds: Fast-dLLM's",
-        protocol_tokens_per_second,
-    ),
-    Measure(
-        "protocol_steps",
-        "#Steps (protocol)",
-        "mean forwards per sample, as the run's published protocol counts them: dParallel's",
-        protocol_steps,
-    ),
-    Measure(
-        "answer_tokens_per_full_forward",
-        "tokens / full forward",
-        "answer tokens over positions computed, in forwards of the whole prompt and canvas",
-        answer_tokens_per_full_forward,
-    ),
-    Measure(
-        "tokens_per_second",
-        "tokens / s",
-        "answer tokens over wall seconds without the oracle; a rule that takes tokens back pays for a transfer a step",
-        tokens_per_second,
-    ),
-    Measure(
-        "seconds",
-        "s / sample",
-        "wall seconds of generating per sample",
-        lambda records: _seconds(records) / len(records),
-    ),
-    Measure("nfe", "forwards", "mean per sample", lambda records: fmean(record.nfe for record in records)),
-    Measure(
-        "forwards_without_commit",
-        "forwards without a commit",
-        "those that wrote no token: they stored, looked, or took back; mean per sample",
-        lambda records: fmean(record.idle for record in records),
-    ),
-    Measure("rows", "positions computed", "mean per sample", lambda records: fmean(record.rows for record in records)),
-    Measure(
-        "full_forwards",
-        "full forwards",
-        "positions computed, in forwards of the whole prompt and canvas, mean per sample",
-        lambda records: fmean(record.full_equivalents for record in records),
-    ),
-    Measure(
-        "oracle_tokens_per_forward",
-        "oracle's tokens / forward",
-        "with perfect knowledge of these answers",
-        oracle_tokens_per_forward,
-    ),
-    Measure(
-        "oracle_share",
-        "share of the oracle",
-        "forwards that perfect knowledge of these answers needs, over those made",
-        oracle_share,
-    ),
-    Measure("validity", "valid", "share of answers of the form that the task or the guide asks for", validity),
-    Measure(
-        "rejections",
-        "rejections",
-        "commits that a guide refused, mean per sample",
-        lambda records: fmean(record.rejections for record in records),
-    ),
-    Measure(
-        "perplexity",
-        "perplexity",
-        "exp of the mean negative log-likelihood of a token of right answers, exact under the sampler",
-        perplexity,
-    ),
-    Measure("recompute_share", "recomputed", "positions computed over those of whole forwards", recompute_share),
-    Measure("commits", "commits", "tokens written per sample, all", lambda records: fmean(r.commits for r in records)),
-    Measure(
-        "revisions",
-        "revisions",
-        "commits per sample that did not stay",
-        lambda records: fmean(sum(piece is not None for _, _, piece in r.revisions) for r in records),
-    ),
-    Measure(
-        "answer_tokens",
-        "answer tokens",
-        "up to and with the first end token, per sample",
-        lambda records: fmean(record.answer for record in records),
-    ),
-    Measure(
-        "tokens_after_end",
-        "tokens after the end",
-        "committed after the first end token, per sample",
-        lambda records: fmean(record.after_end for record in records),
-    ),
-    Measure("kendall", "order (Kendall)", "tau-b of position and commit step inside answers", _order(kendall, False)),
-    Measure("spearman", "order (Spearman)", "rho of position and commit step inside answers", _order(spearman, False)),
-    Measure("kendall_padded", "order (Kendall, padded)", "tau-b with the padding", _order(kendall, True)),
-    Measure("spearman_padded", "order (Spearman, padded)", "rho with the padding", _order(spearman, True)),
-    Measure(
-        "peak_memory",
-        "peak memory, MiB",
-        "the most of any batch: of the GPU, else of the process",
-        lambda records: max(record.peak_memory for record in records) / 2**20,
-    ),
-    Measure(
-        "unfinished",
-        "unfinished",
-        "share of samples that max_steps or a guide ended",
-        lambda records: fmean(not record.complete for record in records),
-    ),
+_mean_per_sample(
+    "answer_tokens", "answer tokens", "up to and with the first end token, per sample", lambda one: one.answer
+)
+_mean_per_sample(
+    "tokens_after_end",
+    "tokens after the end",
+    "committed after the first end token, per sample",
+    lambda one: one.after_end,
+)
+
+
+def _add_order(name: str, title: str, about: str, correlation: Callable[..., float | None], padding: bool) -> None:
+    """Add the mean correlation of commit steps with positions: 1 is left to right, -1 right to left.
+
+    Args:
+        padding: include positions after the answer's end token.
+    """
+
+    def order(record: Record) -> float | None:
+        steps = record.step_map if padding else record.step_map[: record.answer]
+        known = [(place, step) for place, step in enumerate(steps) if step >= 0]
+        return correlation(*zip(*known, strict=True)) if len(known) > 1 else None
+
+    _measure(title, about, name=name)(lambda records: _mean(map(order, records)))
+
+
+_add_order("kendall", "order (Kendall)", "tau-b of position and commit step inside answers", kendall, False)
+_add_order("spearman", "order (Spearman)", "rho of position and commit step inside answers", spearman, False)
+_add_order("kendall_padded", "order (Kendall, padded)", "tau-b with the padding", kendall, True)
+_add_order("spearman_padded", "order (Spearman, padded)", "rho with the padding", spearman, True)
+
+
+@_measure("peak memory, MiB", "the most of any batch: of the GPU, else of the process")
+def _peak_memory(records: Sequence[Record]) -> float:
+    return max(record.peak_memory for record in records) / 2**20
+
+
+_mean_per_sample(
+    "unfinished", "unfinished", "share of samples that max_steps or a guide ended", lambda one: not one.complete
 )
