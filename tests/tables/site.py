@@ -22,6 +22,7 @@ from mkdocs.structure.pages import Page
 
 import dllm_sampler
 from dllm_sampler import config as plugins
+from dllm_sampler import published
 from dllm_sampler.cli.help import GROUPS
 from dllm_sampler.core import protocols
 from dllm_sampler.eval.measures import MEASURES
@@ -74,6 +75,7 @@ def source(name: str) -> str:
 HOMES = {  # places of the site that have the text of a file or folder outside docs/
     **{source(name): f"formats.md#{slugify(title, '-')}" for name, title in FILES.items()},
     **{f"conf/{group}": f"reference/{group}.md" for group in TITLES},
+    "dllm_sampler/published": "reference/published.md",
     "dllm_sampler/result.py": "reference/python.md#dllm_sampler.Trace",
     "dllm_sampler/errors.py": "errors.md#codes",
     "eval/tasks/jsonl.py": "reference/task.md#jsonl",
@@ -143,6 +145,8 @@ def reference() -> Iterator[tuple[str, str]]:
     yield "commands", "\n\n".join(["# Commands", *map(help_page, COMMANDS), *harness])
     lines = [f"| `{one.name}` | {one.title} | {one.about} |" for one in MEASURES]
     yield "measures", "\n".join(["# Measures\n", "| name | in tables | |", "|---|---|---|", *lines])
+    quirks = [f"::: dllm_sampler.published.{name}\n    options: {OPTIONS}" for name in published.__all__]
+    yield "published", "\n\n".join(["# Published code, to the letter", getdoc(published) or "", *quirks])
     for group, title in TITLES.items():
         yield group, "\n\n".join([f"# `{group}=`", f"{title[0].upper()}{title[1:]}.", *entries(group)])
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import dllm_sampler
-from dllm_sampler import Trace, config
+from dllm_sampler import Trace, config, published
 from dllm_sampler.cli.output import Records
 from dllm_sampler.eval.checked import About
 from dllm_sampler.eval.measures import MEASURES
@@ -70,6 +70,8 @@ def test_the_reference_has_every_plug_in(site: Path) -> None:
             assert f">{name}<a class" in page, f"{group}={name}"
             target = config.entry(group, name).settings.get("_target_", "") if group != "train" else ""
             assert f'id="{target}"' in page or not target, f"{group}={name}: no docstring"
+    quirks = text(site, "reference/published")
+    assert not [name for name in published.__all__ if f'.{name}"' not in quirks]
     python = text(site, "reference/python")
     homes = [name for name in dllm_sampler.__all__ if not name.startswith("__")]
     assert not [name for name in homes if not re.search(rf'id="dllm_sampler\.[\w.]*{name}"', python)]
