@@ -218,7 +218,7 @@ def checkpoint(name: str) -> str:
     if "/" in name or name.startswith((".", "~")):
         raise UserError("model-not-found", f"The folder '{short(name)}' does not exist. Name a folder with a model.")
     known = [one for one in names("model") if one != CHECKPOINT]
-    there = "dllm-sample --info model lists the names; folders must exist, and a hub id is written org/name"
+    there = "See dllm-sample --info model, or name a folder or a hub id org/name"
     raise unknown("model", name, known, there)
 
 
@@ -361,10 +361,10 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
         return plain.validate_python(value, strict=True)
     except ValidationError as error:
         number = any(one["type"] == "string_type" and isinstance(one["input"], int | float) for one in error.errors())
-        quote = ". Put the number in quotes." if number else ""
+        quote = ", in quotes" if number else ""
         ranges = all(one["type"].startswith(("greater_than", "less_than", "finite_number")) for one in error.errors())
         code = "option-range" if ranges else "option-type"
-        raise UserError(code, f"{what} should be {expected(error)}, not {short(repr(value))}{quote}") from None
+        raise UserError(code, f"{what} is {short(repr(value))}. Set {expected(error)}{quote}.") from None
 
 
 def expected(error: ValidationError) -> str:
@@ -374,7 +374,8 @@ def expected(error: ValidationError) -> str:
         message = one["msg"].removeprefix("Input should be ").replace("a valid boolean", "true or false")
         if any(isinstance(place, int) for place in one["loc"]):  # an item
             message = f"a list of {message.removeprefix('a ')}s"
-        found.append(message.replace("a valid list", "a list as [a,b]"))
+        message = message.replace("a valid list", "a list as [a,b]")
+        found.append(f"a number {message}" if message.startswith(("greater", "less")) else message)
     return ", or ".join(dict.fromkeys(found))
 
 

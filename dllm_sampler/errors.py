@@ -211,7 +211,7 @@ def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = 
         kind: what the word should be, for example `scheduler`.
         word: as typed.
         choices: the known words.
-        listing: replaces the list, which may be too long.
+        listing: a sentence without its full stop in place of the list, which may be too long.
     """
     known = list(choices)
     subject = kind.partition(" ")[0]
@@ -219,10 +219,8 @@ def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = 
     near = " or ".join(f"'{name}'" for name in nearest(word, known))
     word = short(word)
     what = "fields" if kind.startswith("field") else "choices"
-    listing = listing or (f"the {what} are {', '.join(known)}" if known else "it has none")
-    return UserError(
-        code, f"unknown {kind} '{word}'" + (f", did you mean {near}? ({listing})" if near else f": {listing}")
-    )
+    listing = listing or (f"The {what} are {', '.join(known)}" if known else "It has none")
+    return UserError(code, f"unknown {kind} '{word}'" + (f", did you mean {near}? " if near else ". ") + f"{listing}.")
 
 
 class RowError(UserError):

@@ -71,7 +71,7 @@ def check_among(*choices: object) -> Callable[[str, object], None]:
 
     def check_one(name: str, value: object) -> None:
         if not any(value == one and type(value) is type(one) for one in choices):
-            raise UserError("choice-unknown", f"{name} must be {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
+            raise UserError("choice-unknown", f"{name} is {value!r}. Set {', '.join(words[:-1])} or {words[-1]}.")
 
     return check_one
 
@@ -80,7 +80,7 @@ def check_threads(name: str, value: object) -> None:
     """Refuse anything but `auto` or a number of threads."""
     if value != AUTO and (not is_whole(value) or not 1 <= value <= MOST_THREADS):
         raise UserError(
-            "option-range", f"{name} should be {AUTO} or a number from 1 to {MOST_THREADS}, not {short(repr(value))}"
+            "option-range", f"{name} is {short(repr(value))}. Set {AUTO} or a number from 1 to {MOST_THREADS}."
         )
 
 

@@ -269,7 +269,7 @@ def values(word: str) -> list[str]:
         known = config.names(key)  # a pattern names no file of the user's
         names = override.value().filter(known)  # type: ignore[union-attr]
         if not names:
-            yours = f"; your own are to be named, {', '.join(own(key))}" if own(key) else ""
+            yours = f", or name your own: {', '.join(own(key))}" if own(key) else ""
             raise UserError("choice-unknown", f"{word} matches nothing. Choose from {', '.join(known)}{yours}.")
         return [f"{key}={name}" for name in names]
     try:

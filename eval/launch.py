@@ -124,7 +124,10 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
             try:
                 launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
             except RuntimeError as error:  # Hydra's, for a class outside of the packages of its plug-ins
-                raise UserError("target-invalid", f"hydra.launcher._target_ is not a launcher: {error}") from error
+                raise UserError(
+                    "target-invalid",
+                    f"hydra.launcher._target_ is not a launcher ({first_line(error)}). Set hydra/launcher=NAME.",
+                ) from error
             with _safe_path():
                 done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
         except (HydraException, ImportError) as error:
@@ -170,7 +173,7 @@ def _explain(error: Exception, said: Sequence[str], loader: Any) -> UserError:
     names = loader.get_group_options("hydra/launcher")
     if chosen.removeprefix(LAUNCHER) not in names:
         return unknown("hydra/launcher", chosen.removeprefix(LAUNCHER), names)
-    return UserError("config-invalid", text)
+    return UserError("config-invalid", f"{text}. Correct {chosen}.")
 
 
 def _absent(module: str) -> bool:
@@ -203,7 +206,7 @@ def run_all(
         try:
             reason = run(job, number, share, device, progress)
         except NotWrittenError as error:
-            raise NotWrittenError(f"{error}. Finished samples are kept. Rerun the command to resume.") from error
+            raise NotWrittenError(f"{error} Rerun the command to resume.") from error
         except UserError as error:
             if error.code not in FAULTS:
                 raise

@@ -153,9 +153,7 @@ class Tuner:
             reason = str(getattr(cause, "orig", None) or error).partition("\n")[0]
             if not isinstance(cause, OperationalError):  # neither a full disk nor a lock
                 raise UserError("run-damaged", f"{file} is damaged ({reason}). Remove it to restart.") from error
-            raise NotWrittenError(
-                f"{file} cannot be used ({reason}). Finished samples are kept. Rerun the command to resume."
-            ) from error
+            raise NotWrittenError(f"{file} cannot be used ({reason}). Rerun the command to resume.") from error
 
     def _make(self, file: Path) -> None:
         """Make the database at once: of one that was cut off Optuna makes one that holds a study several times."""

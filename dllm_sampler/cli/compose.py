@@ -101,7 +101,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         return replace(composed, tree=config.resolved(composed.tree))
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         key = getattr(error, "full_key", None)
-        raise UserError("config-invalid", f"{key}: {first_line(error)}" if key else first_line(error)) from error
+        place = f"{key}: " if key else ""
+        raise UserError("config-invalid", f"{place}{first_line(error)}. Correct the value.") from error
 
 
 def _compose(app: App, parsed: Sequence[Override]) -> Composed:
@@ -314,9 +315,9 @@ def several(app: App, word: str) -> UserError:
     """The error for `key=a,b` where one value is wanted."""
     key, _, value = word.partition("=")
     listed = key in LISTS or "." in key
-    sweep = "; dllm-eval runs every one of several" if app.name == "dllm-sample" else ""
+    sweep = ", or run each by dllm-eval" if app.name == "dllm-sample" else ""
     return UserError(
-        "option-repeated", f"{word} has several values. Give one{f', or a list as {key}=[{value}]' * listed}{sweep}"
+        "option-repeated", f"{word} has several values. Give one{f', or a list as {key}=[{value}]' * listed}{sweep}."
     )
 
 
@@ -336,7 +337,7 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
                 "option-unknown",
                 f"unknown option '{first}': {where}={chosen.get(where)} has no such field. Write {where}={name}"
                 f" {where}{inside.replace('NAME', name)}.{first}={value}"
-                + (f", where NAME is one of {', '.join(others)}" if len(others) > 1 else ""),
+                + (f", where NAME is one of {', '.join(others)}." if len(others) > 1 else "."),
             )
         if app.name == "dllm-sample" and first in ("prompt", "prompts"):
             return UserError(
@@ -344,9 +345,9 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
                 f"unknown option '{first}': a prompt has no name. Type it alone in quotes, or write prompts_file=FILE.",
             )
         near = [paths[name] + f"={value}" * (paths[name] != name) for name in nearest(first, paths)]
-        hint = f", did you mean {' or '.join(near)}?" if near else ""
-        prompt = "; a prompt may follow --" if app.name == "dllm-sample" else ""
-        return UserError("option-unknown", f"unknown option '{first}'{hint} ({app.name} --help lists them{prompt})")
+        hint = f", did you mean {' or '.join(near)}?" if near else "."
+        prompt = ", and a prompt may follow --" if app.name == "dllm-sample" else ""
+        return UserError("option-unknown", f"unknown option '{first}'{hint} See {app.name} --help{prompt}.")
     at = f"{first}={chosen[first]}" if isinstance(chosen.get(first), str) else first
     node = known[first]
     for part in rest:
@@ -364,7 +365,7 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
             wrong = unknown(f"field of {at}", part, fields)
             others = holders(first, part) if node is known[first] else []
             return (
-                UserError("field-unknown", f"{wrong}. Those that have it are {first}={', '.join(others)}")
+                UserError("field-unknown", f"{wrong} Those that have it are {first}={', '.join(others)}.")
                 if others
                 else wrong
             )

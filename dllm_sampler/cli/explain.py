@@ -207,7 +207,7 @@ def _words(group: str, name: str) -> Iterator[str]:
     try:
         built = config.build(group, {"name": name, **user_files.entry(group, name).settings})
     except UserError as error:
-        yield f"By itself it is refused: {error}."
+        yield f"By itself it is refused: {error}"
         return
     built = built[0] if group == "guide" else built
     described, rare = (built.traits, built.traits.rare) if group == "scheduler" else (built, ())

@@ -126,7 +126,7 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
                 "group, option or plug-in",
                 word if arguments.action == "info" else key,
                 [*compose.GROUPS, *known, *plugins],
-                "dllm-sample --help lists them",
+                "dllm-sample --help lists all",
             )
     return groups, chosen, named
 

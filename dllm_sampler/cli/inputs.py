@@ -110,8 +110,8 @@ class Forms(NamedTuple):
         found: list[int] = []
         for value, place in zip(self.values, self.places, strict=True):
             if value is None:
-                where = f'"form" should be in each line of {self.file}, or in none'
-                raise UserError("form-number", f"{place} names no form, and others do: {where}")
+                way = f'Write "form" in each line of {self.file}, or in none.'
+                raise UserError("form-number", f"{place} names no form, and others do. {way}")
             if not is_whole(value) or not 0 <= value < known:
                 raise UserError("form-number", f'{place}: "form" is {json.dumps(value)}. Give {right}.')
             found.append(value)
@@ -186,7 +186,7 @@ def _lines(lines: Iterable[str], name: str) -> list[Prompt]:
     try:
         return [line.rstrip("\r\n") for line in _unmarked(lines) if line.strip()]
     except UnicodeDecodeError as error:
-        raise UserError("text-invalid", f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise UserError("text-invalid", f"{name} is not UTF-8 at byte {error.start}. Save it as UTF-8.") from None
 
 
 def _unmarked(lines: Iterable[str]) -> Iterator[str]:

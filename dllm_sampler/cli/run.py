@@ -207,7 +207,7 @@ def check(sampler: Sampler, options: Options) -> None:
         try:
             sampler.plugins.with_block_length(options.block_length)
         except UserError as error:
-            raise UserError(error.code, f"{error} block_length=null removes it.") from error
+            raise UserError(error.code, f"{error} Or set block_length=null.") from error
 
 
 def _check_stream(sampler: Sampler, options: Options) -> None:

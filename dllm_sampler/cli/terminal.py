@@ -156,7 +156,9 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
             raise
         _mute()
         where = "standard output" if error.filename is None else error.filename
-        show(f"{command}: {where} cannot be written: {error.strerror}", sys.stderr)
+        show(
+            f"{command}: {where} cannot be written ({error.strerror}). Check the disk and the permissions.", sys.stderr
+        )
         return USER_ERROR
 
 

@@ -99,7 +99,7 @@ def _no_flag(word: str) -> UserError:
         value = value or ("true" if Options.__dataclass_fields__[name].default is False else "VALUE")
         return UserError("flag-unknown", f"{word} is not a flag. Write {name}={value}.")
     return UserError(
-        "flag-unknown", f"{unknown('flag', word, [*FLAGS, FLAG])}. Options are name=value. Put a prompt after --."
+        "flag-unknown", f"{unknown('flag', word, [*FLAGS, FLAG])} Options are name=value, and a prompt may follow --."
     )
 
 
@@ -178,14 +178,14 @@ def unreadable(word: str) -> str:
     """Return the error of an override that Hydra's grammar cannot read, with how to write it."""
     key, _, value = word.partition("=")
     if len(word) > 1000:
-        return f"cannot read the override {short(word)}"
+        return f"Cannot read the override {short(word)}. Put -- before it if it is a prompt."
     if value.startswith("["):
-        way = f'quote each text of a list, as in {key}=\'["a b", "c"]\''
+        way = f'Quote each text of a list, as in {key}=\'["a b", "c"]\''
     elif re.search(r"['\"\\]|\$\{", value):
-        way = f"quote its value, as in {_for_shell(key, value)}"
+        way = f"Quote its value, as in {_for_shell(key, value)}"
     else:
-        way = f"quote its value, as in {key}='\"{value}\"'"
-    return f"cannot read the override {word}: {way}, or put -- before it if it is a prompt"
+        way = f"Quote its value, as in {key}='\"{value}\"'"
+    return f"Cannot read the override {word}. {way}, or put -- before it if it is a prompt."
 
 
 def _for_shell(key: str, value: str) -> str:

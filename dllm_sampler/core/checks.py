@@ -25,7 +25,7 @@ def is_real(value: object) -> TypeGuard[int | float]:
 def check_switch(name: str, value: object) -> None:
     """Refuse anything but true or false: every other value would count as one of them."""
     if not isinstance(value, bool):
-        raise UserError("option-type", f"{name} must be true or false, not {value!r}")
+        raise UserError("option-type", f"{name} is {value!r}. Set true or false.")
 
 
 def check_count(name: str, value: object, least: int = 1, *, most: int | None = None, optional: bool = False) -> None:
@@ -34,9 +34,9 @@ def check_count(name: str, value: object, least: int = 1, *, most: int | None = 
         return
     if not is_whole(value) or value < least:
         null = ", or null" if optional else ""
-        raise UserError("option-range", f"{name} must be a whole number of at least {least}{null}, not {value!r}")
+        raise UserError("option-range", f"{name} is {value!r}. Set a whole number of at least {least}{null}.")
     if most is not None and value > most:
-        raise UserError("option-range", f"{name} must be at most {most}, not {value}")
+        raise UserError("option-range", f"{name} is {value}. Set at most {most}.")
 
 
 def check_number(
@@ -61,14 +61,14 @@ def check_number(
         return
     span = f" between {least} and {most}" if most < inf else f" of at least {least}" if least > -inf else ""
     null = ", or null" if optional else ""
-    raise UserError("option-range", f"{name} must be {what}{span}{null}, not {value!r}")
+    raise UserError("option-range", f"{name} is {value!r}. Set {what}{span}{null}.")
 
 
 def check_positive(name: str, value: Any, what: str = "a number", *, most: float | None = None) -> None:
     """Refuse anything but a finite number above 0, `most` at most."""
     if not is_real(value) or not 0 < value < inf or (most is not None and value > most):
         limit = "" if most is None else f", at most {most}"
-        raise UserError("option-range", f"{name} must be {what} above 0{limit}, not {value!r}")
+        raise UserError("option-range", f"{name} is {value!r}. Set {what} above 0{limit}.")
 
 
 def check_share(name: str, value: object, what: str = "a share") -> None:
@@ -79,7 +79,7 @@ def check_share(name: str, value: object, what: str = "a share") -> None:
 def check_inner(inner: Inner) -> Inner:
     """Return the scheduler inside another one. Refuses anything else; only a dict's `inner` may be a name."""
     if isinstance(inner, type) or not hasattr(inner, "tell"):
-        raise UserError("option-type", f"scheduler.inner must be a Scheduler, for example FixedSteps(), not {inner!r}")
+        raise UserError("option-type", f"scheduler.inner is {inner!r}. Give a Scheduler, for example FixedSteps().")
     return inner
 
 
@@ -87,7 +87,7 @@ def check_choice(name: str, value: object, choices: Any) -> None:
     """Refuse what is none of the `choices`, a `Literal` of words."""
     words = get_args(choices)
     if value not in words:
-        raise UserError("choice-unknown", f"{name} must be {', '.join(words[:-1])} or {words[-1]}, not {value!r}")
+        raise UserError("choice-unknown", f"{name} is {value!r}. Set {', '.join(words[:-1])} or {words[-1]}.")
 
 
 def checked_tokens(name: str, value: Any) -> tuple[int, ...]:

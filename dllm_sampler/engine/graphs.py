@@ -84,14 +84,14 @@ def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
     """Return what a forward does besides launching kernels on one GPU, or None."""
     weights = list(networks.parameters())
     if not weights:
-        return "the model is a function, and a recording cannot know when its weights move. Pass a module"
+        return "the model is a function, not a module, and a recording cannot know when its weights move"
     places = sorted({str(weight.device) for weight in weights})
     if len(places) > 1 or places == ["meta"]:
-        return f"the model's weights lie on {' and '.join(places)}"
+        return f"the model's weights are on {' and '.join(places)}"
     if any(hasattr(weight, "device_mesh") for weight in weights):
         return "the model's weights are sharded, and gathered in each forward"
     if _cast_once(weights):
-        return "autocast frees its copies of the weights. Set cache_enabled=False, or load the model in bfloat16"
+        return "autocast frees its copies of the weights, unless cache_enabled=False"
     for name, module in networks.named_modules():
         if has_hooks(module):
             name = name.partition(".")[2] or type(module).__name__

@@ -239,8 +239,8 @@ def check(plugins: Plugins) -> None:
         if unknown:
             raise UserError(
                 "plugin-needs",
-                f"{named(plugin)} needs {', '.join(unknown)}, which no readout has: there are"
-                f" {', '.join(sorted(FIELDS))}",
+                f"{named(plugin)} needs {', '.join(unknown)}, which no readout has. Choose from"
+                f" {', '.join(sorted(FIELDS))}.",
             )
     why = next(chain(_obstacles(plugins), _of_guides(plugins.guides), _of_best(plugins)), None)
     if why is not None:
@@ -283,7 +283,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         yield from _of_lengths(plugins, scheduler, blocks, stop)
     forms = [f"guide={named(guide)}" for guide in plugins.guides if guide.joint or guide.vetoes]
     if len(forms) > 1:
-        yield f"{' and '.join(forms)} both say what form an answer has: leave one of them out"
+        yield f"{' and '.join(forms)} both say what form an answer has. Remove one of them."
     if forms and traits.own_tokens:
         yield (
             f"{scheduler} writes other tokens than the candidates of its step, and {forms[0]} checks these only."
@@ -319,12 +319,12 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
     if spec.mask_id is None and uniform is None:
         yield (
-            f"{scheduler} fills masks, and this model has none, its noise are random tokens (uniform diffusion). Use"
+            f"{scheduler} fills masks, and this model has none: its noise is random tokens (uniform diffusion). Use"
             " scheduler=entropy_renoise, scheduler=block_refine or scheduler=discrete_ddim."
         )
     if spec.encoder and _length(plugins.blocks, spec.block_length or 1) != spec.block_length:
         yield (
-            f"this model denoises canvases of {spec.block_length} positions, and {blocks} makes others. Use"
+            f"This model denoises canvases of {spec.block_length} positions, and {blocks} makes others. Use"
             f" blocks=fixed with blocks.length={spec.block_length} or null."
         )
     if spec.encoder and plugins.stop.cuts:
@@ -334,12 +334,12 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
     if spec.attention == "block_causal" and plugins.blocks.grid is None:
         yield (
-            "this model is block-causal, its attention knows blocks of one length from the first token on, and"
-            f" {blocks} makes others. Use blocks=fixed."
+            f"This model's attention needs blocks of one length from the first token on, and {blocks} makes others. Use"
+            " blocks=fixed."
         )
     if spec.routing is not None and (plugins.blocks.grid or 0) % spec.routing:
         yield (
-            f"this model chooses experts for blocks of {spec.routing} tokens together, and {blocks} makes others. Use"
+            f"This model chooses experts for blocks of {spec.routing} tokens together, and {blocks} makes others. Use"
             f" blocks=fixed with blocks.length={spec.routing} or a multiple."
         )
     if spec.routing is not None and traits.has(ShadowRows):
@@ -430,7 +430,7 @@ def _of_guides(guides: tuple[Guide, ...]) -> Iterator[str]:
     for guide in guides:
         name = named(guide)
         if guide.truncates and not draws and not guide.measures:
-            yield f"{name} changes nothing without a temperature: tokens are chosen greedily; add temperature=1"
+            yield f"{name} changes nothing without a temperature. Add temperature=1."
         if guide.excludes and cut is not None:
             yield (f"guide={name} comes after {cut}, which may leave only tokens that it removes. Put {name} first.")
         cut = name if guide.truncates else cut

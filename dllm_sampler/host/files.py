@@ -237,8 +237,9 @@ def reported(path: str | Path, named: str | None = None, broken: bool = False) -
         if (broken and isinstance(error, BrokenPipeError)) or (told is None and not isinstance(error, OSError)):
             raise
         reason = os.strerror(int(told[1])) if told else getattr(error, "strerror", None) or error
-        what = f"cannot write {named}" if named else f"{path} cannot be written"
-        raise NotWrittenError(f"{what}: {reason}") from error
+        raise NotWrittenError(
+            f"{named or path} cannot be written ({reason}). Check the disk and the permissions."
+        ) from error
 
 
 def is_stream(path: str | Path) -> bool:

@@ -44,7 +44,7 @@ def matches(pattern: str, text: str) -> bool:
     except TimeoutError:
         raise TimeoutError(
             f"the pattern {short(pattern)} was searched for more than {SECONDS:g} s in {len(text)} characters."
-            " Write it without one repetition inside another, as in (a+)+"
+            " Write it without one repetition inside another, as in (a+)+."
         ) from None
 
 

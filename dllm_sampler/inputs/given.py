@@ -135,7 +135,8 @@ def piece_ids(
     for token in ids:
         if token not in free and not 0 <= token < spec.vocab_size:
             raise UserError(
-                "token-outside-vocabulary", f"{name} has token id {token}. The vocabulary has {spec.vocab_size}."
+                "token-outside-vocabulary",
+                f"{name} has token id {token}. Give ids below the vocabulary's {spec.vocab_size}.",
             )
         if token == spec.mask_id and not masks:
             raise UserError("mask-token-given", f"{name} contains the mask token (id {token}). Use pinned or gaps.")
@@ -241,7 +242,7 @@ def _filled(text: str, tokenizer: PreTrainedTokenizerBase | None, name: str, alo
     """Return the tokens of a text with gaps. The tokenizer's special tokens go around one that is `alone`."""
     free = sum(piece for piece in _split(text, name) if isinstance(piece, int))
     if free > spec.max_positions:  # said before a list of that many is made
-        raise UserError("context-exceeded", f"{name} has gaps of {free} tokens. The context is {spec.max_positions}.")
+        raise UserError("context-exceeded", f"{name} has gaps of {free} tokens. Use at most {spec.max_positions}.")
     parts: list[list[int]] = []
     for piece in _split(text, name):
         parts.append([FREE] * piece if isinstance(piece, int) else piece_ids(piece, name, tokenizer, spec, masks=False))

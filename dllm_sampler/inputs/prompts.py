@@ -96,7 +96,8 @@ def encode_one(
     bad = [token for token in ids if not 0 <= token < spec.vocab_size]
     if bad:
         raise UserError(
-            "token-outside-vocabulary", f"{name} has token id {bad[0]}. The vocabulary has {spec.vocab_size}."
+            "token-outside-vocabulary",
+            f"{name} has token id {bad[0]}. Give ids below the vocabulary's {spec.vocab_size}.",
         )
     if spec.mask_id in ids:
         where = f"at position {ids.index(spec.mask_id)}"
@@ -104,8 +105,8 @@ def encode_one(
     if len(ids) + max_new_tokens > spec.max_positions:
         raise UserError(
             "context-exceeded",
-            f"{name} has {len(ids)} tokens, too many with max_new_tokens={max_new_tokens}. The context is"
-            f" {spec.max_positions}.",
+            f"{name} has {len(ids)} tokens, too many with max_new_tokens={max_new_tokens} for a context of"
+            f" {spec.max_positions}. Shorten it, or lower max_new_tokens.",
         )
     return ids
 
@@ -190,18 +191,20 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
         word = text[start:stop]
         # One token may stand for the end of a text, too, and a template write it.
         if token == tokenizer.unk_token_id and not (word == unknown and unknown in others):
-            raise UserError("text-outside-vocabulary", f"{name} has {word!r}, not in the vocabulary{_known(tokenizer)}")
+            raise UserError(
+                "text-outside-vocabulary", f"{name} has {word!r}, not in the vocabulary. {_known(tokenizer)}"
+            )
     return ids
 
 
 def _known(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return which prompts a toy model knows. Returns an empty text if its tokenizer's configuration lists none."""
+    """Return what to do about a word outside of the vocabulary. A toy model's tokenizer lists the prompts it knows."""
     operations = tokenizer.init_kwargs.get("operations")
     if not operations:
-        return ""
+        return "Remove it."
     card = Path(str(tokenizer.name_or_path), "README.md")
     examples = f" (examples: {card})" if card.is_file() else ""
     return (
-        f': it knows {", ".join(operations)}, as in "sort: Dan, Ada"{examples}; plain text needs another model, as in'
-        " model=llada-8b chat=true"
+        f'Ask for {", ".join(operations)}, as in "sort: Dan, Ada"{examples}, or use a model for plain text, as in'
+        " model=llada-8b chat=true."
     )

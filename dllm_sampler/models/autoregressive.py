@@ -199,7 +199,7 @@ def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> 
         huggingface.multiply_experts(verifier)
         found = Verifier(verifier, spec, name=name)
     else:
-        raise UserError("option-type", f"{name} must be a folder, hub id or transformers model, not {verifier!r:.60}")
+        raise UserError("option-type", f"{name} is {verifier!r:.60}. Give a folder, hub id or transformers model.")
     if abs(found.vocab_size - spec.vocab_size) >= PADDING or found.vocab_size <= max(spec.eos_ids):
         raise UserError(
             "vocabulary-differs",

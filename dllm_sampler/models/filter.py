@@ -68,7 +68,7 @@ def load(path: Path, spec: ModelSpec) -> Layers:
     if not names or set(tensors) != {f"{name}.{part}" for name in names for part in ("weight", "bias")}:
         raise UserError(
             "filter-invalid",
-            f"scheduler.filter: {path} has {', '.join(tensors)}. Name a file with fc1.weight, fc1.bias ...",
+            f"scheduler.filter: {path} has {', '.join(tensors)}. Name a file with fc1.weight, fc1.bias and so on.",
         )
     layers = tuple((tensors[f"{name}.weight"].float(), tensors[f"{name}.bias"].float()) for name in names)
     size = layers[0][0].shape[-1]

@@ -393,7 +393,9 @@ def as_device(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        raise UserError("choice-unknown", f"device={short(repr(device))} is unknown. Use auto, cpu, cuda ...") from None
+        raise UserError(
+            "choice-unknown", f"device={short(repr(device))} is unknown. Use auto, cpu, cuda or mps."
+        ) from None
     if found.type not in ("cpu", "cuda", "mps"):
         raise UserError("choice-unknown", f"device={device} is not supported. Use auto, cpu, cuda or mps.")
     if found.type == "mps" and not torch.backends.mps.is_available():

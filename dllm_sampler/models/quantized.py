@@ -16,7 +16,7 @@ KINDS = ("int8",)
 def check_kind(kind: object) -> None:
     """Refuse a value that `model.quantize` does not take."""
     if kind is not None and kind not in KINDS:
-        raise UserError("choice-unknown", f"model.quantize must be null or {' or '.join(KINDS)}, not {kind!r}")
+        raise UserError("choice-unknown", f"model.quantize is {kind!r}. Set null or {' or '.join(KINDS)}.")
 
 
 @torch.no_grad()

@@ -89,7 +89,9 @@ class Command:
             with redirect_stdout(sys.stderr):  # where transformers prints its log
                 return self.target.command(front, resume)
         except SafetensorError as error:
-            raise NotWrittenError(f"{folder} cannot be written: {first_line(error)}") from None
+            raise NotWrittenError(
+                f"{folder} cannot be written ({first_line(error)}). Check the disk and the permissions."
+            ) from None
         except UserError:
             raise
         except Exception as error:  # what transformers and accelerate refuse, and the hub
@@ -122,7 +124,7 @@ def read(words: Sequence[str]) -> Command:
             if path[0] not in defaults:
                 known = [*(key for key in defaults if key != "_target_"), *_arguments()]
                 if path[0] not in known:
-                    raise unknown(f"field of train={name}", path[0], known, "see dllm-train --help train=" + name)
+                    raise unknown(f"field of train={name}", path[0], known, "See dllm-train --help train=" + name)
                 kept.append(f"++{_to_the_letter(word, defaults)}")
                 continue
         elif not re.match(r"train=|threads=|[+~]{1,2}train\.", word):

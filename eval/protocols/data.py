@@ -42,7 +42,7 @@ def load(kind: str, data: Data, split: str, given: str | None) -> list[Document]
         if lacking:
             have = ", ".join(document)
             raise UserError(
-                "example-invalid", f"{where}: document {number} lacks `{lacking[0]}`. It has {have}; name other data."
+                "example-invalid", f"{where}: document {number} lacks `{lacking[0]}` (it has {have}). Name other data."
             )
     if not found:
         raise UserError("samples-missing", f"{where} has no documents in split {split}. Name other data.")

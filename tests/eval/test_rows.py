@@ -129,7 +129,7 @@ def test_a_csv_file_is_whole_or_not_there(
         ([str(tmp_path), "--csv", "old.csv"], "No samples are under"),
         ([str(runs), "--csv", "file/a.csv"], "file is not a folder"),
         ([str(runs), "--csv", "file"], "file is not a CSV file"),
-        ([str(runs), "--csv", "folder.csv"], "folder.csv cannot be written: Is a directory"),
+        ([str(runs), "--csv", "folder.csv"], "folder.csv cannot be written (Is a directory"),
         ([str(runs), "--csv", "old.csv", "--output", "page.pdf"], "page.pdf is not an HTML file"),
     ):
         assert command.main(words) == 2

@@ -120,7 +120,7 @@ def test_what_is_kept_is_a_line_each(folder: Path, capsys: pytest.CaptureFixture
     ("yaml", "said"),
     [
         ("cuont: 2", "unknown field of scheduler=mine 'cuont', did you mean 'count'?"),
-        ("count: two", "scheduler=mine: count should be a valid integer, not 'two'"),
+        ("count: two", "scheduler=mine: count is 'two'. Set a valid integer"),
         ("_target_: rule_of_mine.Ruel", "scheduler=mine: _target_ rule_of_mine.Ruel cannot be imported"),
         ("_target_: torch.load", "scheduler=mine: _target_=torch.load"),
         ("_target_: null", "scheduler=mine: _target_"),

@@ -51,7 +51,7 @@ def test_kernels_and_graphs(words: list[str], capsys: pytest.CaptureFixture[str]
         "dllm-sample: cuda_graph=true is not supported here (graphs are CUDA's, and the model is on cpu). Remove it.\n"
     )
     assert main([*words, "copy: Ada", "backend=cuda"]) == 2
-    assert capsys.readouterr().err == "dllm-sample: backend must be auto, triton or torch, not 'cuda'\n"
+    assert capsys.readouterr().err == "dllm-sample: backend is 'cuda'. Set auto, triton or torch.\n"
 
 
 def test_output_file(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -125,22 +125,22 @@ WRONG = [
     (["guide=[top_p,topk]"], "unknown guide 'topk', did you mean 'top_k' or 'top_p'?"),
     (
         ["guide=choices", "guide.choices={a: b}"],
-        "unknown field of guide=choices 'a': the fields are choices",
+        "unknown field of guide=choices 'a'. The fields are choices",
     ),
     (["cache=duel"], "unknown cache 'duel', did you mean 'dual'?"),
     (["experiment=fast"], "unknown experiment 'fast', did you mean 'fast-dllm'?"),
     (["model=minni"], "unknown model 'minni', did you mean 'mini'?"),
     (["model=./gone"], "'./gone'"),
     (["+foo=1"], "unknown option 'foo'"),
-    (["scheduler.threshold=abc"], "scheduler=threshold: threshold should be a valid number, not 'abc'"),
-    (["scheduler.threshold=-1"], "threshold must be"),
-    (["scheduler.threshold=nan"], "threshold must be"),
+    (["scheduler.threshold=abc"], "scheduler=threshold: threshold is 'abc'. Set a valid number"),
+    (["scheduler.threshold=-1"], "threshold is -1"),
+    (["scheduler.threshold=nan"], "threshold is nan"),
     (["scheduler.threshold=0.7,0.9"], "has several values"),
-    (["temperature=0.7,0.9"], "temperature=0.7,0.9 has several values. Give one; dllm-eval runs every one"),
+    (["temperature=0.7,0.9"], "temperature=0.7,0.9 has several values. Give one, or run each by dllm-eval."),
     (["stop_strings=a,b"], "Give one, or a list as stop_strings=[a,b]"),
-    (["stop_strings=3"], "stop_strings should be a list as [a,b], or a valid string, not 3"),
-    (["stop_strings=[1]"], "stop_strings should be a list of valid strings, or a valid string, not [1]"),
-    (["stream=yes"], "stream should be true or false, not 'yes'"),
+    (["stop_strings=3"], "stop_strings is 3. Set a list as [a,b], or a valid string"),
+    (["stop_strings=[1]"], "stop_strings is [1]. Set a list of valid strings, or a valid string"),
+    (["stream=yes"], "stream is 'yes'. Set true or false"),
     (["steps=4"], "'steps': scheduler=threshold has no such field. Write scheduler=NAME scheduler.steps=4, where"),
     (["scheduler=fixed", "steps=4"], "unknown option 'steps', did you mean scheduler.steps=4?"),
     (["cache.every=4"], "Those that have it are cache=periodic_dual, periodic_prefix"),
@@ -151,14 +151,14 @@ WRONG = [
     (["--max-new-tokens=9"], "Write max_new_tokens=9"),
     (["output=-"], "output=- would write a file named -. Use output=/dev/stdout."),
     (["output=out.csv"], "output=out.csv: .csv is not JSON lines"),
-    (["scheduler.threshold=[0.1"], "cannot read the override scheduler.threshold=[0.1"),
+    (["scheduler.threshold=[0.1"], "Cannot read the override scheduler.threshold=[0.1"),
     (["scheduler@x=fixed"], "scheduler@x=fixed has an @"),
     (["~scheduler"], "There is no scheduler. Add scheduler=NAME"),
     (["++scheduler.foo=1"], "unknown field of scheduler=threshold 'foo'"),
     (["seed=${nope}"], "Interpolation key 'nope' not found"),
-    (["seed=abc"], "seed should be a valid integer, not 'abc'"),
+    (["seed=abc"], "seed is 'abc'. Set a valid integer"),
     (["seed=99999999999999999999"], "seed has 20 digits. Give at most 18."),
-    (["model.cfg_scale=abc"], "model: cfg_scale should be a valid number, not 'abc'"),
+    (["model.cfg_scale=abc"], "model: cfg_scale is 'abc'. Set a valid number"),
     (
         ["scheduler._target_=no.such.Thing"],
         "scheduler=threshold: _target_ no.such.Thing",
@@ -166,19 +166,19 @@ WRONG = [
     (["scheduler._target_=null"], "scheduler=threshold: _target_"),
     (["guide=[[1]]"], "dllm-sample: "),
     (["++guide.top_p=3"], "guide.top_p=3"),
-    (["max_new_tokens=0"], "max_new_tokens must be a whole number of at least 1, not 0"),
+    (["max_new_tokens=0"], "max_new_tokens is 0. Set a whole number of at least 1."),
     (["max_new_tokens=999"], "max_new_tokens=999"),
-    (["max_new_tokens=62"], "The context is 64"),
-    (["batch_size=0"], "batch_size must be a whole number of at least 1"),
-    (["temperature=-1"], "temperature must be"),
-    (["temperature=warm"], "temperature should be a valid number"),
+    (["max_new_tokens=62"], "for a context of 64"),
+    (["batch_size=0"], "batch_size is 0. Set a whole number of at least 1"),
+    (["temperature=-1"], "temperature is -1"),
+    (["temperature=warm"], "temperature is 'warm'. Set a valid number"),
     (["block_length=4", "blocks=full"], "block_length needs blocks=fixed"),
     (["device=cuda:99"], "device=cuda:99"),
     (["device=toaster"], "'toaster'"),
     (["dtype=float3"], "unknown dtype 'float3', did you mean"),
-    (["dtype=fp16"], "unknown dtype 'fp16': the choices are auto, "),
-    (["stream_delay=-1"], "stream_delay must be a number of seconds between 0 and 60"),
-    (["output=no/such/folder.jsonl"], "cannot write output no/such/folder.jsonl: No such file"),
+    (["dtype=fp16"], "unknown dtype 'fp16'. The choices are auto, "),
+    (["stream_delay=-1"], "stream_delay is -1.0. Set a number of seconds between 0 and 60"),
+    (["output=no/such/folder.jsonl"], "output no/such/folder.jsonl cannot be written (No such file"),
     (["prompts_file=gone.txt"], "prompts_file gone.txt"),
     (["prompts_file=-"], "prompts_file=-"),
     (["--inof"], "unknown flag '--inof', did you mean '--info'?"),
@@ -236,7 +236,7 @@ def test_no_prompt_and_no_text(
     assert "output=./a.txt would overwrite prompts_file" in capsys.readouterr().err
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
     assert main([*words, "prompts_file=a.txt"]) == 2
-    assert "a.txt is not UTF-8 text" in capsys.readouterr().err
+    assert "a.txt is not UTF-8 at byte" in capsys.readouterr().err
 
 
 def test_pages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path:
         (["copy: Ben", "suffix=Ada, Ada, Ada, Ada"], "max_new_tokens=6"),
         (["copy: Ben", "prefix=nobody"], "prefix has 'nobody'"),
         (["copy: Ben", "prefix=Ada", "target=some"], "prefix does nothing with target="),
-        (["copy: Ben", "samples=0"], "samples must be a whole number of at least 1, not 0"),
+        (["copy: Ben", "samples=0"], "samples is 0. Set a whole number of at least 1."),
         ([], "dllm-sample --help"),
     ],
 )  # fmt: skip
@@ -182,7 +182,7 @@ def test_settings_that_no_prompt_could_have_are_refused(words: list[str], capsys
         "max_new_tokens=100000": "max_new_tokens=100000",
         "prefix=nobody": "prefix has 'nobody'",
         "prefix=Ada infill=Ben{gap:2}": "prefix= and infill=",
-        "blocks=full block_length=4": "block_length=null removes it",
+        "blocks=full block_length=4": "Or set block_length=null.",
         "infill={gap:2} max_new_tokens=4": "max_new_tokens= and infill=",
         "--inof": "unknown flag '--inof', did you mean '--info'",
         "--info gide": "unknown group, option or plug-in 'gide', did you mean 'guide'",

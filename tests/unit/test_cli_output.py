@@ -56,7 +56,7 @@ def test_a_disk_that_is_full_at_the_last_record(
     out, err = capsys.readouterr()
     assert records("o.jsonl") == whole[:-1]
     assert out == answers, "what cannot be kept is shown"
-    assert "dllm-sample: cannot write output o.jsonl: File too large" in err and "samples," not in err
+    assert "dllm-sample: output o.jsonl cannot be written (File too large)" in err and "samples," not in err
 
 
 def test_a_disk_that_is_full_at_the_end(
@@ -69,7 +69,7 @@ def test_a_disk_that_is_full_at_the_end(
 
     monkeypatch.setattr(os, "fsync", full)
     assert main([*words, "copy: Ada", "output=o.jsonl"]) == 2
-    assert "cannot write output o.jsonl: No space left on device" in capsys.readouterr().err
+    assert "output o.jsonl cannot be written (No space left on device)" in capsys.readouterr().err
 
 
 def test_standard_output_on_a_full_disk() -> None:
@@ -82,7 +82,8 @@ def test_standard_output_on_a_full_disk() -> None:
             [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, cwd=root, env=buffered
         )
     assert done.returncode == 2
-    assert done.stderr == "dllm-sample: standard output cannot be written: No space left on device\n"
+    said = "dllm-sample: standard output cannot be written (No space left on device). Check"
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
 
 
 def test_streams(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +104,7 @@ def test_streams(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
         Path("read").write_text(capfd.readouterr().out)
         assert records("read") == whole, "and no answers between the lines"
     assert main([*words, "output=/dev/full"]) == 2
-    assert "cannot write output /dev/full: No space left on device" in capfd.readouterr().err
+    assert "output /dev/full cannot be written (No space left on device)" in capfd.readouterr().err
 
 
 def test_a_reader_that_leaves(
@@ -120,7 +121,7 @@ def test_a_reader_that_leaves(
 
     monkeypatch.setattr(os, "open", leaving)
     assert main([*words, *PROMPTS, "output=fifo"]) == 2
-    assert "cannot write output fifo: Broken pipe" in capsys.readouterr().err
+    assert "output fifo cannot be written (Broken pipe)" in capsys.readouterr().err
 
 
 def test_prompts_are_not_overwritten(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

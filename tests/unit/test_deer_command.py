@@ -52,7 +52,7 @@ def test_command_line(checkpoint: Path, target: Path, tmp_path: Path, capsys: py
         (["block_length=4"], "block_length does nothing with target="),
         (["scheduler=fixed"], "scheduler needs draft_scheduled=true"),
         (["scheduler.threshold=0.5"], "scheduler needs draft_scheduled=true"),
-        (["draft_length=-1"], "draft_length must be a whole number of at least 0"),
+        (["draft_length=-1"], "draft_length is -1. Set a whole number of at least 0"),
         (["draft_scheduled=true", "temperature=1"], "draft_scheduled and temperature"),
         (["separator=[NONE]"], "separator='[NONE]'"),
         (["target=null"], "draft_length needs a verifier"),

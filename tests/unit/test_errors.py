@@ -2,14 +2,19 @@
 
 import io
 import pickle
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from rich.console import Console
 
+from dllm_sampler import config
 from dllm_sampler.cli import live, terminal
+from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.terminal import ending, show, visible
+from dllm_sampler.core import checks
 from dllm_sampler.errors import LONGEST, NoEffectWarning, NotFiniteError, NotWrittenError, RowError, UserError, unknown
 from tests.sampling import each
 
@@ -103,3 +108,23 @@ def test_messages_are_bounded_whatever_they_quote() -> None:
     again = UserError("made-up", str(UserError("made-up", words)))
     assert str(again) == str(UserError("made-up", words)), "as where a worker's error is raised again"
     assert str(UserError("made-up", "short")) == "short"
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda: checks.check_switch("option", 3),
+        lambda: checks.check_count("option", 0, optional=True),
+        lambda: checks.check_count("option", 9, most=8),
+        lambda: checks.check_number("option", -1, "a probability", most=1),
+        lambda: checks.check_positive("option", 0, most=1),
+        lambda: checks.check_choice("option", "c", Literal["a", "b"]),
+        lambda: config.check("", Options, {"seed": "abc"}),
+        lambda: config.check("", Options, {"sed": 1}),
+        lambda: checks.check_text("option", "\udc80"),
+    ],
+)
+def test_a_message_says_what_is_wrong_and_then_what_to_do(refuse: Callable[[], object]) -> None:
+    with pytest.raises(UserError) as caught:
+        refuse()
+    assert re.fullmatch(r"(option|seed|unknown option) .+[.?] [A-Z].+\.", str(caught.value)), str(caught.value)

@@ -26,7 +26,7 @@ def test_a_file_is_replaced_at_once_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / ("n" * 250)  # a name that leaves no room for a longer one
     files.write(file, "old")
     file.chmod(0o640)
-    with full_after(1000), pytest.raises(NotWrittenError, match=f"{file} cannot be written: {FULL}"):
+    with full_after(1000), pytest.raises(NotWrittenError, match=rf"{file} cannot be written \({FULL}"):
         files.write(file, "x" * 2000)
     assert file.read_text() == "old" and os.listdir(tmp_path) == [file.name], "nothing half written is left"
     files.write(file, b"new")
@@ -104,7 +104,7 @@ def test_libraries_write_whole_folders(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "a.json").write_text("old")
-    with full_after(2000), pytest.raises(NotWrittenError, match=f"{folder} cannot be written: {FULL}"):
+    with full_after(2000), pytest.raises(NotWrittenError, match=rf"{folder} cannot be written \({FULL}"):
         files.write_folder(folder, save)  # the error of a library in Rust is no OSError
     assert os.listdir(folder) == ["a.json"] and (folder / "a.json").read_text() == "old"
     files.write_folder(folder, save)
@@ -164,7 +164,7 @@ def test_lines_are_whole_and_replace_what_was_there_with_the_first(tmp_path: Pat
     with full_after(25):
         lines.add("0123456789")
         lines.add("é123456789")
-        with pytest.raises(NotWrittenError, match=f"^cannot write output f: {FULL}"):
+        with pytest.raises(NotWrittenError, match=rf"^output f cannot be written \({FULL}"):
             lines.add("0123456789")
     assert file.read_text() == "0123456789\né123456789\n" and lines.count == 2
     lines.add("end")

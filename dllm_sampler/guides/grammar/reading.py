@@ -155,7 +155,7 @@ def _symbol(
         elif len(word) > 2 and word[0] == word[-1] and word[0] in "\"'":
             expression = word[1:-1].encode()
         elif word in ("$", "ε") or any(sign.isalnum() for sign in word):
-            raise UserError("grammar-invalid", f"{where}: {unknown('terminal', word, defined)}. Quote literal text.")
+            raise UserError("grammar-invalid", f"{where}: {unknown('terminal', word, defined)} Quote literal text.")
         else:
             expression = word.encode()
         found.places.setdefault(word, f"{where}: {word}")
