@@ -32,8 +32,8 @@ class BlockCausalCache(BaseCache):
     whole. Under a logit shift (Fast-dLLM v2) the row before the block predicts the block's first position. It is
     computed until that position is known.
 
-    In a causal context (Nemotron-Labs-Diffusion) the keys and values of a finished block change once it is context, so
-    the next block's first forward computes it again.
+    In a causal context (Nemotron-Labs-Diffusion) the keys and values of a finished block change once it is context. The
+    next block's first forward computes it again.
 
     Args:
         store_pass: `ride` stores with the next block's first forward. `separate` makes the published forwards that only

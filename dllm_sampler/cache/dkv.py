@@ -30,8 +30,8 @@ class DelayedCache(BaseCache):
     Schedulers that judge committed tokens by a new prediction (`editing`, `learn2pd`) get that of computed tokens only.
     About half of the canvas is computed, so a small model at batch 1 may gain nothing.
 
-    On a model with a logit shift row i predicts position i + 1, so the row of a token is needed while its successor is
-    a mask. `un` keeps a row when its successor is committed, as in the paper's main figures. The row may be that of a
+    On a model with a logit shift row i predicts position i + 1. The row of a token is needed while its successor is a
+    mask. `un` keeps a row when its successor is committed, as in the paper's main figures. The row may be that of a
     mask, and is served until a refresh. `un_right` keeps a row when both are committed, and scored higher in the paper
     (GSM8K 77.71 against 76.34). The third variant, `right`, loses rows that masks need and is refused. The canvas's
     last row predicts nothing and is kept once its own position is committed.

@@ -25,7 +25,7 @@ class DPadCache(SuffixCache):
     """Show a block a few masks after it, chosen by distance when it opens, around another cache.
 
     Source: DPad, arXiv 2508.14148. A mask at distance d after the block stays with probability
-    scale / sqrt(2 pi) * exp(-x^2 / 2), where x = sigma * d / (window - 1). From `window` on no mask stays. In the
+    scale / sqrt(2 pi) * exp(-x^2 / 2). There x = sigma * d / (window - 1). From `window` on no mask stays. In the
     paper `sigma`, `scale` and `window` are 4, 2, 256 (GSM8K, MATH), 3, 2.3, 512 (HumanEval) or 3, 2.3, 128 (MBPP). Its
     early termination is `stop=block`.
 

@@ -1,4 +1,4 @@
-"""Rewriting logits before a token is chosen."""
+"""Guides, which decide about tokens: from which logits they are chosen, or which of them a step may commit."""
 
 from dllm_sampler.guides.end_tokens import EndTokens
 from dllm_sampler.guides.forms.regular import Choices, JsonSchema, Regex

@@ -18,8 +18,8 @@ class LinearTemperature(Guide):
     """Sample from, and measure, softmax(logits / t) with t = low + (high - low) (steps - age) / steps.
 
     Args:
-        low: approached in the block's last step.
-        high: of the forward that opens it.
+        low: temperature that the block's last step approaches.
+        high: temperature of the forward that opens a block.
         steps: forwards planned for a block.
     """
 

@@ -1,4 +1,4 @@
-"""LLaDA's options for the end tokens."""
+"""LLaDA's options for end tokens."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
@@ -24,7 +24,7 @@ class EndTokens(Guide):
     `confidence_eos_eot_inf`.
 
     Args:
-        mode: `ban` never chooses an end token; `defer` may choose end and end-of-turn tokens, at confidence 0.
+        mode: `ban` never chooses an end token. `defer` may choose end and end-of-turn tokens, at confidence 0.
         ids: token ids to act on. By default those of the model.
     """
 
@@ -61,6 +61,6 @@ class EndTokens(Guide):
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
         assert self.ids is not None
         logits = logits.clone()
-        for token in self.ids:  # a list as index would become a tensor on the host first, and wait for the copy
+        for token in self.ids:  # a list as index would become a tensor on the host and wait for a copy
             logits[..., token] = -torch.inf
         return logits

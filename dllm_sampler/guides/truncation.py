@@ -1,4 +1,4 @@
-"""Temperature, top-k and top-p. With `guide=[temperature, top_p]` they apply in that order."""
+"""Temperature, top-k and top-p. They apply in the order in which `guide=[temperature, top_p]` names them."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -31,7 +31,7 @@ class Temperature(_Rewrite):
     """Sample tokens from softmax(logits / value) instead of taking the best one.
 
     Args:
-        value: 0 is greedy.
+        value: the temperature. 0 is greedy.
         measured: read confidence from the tempered distribution (Dream) instead of the model's own (LLaDA).
     """
 
@@ -57,10 +57,10 @@ class Temperature(_Rewrite):
 
 @dataclass(frozen=True)
 class TopK(_Rewrite):
-    """Choose among the k best tokens only; ties with the k-th stay.
+    """Choose among the k best tokens only. Ties with the k-th one stay.
 
     Args:
-        k: tokens kept.
+        k: number of tokens.
         measured: read confidence from the truncated distribution (Dream).
     """
 
@@ -82,7 +82,7 @@ class TopP(_Rewrite):
     """Choose among the fewest best tokens whose probabilities sum to more than p (the nucleus).
 
     Args:
-        p: probability mass kept; the token that crosses it stays.
+        p: probability mass that stays. The token that crosses it stays, too.
         measured: read confidence from the truncated distribution (Dream).
     """
 
@@ -98,7 +98,7 @@ class TopP(_Rewrite):
         if self.p == 1:  # rounding lets the sum pass 1 before the last token
             return logits
         ranked, order = logits.sort(dim=-1, descending=True, stable=True)
-        # Close to 1, half precision tells sums apart by 0.004 only.
+        # Close to 1 the steps of half precision are 0.004.
         mass = ranked.softmax(-1, dtype=torch.promote_types(ranked.dtype, torch.float32)).cumsum(-1)
         crossed = torch.cat([torch.zeros_like(mass[..., :1], dtype=torch.bool), (mass > self.p)[..., :-1]], -1)
         return logits.masked_fill(torch.empty_like(crossed).scatter_(-1, order, crossed), -torch.inf)

@@ -1,1 +1,1 @@
-"""Answers that must have a form: a regular language over tokens, and the choice of tokens that keeps to it."""
+"""Answers that must have a form: regular languages over tokens, and choices of tokens that keep to them."""

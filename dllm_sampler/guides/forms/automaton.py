@@ -1,4 +1,4 @@
-"""Finite automata over tokens: built from a regular expression once, kept on disk."""
+"""Finite automata over tokens, built from a regular expression once and stored on disk."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ STATES, BYTES = 10_000, 100_000  # most states of an automaton, bytes of an expr
 ENTRIES = 4_000_000  # most states times classes
 KEPT = 64  # automata and expressions in memory
 TOGETHER = 50  # expressions that one call of the library builds
-# Ends every text while the automaton is built: the library drops the way on from an accepted text to one that is not
-# accepted yet (it sees matches one byte late). The character is none, so no answer has it.
+# Ends every text while the automaton is built. Without it the library drops moves from an accepted text to one that is
+# not accepted yet, since it sees matches one byte late. No answer contains this code point.
 MARK = "\U0010ffff"
 FORMAT = 4  # of the files
 TENSORS = ("moves", "accepts", "classes")
-ByteAutomaton = tuple[int, list[int], dict[int, dict[int, int]]]  # first state, accepting ones, where bytes lead
+ByteAutomaton = tuple[int, list[int], dict[int, dict[int, int]]]  # first state, accepting ones, moves by byte
 
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
-    """A deterministic automaton over tokens, minimal. Tokens of one class move every state alike.
+    """A minimal deterministic automaton over tokens. Tokens of one class have the same moves.
 
-    An end token leads from an accepting state to one where anything may follow. Special tokens add nothing to a text
-    and move no state. The last state is dead: no text that leads there can be completed.
+    An end token leads from an accepting state to one after which anything may follow. Special tokens add nothing to a
+    text and move no state. The last state is dead: no text that leads there can be completed.
     """
 
     moves: Tensor  # [S+1, C] int64: the state after a token of each class
     accepts: Tensor  # [S+1] bool
     classes: Tensor  # [V] int64: the class of each token
     start: int
-    shortest: int  # fewest tokens of a text that is accepted; -1: there is none
+    shortest: int  # fewest tokens of an accepted text, or -1 if there is none
 
     def accepted(self, tokens: Sequence[int]) -> bool:
         """Return True if a text of these tokens is accepted."""
@@ -57,7 +57,7 @@ class Automaton:
 def build(
     pattern: str, tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int | None
 ) -> Automaton:
-    """The automaton of a regular expression, see `build_all`."""
+    """Build the automaton of a regular expression. See `build_all`."""
     (found,) = build_all([pattern], tokens, vocab, end_ids, mask_id)
     return found
 
@@ -65,23 +65,26 @@ def build(
 def build_all(
     patterns: Sequence[str], tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int | None
 ) -> tuple[Automaton, ...]:
-    """The automata of regular expressions, from disk where they were built before.
+    """Build the automata of regular expressions, or load those that were built before.
 
     Args:
         tokens: the bytes of each token.
         vocab: V of the model.
         end_ids: tokens that end an answer.
-        mask_id: never chosen. None: every token may be.
+        mask_id: token that is never chosen. None if every token may be.
 
     Raises:
-        UserError: no expression, one without a text, or one too large to build.
+        UserError: a pattern is not an expression, has no text, or is too large to build.
     """
     made: dict[str, ByteAutomaton] = {}
     recipes: dict[str, Recipe] = {}
     for pattern in patterns:
         size = len(pattern.encode(errors="replace"))
         if size > BYTES:
-            raise UserError("form-too-large", f"The form has {size} bytes as a regular expression. At most: {BYTES}.")
+            raise UserError(
+                "form-too-large",
+                f"The form has {size} bytes as an expression, more than {BYTES}. Shorten it.",
+            )
         if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
             raise UserError("form-invalid", f"The form {_short(pattern)} has half a surrogate pair. Remove it.")
         about, make = f"{library.installed()} {pattern}", partial(_made, made, pattern)
@@ -92,7 +95,7 @@ def build_all(
         try:
             made |= zip(part, _byte_automata(part), strict=True)
         except UserError:
-            break  # each by itself, which says which one it was
+            break  # built one by one below, so that the message names the expression
     return tuple(lifted(recipes[pattern]) for pattern in patterns)
 
 
@@ -122,11 +125,11 @@ class Recipe:
         end_ids: tuple[int, ...],
         mask_id: int | None,
     ) -> Recipe:
-        """The recipe of an automaton over bytes.
+        """Return the recipe of an automaton over bytes.
 
         Args:
-            name: what errors call it.
-            about: what it is made from: equal texts are the same automaton.
+            name: name in errors.
+            about: source of the automaton. Equal texts mean the same automaton.
             make: builds the automaton over bytes.
             tokens, vocab, end_ids, mask_id: as in `build_all`.
         """
@@ -136,7 +139,7 @@ class Recipe:
 
     @property
     def path(self) -> Path:
-        """Where it is kept."""
+        """The file that stores the automaton."""
         home = os.environ.get("DLLM_SAMPLER_CACHE")
         home = home or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dllm_sampler")
         return Path(home).expanduser() / "forms" / f"{self.digest}.safetensors"
@@ -155,10 +158,10 @@ def _joined(tokens: tuple[bytes, ...]) -> bytes:
 
 @lru_cache(maxsize=KEPT)
 def lifted(recipe: Recipe) -> Automaton:
-    """An automaton over bytes as one over tokens, from disk where it was built before.
+    """Return the automaton over tokens of an automaton over bytes, from disk if it was built before.
 
     Raises:
-        UserError: it is too large.
+        UserError: the automaton is too large.
     """
     path = recipe.path
     try:
@@ -173,18 +176,18 @@ def lifted(recipe: Recipe) -> Automaton:
         numbers = torch.tensor([found.start, found.shortest])
         files.write(path, save({**{name: getattr(found, name) for name in TENSORS}, "numbers": numbers}))
     except (OSError, NotWrittenError):
-        pass  # built again next time
+        pass  # it is built again next time
     return found
 
 
 def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
-    """Build the automaton over bytes: its first state, the accepting ones, and where each byte leads.
+    """Build the automaton over bytes: its first state, the accepting ones, and the moves by byte.
 
     Args:
         seconds: most time to build, `library.SECONDS` by default.
 
     Raises:
-        UserError: the pattern is not a regular expression, or too large.
+        UserError: the pattern is not a regular expression, or is too large.
     """
     (found,) = _byte_automata([pattern], _short(pattern), seconds, partial(fault, pattern))
     return found
@@ -193,7 +196,7 @@ def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
 def _byte_automata(
     patterns: Sequence[str], name: str = "", seconds: float | None = None, why: Callable[[], str] | None = None
 ) -> list[ByteAutomaton]:
-    """Those of several expressions, by one call of the library; the other arguments are of `library.run`."""
+    """Build the automata of several expressions by one call of `library.run`, which has the other arguments."""
     given = []
     for pattern in patterns:
         bare = pattern.removeprefix("^")
@@ -209,10 +212,10 @@ def _byte_automata(
 
 @lru_cache(maxsize=KEPT)
 def expression(schema: str, whitespace: str, depth: int) -> str:
-    """The regular expression of a JSON schema.
+    """Return the regular expression of a JSON schema.
 
     Raises:
-        UserError: it cannot be made one, or not within the limits.
+        UserError: the schema has no expression, or none within the limits.
     """
     given = {"schema": schema, "whitespace": f"(?:{whitespace})", "depth": depth}
     return json.loads(library.run(given, "guide.json_schema.schema"))
@@ -226,12 +229,12 @@ def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]
 
 
 def _short(pattern: str) -> str:
-    """For a sentence: as it was typed, on one line."""
+    """Return a pattern for a message: as it was typed, on one line."""
     return "'" + "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in short(pattern, 60)) + "'"
 
 
 def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:
-    """The same over tokens."""
+    """Return the automaton over tokens."""
     names = {state: number for number, state in enumerate(dict.fromkeys([start, *moves, *finals]))}
     size = len(names)
     end, dead = size, size + 1
@@ -248,7 +251,7 @@ def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int,
     kinds, classes = _kinds(step, recipe)
     kinds[:, classes[recipe.end_ids[0]]] = torch.where(accepts, end, dead)
     used, classes = classes.unique(return_inverse=True)
-    kinds = kinds[:, used]  # a kind without a token would be a way that nothing can go
+    kinds = kinds[:, used]  # no token has another kind
     moved, accepts, first = _minimal(kinds, accepts, names[start])
     columns, again = moved.T.unique(dim=0, return_inverse=True)
     if len(moved) * len(columns) > ENTRIES:
@@ -261,7 +264,7 @@ def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int,
 
 
 def _shortest(moves: Tensor, accepts: Tensor, start: int) -> int:
-    """Fewest moves to an accepting state; -1: none leads there."""
+    """Return the fewest moves to an accepting state, or -1 if none leads there."""
     reached = torch.zeros(len(moves), dtype=torch.bool)
     reached[start] = True
     for count in range(len(moves) + 1):
@@ -272,9 +275,9 @@ def _shortest(moves: Tensor, accepts: Tensor, start: int) -> int:
 
 
 def _kinds(step: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """`[S, C]` where each kind of token leads, and `[V]` the kind of each; end tokens and mask have their own.
+    """Return `[S, C]` the next state by kind of token, and `[V]` the kind of each token.
 
-    The end tokens' column is the last one, and empty.
+    End tokens and the mask have kinds of their own. The end tokens' column is the last one, and empty.
     """
     dead = len(step) - 1
     texts = sorted({*recipe.tokens, b""})
@@ -282,7 +285,7 @@ def _kinds(step: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
     table: list[Tensor] = []
     seen: dict[bytes, int] = {}
     of_text = []
-    # Sorted texts share beginnings: the states after each are kept on a stack.
+    # Sorted texts share beginnings. A stack has the states after each beginning.
     stack: list[tuple[bytes, Tensor]] = [(b"", torch.arange(len(step)))]
     for text in texts:
         while not text.startswith(stack[-1][0]):
@@ -296,7 +299,7 @@ def _kinds(step: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
             seen[name] = len(table)
             table.append(column)
         of_text.append(seen[name])
-    classes = torch.full((recipe.vocab,), of_text[number[b""]])  # ids without a token, too, add nothing
+    classes = torch.full((recipe.vocab,), of_text[number[b""]])  # ids without a token add nothing, either
     for token, text in enumerate(recipe.tokens[: recipe.vocab]):
         classes[token] = of_text[number[text]]
     if recipe.mask_id is not None:
@@ -308,7 +311,7 @@ def _kinds(step: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 
 def _minimal(moves: Tensor, accepts: Tensor, start: int) -> tuple[Tensor, Tensor, int]:
-    """The automaton with as few states as can be; a state from which none accepts is the last one."""
+    """Return the automaton with the fewest states. The last one is dead."""
     alive = accepts.clone()
     while True:
         more = alive | alive[moves].any(1)

@@ -1,8 +1,8 @@
 """The joint choice: the candidates of a step are tokens of one string that the automaton accepts.
 
-So whatever part of them a scheduler commits, the string is a witness that the rest can be completed. Letters: N = B*K
-strings, one for each row and candidate; L positions of an answer; S states, E edges, M moves and C classes of tokens
-(see `edges.py`).
+Whatever part of them a scheduler commits, the string shows that the rest can be completed. Letters: N = B*K strings,
+one for each row and candidate; L positions of an answer; S states, E edges, M moves and C classes of tokens (see
+`edges.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dllm_sampler.guides.forms.given import inner_sizes
 from dllm_sampler.guides.forms.tops import Tops, best, floor, masses, total, weighted
 from dllm_sampler.guides.forms.window import ROOM, Window
 
-LEAST = -1e6  # for a token that another guide forbids: worse than all others, better than a string that ends nowhere
-TIE = 1e-9  # by which a class is worse than another one with the same best logit
+LEAST = -1e6  # value of a token that another guide forbids: below all others, above a string that cannot be completed
+TIE = 1e-9  # value that a class loses to another one with the same best logit
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Strings:
         """Return one string for each candidate of each row.
 
         Args:
-            mask_id: a candidate's position with this token is free. None: candidates are as free as the canvas.
+            mask_id: a candidate's position with this token is free. If None, candidates are as free as the canvas.
         """
         answer = canvas.answer()  # [B, L]
         candidates, length = query.ids.shape[1], answer.shape[1]
@@ -61,14 +61,14 @@ class Strings:
 
 
 def _put(values: Tensor, place: Tensor, new: Tensor) -> Tensor:
-    """Values `[N, L]` with `new [N, Q]` at `place [N, Q]`; L: nowhere."""
+    """Return `values [N, L]` with `new [N, Q]` at `place [N, Q]`. A place L is dropped."""
     room = torch.cat([values, values[:, :1]], 1)
     return room.scatter(1, place, new)[:, :-1]
 
 
 @dataclass(frozen=True)
 class Lattice:
-    """The strings of a step as ways through an automaton's edges, one edge for each position."""
+    """The strings of a step as paths through an automaton's edges, one edge for each position."""
 
     edges: Edges
     head_rows: HeadRows
@@ -76,12 +76,12 @@ class Lattice:
     form: Tensor  # [N]
     window: Window
     state: Tensor  # [N] at the window's first position
-    unasked: Tensor  # [N, L] bool: a mask that no forward was asked about
-    sizes: Tensor  # [C+2] `Edges.sizes`; [N, L+1, C+2] where given tokens say at which positions no answer ends
+    unasked: Tensor  # [N, L] bool: a mask that the query does not contain
+    sizes: Tensor  # [C+2] `Edges.sizes`, or [N, L+1, C+2] if given tokens exclude end tokens at some positions
 
     @staticmethod
     def of(edges: Edges, canvas: Canvas, head_rows: HeadRows, mask_id: int | None, end_ids: tuple[int, ...]) -> Lattice:
-        """The lattice of a query's strings."""
+        """Return the lattice of a query's strings."""
         strings = Strings.of(canvas, head_rows.query, mask_id)
         there = head_rows.spread(torch.ones_like(head_rows.row)).flatten(0, 1)  # [N, Q]
         place = strings.place.masked_fill(there == 0, strings.token.shape[1])
@@ -109,41 +109,41 @@ class Lattice:
         return source, target, edge, kind
 
     def values(self, found: Tensor, rest: Tensor) -> Tensor:
-        """`[N, L, C+2]` the value of each class at each position.
+        """Return `[N, L, C+2]` the value of each class at each position.
 
         Args:
-            found: `[R, C+2]` of the head rows.
-            rest: as `sizes`, where a mask is not asked about.
+            found: `[R, C+2]` values of the head rows.
+            rest: values of masks that the query does not contain, shaped as `sizes`.
         """
         (number, length), count = self.strings.token.shape, rest.shape[-1]
         room = rest.expand(number, length + 1, count)
         index = self.strings.place[..., None].expand(-1, -1, count)
         room = room.scatter(1, index, self.head_rows.spread(found).flatten(0, 1))
         room = (room if rest.dim() == 1 else room.masked_fill(self.sizes == -torch.inf, -torch.inf))[:, :-1]
-        # Decided tokens are certain, and so is that the row is over after its end.
+        # Decided tokens are certain, and positions after the row's end are, too.
         only = torch.where(self.strings.exists, self.edges.classes[self.strings.token], self.edges.stays)[..., None]
         free = (self.strings.exists & self.strings.free)[..., None]
         values = room.where(free, -torch.inf)
         return values.scatter_(2, only, values.gather(2, only).where(free, 0.0))
 
     def at(self, values: Tensor) -> Tensor:
-        """`[N, Q, ...]` of values `[N, L, ...]`: those of the queried positions, any others where none is answered."""
+        """Return `[N, Q, ...]` values `[N, L, ...]` at the queried positions, or any values at unanswered ones."""
         place = self.strings.place.clamp(max=values.shape[1] - 1)[..., None]
         return values.gather(1, place.expand(-1, -1, values.shape[2]))
 
     def moves(self, values: Tensor) -> Tensor:
-        """`[N, T, M]` of each move, from values `[N, T, C+2]` of classes."""
+        """Return `[N, T, M]` values of moves, from values `[N, T, C+2]` of classes."""
         return values.gather(2, self.lists[3][:, None].expand(-1, values.shape[1], -1))
 
     def weights(self, values: Tensor, several: bool) -> Tensor:
-        """`[N, T, E]` the best, or the sum, of each edge's moves, from values `[N, T, C+2]` of classes."""
+        """Return `[N, T, E]` the best, or the sum, of each edge's moves, from values `[N, T, C+2]` of classes."""
         source, _, edge, _ = self.lists
         each = self.moves(values)
         edge = edge[:, None].expand_as(each)
         return (total if several else best)(each, edge, floor(each, source.shape[1], several))
 
     def parts(self, length: int) -> list[tuple[int, int]]:
-        """Stretches of `length` positions whose moves are worked on at once."""
+        """Return the stretches of `length` positions whose moves are computed at once."""
         size = max(1, ROOM // (len(self.form) * self.edges.kind.shape[1]))
         return [(begin, min(begin + size, length)) for begin in range(0, length, size)]
 
@@ -160,7 +160,7 @@ class Lattice:
     def around(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return `[N, L, S]` the sum of what may lead to each state before each position, and of what may follow it.
 
-        Both passes run side by side, which takes hardly longer than one: the sizes are small.
+        Both passes run side by side. Sizes are small, so this takes hardly longer than one pass.
         """
         goal = self.window.left(self.edges, self.form, True)
         start = torch.where(self.state[:, None] == select.arange(goal.shape[1], goal.device), 0.0, -torch.inf).double()
@@ -175,15 +175,15 @@ class Lattice:
         before, after = torch.stack(found[:-1], 1).chunk(2)
         return before, after.flip(1)
 
-    def factors(self, behind: Tensor, ahead: Tensor) -> Tensor:
-        """`[N, Q, C+2]` the sum of what leads to, and what follows, a token of each class at the queried positions.
+    def factors(self, before: Tensor, after: Tensor) -> Tensor:
+        """Return `[N, Q, C+2]` the sum over strings with a token of each class at the queried positions.
 
         Args:
-            behind: `[N, L, S]` of the states before each position.
-            ahead: `[N, L, S]` of the states after each position.
+            before: `[N, L, S]` sums of the states before each position.
+            after: `[N, L, S]` sums of the states after each position.
         """
         source, target, edge, kind = (one[:, None] for one in self.lists)
-        before, after, found = self.at(behind), self.at(ahead), []
+        before, after, found = self.at(before), self.at(after), []
         for begin, end in self.parts(before.shape[1]):
             both = before[:, begin:end].gather(2, source.expand(-1, end - begin, -1))
             both = both + after[:, begin:end].gather(2, target.expand_as(both))  # [N, T, E]
@@ -192,18 +192,18 @@ class Lattice:
         return torch.cat(found, 1)
 
     def kinds(self, values: Tensor, goals: Tensor, noise: Tensor | None = None) -> Tensor:
-        """`[N, Q]` the class at each queried position of the best string, or of a drawn one.
+        """Return `[N, Q]` the class at each queried position of the best string, or of a drawn one.
 
         Args:
-            values: `[N, L, C+2]` the best of each class, in a draw with the step's noise.
-            goals: `[N, L+1, S]` see `ahead`.
-            noise: `[N, L, S]` in a draw: of what follows a mask that is not asked about.
+            values: `[N, L, C+2]` the best of each class. In a draw it includes the step's noise.
+            goals: `[N, L+1, S]` as `ahead` returns it.
+            noise: `[N, L, S]` noise of the state after a mask that the query does not contain. None without a draw.
         """
         taken = self._walk(values, goals, noise)
         return self._kinds(self.at(values), self.at(taken[..., None])[..., 0])
 
     def _walk(self, values: Tensor, goals: Tensor, noise: Tensor | None) -> Tensor:
-        """`[N, L]` the edge at each position; see `kinds`."""
+        """Return `[N, L]` the edge at each position. See `kinds`."""
         source, target, _, _ = self.lists
         state, taken = self.state[:, None], []  # [N, 1]
         for begin, end in self.parts(values.shape[1]):
@@ -221,7 +221,7 @@ class Lattice:
         return torch.cat(taken, 1)
 
     def _kinds(self, values: Tensor, taken: Tensor) -> Tensor:
-        """`[N, Q]` the best class of the edges `taken [N, Q]` by `values [N, Q, C+2]`."""
+        """Return `[N, Q]` the best class of the edges `taken [N, Q]` by `values [N, Q, C+2]`."""
         edge, kind = (one[:, None] for one in self.lists[2:])
         found = []
         for begin, end in self.parts(taken.shape[1]):
@@ -241,16 +241,15 @@ def posterior(
 ) -> Tensor:
     """Return `[R, V]` logits. Their softmax is the law of each token, given the decided ones and a valid string.
 
-    Adds to the model's logits `[R, V]` the logarithm of the weight of all that may come before and after a token. A
-    decided token is certain, the model gives the law of a queried one, others are uniform. -inf for tokens that do not
-    fit.
+    The model's logits `[R, V]` get the logarithm of the weight of all strings with that token. A decided token is
+    certain, a queried one has the model's law, and others are uniform. Tokens that do not fit get -inf.
     """
     lattice, (classes, weight) = Lattice.of(edges, canvas, head_rows, mask_id, end_ids), masses(edges, logits)
     mass = lattice.values(_relative(weight, weight.amax(1, keepdim=True)), lattice.sizes)
     factor = head_rows.pick(lattice.factors(*lattice.around(mass)).view(*head_rows.query.ids.shape, -1))  # [R, C+2]
     factor[:, -2:] = -torch.inf
     factor = factor - factor.amax(1, keepdim=True).clamp(min=torch.finfo(factor.dtype).min)
-    # Where another guide forbids all that fits, tokens of a class are alike: 0 in place of their -inf.
+    # If another guide forbids all tokens that fit, tokens of a class are alike: their -inf becomes 0.
     barred = (classes + factor).amax(1, keepdim=True) == -torch.inf
     least = torch.zeros_like(barred, dtype=logits.dtype).masked_fill(~barred, -torch.inf)
     return weighted(edges, logits, least, factor.to(torch.promote_types(logits.dtype, torch.float32)))
@@ -271,7 +270,7 @@ def choose(
     Args:
         logits: `[R, V]`.
         noisy: the same with noise. The same object if nothing is drawn.
-        whole: logits and noisy logits from which no guide took a token away, to choose by where none that fits is left.
+        whole: logits and noisy logits before any guide forbade tokens. They decide if no allowed token fits.
         end_ids: the end tokens that must not come before given tokens (`Layout.given`).
     """
     lattice, tops = Lattice.of(edges, canvas, head_rows, mask_id, end_ids), Tops.of(edges, noisy)
@@ -282,7 +281,7 @@ def choose(
     # The class of the token that would be chosen freely wins a tie.
     own = edges.classes[tops.free][:, None]
     score = score.clamp(max=-TIE).scatter_(1, own, score.gather(1, own))
-    values = lattice.values(score, lattice.sizes.clamp(max=0))  # 0 where nothing is asked
+    values = lattice.values(score, lattice.sizes.clamp(max=0))  # 0 outside the query
     if noisy is not logits:
         _, weight = masses(edges, logits)
         chance = _relative(weight, weight.amax(1, keepdim=True))
@@ -306,18 +305,18 @@ def _instead(found: Tensor, full: Tensor) -> Tensor:
 
 
 def _relative(values: Tensor, top: Tensor) -> Tensor:
-    """`[R, C+2] float64` values of classes, measured from the top `[R, 1]`; none is less than `LEAST`."""
+    """Return `[R, C+2] float64` values of classes minus the top `[R, 1]`, at least `LEAST`."""
     found = (values.double() - top.double().clamp(min=torch.finfo(torch.float64).min)).clamp(min=LEAST)
     found[:, -2:] = -torch.inf
     return found
 
 
 def unasked(canvas: Canvas, query: Query, lattice: Lattice) -> Tensor:
-    """Return `[N, L, S]` noise for the states after positions that no forward was asked about."""
+    """Return `[N, L, S]` noise for the states after positions that the query does not contain."""
     if not isinstance(canvas.layout.noise, CounterNoise):
         raise UserError(
             "guide-incompatible",
-            f"guide=regex cannot draw by {type(canvas.layout.noise).__name__}. Use the default noise.",
+            f"A guide on a form cannot draw by {type(canvas.layout.noise).__name__}. Use the default noise.",
         )
     candidates = query.ids.shape[1]
     step = canvas.step[:, None] if query.candidates.step is None else query.candidates.step

@@ -1,8 +1,8 @@
 """The automata of some forms as lists of edges, for a step's passes over the positions of an answer.
 
-A state of an automaton leads to few others, and most tokens fit nowhere: a step costs as much as there are edges, not
-as much as there are states times classes of tokens. Letters: P forms, S states, E edges, M moves, C classes of tokens
-that fit somewhere.
+A state of an automaton leads to few others, and most tokens fit nowhere. So the cost of a step grows with the edges,
+not with states times classes of tokens. Letters: P forms, S states, E edges, M moves, C classes of tokens that fit
+somewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from dllm_sampler.guides.forms.automaton import Automaton
 
-TILE = 64  # tokens of one class that are looked at together
+TILE = 64  # tokens of one class in a tile
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Edges:
 
     Forms share their C classes. Two more follow. The first is that of a position that a row does not have, which leaves
     each state as it is (`stays`). The second is that of tokens that fit nowhere, the mask among them. A form with fewer
-    edges or moves than another is filled up by edges without moves and moves of the last class.
+    edges or moves than another is padded with edges without moves and moves of the last class.
     """
 
     source: Tensor  # [P, E]
@@ -37,11 +37,11 @@ class Edges:
     start: Tensor  # [P] a state
     after: Tensor  # [P, C+2, S+1] int32: the state after a token of each class. S means that the string is lost
     classes: Tensor  # [V] the class of each token
-    sizes: Tensor  # [C+2] float64: logarithm of the number of tokens; -inf for the last two
-    tiles: Tensor  # [G, TILE] int32 tokens, of one class each, in order; a class's last one is repeated
-    padding: Tensor  # [G, TILE] float32: -inf where a token is repeated or the tile is empty, 0 elsewhere
+    sizes: Tensor  # [C+2] float64: logarithm of the number of tokens. The last two are -inf
+    tiles: Tensor  # [G, TILE] int32 tokens of one class, in order. The last one of a class is repeated
+    padding: Tensor  # [G, TILE] float32: -inf for repeated tokens and an empty tile, 0 for others
     tile_kind: Tensor  # [G] the class of each tile
-    main: int  # the class that more than half of the tokens have, which no tile holds; -1: there is none
+    main: int  # the class of more than half of the tokens, or -1. No tile contains it
     outside: Tensor  # [V] float32: 0 for tokens of that class, -inf for the others
     first: int  # the first token of that class
     tails: dict[tuple[bool, int], Tensor] = field(default_factory=dict, init=False)  # see `window.py`
@@ -52,14 +52,14 @@ class Edges:
         return len(self.sizes) - 2
 
     def to(self, device: torch.device) -> Edges:
-        """The same elsewhere."""
+        """Return the edges on a device."""
         tensors = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
         return replace(self, **tensors)
 
 
 @lru_cache(maxsize=8)
 def joined(automata: tuple[Automaton, ...]) -> Edges:
-    """The edges of automata over the same tokens."""
+    """Return the edges of automata over the same tokens."""
     classes, first = _shared([one.classes for one in automata])
     moves = [one.moves[:, one.classes[first]] for one in automata]  # [S+1, C'], the dead state is the last one
     fits = torch.stack([(one != len(one) - 1).any(0) for one in moves]).any(0)  # [C']
@@ -89,7 +89,7 @@ def joined(automata: tuple[Automaton, ...]) -> Edges:
 
 
 def _shared(classes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """`[V]` classes of tokens that no automaton tells apart, and `[C']` a token of each."""
+    """Return `[V]` classes of tokens that no automaton distinguishes, and `[C']` a token of each."""
     joint = classes[0]
     for one in classes[1:]:
         joint = (joint * (int(one.max()) + 1) + one).unique(return_inverse=True)[1]
@@ -97,10 +97,10 @@ def _shared(classes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _listed(moves: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Source and target of each edge, and edge and class of each move, of moves `[S+1, C]`."""
+    """Return source and target of each edge, and edge and class of each move, of moves `[S+1, C]`."""
     dead = len(moves) - 1
     states = torch.arange(dead)
-    to = torch.cat([moves[:-1], states[:, None]], 1)  # [S, C+1]: a position that is not there moves nothing
+    to = torch.cat([moves[:-1], states[:, None]], 1)  # [S, C+1]: a missing position moves nothing
     source, kind = (to != dead).nonzero().unbind(1)
     found, edge = (source * dead + to[source, kind]).unique(return_inverse=True)
     return found // dead, found % dead, edge, kind
@@ -116,13 +116,13 @@ def _after(moves: Tensor, size: int) -> Tensor:
 
 
 def _stacked(values: Sequence[Tensor], filler: int = 0) -> Tensor:
-    """`[P, ...]` lists of different lengths, filled up."""
+    """Return `[P, ...]` lists of different lengths, padded."""
     most = max(map(len, values))
     return torch.stack([pad(one, (0, most - len(one)), value=filler) for one in values])
 
 
 def _tiled(classes: Tensor, count: int) -> dict[str, Tensor]:
-    """The tiles of the tokens with classes below `count`; where there are none, one tile of the last class."""
+    """Return the tiles of tokens with classes below `count`. If there are none, return a tile of the last class."""
     order = classes.argsort(stable=True)
     order = order[classes[order] < count]
     kind, sizes = classes[order], classes.bincount(minlength=count)[:count]

@@ -1,11 +1,11 @@
-"""Why a pattern cannot be a form, and where: the library that builds automata does not say."""
+"""The reason that a pattern cannot be a form, and its place. The library that builds automata reports neither."""
 
 from __future__ import annotations
 
 import re
 import warnings
 
-# What a pattern may not have, and the rest that a search for it must skip: escapes and sets of characters.
+# Signs that a pattern may not have. Escapes and sets of characters are skipped.
 SIGNS = re.compile(
     r"(?P<look>\(\?<?[=!])|(?P<back>\\[1-9]|\\k[<{']|\(\?P[=>])|(?P<atomic>\(\?>)|(?P<comment>\(\?\#)"
     r"|(?P<word>\\[bB])|(?P<anchor>\\[AzZ]|[\^$])"
@@ -24,7 +24,7 @@ WAYS = {
 
 
 def fault(pattern: str) -> str:
-    """Return what is wrong with a pattern that no automaton can be built from, where, and what to write.
+    """Return the fault of a pattern without an automaton, its place, and what to write.
 
     Places count characters from 1. Brackets and counts are judged by Python's own syntax, where it agrees with Rust's.
     """

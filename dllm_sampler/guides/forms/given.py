@@ -1,4 +1,4 @@
-"""Forms of answers with given tokens: whether an answer can meet them, and where none may end."""
+"""Forms of answers with given tokens: can an answer contain them, and at which positions must it not end?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dllm_sampler.guides.forms.edges import Edges
 
 
 def completable(automaton: Automaton, given: Sequence[int], end_ids: tuple[int, ...]) -> bool:
-    """Return True if the automaton accepts some answer that has the given tokens, `FREE` where any may be.
+    """Return True if the automaton accepts some answer with the given tokens. `FREE` stands for any token.
 
     An end token never comes before a given token, unless it is given itself.
     """
@@ -45,6 +45,6 @@ def _pairs(automaton: Automaton, without: tuple[int, ...]) -> tuple[Tensor, Tens
 
 
 def inner_sizes(edges: Edges, end_ids: tuple[int, ...]) -> Tensor:
-    """`[C+2]` as `Edges.sizes`, without the end tokens."""
+    """Return `Edges.sizes [C+2]` without the end tokens."""
     own = torch.arange(len(edges.sizes), device=edges.sizes.device) == edges.classes[end_ids[0]]
     return torch.where(own, (edges.sizes.exp().round() - len(end_ids)).clamp(min=0).log(), edges.sizes)

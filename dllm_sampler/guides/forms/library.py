@@ -65,9 +65,9 @@ def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Cal
 
     Args:
         given: the input of `BUILD`.
-        name: what errors call it.
+        name: name of the form in errors.
         seconds: most time, `SECONDS` by default.
-        why: says what is wrong with the input and what to do, in place of the library's own error.
+        why: returns the fault of the input and what to do, instead of the library's own error.
 
     Raises:
         UserError: the library refuses it, fails, or would take too much time or memory.
@@ -86,7 +86,7 @@ def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Cal
         reason = why() if why else f"{said[9:].rstrip('.')}. Correct it."
         raise UserError("form-invalid", f"{name} cannot be used as a form: {reason}")
     if said.startswith("large: "):
-        raise UserError("form-too-large", f"The form {name} has {said[7:]} states. At most: {given['states']}.")
+        raise UserError("form-too-large", f"The form {name} has {said[7:]} states. Simplify it to {given['states']}.")
     if done.returncode == -signal.SIGKILL or "memory allocation" in done.stderr or "MemoryError" in said:
         raise UserError("form-too-large", f"The form {name} needs over {MEMORY >> 30} GiB. Make it simpler.")
     if done.returncode == -signal.SIGSEGV or "overflowed its stack" in done.stderr:

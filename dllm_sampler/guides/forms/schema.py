@@ -1,4 +1,4 @@
-"""JSON schemas as users give them, and what of them a regular expression would not keep."""
+"""JSON schemas as users give them, and keywords that a regular expression would not enforce."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dllm_sampler.host.reading import load_json
 
 
 def schema_text(given: Any) -> str:
-    """A schema as JSON, from a file, from JSON, or from a mapping."""
+    """Return a schema as JSON, from a file, from JSON, or from a mapping."""
     if not isinstance(given, str):
         try:
             text = json.dumps(_plain(given))
@@ -56,20 +56,20 @@ def _is_file(given: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings and sequences of a configuration as JSON knows them."""
+    """Return mappings and sequences of a configuration as plain JSON values."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-# What the library turns into an expression; it ignores the rest, or reads it as something else.
+# Keywords that the library turns into an expression. It ignores others, or reads them as something else.
 KNOWN = {
     "type", "properties", "required", "additionalProperties", "enum", "const", "items", "prefixItems", "minItems",
     "maxItems", "minLength", "maxLength", "pattern", "format", "anyOf", "oneOf", "allOf", "$ref", "$defs",
     "definitions", "title", "description", "default", "examples", "$schema", "$id", "$comment",
 }  # fmt: skip
 FORMATS = {"date", "time", "date-time", "uuid"}
-# Of two keywords in a group the library keeps one, or reads them as something else.
+# The library keeps only one of two keywords in a group, or reads them as something else.
 ALONE = (
     {"enum", "const", "$ref", "anyOf", "allOf", "properties", "items", "prefixItems", "pattern", "format"},
     {"enum", "const", "$ref", "anyOf", "allOf", "minLength"}, {"enum", "const", "$ref", "anyOf", "allOf", "maxLength"},
@@ -81,7 +81,7 @@ KINDS = {
     "array": list,
 }  # fmt: skip
 MEANING = {"type", "properties", "enum", "const", "anyOf", "allOf", "$ref", "prefixItems"}  # a schema needs one of them
-SHAPES = {  # the values that reading relies on, and their keywords
+SHAPES = {  # the expected kinds of values, and their keywords
     "an object of schemas": ("properties", "$defs", "definitions"),
     "a list of schemas": ("anyOf", "allOf", "prefixItems"),
     "a list of values": ("enum",),
@@ -91,7 +91,7 @@ SHAPES = {  # the values that reading relies on, and their keywords
     "a pattern": ("pattern",),
     "a whole number of at least 0, in digits alone": ("minItems", "maxItems", "minLength", "maxLength"),
 }
-LOOSE = re.compile(r'[|."\\^$]')  # of a pattern that could leave its string, or matches a part
+LOOSE = re.compile(r'[|."\\^$]')  # signs of a pattern that could leave its string, or match a part
 
 
 def _is(value: Any, kind: str) -> bool:
@@ -116,7 +116,7 @@ def _has(value: Any, shape: str) -> bool:
 
 
 def check_schema(schema: Any) -> None:
-    """Refuse the first keyword that a regular expression would not keep."""
+    """Refuse the first keyword that a regular expression would not enforce."""
     if not isinstance(schema, Mapping):
         said = json.dumps(schema)[:200]
         raise UserError(
@@ -143,7 +143,7 @@ def check_schema(schema: Any) -> None:
     crossed = [pair for pair in bounds if pair[1] in schema and schema.get(pair[0], 0) > schema[pair[1]]]
     why = None
     if unknown:
-        why = f"'{unknown[0]}', which this guide cannot keep. Remove it."
+        why = f"'{unknown[0]}', which this guide cannot enforce. Remove it."
     elif "oneOf" in schema:
         why = "`oneOf`, and this guide cannot exclude texts that match several. Use `anyOf` if they are valid."
     elif together:
@@ -184,9 +184,9 @@ def check_schema(schema: Any) -> None:
 
 @lru_cache
 def _error(pattern: str) -> str:
-    """Why a pattern cannot be used; empty: it can.
+    """Return the reason that a pattern cannot be used. Returns an empty text if it can.
 
-    It is built alone, because a stray bracket may find its partner in the expression of the whole schema.
+    The pattern is built alone. A stray bracket might find its partner in the expression of the whole schema.
     """
     try:
         byte_automaton(pattern)

@@ -1,4 +1,4 @@
-"""Which bytes each token adds to a text."""
+"""The bytes that each token adds to a text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """Return the bytes of each token id. Special tokens have none, as a text leaves them out.
+    """Return the bytes of each token id. Special tokens have none, since a text leaves them out.
 
     Raises:
-        UserError: its texts are not the bytes of its tokens, one after the other.
+        UserError: a text of the tokenizer is not the bytes of its tokens, one after the other.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

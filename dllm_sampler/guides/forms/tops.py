@@ -1,4 +1,4 @@
-"""From logits to what matters of each class of tokens. Letters: G tiles of tokens, C classes (see `edges.py`)."""
+"""Logits of classes of tokens: their best token, and their sum. Letters: G tiles of tokens, C classes (`edges.py`)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from dllm_sampler.guides.forms.edges import Edges
 
 
 def best(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
-    """`[..., S]` the highest of the values `[..., I]` with each `index`; no less than `least [..., S]`, see `floor`.
+    """Return `[..., S]` the highest of the values `[..., I]` with each index.
 
     Args:
+        values: `[..., I]`.
         index: `[I]`, or of the values' shape.
+        least: `[..., S]` the least that is returned, as `floor` makes it.
     """
     return least.scatter_reduce(-1, index if index.dim() == values.dim() else index.expand_as(values), values, "amax")
 
 
 def total(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
-    """`[..., S]` the logarithm of the sum of exp(values `[..., I]`) with each `index`; `least` see `floor`."""
+    """Return `[..., S]` the logarithm of the sum of exp(values `[..., I]`) with each index. See `best`."""
     index = index if index.dim() == values.dim() else index.expand_as(values)
     top = best(values, index, least)
     weight = torch.zeros_like(top).scatter_add_(-1, index, (values - top.gather(-1, index)).exp_())
@@ -30,16 +32,16 @@ def total(values: Tensor, index: Tensor, least: Tensor) -> Tensor:
 
 
 def floor(values: Tensor, size: int, several: bool) -> Tensor:
-    """`[..., size]` what `best` of the lists `values [..., I]` starts from; `several`: what `total` does.
+    """Return `[..., size]` the `least` of `best`, or with `several` that of `total`, for `values [..., I]`.
 
-    It is finite for a sum: a sum of nothing must not become NaN.
+    That of a sum is finite, since a sum of nothing must not become NaN.
     """
     least = torch.finfo(values.dtype).min if several else -torch.inf
     return values.new_full((*values.shape[:-1], size), least)
 
 
 class Tops(NamedTuple):
-    """The best logits of each class of tokens; -inf where there is none, as for the last two classes."""
+    """The best logits of each class of tokens. A class without any, such as the last two, has -inf."""
 
     classes: Tensor  # [R, C+2]
     tokens: Tensor  # [R, C+2] the first token of the class with that logit
@@ -47,10 +49,10 @@ class Tops(NamedTuple):
 
     @staticmethod
     def of(edges: Edges, logits: Tensor) -> Tops:
-        """Find those of logits `[R, V]`.
+        """Return the best of logits `[R, V]`.
 
-        Most of the classes are small, and their tokens are gathered in tiles. One that more than half of the tokens
-        have, for example all that a string may contain, is read in place: that takes less time than gathering.
+        Most classes are small, and their tokens are gathered in tiles. A class of more than half of the tokens (for
+        example all that a string may contain) is read in place, which takes less time than gathering.
         """
         gathered = _tiles(edges, logits)
         tiles, inside = gathered.amax(2), gathered.argmax(2)  # [R, G]
@@ -64,13 +66,13 @@ class Tops(NamedTuple):
         if edges.main >= 0:
             own = logits + edges.outside.to(logits.dtype)
             classes[:, edges.main] = top = own.amax(1)
-            # Where all are forbidden, the first token stands for them.
+            # If all are forbidden, the first token represents them.
             tokens[:, edges.main] = argmax(own).masked_fill(top == -torch.inf, edges.first)
         return Tops(classes, tokens, argmax(logits))
 
 
 def masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`[R, C+2]` the best logit of each class, and float64 logarithm of its sum of exp(logits), of logits `[R, V]`."""
+    """Return `[R, C+2]` the best of logits `[R, V]` in each class, and the float64 logarithm of their sum of exp."""
     size = len(edges.sizes)
     tiles, sums = _sums(_tiles(edges, logits).add_(edges.padding))  # [R, G]
     classes = best(tiles, edges.tile_kind, floor(tiles, size, False))
@@ -81,18 +83,18 @@ def masses(edges: Edges, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weighted(edges: Edges, logits: Tensor, least: Tensor, factors: Tensor) -> Tensor:
-    """`[R, V]` logits `[R, V]`, none less than `least [R, 1]`, plus the factor `[R, C+2]` of each token's class."""
+    """Return logits `[R, V]`, at least `least [R, 1]`, plus the factor `[R, C+2]` of each token's class."""
     return factors.index_select(1, edges.classes).add_(torch.maximum(logits, least))
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest of logits `[..., T]`, which are overwritten, and float64 logarithm of their sum of exp(logits)."""
+    """Return the highest of logits `[..., T]`, and the float64 logarithm of their sum of exp. Overwrites the logits."""
     top = logits.amax(-1)
-    finite = top.clamp(min=torch.finfo(top.dtype).min)  # where all are -inf, their difference to it still is
+    finite = top.clamp(min=torch.finfo(top.dtype).min)  # so that -inf minus it is -inf
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return top, logits.sub_(finite[..., None]).exp_().sum(-1).double().log_().add_(top)
 
 
 def _tiles(edges: Edges, logits: Tensor) -> Tensor:
-    """`[R, G, TILE]` the logits of each tile's tokens."""
+    """Return `[R, G, TILE]` the logits of each tile's tokens."""
     return logits.index_select(1, edges.tiles.view(-1)).view(len(logits), *edges.tiles.shape)

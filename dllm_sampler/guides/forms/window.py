@@ -1,4 +1,4 @@
-"""The part of an answer that a choice goes through position by position, and what is known of the rest.
+"""The part of an answer that a choice goes through position by position, and tables for the rest.
 
 Letters as in `choice.py`: N strings, L positions of an answer, S states, C classes of tokens.
 """
@@ -16,8 +16,8 @@ from dllm_sampler.core.values import Canvas
 from dllm_sampler.guides.forms.edges import Edges
 from dllm_sampler.guides.forms.tops import best, floor, total
 
-MOST = 2**23  # numbers of a table that is kept; with more, every position is gone through
-ROOM = 2**21  # numbers of several positions' moves that are worked on at once
+MOST = 2**23  # most numbers of a table. With more, a choice goes through every position
+ROOM = 2**21  # most numbers of moves that are computed at once
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Window:
 
     @staticmethod
     def of(edges: Edges, canvas: Canvas, head_rows: HeadRows) -> Window:
-        """The window of each candidate of a query's rows: as wide as the host knows that it must be."""
+        """Return the window of each candidate of a query's rows. Its width is the most that the host knows of."""
         length, wide, query = canvas.layout.longest, head_rows.stretch, head_rows.query
         fits = edges.accepts.numel() * length <= MOST
         width = min(wide, length) if wide is not None and fits else length
@@ -44,18 +44,18 @@ class Window:
 
     @property
     def whole(self) -> bool:
-        """True if the window has all positions."""
+        """Flag: the window has all positions."""
         return self.width == self.length
 
     def cut(self, values: Tensor) -> Tensor:
-        """`[N, W, ...]` of values `[N, L, ...]` (or more) by position."""
+        """Return `[N, W, ...]` the window of values `[N, L, ...]` (or more positions)."""
         if self.whole:
             return values[:, : self.length]
         at = self.begin[:, None] + select.arange(self.width, values.device)
         return values.gather(1, at.view(*at.shape, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:]))
 
     def places(self, place: Tensor) -> Tensor:
-        """Positions `[N, Q]` counted from the window's first; W for those outside."""
+        """Return positions `[N, Q]` counted from the window's first one, and W for positions outside."""
         if self.whole:
             return place
         inside = place - self.begin[:, None]
@@ -86,14 +86,14 @@ class Window:
 
 
 def _ends(edges: Edges) -> Tensor:
-    """`[P, S]` 0 for the states in which a string may end, -inf for the others."""
+    """Return `[P, S]` 0 for the states in which a string may end, and -inf for others."""
     return torch.zeros_like(edges.accepts, dtype=torch.float64).where(edges.accepts, -torch.inf)
 
 
 def _tails(edges: Edges, several: bool, length: int) -> Tensor:
-    """`[P, L', S]` the best, or the sum, of what may follow each state in 0, 1, ..., at least `length` positions.
+    """Return `[P, L', S]` the best, or the sum, of what may follow each state in 0, 1, ..., `length` or more positions.
 
-    Made once for lengths up to a power of two, and kept as long as the edges: a recorded step reads it where it is.
+    Made once for lengths up to a power of two, and never freed before the edges: a recorded step reads it in place.
     """
     most = 1 << (length - 1).bit_length()
     if (several, most) not in edges.tails:
@@ -104,7 +104,7 @@ def _tails(edges: Edges, several: bool, length: int) -> Tensor:
 
 
 def _followed(edges: Edges, weight: Tensor, several: bool, most: int) -> Tensor:
-    """`[P, most + 1, S]` the best, or the sum, of what may follow each state, of classes that weigh `[P, C+2]`."""
+    """Return `[P, most + 1, S]` the best, or the sum, of what may follow a state. Classes have a `weight [P, C+2]`."""
     reduce, each, found = total if several else best, weight.gather(1, edges.kind), [_ends(edges)]
     along = reduce(each, edges.edge, floor(each, edges.source.shape[1], several))
     least = floor(found[0], found[0].shape[1], several)

@@ -1,17 +1,16 @@
-"""Finite automata of grammars: exact where the grammar is regular, else of the texts nested at most to a depth.
+"""Finite automata of grammars: exact for regular grammars, else of texts that are nested at most to a depth.
 
 Variables that derive each other are a *group*. The group is regular if all of them are only at the right end of each
 other's bodies, or only at the left end. Any other group nests.
 
 The depth of a derivation is the highest count on any of its paths from the top. A path counts while it stays in a
-group; where it leaves the group it begins again at nothing. A step from a variable to one inside its body counts one if
-that body has text on both sides of it: so does each pair of brackets. If such steps are all that makes a group nest,
-nothing else counts, and lists may be of any length. What is left of the group otherwise still has variables that derive
-each other by steps with text on one side, be it the left or the right. On a path through these the sides are kept in
-mind, and a step counts one, and forgets them, if it makes them both.
+group, and begins again at 0 when it leaves the group. A step from a variable to one inside its body counts one if there
+is text on both sides of it, such as brackets. If the group is regular without such steps, nothing else
+counts, and lists may be of any length. Otherwise its other variables derive each other by steps with text on one side,
+left or right. A path through these remembers the sides. A step that makes them both counts one and forgets them.
 
-Derivations up to a depth are those of a grammar with variables that carry the depth and the sides. All its groups are
-regular, so automata over terminals are built from the inside out and put into each other (a recursive transition
+Derivations up to a depth are those of a grammar whose variables carry the depth and the sides. All its groups are
+regular, so automata over terminals are built from the inside out and inserted into each other (a recursive transition
 network with bounded recursion).
 """
 
@@ -28,18 +27,18 @@ from dllm_sampler.guides.grammar.rules import Body, Grammar, components
 from dllm_sampler.guides.grammar.terminals import Terminals
 
 LEFT, RIGHT, BOTH = 1, 2, 3  # the sides of a variable on which there is text
-Level = tuple[str, int, int]  # a variable, its depth, and the sides in mind
+Level = tuple[str, int, int]  # a variable, its depth, and the remembered sides
 Automaton = tuple[int, list[int], dict[int, dict[int, int]]]
 
 
 class Nesting:
-    """Which variables of a grammar derive each other, and where texts nest.
+    """Groups of variables that derive each other, and variables that nest.
 
     Attributes:
-        bodies: of each variable, without what derives nothing but the empty text.
+        bodies: of each variable, without elements that derive only the empty text.
         group: the number of each variable's group.
         part: the number of each variable's group once steps with text on both sides are left out.
-        variable: one that nests. None if the grammar is regular.
+        variable: a variable that nests. None if the grammar is regular.
     """
 
     def __init__(self, grammar: Grammar):
@@ -71,7 +70,7 @@ class Nesting:
         return {head: found[at] for head, at in number.items()}
 
     def inside(self, level: Level) -> Iterator[list[Level | int]]:
-        """The bodies of a variable at a depth, with the depths of what they are made of."""
+        """Yield the bodies of a variable at a depth, with the depths of their elements."""
         head, depth, kept = level
         for body in self.bodies[head]:
             found: list[Level | int] = []
@@ -94,26 +93,29 @@ def _solid(grammar: Grammar, body: Body) -> Body:
 
 
 def _sides(body: Body, at: int) -> int:
-    """The sides of an element of a body on which there is text."""
+    """Return the sides of an element of a body on which there is text."""
     return (LEFT if at else 0) | (RIGHT if at < len(body) - 1 else 0)
 
 
 def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: str) -> Automaton:
-    """The automaton over bytes of texts nested at most `depth` deep: first state, final ones, and moves.
+    """Build the automaton over bytes of texts nested at most `depth` deep: first state, final ones, and moves.
 
     Args:
         depth: None for a regular grammar.
         name: of the grammar, for errors.
 
     Raises:
-        UserError: the grammar nests and no depth is given, no text keeps to the depth, or the automaton is too large.
+        UserError: the grammar nests and no depth is given, no text has such a depth, or the automaton is too large.
     """
     nesting = Nesting(grammar)
     deep = nesting.variable
     if depth is None and deep is not None:
-        raise UserError("form-not-regular", f"{name} nests {deep} in {deep}. Set a depth.")
+        raise UserError(
+            "form-not-regular",
+            f"{name} nests {deep} in {deep}, which no automaton of all texts can follow. Set a depth.",
+        )
     if depth is not None and depth < 0:
-        raise UserError("option-range", f"{name} has the depth {depth}. Set a depth of at least 0.")
+        raise UserError("option-range", f"The depth {depth} of {name} is negative. Set at least 0.")
     until = time.monotonic() + SECONDS
     where, way = (f" at depth {depth}", "Choose a smaller depth") if deep else ("", "Make the grammar simpler")
 
@@ -143,7 +145,7 @@ class _Levels:
         self.dfas: dict[Level, Dfa] = {}
 
     def of(self, start: str) -> Dfa:
-        """The automaton of the start variable."""
+        """Return the automaton of the start variable."""
         order, number = [(start, 0, 0)], {(start, 0, 0): 0}
         edges: list[list[int]] = []
         for level in order:
@@ -159,7 +161,7 @@ class _Levels:
         return self.dfas[order[0]]
 
     def _bodies(self, level: Level) -> list[list[Level | int]]:
-        """The bodies of a variable at a depth that are not nested too deep."""
+        """Return the bodies of a variable at a depth that are not nested too deep."""
         return [
             body
             for body in self.nesting.inside(level)
@@ -167,10 +169,10 @@ class _Levels:
         ]
 
     def _build(self, members: list[Level]) -> None:
-        """The automata of levels that lead to each other; those of other levels that they lead to are built."""
+        """Build the automata of levels that lead to each other, after those of other levels to which they lead."""
         nfa = Nfa(self.check)
         states: dict[Level | int, int] = {level: nfa.state() for level in members}
-        end = nfa.state()  # of all texts, or their begin if the group is at the left ends of bodies
+        end = nfa.state()  # end of all texts, or their beginning if the group is at the left ends of bodies
         backwards = members[0][2] == RIGHT
         for level in members:
             state = states[level]
@@ -193,7 +195,7 @@ class _Levels:
 
 
 def _bytes(words: Dfa, terminals: Terminals, check: Callable[[int], None]) -> Dfa:
-    """The automaton over classes of bytes of an automaton over terminals."""
+    """Return the automaton over classes of bytes of an automaton over terminals."""
     nfa = Nfa(check)
     nodes = [nfa.state() for _ in words.moves]
     end = nfa.state()
@@ -213,10 +215,10 @@ def _bytes(words: Dfa, terminals: Terminals, check: Callable[[int], None]) -> Df
 
 
 def _unmarked(dfa: Dfa, terminals: Terminals) -> Dfa:
-    """The texts that are in a language once marks are put around their words."""
+    """Return the automaton of texts that are in a language after marks are put around their words."""
     assert terminals.marks is not None
     opens, closes = (terminals.table[mark] for mark in terminals.marks)
-    order, number = [(0, False)], {(0, False): 0}  # a state, and whether a word may go on
+    order, number = [(0, False)], {(0, False): 0}  # a state, and True inside a word
     moves, finals = {}, []
     for at, (state, inside) in enumerate(order):
         outside = dfa.moves[state].get(closes) if inside else state

@@ -1,4 +1,4 @@
-"""Lower bounds on the bytes of the rest of a completion, from every place on, by lexemes alone."""
+"""Lower bounds on the bytes of the rest of a completion from each place on, by lexemes alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from dllm_sampler.guides.grammar.lattice import APART, BEHIND, TAIL, WHOLE, Lattice
 
-NEVER = 1 << 40  # the cost of what cannot be completed
+NEVER = 1 << 40  # the cost of a text that cannot be completed
 
 
 def bounds(places: Sequence[int], tail: int, stops: Sequence[bool], lattice: Lattice) -> list[list[int]]:
@@ -17,9 +17,9 @@ def bounds(places: Sequence[int], tail: int, stops: Sequence[bool], lattice: Lat
     Each token for a mask before `tail` costs a byte less than it has.
 
     Args:
-        places: classes of bytes; -1 is a mask.
-        tail: end of the bytes: only masks and gaps follow.
-        stops: whether the text may end before each place, and after the last one.
+        places: classes of bytes. -1 is a mask.
+        tail: end of the bytes. Only masks and gaps follow.
+        stops: True if the text may end before a place. The last value is for the end of all places.
     """
     count, (ends, word) = len(lattice.rows), lattice.arrays
     (sources, targets, sizes), (kinds, rests) = (one.T for one in lattice.edges)

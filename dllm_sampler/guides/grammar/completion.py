@@ -2,9 +2,9 @@
 
 It shares nothing with the search for verdicts but the terminals' automata and the normal form. A partial text is a line
 of places: a byte, a mask that one token fills, or a gap of any number of tokens. Lexemes are found by walking a
-terminal's automaton along the places. Facts "this variable derives the text between these two nodes" are taken in
-the order of what they cost (Knuth's generalisation of Dijkstra's algorithm, 1977), and only where the text before them
-asks for the variable (as in Earley's algorithm).
+terminal's automaton along the places. Facts "this variable derives the text between these two nodes" are processed in
+the order of their cost (Knuth's generalisation of Dijkstra's algorithm, 1977). As in Earley's algorithm, the text
+before them must ask for the variable.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dllm_sampler.guides.grammar.bounds import NEVER, bounds
 from dllm_sampler.guides.grammar.lattice import APART, BEHIND, TAIL, WHOLE, Lattice
 
 MASK, GAP = -1, -2  # places that are not bytes
-# A node is a number: a place, and in its low bits the kind of what is left there of the token before that place.
+# A node is a number: a place, and in its low bits the kind of the rest there of the token before that place.
 BITS = 32
 LEFT = (1 << BITS) - 1
-# A variable or, if negative, a terminal; its state (0: what is derived has ended); where it begins, and where it is.
+# A variable or, if negative, a terminal; its state, or 0 if the derived text has ended; its first node; its last node.
 Item = tuple[int, int, int, int]
 Said = tuple[int, int]  # a place, and the number of a token's text that fills it
-LOOKED = 200  # tokens, or bounds, that are worked out in a step
+LOOKED = 200  # tokens or bounds that count as one step
 
 
 class Spent(Exception):
-    """The search has taken all the steps that it may take."""
+    """The search has used up its steps."""
 
 
 def completion(
@@ -35,13 +35,13 @@ def completion(
 ) -> list[Said] | None:
     """Return the tokens of a completion, or None if there is none.
 
-    The text may end before masks and gaps that no byte follows. Without `ahead` it has as few bytes as it can.
+    The text may end before masks and gaps that no byte follows. Without `ahead` it has the fewest bytes.
 
     Args:
         places: classes of bytes, `MASK` or `GAP`.
-        limit: most steps of the search. Where it would take more, the answer is None.
-        ahead: how many bytes more a text may have for each place that it comes further, to be looked at first. The
-            answer is then the first text that is found, much sooner.
+        limit: most steps of the search. If it needs more, the result is None.
+        ahead: bytes that a text may have more for each place further on, and still be tried first. The result is then
+            the first text that is found, much sooner.
         early: the text may end before any mask.
     """
     try:
@@ -62,7 +62,7 @@ class _Search:
         self.origin, self.goal = ~len(lattice.starts), len(grammar.names)  # symbols of their own
         self.heads: dict[int, list[int]] = defaultdict(list)  # A -> B, by B
         self.lefts: dict[int, list[tuple[int, int]]] = defaultdict(list)  # A -> B C, by B
-        self.corners: dict[int, list[int]] = defaultdict(list)  # what a symbol may begin with
+        self.corners: dict[int, list[int]] = defaultdict(list)  # symbols with which a symbol may begin
         for head, body in [*grammar.units, *((head, ~terminal) for head, terminal in grammar.leaves)]:
             self.heads[body].append(head)
             self.corners[head].append(body)
@@ -73,12 +73,12 @@ class _Search:
         self.cost: dict[Item, int] = {}
         self.how: dict[Item, tuple[tuple[Item, ...], Said | None]] = {}
         self.done: set[Item] = set()
-        # Of a symbol that is asked for at a node: the cost of the text before it, as it was first asked for.
+        # By node and symbol that is asked for there: the cost of the text before it when it was first asked for.
         self.asked: dict[tuple[int, int], int] = {}
-        self.after: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # ends of what was derived, with costs
+        self.after: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # ends of derived texts, with costs
         self.waiting: dict[tuple[int, int], dict[tuple[int, int, int], None]] = defaultdict(dict)
         self.first: dict[int, int] = {}  # nodes where the first lexeme may begin, with costs
-        # Of each place: what the rest costs at least, by state, then by kind. A gap of any length has no such bound.
+        # By place: the least cost of the rest, by state, then by kind. Texts with gaps have no such bound.
         self.bounds: list[list[int]] = []
         if GAP not in places:
             self._spend((lattice.work + len(places) * len(lattice.rows)) // LOOKED)
@@ -110,7 +110,7 @@ class _Search:
                 heappush(self.queue, (self.asked[item[2], item[0]] + cost + rest, -item[3], cost, item))
 
     def _rest(self, item: Item) -> int:
-        """Return the least cost of the text after an item, less what is granted for how far the item has come."""
+        """Return the least cost of the text after an item, minus the bonus for its progress."""
         symbol, state, _, at = item
         if symbol == self.goal:
             return -NEVER if self.ahead else 0
@@ -124,7 +124,7 @@ class _Search:
             raise Spent
 
     def _ask(self, node: int, symbol: int, base: int) -> None:
-        """Look for what a symbol derives from a node on; `base` is what the text before the node costs."""
+        """Look for texts of a symbol from a node on. `base` is the cost of the text before the node."""
         todo, begun = [symbol], -1
         while todo:
             one = todo.pop()
@@ -150,7 +150,7 @@ class _Search:
                     heappush(self.queue, (base + cost + self._rest(item), -end, cost, item))
 
     def _begun(self, node: int) -> int:
-        """The terminals that may begin at a node."""
+        """Return the terminals that may begin at a node."""
         place, kind = node >> BITS, self.lattice.kinds[node & LEFT]
         if kind is not None:
             return kind.terminals
@@ -173,12 +173,12 @@ class _Search:
             self._push((~number, 0, node, here | part), 0, (), None)
 
     def _walk(self, item: Item, cost: int) -> None:
-        """Continue a lexeme, or what is skipped after it."""
+        """Continue a lexeme, or the skipped bytes after it."""
         symbol, state, begin, at = item
         place, lattice = at >> BITS, self.lattice
         label = self.places[place] if place < len(self.places) else None
         if state in (TAIL, BEHIND):
-            if place == 0 or self.places[place - 1] != GAP:  # right after a gap is as good as inside it
+            if place == 0 or self.places[place - 1] != GAP:  # after a gap is the same as inside it
                 self._push((symbol, 0, begin, at | (APART if state == BEHIND else WHOLE)), cost, (item,), None)
         elif lattice.ends[state]:
             self._push((symbol, BEHIND if lattice.word[state] else TAIL, begin, at), cost, (item,), None)
@@ -193,7 +193,7 @@ class _Search:
         if label == GAP:
             self._push((symbol, state, begin, at + (1 << BITS)), cost, (item,), None)
         else:
-            # All texts have a token there: bytes beyond one count, so that the search continues to the end of the gap.
+            # All texts have a token there. Only bytes beyond one count, so the search continues to the end of the gap.
             to, less = at + (1 << BITS), int(place < self.tail)
         moves = lattice.moves(state)
         for behind, token, size in moves.whole:
@@ -202,7 +202,7 @@ class _Search:
             self._push((symbol, 0, begin, to | kind), cost + size - less, (item,), (place, token))
 
     def _derived(self, item: Item, cost: int, base: int) -> None:
-        """Go on with what a symbol derives."""
+        """Continue with a text that a symbol derives."""
         symbol, _, begin, end = item
         self.after[begin, symbol][end] = cost
         if symbol == self.origin:
@@ -227,14 +227,14 @@ class _Search:
             self._push((head, 0, start, end), self.cost[other] + cost, (other, item), None)
 
     def _whole(self, item: Item, cost: int) -> None:
-        """A text that ends, if it may end there."""
+        """Push a full text, if it may end there."""
         begin, end = item[2:]
         if self.stops[end >> BITS] and end & LEFT in (WHOLE, APART):
             first = (self.origin, 0, 0, begin)
             self._push((self.goal, 0, 0, end), self.first[begin] + cost, (first, item), None)
 
     def _said(self, item: Item) -> list[Said]:
-        """The tokens of what was derived."""
+        """Return the tokens of a derived text."""
         found, todo = [], [item]
         while todo:
             parts, said = self.how[todo.pop()]

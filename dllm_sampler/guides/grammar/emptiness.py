@@ -1,7 +1,7 @@
 """Decide if a grammar derives a word of a partial text.
 
-The partial text is a graph: edges carry terminals, and lead from lower to higher nodes; a *gap* node has, on top, every
-terminal from itself to itself. For each pair of nodes the set of variables that derive a word between them is one
+The partial text is a graph. Its edges carry terminals and lead from lower to higher nodes. A *gap* node also has an
+edge of every terminal to itself. For each pair of nodes the set of variables that derive a word between them is one
 integer. Sets of a pair come from those of shorter spans, by products that are remembered.
 """
 
@@ -17,10 +17,10 @@ class Graph:
     """The words over terminals that a partial text may be.
 
     Attributes:
-        gaps: of each node whether it is a gap.
-        edges: of each node: the set of terminals that lead to later nodes.
-        starts: nodes where a word may begin.
-        final: the node where it ends.
+        gaps: True for nodes that are gaps.
+        edges: the set of terminals from each node to later nodes.
+        starts: nodes at which a word may begin.
+        final: the node at which it ends.
     """
 
     gaps: list[bool]
@@ -34,7 +34,7 @@ class Emptiness:
 
     Args:
         grammar: in normal form.
-        limit: most products of sets for one graph. A graph that takes more counts as one without a word.
+        limit: most products of sets for one graph. A graph that needs more counts as one without a word.
     """
 
     def __init__(self, grammar: Grammar, limit: int):
@@ -61,9 +61,11 @@ class Emptiness:
         if final in begins and (gaps[final] or self.grammar.nullable >> start & 1):
             return True
         products, lefts, rights, left = self.products, self.lefts, self.rights, self.limit
-        behind: list[dict[int, int]] = [{} for _ in gaps]  # by node: right parts of bodies, and where they end
+        behind: list[dict[int, int]] = [
+            {} for _ in gaps
+        ]  # by node: right parts of bodies, and the nodes at which they end
         for node in range(final - 1, -1, -1):
-            found: dict[int, int] = {}  # sets of variables, and up to where they derive something
+            found: dict[int, int] = {}  # sets of variables, and the nodes up to which they derive a word
             for to, which in graph.edges[node].items():
                 if to == final or behind[to]:
                     seed = self._seed(which)
@@ -72,7 +74,7 @@ class Emptiness:
             for ends in found.values():
                 waiting |= ends
             while waiting:
-                end = waiting & -waiting  # the nearest one: what ends further away may be made of it
+                end = waiting & -waiting  # the nearest one: words that end further away may be made of it
                 waiting ^= end
                 to, mask = end.bit_length() - 1, 0
                 for some, ends in found.items():
@@ -98,7 +100,7 @@ class Emptiness:
         return False
 
     def _upwards(self, near: bool, far: bool) -> list[int]:
-        """Return for each variable those that derive its texts, with what a gap at either end may add."""
+        """Return for each variable those that derive its texts, also with additions from a gap at either end."""
         grammar = self.grammar
         edges: list[list[int]] = [[] for _ in grammar.names]
         for head, body in grammar.units:
@@ -111,7 +113,7 @@ class Emptiness:
         return gathered(edges, [1 << number for number in range(len(edges))])
 
     def _seed(self, which: int) -> int:
-        """The variables with a rule for one of some terminals."""
+        """Return the variables with a rule for one of some terminals."""
         found = self.seeds.get(which)
         if found is None:
             found = 0
@@ -126,7 +128,7 @@ class Emptiness:
             found, up = 0, self.kinds[kind]
             for number in members(mask):
                 found |= up[number]
-            found &= self.kept  # others have done their part
+            found &= self.kept  # others are in no body of two, and not the start
             self.closed[kind][mask] = found
         return found
 

@@ -19,10 +19,10 @@ AHEAD = 4  # see `completion`
 class Filling:
     """Completions of partial texts, a token for each mask.
 
-    One thread may use it at a time: it remembers what tokens do to the language's lexemes.
+    Only one thread may use it at a time, since it remembers moves of tokens through lexemes.
 
     Args:
-        language: of the full texts.
+        language: the language of the full texts.
         ids: a token for each text that a token has.
         end_id: the end token.
     """
@@ -39,12 +39,12 @@ class Filling:
     def __call__(self, words: Sequence[Word]) -> list[int] | None:
         """Return tokens for the masks among `words`, in their order, so that the whole is a text of the language.
 
-        The text has as few bytes as it can, if such a text is found in `SHORT` steps. It ends at the first end token,
-        which may replace a mask; from there on masks get end tokens. An end token before decided tokens is taken only
-        if nothing else is found.
+        The text has the fewest bytes, letters and digits first, if it is found in `SHORT` steps. It ends at the first
+        end token, which may replace a mask. From there on masks get end tokens. An end token before decided tokens is
+        used only if nothing else is found.
 
         Args:
-            words: of each position the bytes of its token, None for a mask, or `END`.
+            words: the bytes of each position's token, None for a mask, or `END`.
 
         Returns:
             None if no such tokens are found in `STEPS` steps.

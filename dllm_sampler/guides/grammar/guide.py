@@ -26,7 +26,7 @@ from dllm_sampler.guides.grammar.partial import END, Word
 
 @dataclass(frozen=True)
 class Grammar(Guide):
-    """Answers of a context-free language: no token is committed that no text of the language has there.
+    """Answers of a context-free language. A token is committed only if some text of the language has it there.
 
     The tokens that a scheduler wants to commit are tested one by one, the surest first, against the text so far. Each
     run of masks in it may become any text. Tokens that fail are not committed. If all of them fail, the surest other
@@ -34,9 +34,9 @@ class Grammar(Guide):
     failed tokens, with `finish_reason` "constraint". If a token failed, or the rest could not be completed, nothing is
     remasked.
 
-    That a gap has a certain number of masks is not considered, so an answer may run out of them. Where the grammar is
-    regular, or with a `depth`, tokens are chosen together instead, as by `guide=regex`: then every answer that comes
-    to its end is of the language.
+    The number of masks in a gap is not considered, so an answer may run out of them. If the grammar is regular, or
+    with a `depth`, tokens are chosen together instead, as by `guide=regex`. Then every answer that comes to its end is
+    of the language.
 
     Source: arXiv 2508.10111, which tests tokens one after the other until as many fit as the schedule wants.
 
@@ -44,7 +44,7 @@ class Grammar(Guide):
         grammar: a file (docs/grammars.md), or one that is shipped: json, arithmetic, smiles.
         depth: most levels of recursion inside an answer, as `Language.automaton` counts them. By default any number.
         tries: most tokens that may fail in a step of a row before it ends.
-        complete: before a row ends, fill its block by a completion that takes exactly the masks that are left
+        complete: before a row ends, fill its block by a completion that has exactly the remaining masks
             (`filling.Filling`).
     """
 
@@ -64,22 +64,20 @@ class Grammar(Guide):
         check_count("guide.grammar.depth", self.depth, 0, optional=True)
         check_count("guide.grammar.tries", self.tries)
         if not isinstance(self.grammar, str):
-            raise UserError("option-type", f"guide.grammar.grammar is {self.grammar!r}. Name a file or a grammar.")
+            raise UserError(
+                "option-type", f"guide.grammar.grammar={self.grammar!r} is not a text. Name a file or a grammar."
+            )
 
     @property
+    @override
     def chooses(self) -> bool:
-        """See `Guide.chooses`. Candidates are the model's own."""
         return False
 
+    @override
     def bind(self, context: Context) -> Guide:
-        """Read the grammar, and take the guide that serves it best.
-
-        Raises:
-            UserError: it cannot be read or compiled, or the model has no tokenizer, or no mask where one is needed.
-        """
         spec = context.spec
         if context.tokenizer is None:
-            raise UserError("tokenizer-missing", "guide=grammar needs a tokenizer, and the model has none. Add one.")
+            raise UserError("tokenizer-missing", "guide=grammar needs a tokenizer, and this model has none. Add one.")
         if not self.grammar:
             raise UserError("option-missing", "guide=grammar has no grammar. Set guide.grammar.grammar=FILE or json.")
         language = Language.load(self.grammar)
@@ -90,7 +88,7 @@ class Grammar(Guide):
                 "mask-token-missing",
                 "guide=grammar tests tokens beside masks, and this model has none. Set guide.grammar.depth=N.",
             )
-        ends = frozenset(spec.eos_ids)  # where texts are cut; an end of turn has no text
+        ends = frozenset(spec.eos_ids)  # texts end at these. An end of turn has no text
         tokens = tuple(token_bytes(context.tokenizer))
         never = {*ends, spec.mask_id}
         known = [(text, token) for token, text in enumerate(tokens[: spec.vocab_size]) if text and token not in never]
@@ -104,7 +102,7 @@ class Grammar(Guide):
         refused, stuck = torch.zeros_like(canvas.step), torch.zeros_like(canvas.done)
         remask = None if edit.remask is None else edit.remask.clone()
         assert readout.draw is not None and readout.logits is not None
-        scores: Tensor | None = None  # made when a row wants them
+        scores: Tensor | None = None  # computed when a row needs them
         every = Wanted.of(canvas, query, edit, sure)
         for text in self.texts(canvas):
             row = text.row
@@ -118,7 +116,7 @@ class Grammar(Guide):
                 else:
                     commit[row, at] = False
                     refused[row] += 1
-            # A scheduler remasks less than it commits, as far as it knows. After an end token any token is allowed.
+            # A scheduler remasks fewer tokens than it commits, but some are refused. After an end token all is allowed.
             if remask is not None and (refused[row] or not self._opens(text, wanted, remask[row])):
                 remask[row] = False
             if kept or not any(at in wanted.masks for at in wanted.commits):
@@ -152,7 +150,7 @@ class Grammar(Guide):
         return not taken or self.language.feasible(words)
 
     def _filled(self, text: Text, wanted: Wanted, logits: Tensor) -> list[tuple[int, int, float]]:
-        """Place in the query, token and probability at the masks of a row's block, by a completion."""
+        """Return place in the query, token and probability at the masks of a row's block, by a completion."""
         tokens = None if self.filling is None else self.filling([*text.words, *text.rest])
         if tokens is None:
             return []
@@ -164,12 +162,14 @@ class Grammar(Guide):
             found.append((at, token, float(torch.softmax(logits[text.row, 0, at].double(), -1)[token])))
         return found
 
+    @override
     def check_answer(self, given: Sequence[int], form: int = 0) -> None:
-        """See `Guide.check_answer`. How many tokens a gap has does not count, as elsewhere."""
         assert self.language is not None
         words = [None if token == FREE else self.word(token) for token in given]
         if any(words) and not self.language.feasible([*words, END]):
-            raise UserError("form-impossible", "guide=grammar: no text has the given tokens. Change one.")
+            raise UserError(
+                "form-impossible", "guide=grammar: no text of the language has the given tokens. Change one."
+            )
 
     @override
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
@@ -182,7 +182,7 @@ class Grammar(Guide):
         return self.language.accepts(b"".join(words))
 
     def texts(self, canvas: Canvas) -> Iterator[Text]:
-        """The texts of rows that are not done, as they stand."""
+        """Yield the present texts of rows that are not done."""
         ids = canvas.ids.masked_fill(canvas.masked, -1).tolist()
         ends = torch.stack([canvas.layout.first, canvas.end, canvas.done.long()], 1).tolist()
         for row, (first, end, done) in enumerate(ends):
@@ -191,7 +191,7 @@ class Grammar(Guide):
                 yield Text(row, first, words, [END])
 
     def word(self, token: int) -> Word:
-        """Return what a token adds to a text."""
+        """Return the bytes that a token adds to a text, or `END`."""
         return END if token in self.ends else self.text(token)
 
     def text(self, token: int) -> bytes:
@@ -232,14 +232,14 @@ class Text:
     row: int
     first: int  # column of its first word
     words: list[Word]
-    rest: list[Word]  # what follows the last column
+    rest: list[Word]  # words after the last column
 
     def write(self, column: int, word: Word) -> None:
-        """Put a word there."""
+        """Put a word at `column`."""
         self.words[column - self.first] = word
 
     def written(self, column: int, word: Word) -> list[Word]:
-        """All words, with another one there."""
+        """Return all words, with another one at `column`."""
         at = column - self.first
         return [*self.words[:at], word, *self.words[at + 1 :], *self.rest]
 
@@ -251,7 +251,7 @@ class Wanted:
     columns: list[int]
     ids: list[int]
     commits: list[int]  # the surest first, without tokens that are decided already or remasked at once
-    masks: set[int]  # what may be committed in place of others: noise of the block
+    masks: set[int]  # noise of the block, which may be committed instead
 
     @staticmethod
     def of(canvas: Canvas, query: Query, edit: Edit, sure: Tensor) -> list[Wanted]:
@@ -271,7 +271,7 @@ class Wanted:
 def surest(row: int, wanted: Wanted, scores: Tensor, logits: Tensor) -> Iterator[tuple[int, int, float]]:
     """Yield tokens at the masks of a row, the surest place first: place in the query, token, its probability.
 
-    After a token its place continues with the next best one. Tokens that the scheduler wanted have failed already.
+    After a token its place continues with the next best one. Tokens that the scheduler chose have failed already.
 
     Args:
         scores: `[B, 1, Q, V]`. A place's best token has the highest score.

@@ -1,4 +1,4 @@
-"""A context-free language over bytes, and what partial texts of it can become."""
+"""A context-free language over bytes: recognition and completion of texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dllm_sampler.guides.grammar.terminals import compiled
 
 STEPS = 3_000_000  # most steps of the search for a completion
 PRODUCTS = 5_000_000  # most products of sets of variables for one verdict
-HELD = 1_000_000  # most results that are remembered: of lexing, in bytes of text; of the search, in products
+HELD = 1_000_000  # most remembered bytes of lexed texts, and most remembered products of the search
 EXAMPLES = Path(__file__).with_name("examples")
 
 
@@ -33,9 +33,9 @@ class Language:
     lexemes. All ways to split a text into lexemes are tried, not only the one with the longest lexemes. The text is in
     the language if the rules derive one of them.
 
-    It never changes; what it remembers only makes it faster. One thread may use it at a time.
+    Results are remembered to save time. Only one thread may use a language at a time.
 
-    Source: the decision is that of arXiv 2508.10111, with every split into lexemes in place of the longest matches.
+    Source: the decision is that of arXiv 2508.10111, with every split into lexemes instead of the longest matches.
     """
 
     def __init__(self, source: Source):
@@ -49,11 +49,11 @@ class Language:
 
     @staticmethod
     def parse(text: str, name: str) -> Language:
-        """The language of a grammar in the format of `reading`.
+        """Return the language of a grammar in the format of `reading`.
 
         Args:
             text: the grammar.
-            name: what errors call it.
+            name: name in errors.
 
         Raises:
             UserError: with the name and the line.
@@ -94,8 +94,8 @@ class Language:
             terminals: regular expressions by name.
             skip: bytes that are allowed between lexemes.
             prelex: the bytes before and after each word of a text.
-            subtokens: terminals that have only texts of another one, as published data lists them. Lexemes are tried
-                as every terminal, so this is only checked.
+            subtokens: by terminal, the terminals whose texts it includes, as published data lists them. Lexemes are
+                tried as every terminal, so this is only checked.
 
         Raises:
             UserError: with the line of the rules.
@@ -105,23 +105,25 @@ class Language:
         for whole, parts in (subtokens or {}).items():
             for part in parts:
                 if part in dfas and whole in dfas and difference(dfas[part], dfas[whole]).finals:
-                    raise UserError("grammar-invalid", f"subtokens: {part} has texts that {whole} lacks. Correct it.")
+                    raise UserError(
+                        "grammar-invalid", f"subtokens is wrong: {part} has texts that {whole} lacks. Correct it."
+                    )
         return found
 
     def forget(self) -> None:
-        """Drop what is remembered."""
+        """Drop all remembered results."""
         self._scanner, self._search = Scanner(self.terminals, self.grammar), Emptiness(self.grammar, PRODUCTS)
 
     def feasible(self, words: Sequence[Word]) -> bool:
         """Return True if a partial text can be completed to one of the language.
 
-        Masks stand for any text: their number does not count. Words after the first end token do not count either.
-        Without an end token any text may follow. No words are not feasible.
+        A run of masks may become any text, whatever its length. Words after the first end token are ignored. Without an
+        end token any text may follow. An empty list is not feasible.
 
-        A partial text that takes more than `PRODUCTS` steps counts as not feasible. So the answer is never wrongly yes.
+        A partial text that needs more than `PRODUCTS` steps counts as not feasible. True is never wrong.
 
         Args:
-            words: of each position the bytes of its token, None for a mask, or `END`.
+            words: the bytes of each position's token, None for a mask, or `END`.
         """
         if not words:
             return False
@@ -131,15 +133,15 @@ class Language:
         return found is not None and self._search(found)
 
     def complete(self, words: Sequence[Word]) -> bytes | None:
-        """A shortest text of the language that fits a partial text, as `feasible` reads it.
+        """Return a shortest text of the language that completes a partial text. See `feasible`.
 
         Returns:
-            The full text; None if there is none, or none is found in `STEPS` steps.
+            the full text, or None if none is found in `STEPS` steps.
         """
         if not words:
             return None
         partial = Partial.of(words)
-        said = [b""] if partial.open else list[bytes]()  # of each place; nothing: a gap
+        said = [b""] if partial.open else list[bytes]()  # of each place. An empty text is a gap
         for number, piece in enumerate(partial.pieces):
             said += [b""] * (number > 0) + [bytes([byte]) for byte in piece]
         said += [b""] * (not partial.closed and said[-1:] != [b""])
@@ -157,25 +159,25 @@ class Language:
         return Lattice(self.terminals, self.grammar, Vocabulary.of({bytes([byte]): byte for byte in range(256)}))
 
     def accepts(self, text: bytes) -> bool:
-        """Return True if a full text is in the language. It shares no code with `feasible`."""
+        """Return True if a full text is in the language. Shares no code with `feasible`."""
         return accepts(text, self.terminals, self.grammar)
 
     @property
     def regular(self) -> bool:
-        """True if the rules show that the language is regular: no variable is inside itself, with text around."""
+        """Flag: the rules are regular, since no variable is inside itself with text on both sides."""
         return Nesting(self.grammar).variable is None
 
     def automaton(self, depth: int | None = None) -> Automaton:
-        """The finite automaton over bytes of the language, or of its texts that are not nested too deep.
+        """Build the finite automaton over bytes of the language, or of its texts up to a depth.
 
         Args:
-            depth: how deep texts may be nested (see `bounded`); None if the language is regular.
+            depth: greatest depth of texts (see `bounded`). A regular language needs none.
 
         Returns:
-            The first state, the final ones, and where each byte leads from each state.
+            the first state, the final ones, and the next state by state and byte.
 
         Raises:
-            UserError: the language is not regular and no depth is given, no text keeps to the depth, or the automaton
-                is too large.
+            UserError: the language is not regular and no depth is given, no text has such a depth, or the automaton is
+                too large.
         """
         return bounded_automaton(self.grammar, self.terminals, depth, self.name)

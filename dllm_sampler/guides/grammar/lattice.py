@@ -1,6 +1,6 @@
-"""Moves of tokens through lexemes: where a token leads from a state of a terminal, and what a lexeme leaves of it.
+"""Moves of tokens through lexemes: the states to which tokens lead, and the rests that lexemes leave of them.
 
-Tokens that no terminal tells apart are followed as one, so that a search over 100,000 tokens has few branches.
+Tokens that no terminal distinguishes are followed as one, so that a search over 100,000 tokens has few branches.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from dllm_sampler.guides.grammar.rules import Grammar, bits, members
 from dllm_sampler.guides.grammar.terminals import Terminals
 
-DEAD, TAIL, BEHIND = range(3)  # states: of no lexeme; after one, in what is skipped; right after a word
-WHOLE, APART = range(2)  # kinds of what is left of a token: nothing; nothing, and no word may follow
-DEPTH = 64  # bytes of a token by which `Lattice._kind` goes into itself
+DEAD, TAIL, BEHIND = range(3)  # states: in no lexeme; in skipped bytes after one; right after a word
+WHOLE, APART = range(2)  # kinds of an empty rest of a token. After `APART` no word may begin
+DEPTH = 64  # bytes of a token for each recursion of `Lattice._kind`
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +26,11 @@ class Vocabulary:
     texts: tuple[bytes, ...]
     ids: tuple[int, ...]  # a token for each text
     signs: np.ndarray  # [N] uint8: all texts, one after the other
-    begins: np.ndarray  # [V + 1] int64: where each begins
+    begins: np.ndarray  # [V + 1] int64: the index at which each begins
 
     @staticmethod
     def of(ids: Mapping[bytes, int]) -> Vocabulary:
-        """The vocabulary of a token for each text; none of the texts is empty."""
+        """Return the vocabulary of a token for each text. No text may be empty."""
         texts = sorted(ids, key=_plain)
         begins = np.cumsum([0, *map(len, texts)])
         return Vocabulary(
@@ -40,7 +40,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Moves:
-    """Moves of tokens from a state: the best token for each next state, and for each kind of what is left."""
+    """Moves of tokens from a state: the best token for each next state, and for each kind of rest."""
 
     whole: tuple[tuple[int, int, int], ...]  # state, number of the token's text, its bytes
     parts: tuple[tuple[int, int, int], ...]  # kind, number of the token's text, its bytes
@@ -48,11 +48,11 @@ class Moves:
 
 @dataclass(frozen=True)
 class Kind:
-    """The ends of tokens that lexemes treat alike.
+    """Rests of tokens that lexemes treat alike.
 
     Attributes:
-        whole: of each terminal that may begin there the states at the token's end.
-        parts: of each terminal that may begin there the kinds of what it leaves over.
+        whole: by terminal that may begin there, the states at the token's end.
+        parts: by terminal that may begin there, the kinds of the rest after its lexeme.
         terminals: the set of both.
     """
 
@@ -62,9 +62,9 @@ class Kind:
 
 
 class Lattice:
-    """The terminals of a grammar over the tokens of a vocabulary; what it finds it remembers.
+    """The terminals of a grammar over the tokens of a vocabulary. Results are remembered.
 
-    The terminals' automata are one here, without marks around words: a state knows whether it is inside a word.
+    The terminals' automata are joined here, without marks around words. Instead, a state is inside a word or outside.
     """
 
     def __init__(self, terminals: Terminals, grammar: Grammar, vocabulary: Vocabulary):
@@ -73,19 +73,19 @@ class Lattice:
         self.labels = np.frombuffer(terminals.table, np.uint8)[vocabulary.signs]
         self.said = self.labels.tobytes()
         skips = dict.fromkeys(terminals.skip, TAIL)
-        self.rows: list[dict[int, int]] = [{}, skips, skips]  # of each state: where each class leads
-        self.ends = [False, True, True]  # of each state: whether a lexeme may end there
-        self.word = [False, False, True]  # of each state: whether its last byte is one of a word
-        self.owner = [-1, -1, -1]  # of each state the terminal
-        self.starts: list[int] = []  # of each terminal the state where it begins
-        self.apart: list[int] = []  # the same right after a word: no word may begin
-        self.starting = [0] * len(terminals.classes)  # of each class the terminals that it begins
+        self.rows: list[dict[int, int]] = [{}, skips, skips]  # by state: the next state of each class
+        self.ends = [False, True, True]  # by state: a lexeme may end there
+        self.word = [False, False, True]  # by state: its last byte belongs to a word
+        self.owner = [-1, -1, -1]  # by state: the terminal
+        self.starts: list[int] = []  # by terminal: its first state
+        self.apart: list[int] = []  # by terminal: its first state right after a word, when no word may begin
+        self.starting = [0] * len(terminals.classes)  # by class: the terminals that begin with it
         for number in range(len(terminals.dfas)):
             self._terminal(number)
         self.step = np.zeros((len(self.rows), len(terminals.classes)), np.int32)
         for state, row in enumerate(self.rows):
             self.step[state, [*row]] = [*row.values()]
-        # [T + 1, C]: whether a lexeme, or what is skipped, may begin with a class after a terminal; last: after any.
+        # [T + 1, C] a lexeme or skipped bytes may begin with a class after a terminal. The last row is for all.
         self.opens = np.zeros((len(terminals.dfas) + 1, len(terminals.classes)), bool)
         for number in range(-1, len(terminals.dfas)):
             for label, begun in enumerate(self.starting):
@@ -94,19 +94,19 @@ class Lattice:
         first = self.labels[vocabulary.begins[:-1]]
         self.begun = [np.flatnonzero(first == label) for label in range(len(terminals.classes))]  # tokens by class
         self._moves: dict[int, Moves] = {}
-        self._kinds: dict[bytes, int] = {}  # by what is left of a token; DEAD: no lexeme begins so
+        self._kinds: dict[bytes, int] = {}  # by the rest of a token. DEAD if no lexeme begins with it
         self._numbers: dict[tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]], int] = {}
         self.kinds: list[Kind | None] = [None, None]
 
     def moves(self, state: int) -> Moves:
-        """Where tokens lead from a state."""
+        """Return the moves of tokens from a state."""
         if state not in self._moves:
             self._moves[state] = self._followed(state)
         return self._moves[state]
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two facts of each state: whether a lexeme may end there, whether its last byte is one of a word."""
+        """Two flags of each state: a lexeme may end there, and its last byte belongs to a word."""
         return np.array(self.ends), np.array(self.word)
 
     @cached_property
@@ -116,7 +116,7 @@ class Lattice:
 
     @cached_property
     def edges(self) -> tuple[np.ndarray, np.ndarray]:
-        """`[E, 3]` the moves of all states by tokens: from, to, bytes; `[F, 2]` those of kinds: from, to.
+        """Moves `[E, 3]` of all states by tokens (from, to, bytes), and moves `[F, 2]` of kinds (from, to).
 
         Numbers of kinds follow those of states.
         """
@@ -150,7 +150,7 @@ class Lattice:
         self.starts.append(name(0, False))
         for state, inside in order:
             row: dict[int, int] = {}
-            # Where a word begins or ends its mark is read first.
+            # At the beginning or end of a word its mark is read first.
             changed = dfa.moves[state].get(closes if inside else opens, -1)
             for within in (False, True):
                 source = state if within == inside else changed
@@ -209,7 +209,7 @@ class Lattice:
         )
 
     def _behind(self, rest: bytes, number: int) -> tuple[list[int], bool]:
-        """Return the kinds of a token's rest after a lexeme of a terminal, and whether all of it may be skipped."""
+        """Return the kinds of a token's rest after a lexeme of a terminal, and True if all of it may be skipped."""
         kinds, follow = [], self._follow(number)
         while rest:
             kind = self._kind(rest)
@@ -222,10 +222,10 @@ class Lattice:
         return kinds, True
 
     def _kind(self, rest: bytes) -> int:
-        """The kind of what is left of a token, if a lexeme begins there; else `DEAD`."""
+        """Return the kind of a token's rest, or `DEAD` if no lexeme begins with it."""
         if rest in self._kinds:
             return self._kinds[rest]
-        for at in range(len(rest) - DEPTH, 0, -DEPTH):  # short ends first, so that it goes no deeper
+        for at in range(len(rest) - DEPTH, 0, -DEPTH):  # short rests first, which bounds the recursion
             self._kind(rest[at:])
         whole: set[tuple[int, int]] = set()
         parts: set[tuple[int, int]] = set()
@@ -254,7 +254,7 @@ class Lattice:
 
 
 def _plain(text: bytes) -> tuple[int, bool, bool, bytes]:
-    """Which text to take rather: short ones first, then letters and digits, then what can be printed."""
+    """Return a key by which short texts come first, then letters and digits, then printable signs."""
     return len(text), not text.isalnum(), not (text.isascii() and text.decode().isprintable()), text
 
 

@@ -1,7 +1,7 @@
-"""Pieces of a text as lexemes: every way to split them, with the lexemes that a piece cuts off at its two ends.
+"""Pieces of a text as lexemes: every way to split them, with the lexemes that are cut off at both ends.
 
-A *piece* is known text between two gaps. All terminals are followed at once, by one automaton. Its states are
-sets of the terminals' states, and it is determinised as far as texts need it.
+A *piece* is known text between two gaps. All terminals are followed at once, by one automaton whose states are sets of
+the terminals' states. It is determinised as far as texts need it.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ DEAD = 0  # the number of the empty set of states
 
 @dataclass
 class Lexing:
-    """All lexings of one piece. Offsets are ends of lexemes, counted after what is skipped.
+    """All lexings of one piece. Offsets are ends of lexemes, after skipped bytes.
 
     The first piece of a text begins with a lexeme. Any other one may begin with the rest of a lexeme.
     """
 
     text: bytes  # classes
-    starts: tuple[int, ...] = ()  # where the first lexeme of a text begins
+    starts: tuple[int, ...] = ()  # offsets at which the first lexeme of a text may begin
     blank: bool = False  # after a gap: the piece may be skipped as a whole
-    enter: dict[int, int] = field(default_factory=dict)  # after a gap: which terminals, begun there, end where
+    enter: dict[int, int] = field(
+        default_factory=dict
+    )  # after a gap: terminals begun there, by the offset of their end
     leaving: int = DEAD  # after a gap: the states at the end of lexemes that contain the whole piece
     inner: dict[int, tuple[dict[int, int], int]] = field(default_factory=dict)
-    # of each offset where a lexeme may begin: which terminals end where, and the states at the piece's end
+    # by offset at which a lexeme may begin: terminals by the offset of their end, and the states at the piece's end
     crossings: dict[int, tuple[dict[int, int], int]] = field(default_factory=dict)  # memo of `Scanner.cross`
 
 
 class Scanner:
-    """Lexes pieces and remembers what it found.
+    """Lexes pieces and remembers the results.
 
     Args:
         terminals: of the language.
-        grammar: splits are left out in which terminals follow each other that do so in none of its words.
+        grammar: splits are left out if a terminal follows another one that it follows in no word.
     """
 
     def __init__(self, terminals: Terminals, grammar: Grammar):
         self.terminals, self.grammar = terminals, grammar
-        self.moves: list[dict[int, int]] = []  # the terminals' automata, numbered through
+        self.moves: list[dict[int, int]] = []  # of all terminals' automata, with consecutive states
         self.owner: list[int] = []
         self.begins: list[int] = []
         finals = []
@@ -56,15 +58,15 @@ class Scanner:
         self.solid = terminals.skip - first  # classes that are skipped and begin no lexeme
         self.sets: list[int] = []
         self.number: dict[int, int] = {}
-        self.steps: list[list[int]] = []  # of each set and class; -1: not known yet
-        self.accepted: list[int] = []  # the terminals that a set accepts
-        self.owners: list[int] = []  # the terminals that it has states of
-        self.going: list[bool] = []  # whether a lexeme in it may go on
+        self.steps: list[list[int]] = []  # by set and class. -1 if not computed yet
+        self.accepted: list[int] = []  # by set: the terminals that it accepts
+        self.owners: list[int] = []  # by set: the terminals of its states
+        self.going: list[bool] = []  # by set: a lexeme in it may continue
         self.wide: dict[int, int] = {}
         self.starting: dict[int, int] = {}
         self.following: dict[int, int] = {}
         self.lexings: dict[tuple[bytes, bool], Lexing] = {}
-        self.held = 0  # how much is remembered, in bytes of text
+        self.held = 0  # size of the remembered results, in bytes of text
         self._set(0)
         self.every = self._set((1 << len(self.moves)) - 1)  # the states of a lexeme after a gap
 
@@ -77,7 +79,7 @@ class Scanner:
         return self.lexings[key]
 
     def cross(self, lexing: Lexing, states: int) -> tuple[dict[int, int], int]:
-        """Lexemes begun before the piece: which terminals end at which offsets, and the states at its end."""
+        """Return terminals of lexemes begun before the piece, by the offset of their end, and the states at its end."""
         found = lexing.crossings.get(states)
         if found is None:
             self.held += 1
@@ -86,7 +88,7 @@ class Scanner:
         return found
 
     def widen(self, states: int) -> int:
-        """The states after any text."""
+        """Return the states after any text."""
         found = self.wide.get(states)
         if found is None:
             reached, todo = self.sets[states], [*members(self.sets[states])]
@@ -138,7 +140,7 @@ class Scanner:
         return found
 
     def _run(self, states: int, text: bytes, at: int) -> tuple[list[tuple[int, int]], int]:
-        """Which terminals end where, and the states at the text's end, if a lexeme may go on from there."""
+        """Return ends and their terminals, and the states at the text's end, if a lexeme may continue from there."""
         ends, steps, accepted = [], self.steps, self.accepted
         for end, label in enumerate(text[at:] if at else text, at + 1):
             to = steps[states][label]
@@ -152,7 +154,7 @@ class Scanner:
         return ends, states if self.going[states] else DEAD
 
     def _behind(self, text: bytes, ends: list[tuple[int, int]]) -> dict[int, int]:
-        """Return the same ends after what is skipped."""
+        """Return the same ends after skipped bytes."""
         found: dict[int, int] = {}
         for end, which in ends:
             for at in self._stops(text, end):
@@ -160,7 +162,7 @@ class Scanner:
         return found
 
     def _stops(self, text: bytes, at: int) -> tuple[int, ...]:
-        """Where a lexeme may begin, or the text end, once bytes from an offset on are skipped."""
+        """Return offsets at which a lexeme may begin, or the text end, after bytes from an offset on are skipped."""
         size = len(text)
         while at < size and text[at] in self.solid:
             at += 1
@@ -169,7 +171,7 @@ class Scanner:
         return (at, *self._stops(text, at + 1))  # the byte there may be skipped, or begin a lexeme
 
     def _start(self, which: int) -> int:
-        """The states in which lexemes of some terminals begin."""
+        """Return the set of first states of some terminals."""
         found = self.starting.get(which)
         if found is None:
             found = self.starting[which] = self._set(bits(self.begins[number] for number in members(which)))
@@ -192,7 +194,7 @@ class Scanner:
         return to
 
     def _set(self, states: int) -> int:
-        """The number of a set of states."""
+        """Return the number of a set of states."""
         if states not in self.number:
             self.held += len(self.terminals.classes)
             self.number[states] = len(self.sets)

@@ -23,10 +23,10 @@ Word = bytes | None | End  # of a position: the bytes of its token, None for a m
 
 @dataclass(frozen=True)
 class Partial:
-    """Known pieces of a text, any text between two of them.
+    """Known pieces of a text, with any text between two of them.
 
     Attributes:
-        pieces: none of them empty.
+        pieces: the pieces. None of them is empty.
         open: any text may come before the first piece.
         closed: the text ends after the last piece. Otherwise any text may follow.
     """
@@ -64,7 +64,7 @@ class Partial:
 
 
 def graph(partial: Partial, scanner: Scanner) -> Graph | None:
-    """Build the graph of a partial text, or return None if some piece fits nowhere."""
+    """Build the graph of a partial text. Return None if some piece fits nowhere."""
     gaps: list[bool] = []
     edges: list[dict[int, int]] = []
 
@@ -79,7 +79,7 @@ def graph(partial: Partial, scanner: Scanner) -> Graph | None:
     if not partial.pieces:
         here = node(False) if behind is None else behind
         return Graph(gaps, edges, [here], here)
-    carried: list[tuple[int, int]] = []  # lexemes that no piece has ended yet: where they begin, and their states
+    carried: list[tuple[int, int]] = []  # lexemes that no piece has ended yet: first node, and states
     for number, text in enumerate(partial.pieces):
         closing, first = partial.closed and number == last, behind is None
         if marks is not None:
@@ -88,7 +88,7 @@ def graph(partial: Partial, scanner: Scanner) -> Graph | None:
             text = marked(text, marks, begins=first, ends=closing)
         lexing = scanner.lex(text, first)
         if lexing.blank:
-            # What the piece could be part of, the gap before it could hold as well: both gaps are one node.
+            # The gap before the piece could contain every lexeme that contains the piece, so both gaps are one node.
             crossed = [(at, scanner.cross(lexing, states)[1]) for at, states in carried]
             carried = [(at, scanner.widen(states)) for at, states in crossed if states != DEAD]
             continue

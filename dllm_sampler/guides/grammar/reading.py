@@ -9,13 +9,13 @@
     Members -> Pair | Pair , Members
     ...
 
-- `name = expression` is a terminal: a regular expression in Rust's syntax, without look-around. The name begins with no
-  capital letter. `A without B and C` are the texts of A that are in neither B nor C.
+- `name = expression` is a terminal: a regular expression in Rust's syntax, without look-around. The name does not begin
+  with a capital letter. `A without B and C` are the texts of A that are in neither B nor C.
 - `Head -> body | body` is a rule, also over several lines that begin with `|`. Blanks separate symbols. A symbol is a
-  terminal that is defined, a variable (it begins with a capital letter), a text in quotes without blanks, or signs
-  that stand for themselves. `$` alone is the empty body. The first rule's head is what texts are derived from.
+  terminal that is defined, a variable (it begins with a capital letter), a text in quotes without blanks, or literal
+  signs. `$` alone is the empty body. Texts are derived from the first rule's head.
 - `%skip` names bytes that are allowed between lexemes, as single signs or by the words space, tab, newline, return.
-  `%skip nothing` allows none. Without it: space, tab, newline, return.
+  `%skip nothing` allows none. The default is space, tab, newline, return.
 - `%prelex A B` are two bytes, as signs or as `\\x02`. A text is read as if the first came before each word (a longest
   run of letters, digits, `_` and characters beyond ASCII) and the second after it, and expressions contain them. A
   lexeme has whole words, so no identifier can be cut into a keyword and a rest.
@@ -43,9 +43,9 @@ class Source:
 
     Attributes:
         name: of the file, for errors.
-        expressions: of the terminals, by number; bytes are a text that stands for itself.
+        expressions: of the terminals, by number. Bytes are a literal text.
         rules: the bodies of each variable.
-        start: the variable that texts are derived from.
+        start: the variable from which texts are derived.
         skip: bytes that are allowed between lexemes.
         prelex: the bytes before and after each word.
         places: names of the terminals in errors.
@@ -72,13 +72,13 @@ def read(
     Args:
         text: see the format.
         name: of the file, for errors.
-        terminals, skip, prelex: what is defined already.
+        terminals, skip, prelex: definitions that hold already.
 
     Raises:
-        UserError: with the file's name and the line.
+        UserError: a line is wrong. The message has the file's name and the line.
     """
     if len(text) > BYTES:
-        raise UserError("form-too-large", f"{name} has {len(text)} characters. At most {BYTES} can be read.")
+        raise UserError("form-too-large", f"{name} has {len(text)} characters, more than {BYTES}. Make it smaller.")
     found = Source(name, skip=skip, prelex=prelex)
     defined = dict(terminals or {})
     found.places = {terminal: f"{name}: terminal {terminal}" for terminal in defined}
@@ -143,7 +143,7 @@ def _alternatives(body: str) -> list[list[str]]:
 def _symbol(
     found: Source, word: str, where: str, defined: Mapping[str, str], heads: set[str], numbers: dict[str, int]
 ) -> str | int:
-    """The variable or the number of the terminal that a word of a body stands for."""
+    """Return the variable, or the number of the terminal, that a word of a body means."""
     if word not in defined and VARIABLE.fullmatch(word):
         if word not in heads:
             raise UserError("grammar-invalid", f"{where}: {unknown('variable', word, heads)}")
@@ -170,14 +170,15 @@ def _directive(found: Source, words: list[str], where: str) -> None:
         skip = [SKIPS.get(one, one.encode()) for one in given if one != "nothing"]
         if not given or any(len(one) != 1 for one in skip):
             raise UserError(
-                "grammar-invalid", f"{where}: %skip needs ASCII signs or {', '.join(SKIPS)}, not {' '.join(given)!r}"
+                "grammar-invalid", f"{where}: %skip has {' '.join(given)!r}. Set ASCII signs or {', '.join(SKIPS)}."
             )
         found.skip = b"".join(skip)
     elif words[0] == "%prelex":
         marks = [bytes.fromhex(one[2:]) if re.fullmatch(r"\\x[0-9a-fA-F]{2}", one) else one.encode() for one in given]
         if len(marks) != 2:
             raise UserError(
-                "grammar-invalid", f"{where}: %prelex needs two bytes (\\x02 \\x03), not {' '.join(given)!r}"
+                "grammar-invalid",
+                f"{where}: %prelex has {' '.join(given)!r}. Set two bytes, as in %prelex \\x02 \\x03.",
             )
         found.prelex = (marks[0], marks[1])
     else:

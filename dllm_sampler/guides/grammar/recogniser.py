@@ -1,7 +1,6 @@
 """Recognise a full text of a language, byte by byte.
 
-It shares nothing with the search for verdicts but the terminals' automata and the normal form, so that one can be
-checked against the other.
+It shares only the terminals' automata and the normal form with the search for verdicts, so that tests can compare them.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from dllm_sampler.guides.grammar.terminals import Terminals
 def accepts(text: bytes, terminals: Terminals, grammar: Grammar) -> bool:
     """Return True if the grammar derives a text.
 
-    For each offset, from the last one down, it collects where each variable's texts from there on end: one bit for each
-    end. Time grows with the square of the text's length, and with its third power if the grammar is ambiguous enough.
+    For each offset, from the last one down, it collects the ends of each variable's texts from there on, one bit for
+    each end. Time grows with the square of the text's length, or with its third power for very ambiguous grammars.
     """
     if terminals.marks is not None:
         opens, closes = (bytes([mark]) for mark in terminals.marks)
@@ -35,8 +34,8 @@ def accepts(text: bytes, terminals: Terminals, grammar: Grammar) -> bool:
         lefts[left].append((head, right))
         rights[right].append((head, left))
     size = len(labels)
-    skipped = [1 << size]  # of each offset, from the last one down: those after what may be skipped there
-    reached: list[dict[int, int]] = [{} for _ in range(size + 1)]  # of each offset and variable: the ends
+    skipped = [1 << size]  # by offset, from the last one down: the offsets after bytes that may be skipped there
+    reached: list[dict[int, int]] = [{} for _ in range(size + 1)]  # by offset and variable: the ends
     for at in range(size, -1, -1):
         if at < size:
             more = skipped[-1] if labels[at] in terminals.skip else 0

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 class Dfa:
     """A deterministic automaton that starts in state 0.
 
-    A label that a state has no move for leads nowhere. Functions of this module return automata in which every state
-    can be reached and leads to a final one; only the start of the empty language leads nowhere.
+    A label without a move leads nowhere. Functions of this module return automata in which every state can be reached
+    and leads to a final one. Only the start of the empty language leads nowhere.
     """
 
-    moves: tuple[dict[int, int], ...]  # of each state: label to state
+    moves: tuple[dict[int, int], ...]  # by state: next state by label
     finals: frozenset[int]
 
     def accepts(self, word: Iterable[int]) -> bool:
@@ -29,13 +29,13 @@ class Dfa:
 
 
 def literal(word: Iterable[int]) -> Dfa:
-    """The language of one word."""
+    """Return the automaton of one word."""
     labels = list(word)
     return Dfa((*({label: at + 1} for at, label in enumerate(labels)), {}), frozenset([len(labels)]))
 
 
 def trimmed(start: int, finals: Iterable[int], moves: Mapping[int, Mapping[int, int]]) -> Dfa:
-    """An automaton of any states, without those that cannot be reached or lead to no final one."""
+    """Return an automaton without the states that cannot be reached or lead to no final one."""
     backwards: dict[int, list[int]] = defaultdict(list)
     for state, there in moves.items():
         for to in there.values():
@@ -57,7 +57,7 @@ def trimmed(start: int, finals: Iterable[int], moves: Mapping[int, Mapping[int, 
 
 
 def minimal(dfa: Dfa) -> Dfa:
-    """The automaton of the same language with the fewest states (Hopcroft's algorithm)."""
+    """Return the automaton of the same language with the fewest states (Hopcroft's algorithm)."""
     sources: list[list[tuple[int, int]]] = [[] for _ in dfa.moves]
     for state, there in enumerate(dfa.moves):
         for label, to in there.items():
@@ -106,17 +106,17 @@ def combined(one: Dfa, other: Dfa, keep: Callable[[bool, bool], bool]) -> Dfa:
 
 
 def difference(one: Dfa, other: Dfa) -> Dfa:
-    """The words of `one` that are not in `other`."""
+    """Return the automaton of words of `one` that are not in `other`."""
     return combined(one, other, lambda left, right: left and not right)
 
 
 def intersection(one: Dfa, other: Dfa) -> Dfa:
-    """The words of both."""
+    """Return the automaton of words that are in both."""
     return combined(one, other, lambda left, right: left and right)
 
 
 def without_empty(dfa: Dfa) -> Dfa:
-    """The same language without the empty word."""
+    """Return the automaton of the same language without the empty word."""
     if 0 not in dfa.finals:
         return dfa
     moves = {state + 1: {label: to + 1 for label, to in there.items()} for state, there in enumerate(dfa.moves)}
@@ -127,7 +127,7 @@ class Nfa:
     """A nondeterministic automaton that is put together piece by piece.
 
     Args:
-        check: called with the number of states of automata that are built; it may refuse.
+        check: called with the number of states so far. It may raise an error.
     """
 
     def __init__(self, check: Callable[[int], None]):
@@ -136,22 +136,22 @@ class Nfa:
         self.silent: list[list[int]] = []  # moves that read nothing
 
     def state(self) -> int:
-        """A fresh state."""
+        """Add a state and return its number."""
         self.moves.append({})
         self.silent.append([])
         if len(self.moves) % 256 == 0:
-            self.check(len(self.moves) // 16)  # most of them become one with others
+            self.check(len(self.moves) // 16)  # most of them are merged with others
         return len(self.moves) - 1
 
     def edge(self, source: int, label: int | None, to: int) -> None:
-        """A move; without a label it reads nothing."""
+        """Add a move. Without a label it reads nothing."""
         if label is None:
             self.silent[source].append(to)
         else:
             self.moves[source].setdefault(label, []).append(to)
 
     def inline(self, dfa: Dfa, source: int, to: int) -> None:
-        """A copy of an automaton between two states."""
+        """Add a copy of an automaton between two states."""
         states = [self.state() for _ in dfa.moves]
         self.silent[source].append(states[0])
         for state, there in zip(states, dfa.moves, strict=True):
@@ -160,7 +160,7 @@ class Nfa:
             self.silent[states[state]].append(to)
 
     def determinised(self, start: int, final: int) -> Dfa:
-        """The minimal deterministic automaton of the same language."""
+        """Return the minimal deterministic automaton of the same language."""
         number = {self._closed([start]): 0}
         order, moves, finals = [*number], {}, []
         for at, states in enumerate(order):
@@ -185,7 +185,7 @@ class Nfa:
         return minimal(trimmed(0, finals, moves))
 
     def _closed(self, states: Iterable[int]) -> frozenset[int]:
-        """Some states, and those that are reached from them by reading nothing."""
+        """Return some states, and those that are reached from them by reading nothing."""
         found, todo = set(states), list(states)
         while todo:
             for to in self.silent[todo.pop()]:

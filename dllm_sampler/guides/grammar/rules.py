@@ -20,7 +20,7 @@ Body = tuple[str | int, ...]  # names of variables, numbers of terminals
 class Grammar:
     """Rules in normal form. Each variable derives some word and occurs in a derivation."""
 
-    names: tuple[str, ...]  # of the variables; those that the normal form adds have no name of a file
+    names: tuple[str, ...]  # of the variables. Those that the normal form adds have none from the file
     start: int
     empties: frozenset[int]  # A -> nothing
     leaves: tuple[tuple[int, int], ...]  # A -> terminal
@@ -84,7 +84,7 @@ class Grammar:
 
 
 def bits(numbers: Iterable[int]) -> int:
-    """The set of some numbers."""
+    """Return the set of some numbers."""
     found = 0
     for one in numbers:
         found |= 1 << one
@@ -92,7 +92,7 @@ def bits(numbers: Iterable[int]) -> int:
 
 
 def members(mask: int) -> Iterator[int]:
-    """The numbers of a set, in order."""
+    """Yield the numbers of a set, in order."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -100,7 +100,7 @@ def members(mask: int) -> Iterator[int]:
 
 
 def components(edges: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Strongly connected components of a graph; one that is reached from another comes before it (Tarjan)."""
+    """Return the strongly connected components of a graph, those that are reached from others first (Tarjan)."""
     index, low, found = [-1] * len(edges), [0] * len(edges), []
     on, stack, count = [False] * len(edges), [], 0
     for root in range(len(edges)):
@@ -135,7 +135,7 @@ def components(edges: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def gathered(edges: Sequence[Sequence[int]], own: Sequence[int]) -> list[int]:
-    """The union of what is each node's own and that of all nodes it leads to."""
+    """Return for each node the union of its `own` set and those of all nodes to which it leads."""
     found = [0] * len(edges)
     for group in components(edges):
         mask = 0
@@ -149,14 +149,14 @@ def gathered(edges: Sequence[Sequence[int]], own: Sequence[int]) -> list[int]:
 
 
 def normal(rules: Mapping[str, Sequence[Body]], start: str, possible: int, nullable: int) -> Grammar:
-    """The normal form of rules.
+    """Return the normal form of rules.
 
-    A rule `A -> A x A` makes lists of what else A can be, and is written so: `A -> B | B x A`, `B ->` the other bodies.
+    A rule `A -> A x A` makes lists of A's other bodies. It becomes `A -> B | B x A`, where B has the other bodies.
 
     Args:
         rules: the bodies of each variable.
         possible: the terminals that have a text that is not empty.
-        nullable: those that have the empty text.
+        nullable: the terminals that have the empty text.
 
     Raises:
         UserError: no word can be derived, or there are too many rules.
@@ -178,7 +178,7 @@ def normal(rules: Mapping[str, Sequence[Body]], start: str, possible: int, nulla
 
 
 def _generating(rules: dict[str, list[Body]], possible: int) -> dict[str, list[Body]]:
-    """The rules from which words can be derived."""
+    """Return the rules from which words can be derived."""
     users: dict[str, list[tuple[str, int]]] = {}
     missing: dict[tuple[str, int], int] = {}
     found: dict[str, None] = {}
@@ -210,7 +210,7 @@ def _generating(rules: dict[str, list[Body]], possible: int) -> dict[str, list[B
 
 
 def _lists(rules: dict[str, list[Body]]) -> dict[str, list[Body]]:
-    """`A -> A x A` as a list. Both are the least solution of A = X (x X)*, whatever X and x are made of."""
+    """Return the rules with `A -> A x A` as a list. Both are the least solution of A = X (x X)*, for all X and x."""
     found = {}
     for head, bodies in rules.items():
         joins = [body for body in bodies if len(body) > 1 and body[0] == body[-1] == head]
@@ -223,7 +223,7 @@ def _lists(rules: dict[str, list[Body]]) -> dict[str, list[Body]]:
 
 
 def _short(rules: dict[str, list[Body]], start: str) -> Grammar:
-    """Long bodies split from the right; equal ends share a variable."""
+    """Return the grammar with long bodies split from the right. Equal ends share a variable."""
     number = {head: at for at, head in enumerate(rules)}
     names = [*rules]
     ends: dict[Body, int] = {}
@@ -231,7 +231,7 @@ def _short(rules: dict[str, list[Body]], start: str) -> Grammar:
     leaves, units, pairs = {}, {}, {}
 
     def of(body: Body) -> int:
-        """The variable of a part of a body."""
+        """Return the variable of a part of a body."""
         if len(body) == 1 and isinstance(body[0], str):
             return number[body[0]]
         if body not in ends:

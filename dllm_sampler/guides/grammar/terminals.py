@@ -15,8 +15,8 @@ from dllm_sampler.guides.grammar.rules import bits
 STATES = 20_000  # most states of all terminals
 KEPT = 256  # most automata of expressions that are remembered
 BUILT: dict[str, Dfa] = {}  # by expression, over bytes
-# Bytes of words, for `prelex`. Every byte of a character beyond ASCII counts as one, so that a cut through a
-# character leaves no doubt.
+# Bytes of words, for `prelex`. Every byte of a character beyond ASCII counts, so that a cut through a character is not
+# ambiguous.
 WORD = frozenset(byte for byte in range(256) if byte >= 128 or chr(byte).isalnum() or byte == ord("_"))
 
 
@@ -45,15 +45,15 @@ def compiled(
     """Build the automata.
 
     Args:
-        expressions: a regular expression for each terminal, `A without B and C` for a difference; bytes are a
-            text that stands for itself, and get their marks.
+        expressions: a regular expression for each terminal, `A without B and C` for a difference. Bytes are a literal
+            text, and get their marks.
         skip: bytes that are allowed between lexemes.
-        prelex: one byte put before each word of a text, and one put after it.
+        prelex: a byte before each word of a text, and one after it.
         places: names of the terminals in errors.
         name: of the grammar, for errors.
 
     Raises:
-        UserError: one cannot be built, or not within the limits.
+        UserError: a terminal cannot be built within the limits.
     """
     deadline, ignored = time.monotonic() + SECONDS, frozenset(skip)
     balanced = None
@@ -70,7 +70,7 @@ def compiled(
             else:
                 dfa = literal(marked(expression, (prelex[0][0], prelex[1][0]), begins=True, ends=True))
         except UserError as error:
-            late = f"the terminals take more than {SECONDS} s to build: make them fewer, or simpler"
+            late = f"the terminals take more than {SECONDS} s to build. Make them fewer or simpler."
             raise UserError(
                 "grammar-invalid", f"{places[terminal]}: {late if time.monotonic() > deadline else error}"
             ) from None
@@ -102,7 +102,7 @@ def compiled(
 
 
 def _expression(text: str, deadline: float) -> Dfa:
-    """The automaton of an expression over bytes, minimal."""
+    """Return the minimal automaton of an expression over bytes."""
     first, _, rest = text.partition(" without ")
     found = _one(first.strip(), deadline)
     for taken in rest.split(" and ") if rest else []:
@@ -125,7 +125,7 @@ def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -
     if any(len(mark) != 1 or mark[0] in WORD for mark in prelex) or prelex[0] == prelex[1]:
         raise UserError(
             "grammar-invalid",
-            f"{name}: prelex is {prelex!r}. Give two different single bytes that are not letters or digits.",
+            f"{name}: prelex is {prelex!r}. Set two different single bytes that are not letters or digits.",
         )
     if not skip or any(byte in WORD or bytes([byte]) in prelex for byte in skip):
         raise UserError(
@@ -135,7 +135,7 @@ def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -
 
 
 def _balanced(prelex: tuple[bytes, bytes]) -> Dfa:
-    """Texts with the marks around each word and nowhere else, which begin and end outside words."""
+    """Return the automaton of texts with marks around each word and nowhere else. They begin and end outside words."""
     opens, closes = prelex[0][0], prelex[1][0]
     other = {byte: 0 for byte in range(256) if byte not in WORD and byte not in (opens, closes)}
     word = dict.fromkeys(WORD, 2)
@@ -143,7 +143,7 @@ def _balanced(prelex: tuple[bytes, bytes]) -> Dfa:
 
 
 def _classes(dfas: Iterable[Dfa], sets: Iterable[frozenset[int]]) -> tuple[bytes, tuple[tuple[int, ...], ...]]:
-    """Bytes that no automaton and no set tells apart: the class of each byte, and the bytes of each class."""
+    """Return the class of each byte, and the bytes of each class. No automaton or set distinguishes its bytes."""
     kinds = [0] * 256
     rows = [*(dict.fromkeys(one, 0) for one in sets), *(there for dfa in dfas for there in dfa.moves)]
     for row in rows:
