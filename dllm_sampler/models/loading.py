@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from dllm_sampler.config import ModelSettings
 from dllm_sampler.core.checks import check_choice, check_count, is_real, is_whole
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import BlocksFrom, ModelSpec
@@ -61,19 +62,7 @@ def load(
     *,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "auto",
-    device_map: str | Mapping[str, str | int | torch.device] | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    mask_id: int | None = None,
-    quantize: str | None = None,
-    causal_context: bool | None = None,
-    block_length: int | None = None,
-    blocks_from: str = "answer",
-    adapter: str | Path | None = None,
-    eos_id: int | None = None,
-    stop_strings: Sequence[str] | None = None,
-    chat_template: str | None = None,
-    chat_options: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Loaded:
     """Load a checkpoint.
 
@@ -81,49 +70,35 @@ def load(
         into the weights, or into those of the base that it names
     dtype: of the weights, or its name; default as stored, but float32 for float16 weights on a CPU, which has no fast
         and exact arithmetic for them
-    device: `auto` is the GPU where there is one, else the CPU
-    device_map: `auto`, `balanced`, `balanced_low_0`, a device, or a mapping from our module names to devices, as
-        accelerate takes it: layers that do not fit the GPU wait in main memory; `device` is then ignored
-    revision: branch, tag or commit on the hub
-    trust_remote_code: run tokenizer code that comes with the checkpoint
-    mask_id: the mask token, for checkpoints that do not name it; default as the checkpoint says
-    quantize: `int8`: the weights of the layers as 8-bit integers (`models.quantized`), for inference alone
-    causal_context: set False to run a model with a causal context (Nemotron-Labs-Diffusion) without it. The prompt and
-        each finished block then see themselves whole, and no block is seeded. By default as the model has it
-    block_length: of the blocks of a Tiny-A2D checkpoint, which does not say if it was trained in blocks. A block sees
-        itself and those before it. With None each token sees everything
-    blocks_from: with `block_length`, where blocks are counted from (`core.spec.BlocksFrom`): `answer` as in the
-        published sampler, `text` as in training
-    adapter: folder or hub id of an adapter of peft, which is merged into the weights. Where its folder has a tokenizer,
-        this replaces the model's
-    eos_id: the end-of-text token, in place of those that the checkpoint names
-    stop_strings: texts that end an answer, besides those of a call
-    chat_template: a template of Jinja, in place of the checkpoint's
-    chat_options: names that the chat template sees, with their values
+    device: `auto` is the GPU where there is one, else the CPU. A `device_map` goes before it
+    settings: fields of `config.ModelSettings`, which explains them
 
     Raises:
         UserError: with one sentence, whatever is wrong with the checkpoint or the arguments.
     """
+    chosen = ModelSettings(str(path), **settings)
     target = as_device(device)
     wanted = as_dtype(dtype)
-    quantized.check_kind(quantize)
-    if quantize is not None and device_map is not None:
+    quantized.check_kind(chosen.quantize)
+    if chosen.quantize is not None and chosen.device_map is not None:
         raise UserError("options-conflict", "model.quantize and device_map exclude each other. Remove one.")
-    folder, added = with_adapter(find(path, revision, trust_remote_code), adapter, trust_remote_code)
+    folder, added = with_adapter(
+        find(path, chosen.revision, chosen.trust_remote_code), chosen.adapter, chosen.trust_remote_code
+    )
     if not (folder / "config.json").is_file():
         raise UserError("checkpoint-incomplete", f"{folder} has no config.json. Name a folder with a checkpoint.")
     raw = weights.read_json(folder / "config.json")
     family = find_family(raw, folder)
-    if causal_context is not None and (family is None or family.attention != "causal_context"):
+    if chosen.causal_context is not None and (family is None or family.attention != "causal_context"):
         raise UserError("option-not-applicable", f"{folder} has no causal context. Remove model.causal_context.")
-    _check_blocks(family, folder, block_length, blocks_from)
+    _check_blocks(family, folder, chosen.block_length, chosen.blocks_from)
     known = None if family is None else PreTrainedConfig()
-    tokenizer = None if added is None else load_tokenizer(added, trust_remote_code, known or PreTrainedConfig())
-    tokenizer = tokenizer or load_tokenizer(folder, trust_remote_code, known)
-    _add_texts(tokenizer, folder, stop_strings=stop_strings, chat_template=chat_template, chat_options=chat_options)
-    if family is None and quantize is not None:
+    tokenizer = None if added is None else load_tokenizer(added, chosen.trust_remote_code, known or PreTrainedConfig())
+    tokenizer = tokenizer or load_tokenizer(folder, chosen.trust_remote_code, known)
+    _add_texts(tokenizer, folder, chosen)
+    if family is None and chosen.quantize is not None:
         raise UserError("option-not-applicable", f"{folder}: model.quantize is for {_known()}. Remove it.")
-    if family is None and mask_id is not None:
+    if family is None and chosen.mask_id is not None:
         raise UserError("option-not-applicable", f"{folder}: model.mask_id is for {_known()}. Remove it.")
     if family is None:
         from dllm_sampler.models import diffusion_gemma, huggingface
@@ -131,13 +106,13 @@ def load(
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
             if added is not None:  # encoder and decoder share weights, which would get it twice
                 raise UserError("adapter-unsupported", f"{added} cannot be merged into DiffusionGemma. Remove it.")
-            if eos_id is not None:
+            if chosen.eos_id is not None:
                 raise UserError("option-not-applicable", f"{folder}: model.eos_id is not for this model. Remove it.")
-            return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, device_map), tokenizer)
-        if device_map is not None:
+            return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, chosen.device_map), tokenizer)
+        if chosen.device_map is not None:
             raise UserError("option-not-applicable", f"{folder}: device_map is for {_known()}. Remove it.")
         loaded = huggingface.load(folder, tokenizer, wanted, target, added)
-        return Loaded(loaded if eos_id is None else replace(loaded, eos_id=eos_id), tokenizer)
+        return Loaded(loaded if chosen.eos_id is None else replace(loaded, eos_id=chosen.eos_id), tokenizer)
 
     source = str(folder / "config.json")
     config = family.config(raw, source, weights.shapes(folder))
@@ -150,14 +125,14 @@ def load(
         wanted = weights.stored_dtype(folder)
         if wanted == torch.float16 and target.type == "cpu":
             wanted = torch.float32
-    places = None if device_map is None else _places(model, device_map, wanted)
+    places = None if chosen.device_map is None else _places(model, chosen.device_map, wanted)
 
     def fill(place: Callable[[str], torch.device]) -> None:
         weights.fill(model, folder, family, wanted, place)
         if added is not None:
             adapters.merge(model, added, family)
 
-    if quantize is not None:
+    if chosen.quantize is not None:
         if wanted not in (torch.bfloat16, torch.float32):  # sums of integers leave float16's range
             raise UserError(
                 "options-conflict", f"model.quantize=int8 excludes {wanted}. Set dtype=bfloat16 or float32."
@@ -171,12 +146,12 @@ def load(
         used = {_place(module, places) for module in places}
         target = min((device for device in used if device.type != "cpu"), key=str, default=torch.device("cpu"))
         dispatch_model(model, places, main_device=target)  # inputs and the cache live on the first accelerator
-    made = _denoiser(model, raw, folder, family, tokenizer, target, mask_id)
-    if causal_context is False:
+    made = _denoiser(model, raw, folder, family, tokenizer, target, chosen.mask_id)
+    if chosen.causal_context is False:
         made = made.in_blocks("whole_prompt")
-    if block_length is not None:
-        made = made.in_blocks(cast(BlocksFrom, blocks_from), block_length)
-    return Loaded(made if eos_id is None else replace(made, eos_id=eos_id), tokenizer)
+    if chosen.block_length is not None:
+        made = made.in_blocks(cast(BlocksFrom, chosen.blocks_from), chosen.block_length)
+    return Loaded(made if chosen.eos_id is None else replace(made, eos_id=chosen.eos_id), tokenizer)
 
 
 def with_adapter(
@@ -355,22 +330,18 @@ def _check_blocks(family: Family | None, folder: Path, block_length: int | None,
             )
 
 
-def _add_texts(
-    tokenizer: PreTrainedTokenizerBase | None, folder: Path, *, chat_template: str | None, **given: Any
-) -> None:
-    """Add what is asked for beyond a checkpoint's files to its tokenizer, with which all of it travels.
-
-    Args:
-        given: `stop_strings` and `chat_options`, as `load` has them.
-    """
-    given = {name: value for name, value in given.items() if value is not None}
-    if tokenizer is None:
-        for name in [*given, *(["chat_template"] if chat_template is not None else [])]:
+def _add_texts(tokenizer: PreTrainedTokenizerBase | None, folder: Path, chosen: ModelSettings) -> None:
+    """Add what is asked for beyond a checkpoint's files to its tokenizer, with which all of it travels."""
+    for name in ("stop_strings", "chat_options", "chat_template"):
+        value: Any = getattr(chosen, name)
+        if value is None:
+            continue
+        if tokenizer is None:
             raise UserError("tokenizer-missing", f"{folder} has no tokenizer. Remove model.{name}.")
-        return
-    tokenizer.init_kwargs.update(given)
-    if chat_template is not None:
-        tokenizer.chat_template = chat_template
+        if name == "chat_template":
+            tokenizer.chat_template = value
+        else:
+            tokenizer.init_kwargs[name] = value
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
