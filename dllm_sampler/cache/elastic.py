@@ -45,8 +45,8 @@ class ElasticCache(BaseCache):
     the stored keys. If the cosine similarity is below `gamma`, all deeper layers compute every column, from stored
     inputs.
 
-    Only masks in the window are predicted and can be committed. A schedule's share is cut to them. `origin`,
-    `random_order`, `rcr` and `remdm` are refused. Memory is twice that of `dual`, and more with grouped heads.
+    Only masks in the window are predicted and can be committed. A schedule's share is cut to them. Schedulers that need
+    a prediction of every mask are refused. Memory is twice that of `dual`, and more with grouped heads.
 
     Published with `blocks=full`. Inside shorter blocks the window ends with the block. Masks after a committed
     end-of-text token come last, as if the published code had dropped them. Each row of a batch decides for itself. A
