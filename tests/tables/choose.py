@@ -18,21 +18,28 @@ NONE = "none published"
 
 
 def lines() -> Iterator[str]:
-    """Yield a line for each entry, after the names of its models. Models with the same entries share their lines."""
+    """Yield a line for each entry, after the names of its models.
+
+    Models with the same entries share their lines. Words that all entries of a model have come before them.
+    """
     models = config.entry("experiment", "recommended").settings["models"]
     shared: dict[str, list[str]] = {}
     for model, entries in models.items():
+        if model == "mini":  # measured here, not published
+            continue
         shared.setdefault(repr(entries), []).append(model)
     for names in shared.values():
+        entries = models[names[0]]
+        first, *rest = (one["words"] for one in entries)
+        common = [word for word in first if rest and all(word in words for words in rest)]
         yield "\n### " + ", ".join(f"`{name}`" for name in names) + "\n"
-        for one in models[names[0]]:
-            said = {
-                "Accuracy": one["accuracy"],
-                "Speed": one["speed"],
-                "Evidence": f"{one['evidence']} ({one['source']})",
-            }
-            kept = " ".join(f"{name}: {text}." for name, text in said.items() if text != NONE)
-            yield f"- {one['use']}: `{' '.join(one['words'])}`. {kept}"
+        if common:
+            yield f"With `{' '.join(common)}`:\n"
+        for one in entries:
+            told = [one["accuracy"], f"speed {one['speed']}" if one["speed"] != NONE else NONE]
+            told.append(f"{one['evidence']} ({one['source']})")
+            kept = " ".join(f"{text[0].upper()}{text[1:]}." for text in told if text != NONE)
+            yield f"- {one['use']}: `{' '.join(word for word in one['words'] if word not in common)}`. {kept}"
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
 """The tables of methods in docs/schedulers.md, made from comments of the YAML files in conf/.
 
 `python -m tests.tables.methods [--check]`. The first comment of a YAML describes the plug-in and names its paper in
-parentheses. `# Paper:` replaces that paper. `# Checked by:` is traces or spec. `# Note:` has needs and deviations.
-Every scheduler has a row, another plug-in has one if it says how it is checked.
+parentheses. `# Paper:` replaces that paper. `# Checked by:` is traces or spec. `# Note:` says what it needs or costs.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ COMMAND = "python -m tests.tables.methods"
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "schedulers.md"
 SPEC = "spec"
-REST = ("does", "paper", "needs, deviates")
-SECTIONS = {"methods": ("scheduler",), "other methods": ("blocks", "stop", "cache", "particles")}
+REST = ("does", "source")
+SECTIONS = {"methods": ("scheduler",), "other methods": ("blocks", "stop")}
 
 
 def document(text: str) -> str:
@@ -41,11 +40,10 @@ def rows(group: str) -> Iterator[list[str]]:
     for name in config.names(group):
         text = (ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8")
         marked = dict(re.findall(r"^# (Paper|Checked by|Note): (.+)", text, re.MULTILINE))
-        if group == "scheduler" or "Checked by" in marked:
-            does, paper = described(config.entry(group, name).about)
-            label = f"`{name}`" if group == "scheduler" else f"`{group}={name}`"
-            paper = marked.get("Paper", paper).replace("arXiv ", "")
-            yield [label, marked.get("Checked by", ""), does, paper, marked.get("Note", "")]
+        does, paper = described(config.entry(group, name).about)
+        label = f"`{name}`" if group == "scheduler" else f"`{group}={name}`"
+        paper = linked(marked.get("Paper", paper).replace("arXiv ", ""))
+        yield [label, marked.get("Checked by", ""), "; ".join(filter(None, (does, marked.get("Note")))), paper]
 
 
 def described(about: str) -> tuple[str, str]:
@@ -54,6 +52,11 @@ def described(about: str) -> tuple[str, str]:
     assert parts is not None
     before, paper, after = parts.groups("")
     return before + after, paper.replace(", arXiv", "")
+
+
+def linked(papers: str) -> str:
+    """Return the names of papers, each a link to the arXiv id after it."""
+    return re.sub(r"([^,\s][^,]*) (\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\2)", papers)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

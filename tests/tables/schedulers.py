@@ -1,4 +1,4 @@
-"""Every method on `mini`, at its defaults: writes the table and the picture of docs/schedulers.md.
+"""Every method on `mini`, at its defaults: writes a table and a picture into docs/schedulers.md, all figures beside it.
 
 `python -m tests.tables.schedulers [--prompts 40] [--tasks NAME ...] [--seed 0] [--check]`; a cut run resumes.
 """
@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import io
 import platform
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SECTION = "scheduler table"
-HEAD = ("method", "exact match", "hard tasks", "tokens per forward", "ms per token")
+HEAD = ("method", "exact match", "hard tasks", "tokens per forward", "ms per token")  # of the CSV file
 COMMAND = "python -m tests.tables.schedulers"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "schedulers.md"
 OUTPUT = Path("outputs/scheduler-table")
@@ -297,29 +299,43 @@ def _points(axes: Axes, rows: Sequence[Point], best: set[str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def content(setup: Setup, rows: Sequence[Row], lacking: Sequence[str], picture: str) -> str:
-    """What stands in the document: picture, table, and what one must know to read it."""
-    best = front(rows)
-    lines = [cells(row, row.method in best) for row in sorted(rows, key=lambda row: row.point)]
-    lines += [[f"`{method}`", NEEDS[method], *[""] * (len(HEAD) - 2)] for method in lacking]
+def content(setup: Setup, rows: Sequence[Row], document: Path) -> str:
+    """Return the section of the document: the picture, the best methods, and how to read them."""
+    best, alike = front(rows), defaultdict[tuple[str, ...], list[str]](list)
+    for row in sorted(rows, key=lambda row: row.point):
+        if row.method in {*best, ORACLE}:
+            alike[tuple(figures(row)[:-1])].append(row.method if row.method == ORACLE else f"`{row.method}`")
+    lines = [[", ".join(names), *cells] for cells, names in alike.items()]
     hard = [name for name in setup.tasks if name in HARD]
     steps, count = max(1, setup.max_new_tokens // 4), setup.prompts * len(setup.tasks)
     notes = [
-        f"{setup.prompts} held-out prompts for each task of `{setup.model}`; a canvas of {setup.max_new_tokens} tokens"
-        f" in blocks of {setup.block_length}, greedy, no cache, `stop=prefix`, seed {setup.seed}. A method is named by"
-        f" its options, all others at their defaults; where these mean one token per step, a second row has {steps}"
-        " steps.",
-        f"*Exact match*: right answers in %, with a standard error of {_error(98, count):.1f} points at 98 % and"
+        "No other method is better in one of exact match and tokens per forward and as good in the other"
+        f" ([figures of all methods]({table_of(document).name})).",
+        f"{setup.prompts} held-out prompts for each task of `{setup.model}`; {setup.max_new_tokens} tokens"
+        f" in blocks of {setup.block_length}, greedy, no cache, `stop=prefix`, seed {setup.seed}; options at their"
+        f" defaults, or {steps} steps. Standard error of exact match: {_error(98, count):.1f} points at 98 %,"
         f" {_error(80, count):.1f} at 80 %."
-        + (f" *Hard tasks* are those whose tokens must agree with one another: {', '.join(hard)}." if hard else "")
-        + " *Tokens per forward* count up to the first end token. Bold: no other method is as good in both exact match"
-        " and tokens per forward and better in one. The *oracle* knows the answer of `fixed`: each step commits every"
-        " prediction that equals it. *ms per token*: process time with"
-        f" {setup.threads} thread{'s' * (setup.threads > 1)}, median over batches of {setup.batch}. It shows the"
-        " sampler's own cost, since the forward is short.",
+        + (f" Tokens of hard tasks must agree with one another: {', '.join(hard)}." if hard else "")
+        + " The oracle knows the answer of `fixed`: each step commits every prediction that equals it.",
         f"{setup.machine}, {setup.versions}. Made by `{COMMAND}`.",
     ]
-    return "\n\n".join([f"![Exact match against tokens per forward]({picture})", markdown.table(HEAD, lines), *notes])
+    picture = f"![Exact match against tokens per forward]({document.with_suffix('.png').name})"
+    return "\n\n".join([picture, notes[0], markdown.table(HEAD[:-1], lines), *notes[1:]])
+
+
+def table_of(document: Path) -> Path:
+    """Return the CSV file with the figures of all methods, beside the document."""
+    return document.with_suffix(".csv")
+
+
+def all_figures(rows: Sequence[Row], lacking: Sequence[str]) -> str:
+    """Return the text of the CSV file. A method that cannot run has its reason in place of figures."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(HEAD)
+    writer.writerows([row.method, *figures(row)] for row in sorted(rows, key=lambda row: row.point))
+    writer.writerows([method, NEEDS[method], *[""] * (len(HEAD) - 2)] for method in lacking)
+    return out.getvalue()
 
 
 def _error(share: float, count: int) -> float:
@@ -327,26 +343,26 @@ def _error(share: float, count: int) -> float:
     return (share * (100 - share) / count) ** 0.5
 
 
-def cells(row: Row, best: bool) -> list[str]:
-    """A line of the table."""
-    name = row.method if row.method == ORACLE else f"`{row.method}`"
+def figures(row: Row) -> list[str]:
+    """Return the cells of a method after its name."""
     shares = (f"{tally.exact:.1f}" if tally else "" for tally in (row.all, row.hard))
     time = "" if row.milliseconds is None else f"{row.milliseconds:.2f}"
-    return [f"**{name}**" if best else name, *shares, f"{row.all.tokens_per_forward:.2f}", time]
+    return [*shares, f"{row.all.tokens_per_forward:.2f}", time]
 
 
 def stale(docs: Path, setup: Setup) -> list[str]:
-    """What the document lacks or has too much of, one sentence each. Figures are not compared."""
-    text = markdown.read(docs, SECTION)
-    head, *lines = next(iter(markdown.tables(markdown.section(text, SECTION) or "")), [[]])
-    have, want = {line[0].strip("*`") for line in lines}, set(methods(setup))
-    found = [f"{docs} has no row for {name}" for name in sorted(want - have)]
-    found += [f"{docs} has a row for {name}, which is no method" for name in sorted(have - want)]
+    """Return one sentence for each thing that the CSV file lacks or has too much of. Figures are not compared."""
+    table, picture = table_of(docs), docs.with_suffix(".png")
+    if not table.exists():
+        return [f"there is no table {table}"]
+    head, *lines = csv.reader(table.read_text(encoding="utf-8").splitlines())
+    have, want = {line[0] for line in lines}, set(methods(setup))
+    found = [f"{table} has no row for {name}" for name in sorted(want - have)]
+    found += [f"{table} has a row for {name}, which is not a method" for name in sorted(have - want)]
     if tuple(head) != HEAD:
-        found.append(f"the table of {docs} has other columns")
+        found.append(f"{table} has other columns")
     untimed = [name for name, *told, time in lines if name != ORACLE and all(told) and not time]
-    found += [f"{docs} has a row for {name} without a time" for name in untimed]
-    picture = docs.with_suffix(".png")
+    found += [f"{table} has a row for {name} without a time" for name in untimed]
     if not picture.exists():
         found.append(f"there is no picture {picture}")
     return found
@@ -366,7 +382,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser(
         prog=COMMAND,
-        description="Run every method on mini and write the table and the picture of docs/schedulers.md.",
+        description="Run every method on mini and write its figures beside docs/schedulers.md, and the best into it.",
         epilog="A cut run resumes from the results in --output. Exit status: 0; 1: --check found the document stale;"
         " 2: a mistake in the arguments",
     )
@@ -379,7 +395,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--block-length", type=positive, default=CANVAS, metavar="N", help=f"of blocks=fixed ({CANVAS})")
     add("--batch", type=positive, default=8, metavar="N", help="prompts decoded together (8)")
     add("--threads", type=positive, default=1, metavar="N", help="of torch (1)")
-    add("--docs", type=Path, default=DOCS, metavar="FILE", help="document to write; its picture goes next to it")
+    add("--docs", type=Path, default=DOCS, metavar="FILE", help="document to write; picture and CSV file go beside it")
     add("--output", type=Path, default=OUTPUT, metavar="DIR", help=f"results, kept until deleted ({OUTPUT})")
     add("--check", action="store_true", help="measure nothing: say whether rows or columns are missing")
     return parser.parse_args(arguments)
@@ -421,9 +437,9 @@ def write(docs: Path, output: Path, setup: Setup) -> str:
     torch.set_num_threads(setup.threads)
     base = Sampler.from_pretrained(setup.model, device="cpu")
     rows, lacking = run(base, setup, store(output / "results.jsonl", setup), Console(stderr=True))
-    picture = docs.with_suffix(".png")
-    section = content(setup, rows, lacking, picture.name)
-    files.write(picture, draw(rows))
+    section = content(setup, rows, docs)
+    files.write(docs.with_suffix(".png"), draw(rows))
+    files.write(table_of(docs), all_figures(rows, lacking))
     files.write(docs, markdown.fill(markdown.read(docs, SECTION), SECTION, section))
     return section
 

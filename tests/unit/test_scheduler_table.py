@@ -1,7 +1,8 @@
-"""The command behind the table of docs/schedulers.md: it runs, resumes, and tells when the document is behind."""
+"""The command that writes the figures of docs/schedulers.md: it runs, resumes, and reports missing methods."""
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -60,10 +61,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def rows(folder: Path) -> dict[str, list[str]]:
-    section = markdown.section((folder / "schedulers.md").read_text(), SECTION)
-    assert section is not None
-    (table,) = markdown.tables(section)
-    return {line[0].strip("*`"): line[1:] for line in table[1:]}
+    _, *lines = csv.reader((folder / "schedulers.csv").read_text().splitlines())
+    return {name: cells for name, *cells in lines}
 
 
 @pytest.mark.slow
@@ -75,6 +74,11 @@ def test_every_method_has_a_row(folder: Path) -> None:
     assert float(rate) > 0 and float(pace) > 0
     assert found[ORACLE][0] == exact
     assert float(rate) < float(found[ORACLE][2]) < float(found["fixed steps=1"][2])
+    section = markdown.section((folder / "schedulers.md").read_text(), SECTION)
+    ((_, *shown),) = markdown.tables(section or "")
+    named = {name.strip("`"): line[1:] for line in shown for name in line[0].split(", ")}
+    assert {"fixed steps=1", ORACLE} <= named.keys() <= RUN
+    assert all(cells == found[name][:3] for name, cells in named.items())
     assert (folder / "schedulers.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -102,16 +106,19 @@ def test_a_cut_run_resumes(folder: Path, measured: list[str]) -> None:
 
 
 def test_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = DOCS.read_text()
-    one_less = re.sub(r"^\| \*{0,2}`wino`.*\n", "", text, flags=re.M)
-    by_hand = re.sub(r"^(\| `d2f` .*\| )[\d.]+ \|$", r"\1 |", one_less, flags=re.M)
-    (tmp_path / "schedulers.md").write_text(by_hand.replace("`ccd`", "`cdc`"))
+    (tmp_path / "schedulers.md").write_text(DOCS.read_text())
+    assert command(tmp_path, *FEW, "--check") == 1
+    assert "no table" in capsys.readouterr().out
+    text = schedulers.table_of(DOCS).read_text()
+    one_less = re.sub(r"^wino,.*\n", "", text, flags=re.M)
+    by_hand = re.sub(r"^(d2f,.*,)[\d.]+$", r"\1", one_less, flags=re.M)
+    (tmp_path / "schedulers.csv").write_text(re.sub(r"^ccd,", "cdc,", by_hand, flags=re.M))
     capsys.readouterr()
     assert command(tmp_path, *FEW, "--check") == 1
     said = capsys.readouterr().out
     assert "no row for wino" in said
-    assert "a row for cdc, which is no method" in said
-    assert "a row for `d2f` without a time" in said
+    assert "a row for cdc, which is not a method" in said
+    assert "a row for d2f without a time" in said
     assert "no picture" in said
 
 
@@ -128,6 +135,20 @@ def test_credits_name_every_paper_of_conf() -> None:
     assert text.count("\n| [") == len(credits.users())
     assert credits.papers().keys() == credits.users().keys(), "a paper that no plug-in names"
     assert all(row["name"] and row["authors"] for row in credits.papers().values())
+
+
+def test_every_method_of_the_page_has_figures_or_a_reason() -> None:
+    _, *lines = csv.reader(schedulers.table_of(DOCS).read_text().splitlines())
+    named = {name: figures for name, *figures in lines}
+    masked = set(config.names("scheduler")) - {"discrete_ddim"}
+    assert masked <= named.keys(), "python -m tests.tables.schedulers"
+    assert all(figures[0] == NEEDS[name] for name, figures in named.items() if not figures[2])
+
+
+def test_papers_are_links() -> None:
+    assert methods.linked("A's 1234.56789, B C, D 2345.67891") == (
+        "[A's](https://arxiv.org/abs/1234.56789), B C, [D](https://arxiv.org/abs/2345.67891)"
+    )
 
 
 @each(
