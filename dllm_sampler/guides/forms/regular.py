@@ -34,7 +34,9 @@ class Form(Guide):
     The candidates of a step are tokens of one string that has the form and the decided tokens. It is the best such
     string, or under a temperature an exact draw among all of them. Positions that a step does not ask about count as
     uniform. Every part of it that a scheduler commits can be completed, so an answer that comes to its end has the
-    form. After an end token any token is allowed.
+    form. After an end token any token is allowed. If other guides leave no token that fits, the choice is made without
+    them. A scheduler of a model without a mask token draws the block again in each step, so only its finished blocks
+    bind the string.
 
     Source: forward filtering and backward sampling of hidden Markov models, over the token automaton of constrained
     decoding (arXiv 2307.09702). The expression is compiled by outlines-core, and tokens are taken as bytes.
@@ -43,7 +45,8 @@ class Form(Guide):
 
     Args:
         posterior: read confidence from the law of each token, given the decided ones and that the answer has the form.
-            Tokens that the form decides are then certain. By default confidence is the model's.
+            Tokens that the form decides are then certain. Statistics are rounded (nine digits in float64, else five),
+            so that tokens which determine each other tie. By default confidence is the model's.
     """
 
     joint: ClassVar[bool] = True
