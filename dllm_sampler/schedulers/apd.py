@@ -66,13 +66,13 @@ class ParallelDecoding(Leftmost):
         return with_bound_fields(self, loaded=loaded)
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """Only tokens that the verifier knows."""
+        """Return the guides, after those that leave only tokens that the verifier knows."""
         assert self.loaded is not None
         return (*self.loaded.guides, *given)
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """The draw that chose the draft, and its logits."""
         return frozenset({"draw"})
 
     @property
@@ -101,6 +101,6 @@ class ParallelDecoding(Leftmost):
         return Edit(ids, commit), carry
 
     def target(self, readout: Readout, mixed: Tensor) -> Tensor:
-        """`[B, 1, Q]` tokens drawn from the logits `mixed [B, 1, Q, V]` as the draft was from its own."""
+        """Return `[B, 1, Q]` tokens drawn from the logits `mixed [B, 1, Q, V]` as the draft was from its own."""
         assert readout.draw is not None
         return readout.draw(mixed)

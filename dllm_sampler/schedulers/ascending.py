@@ -26,8 +26,8 @@ class AscendingSteps(DrawnPositions):
     """
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It counts the steps of the whole generation."""
         return replace(super().traits, scope="answer", scheduled=True)
 
     @override

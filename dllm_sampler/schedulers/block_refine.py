@@ -48,5 +48,5 @@ class BlockRefine(Scheduler):
         return Edit(readout.token[:, 0], top(sure, eligible, due) | (eligible & (sure > self.threshold))), carry
 
     def bound(self, tokens: int) -> int:
-        """Every block may take its steps."""
+        """Return the steps of blocks of one token each."""
         return tokens * self.steps

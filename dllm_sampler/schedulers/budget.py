@@ -17,7 +17,7 @@ class SharedSteps:
 
     @property
     def total_steps(self) -> int | None:
-        """See `Scheduler.total_steps`."""
+        """The option `steps`."""
         return self.steps
 
 
@@ -37,12 +37,12 @@ def block_steps(canvas: Canvas, steps: int | None) -> Tensor:
 
 
 def uniform_share(masks: Tensor, steps: Tensor, age: Tensor) -> Tensor:
-    """`[B]` LLaDA's transfer counts: `masks // steps`, the first `masks % steps` steps one more (arXiv 2502.09992)."""
+    """Return `[B]` LLaDA's counts: `masks // steps`, and one more in the first `masks % steps` steps."""
     return masks // steps + (age < masks % steps)
 
 
 def plan_block(canvas: Canvas, steps: int | None, plan: tuple[Tensor, Tensor], left: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B]` masks and `[B]` steps of the block, fixed when it opens, since a stop may shorten the canvas later.
+    """Return `[B]` masks and `[B]` steps of the block, fixed when it opens, since a stop may shorten the canvas later.
 
     Args:
         steps: forwards for the whole generation. By default one per token.
@@ -56,7 +56,7 @@ def plan_block(canvas: Canvas, steps: int | None, plan: tuple[Tensor, Tensor], l
 def even_share(
     canvas: Canvas, steps: int | None, plan: tuple[Tensor, Tensor], left: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`[B]` positions this step commits under an even schedule, at least one; and the schedule, to hand in next time.
+    """Return `[B]` positions that this step commits under an even schedule, at least one, and the next schedule.
 
     Args:
         steps: forwards for the whole generation. By default one per token.
@@ -68,7 +68,7 @@ def even_share(
 
 
 def timestep(steps: Tensor, at: Tensor, eps: float) -> Tensor:
-    """`[B]` time before step `at` when `steps` steps lead from 1 to `eps`, in float32 as torch.linspace has it."""
+    """Return `[B]` the time before step `at` of `steps` from 1 to `eps`, in float32 as torch.linspace has it."""
     # linspace counts from the nearer end by a fused multiply-add, which decides the last bit and, truncated, a count:
     # float32 operands, exact in float64, rounded once.
     last = torch.full_like(steps, eps, dtype=torch.float32)
@@ -78,20 +78,20 @@ def timestep(steps: Tensor, at: Tensor, eps: float) -> Tensor:
 
 
 def timestep_share(masks: Tensor, steps: Tensor, age: Tensor, eps: float) -> Tensor:
-    """`[B]` Dream's counts: the share 1 - s/t of the masks left, truncated; all in the last step (arXiv 2508.15487)."""
+    """Return `[B]` Dream's counts: the part 1 - s/t of the masks left, truncated, and in the last step all."""
     now, then = timestep(steps, age, eps), timestep(steps, age + 1, eps)
     share = (masks.float() * (1 - then / now)).long()
     return torch.where(age + 1 >= steps, masks.long(), share)
 
 
 def timestep_odds(steps: Tensor, age: Tensor, eps: float) -> Tensor:
-    """`[B]` Dream's probability for a mask to be opened in this step: 1 - s/t, 1 in the last."""
+    """Return `[B]` Dream's probability for a mask to be opened in this step: 1 - s/t, 1 in the last."""
     odds = 1 - timestep(steps, age + 1, eps) / timestep(steps, age, eps)
     return torch.where(age + 1 >= steps, 1.0, odds)
 
 
 def even_rest(masks: Tensor, steps: Tensor, done: Tensor) -> Tensor:
-    """`[B]` RND1's counts: the masks that stay after `done [B]` of `steps [B]` steps, masks (1 - done / steps) cut off.
+    """Return `[B]` RND1's counts: the masks after `done [B]` of `steps [B]` steps, masks (1 - done / steps) cut off.
 
     The product is one of float32 numbers, as published: its last bit decides a count.
     """
@@ -99,7 +99,7 @@ def even_rest(masks: Tensor, steps: Tensor, done: Tensor) -> Tensor:
 
 
 def equal_steps(canvas: Canvas, steps: int | None) -> Tensor:
-    """`[B]` the active block's part of a generation's `steps` if all blocks get the same number, rounded up.
+    """Return `[B]` the active block's part of a generation's `steps` if all blocks get the same number, rounded up.
 
     Args:
         steps: forwards for the whole generation. With None each block gets one per position.
@@ -131,7 +131,7 @@ def opened_share(steps: Tensor, done: Tensor, *, cosine: bool = False) -> Tensor
 def rounded_share(
     left: Tensor, steps: Tensor, done: Tensor, most: int, *, cosine: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`[B]` counts of the `dllm` library: the part `opened_share` of the masks `left`, rounded to the nearest even.
+    """Return `[B]` the counts of `dllm`: the part `opened_share` of the masks `left`, rounded to the nearest even.
 
     A step that would open nothing is passed over. After the last one all that is left is opened.
 

@@ -43,12 +43,12 @@ class BudgetedThreshold(SharedSteps, Threshold):
         check_count("scheduler.steps", self.steps, optional=True)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """Steps are planned by the block."""
         return replace(super().traits, scheduled=True)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Quota, carry and planned steps, each `[B]`."""
+        """Return quota, carry and planned steps, each `[B]`."""
         zero = torch.zeros_like(canvas.start)
         return zero, zero, zero
 
@@ -57,7 +57,6 @@ class BudgetedThreshold(SharedSteps, Threshold):
         sure, eligible, opens = readout.confidence[:, 0], canvas.eligible(query.positions), canvas.age == 0
         left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are asked
         planned = left.clamp(min=1) if self.steps is None else block_steps(canvas, self.steps)
-        # The published code asks for an even division; here the quota is rounded up.
         quota = torch.where(opens, (left + planned - 1) // planned, carry[0])
         steps = torch.where(opens, planned, carry[2])
 

@@ -64,12 +64,12 @@ class Coherent(SharedSteps, Scheduler):
         return facts.adding(JudgedTokens())
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """The score's statistic."""
         return score_needs(self.score)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B, L+1]` positions to verify and candidates of the last step, `[B]` length of the line, the schedule."""
+        """Return `[B, L+1]` expected positions and last candidates, `[B]` length of the line, and the schedule."""
         one = torch.ones_like(canvas.start)
         return torch.zeros_like(canvas.masked), torch.full_like(canvas.ids, -1), one, (one, one)
 
@@ -79,7 +79,7 @@ class Coherent(SharedSteps, Scheduler):
         left = canvas.noise_left()  # [B] on the canvas: a cache may choose which masks are asked
         share, plan = even_share(canvas, self.steps, carry[3], left)
         late = left <= self.late * (canvas.stop - canvas.start)
-        short = late | (canvas.age == 0)  # a line does not go on in the next block
+        short = late | (canvas.age == 0)  # a line ends with its block
         line = torch.minimum(carry[2].masked_fill(short, 1) + 1, share + (share * self.expand).long())
         grows = canvas.age >= self.warmup - 1  # [B] nothing is expected before the first line
         line = line.where(grows, 1)

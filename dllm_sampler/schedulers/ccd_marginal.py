@@ -59,17 +59,17 @@ class CoherentMarginal(SharedSteps, Scheduler):
         return with_bound_fields(self, vocab=context.spec.vocab_size)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It ranks by entropy."""
         return Traits(ranks_by_confidence=False, scheduled=True)
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """Whole distributions."""
         return frozenset({"probabilities", "entropy"})
 
     def init(self, canvas: Canvas) -> Carry:
-        """Columns `[B, (depth-1) buffer]` and predictions `[B, (depth-1) buffer, V]`, newest first; the schedule."""
+        """Return columns `[B, N]`, predictions `[B, N, V]` and the schedule. N is (depth - 1) buffer, newest first."""
         shape = (canvas.start.shape[0], (self.depth - 1) * self.buffer)
         columns = torch.full(shape, canvas.length, device=canvas.ids.device)
         one = torch.ones_like(canvas.start)
@@ -80,7 +80,7 @@ class CoherentMarginal(SharedSteps, Scheduler):
         assert readout.probabilities is not None and readout.entropy is not None
         score, eligible = -readout.entropy[:, 0], canvas.eligible(query.positions)  # [B, Q]
         buffer = self.buffer
-        # Places 0 to buffer - 1 hold the lowest entropies; one more takes the rest.
+        # Places 0 to buffer - 1 hold the lowest entropies. One more takes the rest.
         place = rank(score, eligible).masked_fill(~eligible, buffer).clamp(max=buffer)
         order = torch.arange(place.numel(), device=place.device).view_as(place)  # rows of [B * Q, V]
         index = order[:, :1].repeat(1, buffer + 1).scatter(1, place, order)[:, :buffer]

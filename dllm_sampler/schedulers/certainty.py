@@ -50,5 +50,5 @@ class CertaintyPrior(FixedSteps):
         return super().rate(canvas, query, readout) * self.density(canvas, query.positions)
 
     def density(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """See `density`."""
+        """Return `[B, Q]` the density of committed columns around the positions."""
         return density(canvas, positions, self.sigma)

@@ -52,17 +52,17 @@ class Credit(DInferThreshold):
         check_count("scheduler.memory", self.memory, most=1024)  # 16 bytes a token and column
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It commits remembered tokens."""
         return replace(super().traits, own_tokens=True)
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """Probabilities of the remembered tokens."""
         return frozenset({"probabilities"})
 
     def init(self, canvas: Canvas) -> Carry:
-        """Tokens and their credit, both `[B, L+1, memory]`; a credit of 0 is a free place."""
+        """Return tokens and their credit, both `[B, L+1, memory]`. A credit of 0 is a free place."""
         tokens = torch.zeros(*canvas.ids.shape, self.memory, dtype=torch.long, device=canvas.ids.device)
         return tokens, tokens.double()
 

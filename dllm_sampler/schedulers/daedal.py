@@ -52,11 +52,11 @@ class Daedal(Lengthening):
             check_share(f"scheduler.{name}", getattr(self, name), "a probability")
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B] bool` rows that have not begun to decode; inner."""
+        """Return `[B] bool` rows that have not begun to decode, and the inner scheduler's carry."""
         return ~canvas.done, super().init(canvas)
 
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`: forwards that commit nothing, and commits that a cut takes away."""
+        """Return the most steps, with forwards that commit nothing, and commits that a cut takes away."""
         return super().bound(tokens) + 1 + -(-max(0, tokens - self.initial) // self.expand) + self.expand
 
     @override
@@ -84,7 +84,7 @@ class Daedal(Lengthening):
         return edit, (grows, where_rows(ready, inner, before, canvas.length))
 
     def _gap(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Tensor, Tensor]:
-        """`[B]` the least sure mask that the block is left with, the first of equals, and `[B]` masks it asks for."""
+        """Return `[B]` the least sure mask left in the block, the first of equals, and `[B]` masks that it asks for."""
         left = canvas.eligible(query.positions) & ~edit.commit
         sure = readout.confidence[:, 0].masked_fill(~left, torch.inf)
         least, at = sure.min(1)

@@ -67,8 +67,8 @@ class Dawn(Scheduler):
         check_count("scheduler.attention_layers", self.attention_layers)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It asks about all columns before the block's end, and looks at their attention."""
         rare = (AllColumns(), WatchedLayers(self.attention_layers))
         return Traits(asks_block=False, scope="model", rare=rare)
 

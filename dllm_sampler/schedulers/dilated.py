@@ -39,7 +39,7 @@ class Dilated(Scheduler):
 
     @property
     def traits(self) -> Traits:
-        """The order is given, confidences may only delay it."""
+        """Traits of a given order, which confidences may only delay."""
         return Traits(ranks_by_confidence=self.skip > 0, scheduled=True)
 
     @override

@@ -112,7 +112,7 @@ class DiscreteDDIM(Scheduler):
         return torch.where(early, canvas.age // group, late), torch.where(early, canvas.age % group, 0)
 
     def conditions(self, canvas: Canvas) -> Tensor:
-        """See `Corrects.conditions`. A sweep leaves the self-conditioning as it was."""
+        """Return true for predictor steps. A sweep leaves the self-conditioning as it was."""
         return self.clock(canvas)[1] == 0
 
     @override

@@ -57,8 +57,8 @@ class SoftParallel(Scheduler):
         return with_bound_fields(self, grid=context.blocks.grid or 1)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It replaces tokens, and feeds soft ones."""
         return Traits(asks="window", revises=True, scheduled=True, scope="model", rare=(SoftInputs(),))
 
     @override
@@ -67,7 +67,7 @@ class SoftParallel(Scheduler):
         return Standing(none, torch.zeros_like(none, dtype=torch.float32))
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The whole block. Tokens that the last forward predicted are soft."""
+        """Ask for the whole block. Tokens that the last forward predicted are soft."""
         query = Query.window(canvas)
         at, token = query.positions, query.ids[:, 0]
         soft = canvas.inside(at) & ~canvas.masked.gather(1, at) & (carry.token.gather(1, at) == token)
@@ -89,5 +89,5 @@ class SoftParallel(Scheduler):
         return edit, Standing(carry.token.scatter(1, at, token), carry.sure.scatter(1, at, sure.float()))
 
     def bound(self, tokens: int) -> int:
-        """Every block may have as many forwards as columns, also one that begins with most of a prompt."""
+        """Return the most steps. Every block may have as many as columns, even if most of them are a prompt's."""
         return tokens * self.grid

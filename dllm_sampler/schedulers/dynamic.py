@@ -59,12 +59,12 @@ class DynamicThreshold(Threshold):
         return replace(super().traits, ranks_by_confidence=ranks, draws_order=draws, scheduled=True)
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """The score's statistic."""
         return score_needs(self.score)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` positions of the block when it was opened: a stop may shorten the canvas later."""
+        """Return `[B]` positions of the block when it was opened: a stop may shorten the canvas later."""
         return torch.zeros_like(canvas.start)
 
     @override
@@ -76,13 +76,13 @@ class DynamicThreshold(Threshold):
         return Edit(readout.token[:, 0], commit), length
 
     def share(self, canvas: Canvas, length: Tensor) -> Tensor:
-        """`[B]` positions that this step commits at least, in a block of `length [B]`."""
+        """Return `[B]` positions that this step commits at least, in a block of `length [B]`."""
         grid = canvas.layout.grid
         whole = length if grid is None else torch.full_like(length, grid.part or grid.length)
         steps = whole if self.steps is None else torch.full_like(whole, self.steps)
         return uniform_share(whole, steps.clamp(min=1), canvas.age).clamp(min=1)
 
     def chosen(self, confidence: Tensor, score: Tensor, eligible: Tensor, share: Tensor) -> Tensor:
-        """`[B, Q] bool` the eligible above the threshold if these are `share [B]` or more, else the best `share`."""
+        """Return `[B, Q] bool` all above the threshold if these are `share [B]` or more, else the best `share`."""
         sure = eligible & (confidence > self.threshold)
         return torch.where((sure.sum(1) >= share)[:, None], sure, top(score, eligible, share))

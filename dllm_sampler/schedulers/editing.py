@@ -96,12 +96,12 @@ class TokenEditing(Threshold, Renoising):
         return super().needs | ({"current"} if self.remask in ("low_prob", "logit_diff") else set())
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It replaces tokens, or takes them back."""
         return replace(super().traits, asks="window", revises=self.edit < 1 or self.remask is not None)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` editing steps made since the block was full, or `Suspects`."""
+        """Return `[B]` editing steps made since the block was full, or `Suspects`."""
         none = torch.zeros_like(canvas.start)
         if self.remask is None:
             return none
@@ -122,7 +122,7 @@ class TokenEditing(Threshold, Renoising):
         edits = written & (token != canvas.ids.gather(1, at)) & (sure > self.edit)
         some_left = eligible.any(1)
         made = (carry + 1).masked_fill(some_left, 0)
-        # The step that fills the block is followed by an editing step; each of these by another if it changed a token.
+        # The step that fills the block is followed by an editing step, and each one that changed a token by another.
         again = (some_left | edits.any(1)) & (made < self.extra)
         if self.edit >= 1:
             return Edit(token, fill), made
@@ -169,5 +169,5 @@ class TokenEditing(Threshold, Renoising):
         return Edit(token.masked_fill(back, self.noise_id), fill, back, keep_block=again), after
 
     def bound(self, tokens: int) -> int:
-        """Every block may be edited on, and every token may be taken back."""
+        """Return the most steps. Every block may be edited on, and every token may be taken back."""
         return tokens * (1 + self.extra + (self.remask_limit if self.remask is not None else 0))

@@ -33,13 +33,13 @@ class EntropyThreshold(Scheduler):
         check_number("scheduler.entropy", self.entropy, "a number of nats", least=-inf)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It ranks by entropy."""
         return Traits(ranks_by_confidence=False)
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """Entropy."""
         return frozenset({"entropy"})
 
     @override

@@ -43,13 +43,13 @@ class EntropyBound(Scheduler):
         check_choice("scheduler.score", self.score, Proxy)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It ranks by its score."""
         return Traits(ranks_by_confidence=self.score == "confidence")
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """Entropy, and the score."""
         return frozenset({"entropy"}) | score_needs(self.score)
 
     @override
@@ -61,7 +61,7 @@ class EntropyBound(Scheduler):
 
 
 def bounded(entropy: Tensor, eligible: Tensor, bound: float, score: Tensor | None = None) -> Tensor:
-    """`[B, Q] bool` most `eligible` positions, highest score first, whose entropies sum to `bound` without the largest.
+    """Return `[B, Q] bool` most `eligible` positions whose entropies sum to `bound` without the largest.
 
     Args:
         score: `[B, Q]` higher first. With None the lowest entropy is first.

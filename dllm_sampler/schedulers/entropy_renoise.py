@@ -88,7 +88,7 @@ class EntropyRenoise(Renoising):
 
     @property
     def traits(self) -> Traits:
-        """It judges the block as a whole, by entropy, and nothing stays accepted."""
+        """Traits of a rule that judges the block as a whole, by entropy, and accepts nothing for good."""
         own = Traits(asks="window", ranks_by_confidence=False, needs_every_position=True, revises=True)
         return own.adding(UniformNoise())
 
@@ -98,11 +98,11 @@ class EntropyRenoise(Renoising):
         return frozenset({"entropy", "logits", "logsumexp"} | ({"draw"} if self.formed else set()))
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B, L+1]` the last forward's best tokens, and `[B]` forwards before it with the same ones."""
+        """Return `[B, L+1]` the last forward's best tokens, and `[B]` forwards before it with the same ones."""
         return torch.zeros_like(canvas.ids), torch.zeros_like(canvas.age)
 
     def accepts(self, canvas: Canvas, query: Query, entropy: Tensor) -> Tensor:
-        """`[B, Q] bool` the positions of the block that this forward accepts, by their `entropy [B, Q]`."""
+        """Return `[B, Q] bool` the positions of the block that this forward accepts, by their `entropy [B, Q]`."""
         return bounded(entropy, canvas.inside(query.positions), self.entropy_bound)
 
     @override
@@ -132,5 +132,5 @@ class EntropyRenoise(Renoising):
         return edit, (carry[0].scatter(1, at, best), still)
 
     def bound(self, tokens: int) -> int:
-        """Every block takes its steps."""
+        """Return the steps of blocks of one token each."""
         return tokens * self.max_denoising_steps

@@ -72,7 +72,7 @@ class Eoser(Around):
 
     @property
     def traits(self) -> Traits:
-        """Its factor depends on the progress of the whole generation."""
+        """Traits of a factor that depends on the progress of the whole generation."""
         inner = super().traits
         scope = "answer" if inner.scope == "block" else inner.scope
         return replace(inner, scope=scope, scheduled=inner.scheduled or self.progress == "step")
@@ -89,7 +89,7 @@ class Eoser(Around):
         return replace(edit, score=held[:, 0] if edit.score is None else edit.score), carry
 
     def _progress(self, canvas: Canvas) -> Tensor:
-        """`[B]` how far decoding is, from 0 to 1."""
+        """Return `[B]` how far decoding is, from 0 to 1."""
         if self.steps is None:
             return canvas.progress()
         if self.progress == "ascending":

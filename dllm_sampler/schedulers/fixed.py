@@ -77,16 +77,16 @@ class FixedSteps(SharedSteps, Scheduler):
 
     @property
     def total_steps(self) -> int | None:
-        """See `Scheduler.total_steps`. A schedule that rounds up in each block keeps to no number."""
+        """The option `steps`, or None for a schedule that rounds up in each block and so keeps to no number."""
         return None if self.schedule in ROUNDED else self.steps
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """The score's statistic."""
         return score_needs(self.score)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later.
+        """Return `[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later.
 
         In place of the masks a rounded schedule has the steps made or passed over so far.
         """
@@ -99,7 +99,7 @@ class FixedSteps(SharedSteps, Scheduler):
         return Edit(readout.token[:, 0], top(score, canvas.eligible(query.positions), count)), carry
 
     def count(self, canvas: Canvas, carry: Carry) -> tuple[Tensor, Carry]:
-        """`[B]` positions that this step commits, and the next step's carry."""
+        """Return `[B]` positions that this step commits, and the next step's carry."""
         left = canvas.noise_left()  # on the canvas: a cache may choose which masks are asked
         if self.schedule in ROUNDED:
             opens = canvas.age == 0
@@ -122,14 +122,14 @@ class FixedSteps(SharedSteps, Scheduler):
         return torch.where(canvas.age + 1 >= steps, left, count.clamp(min=1))
 
     def order(self, canvas: Canvas, query: Query, readout: Readout, count: Tensor) -> Tensor:
-        """`[B, Q]` what this step ranks the masks by: `rate`, with noise under a temperature."""
+        """Return `[B, Q]` what this step ranks the masks by: `rate`, with noise under a temperature."""
         score = self.rate(canvas, query, readout)
         if not self.alg_temp:
             return score
         return score / self.alg_temp + canvas.layout.noise.order(canvas, query.positions, count)
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """`[B, Q]` what ranks the masks, higher first."""
+        """Return `[B, Q]` what ranks the masks, higher first."""
         return rate(self.score, canvas, query, readout)
 
     @override

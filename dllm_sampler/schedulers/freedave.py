@@ -57,12 +57,12 @@ class FreeDave(Drafting):
         check_choice("scheduler.match", self.match, Match)
 
     def bind(self, context: Context) -> Self:
-        """See `Drafting.bind`; what was measured on this model stays known."""
+        """Bind as `Drafting` does, and keep what was measured on this model."""
         bound = super().bind(context)
         return with_bound_fields(bound, measured=self.measured) if self.mask_id == bound.mask_id else bound
 
     def branches(self, most: int) -> list[Branch]:
-        """One, two, three ... drafted steps; a candidate without a mask would have nothing to predict."""
+        """Return one, two, three ... drafted steps. A candidate without a mask would have nothing to predict."""
         longest = self.measured.most if self.draft == "auto" else self.draft
         longest = longest if self.most_candidates is None else min(longest, self.most_candidates)
         return [Branch(steps) for steps in range(1, min(longest, most))]
@@ -76,7 +76,7 @@ class FreeDave(Drafting):
         return self.measured.next(made, seconds) if self.draft == "auto" else None
 
     def fits(self, query: Query, before: State, after: State) -> Tensor:
-        """See `Drafting.fits`; `subset` prefers the fullest candidate that the step covers."""
+        """Return how well each candidate fits. `subset` prefers the fullest one that the step covers."""
         if self.match == "exact":
             return super().fits(query, before, after)
         noise = query.ids == self.mask_id  # [B, K, Q]
@@ -85,7 +85,7 @@ class FreeDave(Drafting):
         return size * (covered & (size > size.gather(1, before.candidate[:, None])))
 
     def follow(self, query: Query, before: State, after: State, candidate: Tensor) -> State:
-        """See `Drafting.follow`; `subset` may commit less than the step does."""
+        """Return the state of the candidate. `subset` may commit less than the step does."""
         after = super().follow(query, before, after, candidate)
         if self.match == "exact":
             return after

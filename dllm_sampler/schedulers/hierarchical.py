@@ -46,7 +46,7 @@ class Hierarchical(Renoising):
             check_number(f"scheduler.{name}", getattr(self, name), "a probability", optional=True)
 
     def bind(self, context: Context) -> Self:
-        """See `Renoising.bind`.
+        """Take the noise token.
 
         Raises:
             UserError: remasking on a model without a mask token.
@@ -56,8 +56,8 @@ class Hierarchical(Renoising):
         return super().bind(context)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It revises where it remasks."""
         return Traits(asks="window", revises=self.remask is not None)
 
     @override
@@ -85,7 +85,7 @@ class Hierarchical(Renoising):
 
     @staticmethod
     def _nominees(canvas: Canvas, query: Query, place: Tensor, free: Tensor) -> Tensor:
-        """`[B, Q]` the best `place [B, Q]` of each run of neighbours in `free [B, Q]`."""
+        """Return `[B, Q]` the best `place [B, Q]` of each run of neighbours in `free [B, Q]`."""
         # Runs of the canvas: a cache may choose which of a run's masks are asked, so there may be more runs than asked
         # masks. Padding is never open, nor is what a finished row left.
         row = (canvas.masked & canvas.in_block() & ~canvas.done[:, None]).scatter(1, query.positions, free)

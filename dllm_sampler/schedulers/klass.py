@@ -66,8 +66,8 @@ class Klass(FixedSteps):
         return replace(super().traits, ranks_by_confidence=True, scheduled=scheduled)
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """Whole predictions, and the fallback's score."""
         return super().needs | {"probabilities" if self.precise else "predictions"}
 
     @property
@@ -76,7 +76,7 @@ class Klass(FixedSteps):
         return self.take == "steadiest"
 
     def init(self, canvas: Canvas) -> Carry:
-        """The fixed schedule's state; the last query `[B, Q]`, what was predicted, the last moves `[B, Q, history]`."""
+        """Return the fixed schedule's state, the last query `[B, Q]`, its predictions, and moves `[B, Q, history]`."""
         assert self.model is not None
         nowhere = torch.full_like(canvas.ids[:, :1], canvas.length)
         zero = torch.zeros_like(nowhere, dtype=self.model.dtype)[..., None]
@@ -100,7 +100,7 @@ class Klass(FixedSteps):
         past = past.masked_fill(new[..., None], torch.inf)
         sure = readout.confidence[:, 0]  # [B, Q]
         ready = eligible & (sure > self.threshold) & (past < self.divergence).all(-1)
-        still = -move.masked_fill(move < ROUNDING, 0)  # else equal predictions were ranked by how a sum was rounded
+        still = -move.masked_fill(move < ROUNDING, 0)  # otherwise rounding would rank equal predictions
         score = still if self.take == "steadiest" else sure
         chosen = ready if self.take == "all" else select.top(score, ready, torch.ones_like(canvas.age))
         # The last step takes all. A step that sees only a part of the masks must still keep to the schedule.

@@ -63,7 +63,7 @@ class LearnedFilter(SharedSteps, DrawnPositions):
 
     @property
     def layers(self) -> Layers:
-        """The filter; empty before `bind`."""
+        """The filter. It is empty before `bind`."""
         return () if self.loaded is None else self.loaded[1]
 
     @property
@@ -73,7 +73,7 @@ class LearnedFilter(SharedSteps, DrawnPositions):
         return replace(super().traits, asks="window", rare=trained)
 
     def init(self, canvas: Canvas) -> Carry:
-        """The block's schedule, `[B, N]` its last confidences."""
+        """Return the block's schedule, and `[B, N]` its last confidences."""
         size, one = self.layers[0][0].shape[1], torch.ones_like(canvas.start)
         return (one, one), torch.ones(one.shape[0], size, device=one.device)
 

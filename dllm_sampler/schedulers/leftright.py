@@ -28,7 +28,7 @@ class Leftmost(Scheduler):
 
     @property
     def traits(self) -> Traits:
-        """It goes by place: a mask that is passed over would break the order."""
+        """Traits of a rule that goes by position. A mask that is passed over would break the order."""
         facts = Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False)
         limit = self.max_lookahead
         return facts if limit is None else replace(facts, scope="model").adding(HiddenMasks(limit))
@@ -43,7 +43,7 @@ class Leftmost(Scheduler):
         return Query.at(canvas, masks).before(canvas, horizon)
 
     def draft(self, canvas: Canvas, query: Query) -> Tensor:
-        """`[B, Q] bool` the positions asked about that this step may commit."""
+        """Return `[B, Q] bool` the positions asked about that this step may commit."""
         eligible = canvas.eligible(query.positions)
         if self.max_lookahead is None:
             return eligible
@@ -51,7 +51,7 @@ class Leftmost(Scheduler):
 
     @staticmethod
     def horizon(canvas: Canvas, columns: int) -> Tensor:
-        """`[B]` the first column that is too far: `columns` from the first mask on, or the row's end."""
+        """Return `[B]` the first column that is too far: `columns` from the first mask on, or the row's end."""
         return torch.minimum(canvas.frontier() + columns, canvas.end)
 
 

@@ -60,13 +60,13 @@ class Lengthening(Around):
 
     @property
     def traits(self) -> Traits:
-        """The inner scheduler's, of an answer that is asked for as a whole and may change in length."""
+        """Traits of the inner scheduler, about an answer that is asked for as a whole and may change in length."""
         facts = replace(super().traits, asks_block=False, scope="model").without(PlannedCommits)
         return facts.adding(ChangingLength(self.initial))
 
     @property
     def needs(self) -> frozenset[str]:
-        """Where tokens are drawn, what the best one would be."""
+        """The inner scheduler's needs, and where tokens are drawn, what the best one would be."""
         return super().needs | {"probabilities"} if self.draws else super().needs
 
     def bind(self, context: Context) -> Self:
@@ -76,20 +76,20 @@ class Lengthening(Around):
         return with_bound_fields(super().bind(context), end_ids=spec.eos_ids, mask=mask, draws=context.draws)
 
     def inside(self, carry: Carry) -> Carry:
-        """See `Around.inside`: it is after the rule's own state."""
+        """Return what is after the rule's own state."""
         return carry[1]
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The inner scheduler's query and every column of the answer, committed ones too."""
+        """Ask the inner scheduler's query, and about every column of the answer, committed ones too."""
         first = canvas.layout.given_end
         answer = canvas.seen() & (canvas.columns() >= first[:, None])
         return super().ask(canvas, carry).join(canvas, answer, canvas.layout.longest)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> None:
-        """See `Planner.ahead`: what is inserted is not known before."""
+        """Return None: insertions are not known before."""
 
     def ends(self, canvas: Canvas, query: Query, readout: Readout) -> tuple[Tensor, Tensor]:
-        """`[B, Q]` the queried positions at which an end token is the best one, and how sure it is."""
+        """Return `[B, Q]` the queried positions at which an end token is the best one, and how sure it is."""
         token, sure = readout.token[:, 0], readout.confidence[:, 0]
         if readout.probabilities is not None:
             token = argmax(readout.probabilities[:, 0])
@@ -97,7 +97,7 @@ class Lengthening(Around):
         return is_end(token, self.end_ids) & (sure > 0) & (query.positions < canvas.end[:, None]), sure
 
     def signal(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """`[B] float64` sum of the probabilities of the last `eos_tokens` predicted end tokens, over that number."""
+        """Return `[B] float64` the mean probability of the last `eos_tokens` end tokens. Missing ones count 0."""
         ends, sure = self.ends(canvas, query, readout)
         last = ends.flip(1).cumsum(1).flip(1) <= self.eos_tokens
         # A sum has these digits in any order, so a row's signal is the same in every batch.

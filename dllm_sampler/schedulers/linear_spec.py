@@ -54,7 +54,7 @@ class LinearSpec(Threshold):
 
     @property
     def traits(self) -> Traits:
-        """It asks about drafts, and commits what a causal forward says of them."""
+        """Traits of a rule that asks about drafts, and commits what a causal forward says of them."""
         facts = replace(super().traits, asks_block=False, needs_every_position=True, drafts=True, own_tokens=True)
         facts = replace(facts, ranks_by_confidence=False, scope="model")
         return facts.adding(CausalQueries(), LeftToRightVerifier())
@@ -80,7 +80,7 @@ class LinearSpec(Threshold):
         return Draft(torch.zeros_like(canvas.ids), torch.zeros_like(canvas.masked))
 
     def missing(self, canvas: Canvas, carry: Draft) -> Tensor:
-        """`[B, L+1] bool` masks that wait for a draft; a row without one verifies. No row is before a first column."""
+        """Return `[B, L+1] bool` masks that wait for a draft. A row without one verifies. No row predicts column 0."""
         column, last = canvas.columns(), canvas.stop[:, None] - 1
         return canvas.masked & canvas.in_block() & ((column < last) | (column == 0)) & ~carry.known
 
@@ -107,5 +107,5 @@ class LinearSpec(Threshold):
         return replace(edit, stop=torch.where(verifies[:, 0], stop, canvas.stop)), draft
 
     def bound(self, tokens: int) -> int:
-        """A round commits one token at least; its draft takes a forward, or under a threshold one for each token."""
+        """Return the most steps. A round commits one token at least. It drafts in one forward, or in one per token."""
         return tokens * (2 if self.threshold <= 0 else tokens + 1)

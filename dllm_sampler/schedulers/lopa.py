@@ -1,8 +1,9 @@
-"""LoPA: fill one more position in several ways, and go on from where the model is surest of all that is left."""
+"""LoPA: fill one more position in several ways, and continue where the model is surest of all that is left."""
 
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_choice, check_share
 from dllm_sampler.core.protocols import Carry
@@ -52,12 +53,12 @@ class LoPA(Forking):
         check_share("scheduler.alpha", self.alpha)
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """The readout's parts that it scores by, too."""
         return super().needs | score_needs(self.score)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Held) -> tuple[Edit, Carry]:
-        """The edit that leads to the winner, and on from there as far as the inner scheduler goes."""
+        """Lead to the winner, and from there as far as the inner scheduler goes."""
         if not self.forks:
             edit, inner = self.inner.tell(canvas, query, readout, carry.inner)
             return edit, Held(inner, carry.forks)

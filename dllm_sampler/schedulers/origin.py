@@ -39,17 +39,17 @@ class Origin(SharedSteps, Scheduler):
         check_eps(self.eps)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """Chance decides."""
         facts = Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False, draws_order=True)
         return replace(facts, scheduled=True)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
+        """Return `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
         return torch.zeros_like(canvas.start)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The masks that chance opens in this step."""
+        """Ask for the masks that chance opens in this step."""
         asked = select.columns(canvas.masked & canvas.in_block(), canvas.layout.width)  # [B, Q]
         odds = timestep_odds(self._steps(canvas, carry), canvas.age, self.eps)[:, None]
         opened = (canvas.uniform(asked) < odds) & (asked < canvas.length)
@@ -60,7 +60,7 @@ class Origin(SharedSteps, Scheduler):
         return Edit(readout.token[:, 0], canvas.eligible(query.positions)), self._steps(canvas, carry)
 
     def bound(self, tokens: int) -> int:
-        """A block that is sized by its first forward (AdaBlock) may open nothing in it: one more per block."""
+        """Return the most steps. A block that is sized by its first forward (AdaBlock) may open nothing in it."""
         return max(tokens, self.steps or 0) + tokens
 
     def _steps(self, canvas: Canvas, carry: Carry) -> Tensor:

@@ -38,13 +38,13 @@ class RandomOrder(SharedSteps, Scheduler):
         check_count("scheduler.steps", self.steps, optional=True)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """Chance decides."""
         facts = Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False, draws_order=True)
         return replace(facts, scheduled=True).adding(PlannedCommits())
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
+        """Return `[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
         return torch.zeros_like(canvas.start), torch.zeros_like(canvas.start)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor:
@@ -69,10 +69,10 @@ class RandomOrder(SharedSteps, Scheduler):
         return Edit(readout.token[:, 0], commit), carry
 
     def bound(self, tokens: int) -> int:
-        """A block that is sized by its first forward (AdaBlock) may commit nothing in it: one more per block."""
+        """Return the most steps. A block that is sized by its first forward (AdaBlock) may commit nothing in it."""
         return 2 * tokens
 
     @staticmethod
     def _number(canvas: Canvas, positions: Tensor) -> Tensor:
-        """`[B, Q]` number of each position, the same in every step; the highest is next."""
+        """Return `[B, Q]` a number of each position, the same in every step. The highest is next."""
         return replace(canvas, step=torch.zeros_like(canvas.step)).uniform(positions)

@@ -44,7 +44,7 @@ class RunningConfidence(Remasking):
         return Edit(ids, noise ^ still, back, keep_block=keep_block), carry.scatter(1, at, sure)
 
     def first(self, canvas: Canvas) -> Tensor:
-        """`[B, 1]` first column that may be taken back: the block's."""
+        """Return `[B, 1]` first column that may be taken back: the block's."""
         return canvas.start[:, None]
 
     def missing(self, canvas: Canvas) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
@@ -40,20 +41,20 @@ class Remasking(SharedSteps, Renoising):
         check_count("scheduler.steps", self.steps, optional=True)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """Tokens are taken back."""
         return Traits(asks_block=False, needs_every_position=True, revises=True)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B, L+1]` confidence at commit; infinite where nothing is recorded."""
+        """Return `[B, L+1]` confidence at commit. It is infinite where nothing is recorded."""
         return torch.full(canvas.ids.shape, torch.inf, dtype=torch.float64, device=canvas.ids.device)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The whole block. Committed positions may be taken back but need no prediction, so a cache may lack them."""
+        """Ask for the whole block. Committed positions need no prediction, so a cache may lack them."""
         return replace(Query.window(canvas), keeps_positions=True)
 
     def block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """`[B]` positions of the block, and steps it may take: at most one per position."""
+        """Return `[B]` positions of the block, and steps it may take: at most one per position."""
         length = canvas.free_in_block().clamp(min=1)
         if self.steps is None:
             return length, length

@@ -53,7 +53,7 @@ class Remdm(Remasking):
         return self.revisions
 
     def bound(self, tokens: int) -> int:
-        """Every block adds its revisions; blocks of one position reach it."""
+        """Return the most steps. Every block adds its revisions, and blocks of one position reach it."""
         return tokens * (1 + self.revisions)
 
     @override

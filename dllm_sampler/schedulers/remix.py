@@ -69,17 +69,17 @@ class RejectionMixing(Scheduler):
         return with_bound_fields(self, model=context.spec)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It feeds soft masks."""
         return Traits(scope="model", rare=(SoftInputs(),))
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """Whole distributions."""
         return frozenset({"probabilities"})
 
     def init(self, canvas: Canvas) -> Carry:
-        """See `Predicted`. Nothing was asked yet."""
+        """Return predictions of nothing: no position was asked about yet."""
         assert self.model is not None
         nowhere, vocab = torch.full_like(canvas.ids[:, :1], canvas.length), self.model.vocab_size
         precise = torch.promote_types(self.model.dtype, torch.float32)
@@ -88,7 +88,7 @@ class RejectionMixing(Scheduler):
         return Predicted(nowhere, law, Mixture(tops.long(), tops, torch.zeros_like(nowhere, dtype=torch.bool)))
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The masks of the block, with those that were predicted in it mixed."""
+        """Ask for the masks of the block, with those that were predicted in it mixed."""
         return self.mixed(canvas, Query.masks(canvas), carry, canvas.age > 0)
 
     @staticmethod

@@ -68,11 +68,11 @@ class RhoEos(Lengthening):
         check_count("scheduler.min_length", self.min_length, 0, optional=True)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B] bool` rows whose length is final; inner."""
+        """Return `[B] bool` rows whose length is final, and the inner scheduler's carry."""
         return torch.zeros_like(canvas.done), super().init(canvas)
 
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`: after the last change each step commits, but one that finds a cut block full."""
+        """Return the most steps. After the last change each step commits, but one that finds a cut block full."""
         return super().bound(tokens) + STEPS + 1
 
     @override
@@ -95,18 +95,18 @@ class RhoEos(Lengthening):
         return replace(edit, resize=resize), (final, inner)
 
     def full(self, canvas: Canvas) -> Tensor:
-        """`[B] bool` rows that are as long as they may get, whose length is final then."""
+        """Return `[B] bool` rows that are as long as they may get, whose length is final then."""
         return canvas.end >= canvas.layout.answer_end
 
     def _share(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """`[B] float32` the signal."""
+        """Return `[B] float32` the signal."""
         if self.signal_of == "confidence":
             return self.signal(canvas, query, readout).float()
         noise = canvas.masked.gather(1, query.positions)
         return (self.ends(canvas, query, readout)[0] & noise).sum(1).float() / noise.sum(1).clamp(min=1)
 
     def _columns(self, share: Tensor) -> Tensor:
-        """`[B]` columns to append, or, below 0, to cut off. In float32, which counts other segments than float64."""
+        """Return `[B]` columns to append, or below 0 to cut off. Float32 counts other segments than float64."""
         few, many = self.low - share, share - self.high
         segments = torch.ceil(torch.maximum(few, many) / torch.full_like(few, SEGMENT)).long().clamp(min=1, max=MOST)
         times = {"exp": 2 ** (segments - 1).clamp(max=3), "linear": segments, "const": torch.ones_like(segments)}

@@ -58,13 +58,13 @@ class SelfVerified(routing.Routing, verify.Verifying):
 
     @property
     def traits(self) -> Traits:
-        """It asks about drafts, by shadows, and commits them a forward later."""
+        """Traits of a rule that asks about drafts, by shadows, and commits them a forward later."""
         facts = replace(super().traits, asks_block=False, needs_every_position=True, drafts=True, own_tokens=True)
         return replace(facts, scope="model").adding(ShadowRows(), LeftToRightVerifier())
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """The readout's parts that the policy reads, too."""
         return super().needs | self.routing_needs
 
     @override
@@ -73,7 +73,7 @@ class SelfVerified(routing.Routing, verify.Verifying):
         return Round(zero, zero, zero > 0, self.undrafted(canvas), self.unrouted(canvas))
 
     def ask(self, canvas: Canvas, carry: Round) -> Query:
-        """The block; what waits is verified."""
+        """Ask for the block, and verify the draft that waits."""
         return self.verifying(canvas, super().ask(canvas, carry), carry.draft, carry.waits & ~canvas.done)
 
     @override
@@ -100,5 +100,5 @@ class SelfVerified(routing.Routing, verify.Verifying):
         return Edit(ids, commit, confidence=confidence), Round(length, canvas.age + ~waits, waits, now, routed)
 
     def bound(self, tokens: int) -> int:
-        """Two forwards for each token."""
+        """Return two forwards for each token."""
         return 2 * tokens

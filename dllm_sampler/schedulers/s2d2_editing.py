@@ -43,12 +43,12 @@ class EditingSelfVerified(SelfVerified):
         check_count("scheduler.extra", self.extra, 0)
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It replaces tokens."""
         return replace(super().traits, asks="window", revises=True)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` editing rounds made since the block was full; a round of `s2d2`."""
+        """Return `[B]` editing rounds made since the block was full, and a round of `s2d2`."""
         return torch.zeros_like(canvas.start), super().init(canvas)
 
     @override
@@ -70,5 +70,5 @@ class EditingSelfVerified(SelfVerified):
         return edit, (made, after)
 
     def bound(self, tokens: int) -> int:
-        """Every block may be edited on."""
+        """Return the most steps. Every block may be edited on."""
         return tokens * (2 + self.extra)

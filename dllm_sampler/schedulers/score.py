@@ -15,7 +15,7 @@ def score_needs(name: Score) -> frozenset[str]:
 
 
 def rate(name: Score, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-    """`[B, Q]` confidence, margin, negative entropy, a random number, or the earlier the higher."""
+    """Return `[B, Q]` confidence, margin, negative entropy, a random number, or the earlier the higher."""
     if name == "position":
         return -query.positions.double()
     if name == "random":

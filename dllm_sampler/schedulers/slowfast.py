@@ -60,12 +60,12 @@ class SlowFast(Threshold):
         return replace(facts, scope="model").adding(HiddenMasks()) if self.truncate else facts
 
     def init(self, canvas: Canvas) -> Carry:
-        """Columns `[B]` left and edge (0: unknown), `[B]` forwards of either phase, `[B, window]` estimates."""
+        """Return `[B]` left, edge (0 is unknown) and forwards of either phase, and `[B, window]` estimates."""
         zero = torch.zeros_like(canvas.start)
         return zero, zero, zero, zero, zero[:, None].double().repeat(1, self.window)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Masks of the block, or of the window in a fast phase."""
+        """Ask for the masks of the block, or of the window in a fast phase."""
         _, edge, _, fast, _ = self._opened(canvas, carry)
         end = torch.where(fast >= 0, edge, canvas.stop)[:, None]
         masks = select.columns(canvas.masked & canvas.in_block() & (canvas.columns() < end), canvas.layout.width)
@@ -89,22 +89,22 @@ class SlowFast(Threshold):
         edge = torch.where(over & (edge == 0), seen.nanmean(1).long(), edge)
         fast = torch.where(slowly, fast.masked_fill(over, 0), fast + 1)
 
-        # Counted on the canvas: a cache may choose which masks are asked. Where it chose none before the edge, go on.
+        # Counted on the canvas, since a cache may choose which masks are asked. With none before the edge it is over.
         filled = (commit & (query.positions < edge[:, None])).sum(1)
         full = (fast >= 0) & ~((replace(canvas, stop=edge).noise_left() > filled) & eligible.any(1))
         return Edit(readout.token[:, 0], commit), self._fresh(full, edge, left, edge, slow, fast, seen)
 
     def ends(self, slow: Tensor, edge: Tensor) -> Tensor:
-        """`[B] bool` slow phases that are over after `slow [B]` forwards, with the `edge [B]` they found (0: none)."""
+        """Return `[B] bool` slow phases that are over after `slow [B]` forwards. An `edge [B]` of 0 is not known."""
         return (slow >= self.slow) | (edge > 0)
 
     def _opened(self, canvas: Canvas, carry: Carry) -> Carry:
-        """The state, new where a block opens."""
+        """Return the state, a new one where a block opens."""
         left, edge, *rest = self._fresh(canvas.age == 0, canvas.start, *carry)
         return left, edge if self.slow else canvas.stop, *rest
 
     def _fresh(self, new: Tensor, start: Tensor, *state: Tensor) -> Carry:
-        """The state with a cycle that begins at `start`, in the rows `new [B]`; without a slow phase it begins fast."""
+        """Return the state with a cycle that begins at `start` in the rows `new [B]`, fast without a slow phase."""
         left, edge, slow, fast, seen = state
         fast, seen = fast.masked_fill(new, -1 if self.slow else 0), seen.masked_fill(new[:, None], torch.nan)
         return torch.where(new, start, left), edge.masked_fill(new, 0), slow.masked_fill(new, 0), fast, seen

@@ -44,7 +44,7 @@ class SelfSpeculative(Drafting):
         check_count("scheduler.nodes", self.nodes)
 
     def branches(self, most: int) -> list[Branch]:
-        """Prefixes of the drafted steps, then prefixes with one of the steps after the next."""
+        """Return prefixes of the drafted steps, then prefixes with one of the steps after the next."""
         length = min(self.length, most - 1)
         chain = [Branch(steps) for steps in range(1, length + 1)]
         swaps = [

@@ -58,7 +58,7 @@ class StreamingThreshold(Threshold):
         return Edit(readout.token[:, 0], commit), carry
 
     def falling(self, canvas: Canvas, query: Query) -> Tensor:
-        """`[B] float64` the threshold of this step."""
+        """Return `[B] float64` the threshold of this step."""
         seen = visible(canvas, query) & (canvas.columns() >= canvas.start[:, None])
         seen = seen if self.behind else canvas.in_block()
         share = (seen & canvas.masked).sum(1).double() / seen.sum(1).clamp(min=1)

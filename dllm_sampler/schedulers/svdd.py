@@ -76,7 +76,7 @@ class SoftValueGuided(Choosing):
 
     @property
     def traits(self) -> Traits:
-        """It reads the device in each step, and with `value=fill` asks about drafts."""
+        """Traits of a rule that reads the device in each step, and with `value=fill` asks about drafts."""
         if self.candidates == 1:
             return super().traits
         inner = super().traits.without(UniformNoise)

@@ -61,18 +61,18 @@ class Wino(Renoising):
         check_count("scheduler.most", self.most, self.least)
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """The log-probability of the committed token of each position."""
         return frozenset({"current"})
 
     @property
     def traits(self) -> Traits:
-        """Shadows see every column and take tokens back."""
+        """Traits of shadows, which see every column and take tokens back."""
         rare = (AllColumns(), ShadowRows())
         return Traits(asks_block=False, revises=self.back > 0, scope="model", rare=rare)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The whole block, committed positions without their token."""
+        """Ask for the whole block, committed positions without their token."""
         return replace(Query.window(canvas), leave_one_out=True)
 
     @override
@@ -93,5 +93,5 @@ class Wino(Renoising):
         return canvas.eligible(query.positions)
 
     def most_back(self, canvas: Canvas, accepted: Tensor, carry: Carry) -> Tensor:
-        """`[B]` tokens taken back at most in a step that commits `accepted [B]`: so one is gained."""
+        """Return `[B]` tokens taken back at most in a step that commits `accepted [B]`, so that one is gained."""
         return accepted - 1

@@ -33,7 +33,7 @@ class Draft(NamedTuple):
     depth: Tensor  # [B] steps worth a candidate
 
     def candidates(self, query: Query, branches: Sequence[Branch]) -> Query:
-        """`query` about the root (candidate 0) and one candidate per branch, each under the number of its step."""
+        """Ask `query` about the root (candidate 0) and one candidate per branch, each under the number of its step."""
         root, ids, level = (row.gather(1, query.positions) for row in (self.root.ids, self.ids, self.level))
         found, steps, live = [root], [self.root.step], [torch.ones_like(self.root.done)]
         for branch in branches:

@@ -66,7 +66,7 @@ class Choosing(Around):
         raise NotImplementedError
 
     def pick(self, canvas: Canvas, step: Tensor, ids: Tensor, judged: Tensor) -> Tensor:
-        """`[B]` the draft to take, of those made in `step [B]`, in the rows `judged [B] bool`; 0 in the others.
+        """Return `[B]` the draft to take, of those made in `step [B]`, in the rows `judged [B] bool`; 0 in the others.
 
         `ids [B, M, L+1]`: the drafts, with the mask token at masks or, where the drafts were looked ahead from, the
         model's best tokens there, and `NOTHING` at masks that were not asked about.
@@ -88,11 +88,11 @@ class Choosing(Around):
         return carry.inner if self._holds else carry
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """See `Planner.ahead`: not known where drafts wait for a forward."""
+        """Return None where drafts wait for a forward."""
         return None if self._holds else super().ahead(canvas, carry)
 
     def init(self, canvas: Canvas) -> Carry:
-        """The inner scheduler's carry, and no drafts."""
+        """Return the inner scheduler's carry, and no drafts."""
         inner = super().init(canvas)
         if self.candidates > 1 and not isinstance(canvas.layout.noise, CounterNoise):
             raise UserError(
@@ -107,7 +107,7 @@ class Choosing(Around):
         return Held(inner, zero - 1, zero, (none,) * self.candidates)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The inner scheduler's query, under the M drafts that the row holds."""
+        """Ask the inner scheduler's query under the M drafts that the row holds."""
         query = super().ask(canvas, carry)
         if not self._holds:
             return query
@@ -163,7 +163,7 @@ class Choosing(Around):
         return edit, Held(inner, canvas.start.masked_fill(closed, -1), now.step + full, drafts)
 
     def _made(self, canvas: Canvas, query: Query, readout: Readout, inner: Carry) -> list[tuple[Edit, Draft]]:
-        """M steps of the inner scheduler from one canvas, `readout [B, 1, Q]`; the first one is its own."""
+        """Make M steps of the inner scheduler from one canvas, by `readout [B, 1, Q]`. The first one is its own."""
         made = []
         for number in range(self.candidates):
             place, seen = canvas, readout
@@ -184,7 +184,7 @@ class Choosing(Around):
         return made
 
     def _filled(self, query: Query, readout: Readout, drafts: Sequence[Draft]) -> Tensor:
-        """`[B, M, L+1]` the drafts with the model's best tokens where it was asked about a mask."""
+        """Return `[B, M, L+1]` the drafts with the model's best tokens where it was asked about a mask."""
         best = readout.token
         if self.draws:
             assert readout.draw is not None
@@ -199,7 +199,7 @@ class Choosing(Around):
 
     @staticmethod
     def _waits(canvas: Canvas, carry: Held) -> Tensor:
-        """`[B] bool` rows whose drafts wait for a forward."""
+        """Return `[B] bool` rows whose drafts wait for a forward."""
         return (carry.start == canvas.start) & ~canvas.done
 
 

@@ -1,4 +1,4 @@
-"""The base of schedulers that ask about forks of the canvas, and go on from the one that wins."""
+"""The base of schedulers that ask about forks of the canvas, and continue from the one that wins."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Forking(Around, ABC):
             )
 
     @property
+    @override
     def traits(self) -> Traits:
-        """It asks about forks, and writes the token of the one that wins."""
         own = super().traits
         if not self.forks:
             return own
@@ -65,7 +65,7 @@ class Forking(Around, ABC):
         return carry.inner
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """See `Planner.ahead`: not known where there are forks."""
+        """Return None where there are forks."""
         return None if self.forks else super().ahead(canvas, carry)
 
     def bind(self, context: Context) -> Self:
@@ -73,11 +73,11 @@ class Forking(Around, ABC):
         return with_bound_fields(super().bind(context), blocks=context.blocks)
 
     def init(self, canvas: Canvas) -> Held:
-        """The inner scheduler's carry, and no forks."""
+        """Return the inner scheduler's carry, and no forks."""
         return Held(super().init(canvas), Forks.none(canvas, self.forks))
 
     def ask(self, canvas: Canvas, carry: Held) -> Query:
-        """The inner scheduler's query, about the canvas and the forks."""
+        """Ask the inner scheduler's query about the canvas and the forks."""
         if not self.forks:
             return super().ask(canvas, carry)
         assert self.blocks is not None

@@ -24,14 +24,14 @@ class Forks(NamedTuple):
 
     @classmethod
     def none(cls, canvas: Canvas, count: int) -> Self:
-        """No forks, in room for `count`, or for as many as a block has positions."""
+        """Return no forks, in room for `count`, or for as many as a block has positions."""
         at = torch.full((len(canvas.ids), min(count, canvas.layout.width)), canvas.length, device=canvas.ids.device)
         zero = torch.zeros_like(at, dtype=torch.float64)
         return cls(at, torch.zeros_like(at), zero, zero, canvas.stop)
 
     @classmethod
     def best(cls, canvas: Canvas, query: Query, readout: Readout, score: Tensor, count: int) -> Self:
-        """The `count` masks of the active block with the highest `score [B, Q]`, each with its token of `readout`."""
+        """Return forks at the `count` masks of the block with the highest `score [B, Q]`, by tokens of `readout`."""
         score = score.masked_fill(~canvas.eligible(query.positions), -torch.inf)
         count = min(count, canvas.layout.width)
         lack = max(0, count - score.shape[1])
@@ -47,7 +47,7 @@ class Forks(NamedTuple):
         )
 
     def live(self, canvas: Canvas) -> Tensor:
-        """`[B, K] bool` candidates that there are: the canvas, and forks of positions that still are masks."""
+        """Return `[B, K] bool` candidates that there are: the canvas, and forks of positions that still are masks."""
         return F.pad(canvas.eligible(self.at), (1, 0), value=True)
 
     def stops(self, canvas: Canvas, blocks: Blocks) -> Tensor | None:
@@ -62,13 +62,13 @@ class Forks(NamedTuple):
         return torch.where(self.live(canvas), torch.stack(found, 1), canvas.stop[:, None])
 
     def candidates(self, canvas: Canvas, query: Query, stops: Tensor | None) -> Query:
-        """The query of the canvas, `query`, for the forks too."""
+        """Ask `query`, which is about the canvas, about the forks too."""
         filled = query.positions[:, None] == self.at[..., None]  # [B, F, Q]
         ids = torch.cat([query.ids, torch.where(filled, self.ids[..., None], query.ids)], 1)
         return replace(query, ids=ids, candidates=Candidates(self.live(canvas), stops=stops, forks=True))
 
     def winner(self, canvas: Canvas, query: Query, score: Tensor, share: float, alpha: float) -> Tensor:
-        """`[B]` the candidate with the surest masks; of equal ones the first fork, the canvas last.
+        """Return `[B]` the candidate with the surest masks; of equal ones the first fork, the canvas last.
 
         Args:
             score: `[B, K, Q]` how sure the model is of each position.
@@ -88,7 +88,7 @@ class Forks(NamedTuple):
         return (total.argmax(1) + 1) % total.shape[1]
 
     def write(self, query: Query, candidate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`[B, Q]` the positions that `candidate [B]` has filled and the canvas has not, their tokens and how sure."""
+        """Return `[B, Q]` the positions that only `candidate [B]` has filled, their tokens and how sure these are."""
 
         def of(values: Tensor) -> Tensor:
             return F.pad(values, (1, 0), value=-1).gather(1, candidate[:, None]).expand_as(query.positions)
@@ -96,7 +96,7 @@ class Forks(NamedTuple):
         return query.positions == of(self.at), of(self.ids), of(self.sure)
 
     def _masks(self, canvas: Canvas, query: Query) -> Tensor:
-        """`[B, K, Q] bool` the positions of the active block at which each candidate has masks."""
+        """Return `[B, K, Q] bool` the positions of the active block at which each candidate has masks."""
         stops = query.candidates.stops
         masks = canvas if stops is None else replace(canvas, stop=stops.amax(1))
         masks = masks.eligible(query.positions)[:, None]

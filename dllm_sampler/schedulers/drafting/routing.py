@@ -88,14 +88,14 @@ class Routing:
         return frozenset({"entropy" if soft else "margin"})
 
     def unrouted(self, canvas: Canvas) -> Routed:
-        """The state before the first round."""
+        """Return the state before the first round."""
         none = torch.zeros(len(canvas.ids), 16, dtype=torch.float64, device=canvas.ids.device)
         return Routed(torch.zeros_like(canvas.done), torch.zeros_like(canvas.start), none, none)
 
     def route(
         self, canvas: Canvas, readout: Readout, span: Tensor, masks: Tensor, vocab: int, state: Routed
     ) -> tuple[Tensor, Routed]:
-        """`[B] bool` rows whose draft is to be verified, and the policy's state.
+        """Return `[B] bool` rows whose draft is to be verified, and the policy's state.
 
         Args:
             readout: of the draft.
@@ -143,7 +143,7 @@ class Routing:
         return verifies, state._replace(arm=2 * bucket + verifies)
 
     def learnt(self, state: Routed, over: Tensor, gained: Tensor) -> Routed:
-        """The state after the rounds that are `over [B] bool`, which `gained [B]` tokens per forward."""
+        """Return the state after the rounds that are `over [B] bool`, which `gained [B]` tokens per forward."""
         if self.policy != "contextual_bandit_ucb":
             return state
         at = state.arm[:, None]

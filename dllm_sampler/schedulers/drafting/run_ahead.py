@@ -67,7 +67,7 @@ class RunAhead(Around):
 
     @property
     def traits(self) -> Traits:
-        """It drafts, and may commit more than the inner scheduler plans."""
+        """Traits of the inner scheduler, which may commit more than it plans."""
         inner = super().traits.without(PlannedCommits)
         # It counts the inner scheduler's steps in a block.
         own = replace(inner, asks_block=False, drafts=True, scheduled=True, scope="model")
@@ -94,10 +94,10 @@ class RunAhead(Around):
         return with_bound_fields(bound, mask_id=context.spec.mask_id, lookahead=lookahead, draws=draws)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> None:
-        """See `Planner.ahead`: not known."""
+        """Return None: the next commits are not known."""
 
     def bound(self, tokens: int) -> int:
-        """Never more than the inner scheduler takes."""
+        """Return the inner scheduler's bound."""
         return self.inner.bound(tokens)
 
     @override
@@ -112,13 +112,13 @@ class RunAhead(Around):
         return Round(super().init(canvas), zero - 1, zero, zero, canvas.ids[:, :0], None)
 
     def begin(self, canvas: Canvas, query: Query, carry: Round) -> State:
-        """The state of candidate 0: the canvas, with the inner scheduler's count of steps."""
+        """Return the state of candidate 0: the canvas, with the inner scheduler's count of steps."""
         age, zero = torch.where(carry.start == canvas.start, carry.age, 0), torch.zeros_like(canvas.start)
         confidence = torch.zeros(query.positions.shape, dtype=torch.float64, device=zero.device)
         return State(replace(canvas, age=age, step=carry.step), carry.inner, zero, confidence)
 
     def step(self, state: State, query: Query, readout: Readout) -> State:
-        """One step of the inner scheduler, and on to the next block where it fills this one."""
+        """Make one step of the inner scheduler, and open the next block where it fills this one."""
         edit, inner = self.inner.tell(state.canvas, query, readout, state.inner)
         edit = replace(edit, commit=edit.commit & (edit.ids != self.mask_id))  # a chosen mask token is still noise
         after = state.canvas.apply(query.positions, edit)

@@ -35,11 +35,11 @@ class Drafting(RunAhead):
     """
 
     def branches(self, most: int) -> list[Branch]:
-        """The candidates other than the canvas, the likeliest first, where no row has more than `most` masks."""
+        """Return the candidates other than the canvas, the likeliest first. No row has more than `most` masks."""
         raise NotImplementedError
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The inner scheduler's query, for the canvas and for the states that it may come to."""
+        """Ask the inner scheduler's query about the canvas and the states that it may come to."""
         query, most = super().ask(canvas, carry), canvas.layout.width
         if self.eager:
             columns, most = canvas.columns(), min(most + self.lookahead, canvas.layout.longest)
@@ -54,7 +54,7 @@ class Drafting(RunAhead):
         return query if self.draws else replace(query, candidates=replace(query.candidates, step=None))
 
     def drafted(self, canvas: Canvas, carry: Round, depth: int) -> Draft:
-        """The next `depth` steps by the last predictions, as far as they lead."""
+        """Draft the next `depth` steps by the last predictions, as far as they lead."""
         assert carry.readout is not None
         query = Query.at(canvas, carry.positions)
         state = self.begin(canvas, query, carry)
@@ -69,7 +69,7 @@ class Drafting(RunAhead):
         return Draft(root, state.canvas.ids, level, reached)
 
     def propose(self, state: State, query: Query, readout: Readout) -> State:
-        """One drafted step: the inner scheduler's own, on predictions of an earlier state."""
+        """Draft one step: the inner scheduler's own, on predictions of an earlier state."""
         return self.step(state, query, readout)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
@@ -88,7 +88,7 @@ class Drafting(RunAhead):
         return edit, Round(state.inner, start, now.age, now.step, at, seen)
 
     def verify(self, canvas: Canvas, query: Query, readout: Readout, state: State) -> State:
-        """One step along the candidates, in the rows where one of them holds the state that the step makes."""
+        """Make one step along the candidates, in the rows where one of them holds the state that it leads to."""
         after = self.step(state, query, readout.under(state.candidate))
         score = self.fits(query, state, after)  # [B, K]
         live, step = query.candidates.live, query.candidates.step
@@ -100,19 +100,19 @@ class Drafting(RunAhead):
         return where_rows(accepted, self.follow(query, state, after, score.argmax(1)), state, canvas.length)
 
     def fits(self, query: Query, before: State, after: State) -> Tensor:
-        """`[B, K] int64` how well each candidate fits, where the step leads from `before` to `after`; 0: not at all."""
+        """Return `[B, K] int64` how well each candidate fits a step from `before` to `after`. 0 is not at all."""
         return (query.ids == after.canvas.ids.gather(1, query.positions)[:, None]).all(2).long()
 
     def follow(self, query: Query, before: State, after: State, candidate: Tensor) -> State:
-        """The state that `candidate [B]` holds."""
+        """Return the state that `candidate [B]` holds."""
         return after._replace(candidate=candidate)
 
     def commits_next(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
-        """`[B] bool` rows that commit the step after the last verified state: one block ends per forward at most."""
+        """Return `[B] bool` rows that commit the step after the verified states. A forward ends one block at most."""
         return (after.start == before.start) | (before.start == canvas.start)
 
     def worth_candidate(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
-        """`[B] bool` rows whose state `after` is worth a candidate: it has masks in this block, or in the next."""
+        """Return `[B] bool` rows whose state `after` has masks in this block or the next: it is worth a candidate."""
         if not self.eager:
             return after.start == canvas.start
         return ~after.done & self.commits_next(canvas, before, after)

@@ -30,7 +30,7 @@ class Draft(NamedTuple):
     law: Tensor | None  # [B, Q, V] the law that tokens are drawn from. None takes the best ones
 
     def at(self, positions: Tensor) -> Draft:
-        """The same at `positions [B, Q]`, void where nothing was predicted."""
+        """Return the same at `positions [B, Q]`, void where nothing was predicted."""
         place = torch.searchsorted(self.positions, positions.contiguous()).clamp(max=self.positions.shape[1] - 1)
         token, confidence, score = (one.gather(1, place) for one in (self.token, self.confidence, self.score))
         law = self.law
@@ -82,7 +82,7 @@ class Verifying(DynamicThreshold):
         return super().needs | ({"draw"} if self.draws else set())
 
     def undrafted(self, canvas: Canvas) -> Draft:
-        """The draft before the first forward."""
+        """Return the draft before the first forward."""
         assert self.model is not None
         nowhere = torch.full_like(canvas.ids[:, :1], canvas.length)
         zero, dtype = torch.zeros_like(nowhere), torch.promote_types(self.model.dtype, torch.float32)
@@ -99,7 +99,7 @@ class Verifying(DynamicThreshold):
         return Draft(query.positions.contiguous(), readout.token[:, 0], readout.confidence[:, 0], score, law)
 
     def verifying(self, canvas: Canvas, query: Query, draft: Draft, rows: Tensor) -> Query:
-        """The query that verifies a draft of what `query` asks for in `rows [B] bool`; the others ask it as it is."""
+        """Ask for the draft to be verified in `rows [B] bool`. The others ask `query` as it is."""
         fills = rows[:, None] & canvas.eligible(query.positions)
         token = draft._replace(law=None).at(query.positions).token
         ids = torch.where(fills, token, query.ids[:, 0])[:, None]
@@ -136,12 +136,12 @@ class Verifying(DynamicThreshold):
 
 
 def leading(canvas: Canvas, positions: Tensor, eligible: Tensor) -> Tensor:
-    """`[B, Q] bool` the first maximal run of consecutive columns among the `eligible [B, Q]` of `positions [B, Q]`."""
+    """Return `[B, Q] bool` the first run of consecutive columns among the `eligible [B, Q]` of `positions [B, Q]`."""
     first = positions.masked_fill(~eligible, canvas.length).amin(1, keepdim=True)
     return eligible & (positions - first == eligible.cumsum(1) - 1)
 
 
 def upto_failure(span: Tensor, stands: Tensor) -> Tensor:
-    """`[B, Q] bool` the positions of `span` that stand, up to the first that does not, and that one."""
+    """Return `[B, Q] bool` the positions of `span` that hold, up to the first that does not, and that one."""
     fails = (span & ~stands).long()
     return span & (fails.cumsum(1) == fails)
