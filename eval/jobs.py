@@ -205,7 +205,7 @@ def jobs(words: Sequence[str]) -> list[Job]:
     """
     for word in words:
         if of_hydra(word) and (not re.match(r"[+~]*hydra[/.]launch", word) or "_target_" in word):
-            raise UserError("option-reserved", f"{word} is Hydra's. Only hydra/launcher may be set.")
+            raise UserError("option-reserved", f"{word} is Hydra's. Set hydra/launcher alone.")
     found: dict[str, Job] = {}
     for given in lines([word for word in words if not of_hydra(word)]):
         line = spelled_out(given)

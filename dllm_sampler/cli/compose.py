@@ -182,8 +182,8 @@ def _file(
         else:
             raise UserError(
                 "config-invalid",
-                f"{group}={name}: its defaults have {short(json.dumps(one))}. Name another {group}. An experiment may"
-                f" have 'override /GROUP: NAME'. The groups are {', '.join(app.groups)}.",
+                f"{group}={name}: its defaults have {short(json.dumps(one))}. Name another {group}, or in an"
+                f" experiment 'override /GROUP: NAME', where GROUP is one of {', '.join(app.groups)}.",
             )
     return tree
 

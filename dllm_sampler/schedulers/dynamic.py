@@ -48,7 +48,7 @@ class DynamicThreshold(Threshold):
         if self.position_temperature and self.score != "confidence":
             raise UserError(
                 "options-conflict",
-                f"scheduler.position_temperature draws by confidence, and scheduler.score={self.score}. Remove one.",
+                f"scheduler.position_temperature draws by confidence, not by scheduler.score={self.score}. Remove one.",
             )
 
     @property

@@ -86,7 +86,7 @@ def parse(text: str) -> list[Figure]:
     """
     reader = csv.DictReader(text.splitlines())
     if sorted(reader.fieldnames or ()) != sorted(COLUMNS):
-        raise UserError("file-invalid", f"The columns are {reader.fieldnames}. They should be {', '.join(COLUMNS)}.")
+        raise UserError("file-invalid", f"The columns are {reader.fieldnames}. Write {', '.join(COLUMNS)}.")
     found, seen = [], set()
     for number, row in enumerate(reader, 2):
         wrong = _wrong(row)

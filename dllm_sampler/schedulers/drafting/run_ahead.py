@@ -62,7 +62,7 @@ class RunAhead(Around):
             )
         if self.eager and traits.asks == "window":
             raise UserError(
-                "scheduler-incompatible", f"scheduler.eager needs two blocks, {inner} one. Use eager=false."
+                "scheduler-incompatible", f"scheduler.eager needs two blocks, and {inner} has one. Use eager=false."
             )
 
     @property
