@@ -19,7 +19,6 @@ COMMAND = "python -m tests.tables.methods"
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs" / "schedulers.md"
 SPEC = "spec"
-REST = ("does", "source")
 SECTIONS = {"methods": ("scheduler",), "other methods": ("blocks", "stop")}
 
 
@@ -28,22 +27,23 @@ def document(text: str) -> str:
     for section, groups in SECTIONS.items():
         head = "`scheduler=`" if groups == ("scheduler",) else "plug-in"
         found = [cells for group in groups for cells in rows(group)]
-        made = markdown.table((head, *REST), [(label, *cells) for label, _, *cells in found])
-        if untraced := ", ".join(label for label, checked, *_ in found if checked == SPEC):
+        made = markdown.table((head, "does"), [(label, does) for label, _, does in found])
+        if untraced := ", ".join(label for label, checked, _ in found if checked == SPEC):
             made += f"\n\nWritten from the paper, whose invariants are tests: {untraced}."
         text = markdown.fill(text, section, made)
     return text
 
 
-def rows(group: str) -> Iterator[list[str]]:
-    """Yield the name, the kind of check and the cells of each method of a group."""
+def rows(group: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the name of each method of a group, the kind of check, and what it does, with its papers and needs."""
     for name in config.names(group):
         text = (ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8")
         marked = dict(re.findall(r"^# (Paper|Checked by|Note): (.+)", text, re.MULTILINE))
         does, paper = described(config.entry(group, name).about)
         label = f"`{name}`" if group == "scheduler" else f"`{group}={name}`"
         paper = linked(marked.get("Paper", paper).replace("arXiv ", ""))
-        yield [label, marked.get("Checked by", ""), "; ".join(filter(None, (does, marked.get("Note")))), paper]
+        parts = (does + (f" ({paper})" if paper else ""), marked.get("Note"))
+        yield label, marked.get("Checked by", ""), "; ".join(filter(None, parts))
 
 
 def described(about: str) -> tuple[str, str]:

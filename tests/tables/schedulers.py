@@ -307,17 +307,15 @@ def content(setup: Setup, rows: Sequence[Row], document: Path) -> str:
             alike[tuple(figures(row)[:-1])].append(row.method if row.method == ORACLE else f"`{row.method}`")
     lines = [[", ".join(names), *cells] for cells, names in alike.items()]
     hard = [name for name in setup.tasks if name in HARD]
-    steps, count = max(1, setup.max_new_tokens // 4), setup.prompts * len(setup.tasks)
+    count = setup.prompts * len(setup.tasks)
     notes = [
-        "No other method is better in one of exact match and tokens per forward and as good in the other"
-        f" ([figures of all methods]({table_of(document).name})).",
+        f"The best methods ([all figures]({table_of(document).name})):",
         f"{setup.prompts} held-out prompts for each task of `{setup.model}`; {setup.max_new_tokens} tokens"
-        f" in blocks of {setup.block_length}, greedy, no cache, `stop=prefix`, seed {setup.seed}; options at their"
-        f" defaults, or {steps} steps. Standard error of exact match: {_error(98, count):.1f} points at 98 %,"
-        f" {_error(80, count):.1f} at 80 %."
+        f" in blocks of {setup.block_length}, greedy, no cache, seed {setup.seed}. Standard error of exact match:"
+        f" {_error(98, count):.1f} points at 98 %, {_error(80, count):.1f} at 80 %."
         + (f" Tokens of hard tasks must agree with one another: {', '.join(hard)}." if hard else "")
-        + " The oracle knows the answer of `fixed`: each step commits every prediction that equals it.",
-        f"{setup.machine}, {setup.versions}. Made by `{COMMAND}`.",
+        + " The oracle knows the answer of `fixed`: each step commits every prediction that equals it."
+        f" {setup.machine}, {setup.versions}. Made by `{COMMAND}`.",
     ]
     picture = f"![Exact match against tokens per forward]({document.with_suffix('.png').name})"
     return "\n\n".join([picture, notes[0], markdown.table(HEAD[:-1], lines), *notes[1:]])
