@@ -32,9 +32,10 @@ def one_each(group: str) -> list[Any]:
 
 
 def kinds(scheduler: Settings) -> list[tuple[str, object]]:
-    """What a scheduler declares of itself."""
+    """Return what a scheduler declares of itself: each trait and its value, and each rare one without its numbers."""
     traits = config.build("scheduler", scheduler).traits
-    return [(f"traits.{one.name}", getattr(traits, one.name)) for one in fields(traits)]
+    plain = [(f"traits.{one.name}", getattr(traits, one.name)) for one in fields(traits) if one.name != "rare"]
+    return [*plain, *(("traits.rare", type(one).__name__) for one in traits.rare)]
 
 
 @functools.cache  # many files ask, and each scheduler is built

@@ -123,7 +123,7 @@ def test_in_flight(case: Case) -> None:
 ALONE = [case for case in SERVED if case.toy != "causal" and case.guide["name"] not in (*FORMS, "grammar")]
 
 
-@pytest.mark.parametrize("case", thinned(ALONE, "cache"))
+@pytest.mark.parametrize("case", thinned(ALONE, "blocks"))
 def test_without_a_prompt(case: Case) -> None:
     """Answers that stand alone, of their own lengths; what an earlier block needs is there without a prompt."""
     random = Random(case.id)

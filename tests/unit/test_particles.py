@@ -87,7 +87,7 @@ WAVES = Example(2, TwoWaves(), [(0, 0, 0, 0), (1, 0, 1, 0), (0, 1, 1, 1)], PAIRS
 STEERED = replace(SPINS, number=3)
 
 
-CASES = [(SPINS, 3), (SPINS, 4), (SPINS, 2), (WAVES, 2), (WAVES, 3)]
+CASES = [(SPINS, 3), (WAVES, 2), (SPINS, 4), (SPINS, 2), (WAVES, 3)]
 
 
 def picks(result: Result) -> Tensor:
@@ -109,7 +109,7 @@ def equals(tokens: Tensor, answer: Sequence[int]) -> Tensor:
     return (tokens == torch.tensor(answer)).all(-1)
 
 
-@pytest.mark.parametrize(("example", "count"), [pytest.param(*c, id=f"{c[0].number}-{c[1]}") for c in CASES])
+@few(("example", "count"), CASES, 2)
 def test_answers_follow_the_enumerated_law_of_smc(example: Example, count: int) -> None:
     groups = 1000
     result, law = example.groups({"name": "smc"}, count, groups), example.law["N"][f"sr-smc N={count}"]
@@ -123,10 +123,10 @@ def test_answers_follow_the_enumerated_law_of_smc(example: Example, count: int) 
         near(torch.tensor(copied), law.get(f"P(resampled at block {block})", 0.0))
 
 
-STEERINGS = [(2, None), (3, 0.5), (2, 0.5), (3, None), (4, None)]
+STEERINGS = [(2, None), (3, 0.5), (2, 0.5), (3, None), (4, None)]  # always, and by the effective number
 
 
-@pytest.mark.parametrize("case", sampled(STEERINGS, lambda case: case))
+@few("case", STEERINGS, 2)
 def test_answers_follow_the_enumerated_law_of_steering(case: tuple[int, float | None]) -> None:
     count, ess = case
     groups, name = 1000, f"N={count} resample={'always' if ess is None else 'ess'}"
@@ -382,8 +382,8 @@ def test_a_group_of_a_batch_or_of_lanes_is_the_group_alone(particles: dict[str, 
     batch = sampler.generate(prompts, **several)
     flown = Result.stack(sampler.generate_many(prompts, batch_size=7, **several))
     assert batch.rows is not None and flown.rows is not None
-    for row, prompt in enumerate(prompts):
-        alone = sampler.generate([prompt], seed=row, max_new_tokens=TOKENS)
+    for row in (1, 2, 4):
+        alone = sampler.generate([prompts[row]], seed=row, max_new_tokens=TOKENS)
         assert alone.rows is not None
         for found in (batch, flown):
             assert torch.equal(found.tokens[row], alone.tokens[0])

@@ -181,23 +181,25 @@ def check_alone(**plugins: Any) -> None:
     """Check that a row of a batch is the row alone, and an answer in flight the answer alone."""
     one = sampler(**{**plugins, "blocks": SLIDING | {"masks": 3}})
     batch = one.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)
-    for row, (prompt, seed) in enumerate(zip(toys.PROMPTS, toys.SEEDS, strict=True)):
-        check_row(batch, row, one.generate([prompt], max_new_tokens=TOKENS, seed=seed))
+    for row in (1, 3):  # the longest prompt, and one that is shorter than others
+        alone = one.generate([toys.PROMPTS[row]], max_new_tokens=TOKENS, seed=toys.SEEDS[row])
+        check_row(batch, row, alone)
     lengths = [TOKENS, 4, 9, TOKENS, 12, 6, 10]
-    assert_same(one, list(one.generate_many(PROMPTS, max_new_tokens=lengths, batch_size=3, seed=5)), lengths, 5)
+    answers = list(one.generate_many(PROMPTS, max_new_tokens=lengths, batch_size=3, seed=5))
+    assert_same(one, answers[-2:], lengths, 5)
 
 
 CLOSE: list[Settings] = [one for one in settings("cache") if one["name"] == "sliding"]
 
 
-@few("scheduler", RULES, 4)
+@few("scheduler", RULES, 3)
 def test_rows_alone_under_every_rule(scheduler: Settings) -> None:
     check_alone(scheduler=scheduler)
     if refusal("llada", scheduler=scheduler, blocks=SLIDING, cache=CLOSE[0]) is None:
         check_alone(scheduler=scheduler, cache=CLOSE[len(scheduler["name"]) % len(CLOSE)])
 
 
-@few("cache", KEPT, 4)
+@few("cache", KEPT, 3)
 def test_rows_alone_under_every_cache(cache: Settings) -> None:
     check_alone(cache=cache)
 

@@ -112,7 +112,7 @@ CACHES = ["none", "dual", "prefix", "block_causal", {"name": "block_causal", "st
 CACHES += [{"name": "dpad", "inner": "dual", "window": 6}, {"name": "periodic_dual", "every": None}]
 
 
-@each("kind", ["llada", "dream", "causal", "fast", "context", "in_blocks"])
+@few("kind", ["llada", "fast", "in_blocks", "dream", "causal", "context"], 3)
 @few("rule", [DMAX, REMIX, Resting(0.3)])
 def test_no_forward_sees_keys_of_soft_inputs_that_it_did_not_make(rule: Any, kind: str) -> None:
     """A column that was soft when it was last computed is computed again as long as anything sees it."""
@@ -134,13 +134,13 @@ def test_no_forward_sees_keys_of_soft_inputs_that_it_did_not_make(rule: Any, kin
     assert tried >= (2 if kind in ("context", "in_blocks") else 3)
 
 
-@each("store_pass", ["ride", "separate"])
 @each("rule", [Resting(0.3), DMAX, REMIX])
-def test_the_exact_cache_changes_nothing(rule: Any, store_pass: str) -> None:
+def test_the_exact_cache_changes_nothing(rule: Any) -> None:
     _, plain = watched(rule, "causal", cache="none")
-    _, cached = watched(rule, "causal", cache={"name": "block_causal", "store_pass": store_pass})
-    assert same_answers(plain, cached) or store_pass == "separate"
-    assert torch.equal(plain.tokens, cached.tokens)
+    for store_pass in ("ride", "separate"):
+        _, cached = watched(rule, "causal", cache={"name": "block_causal", "store_pass": store_pass})
+        assert same_answers(plain, cached) or store_pass == "separate"
+        assert torch.equal(plain.tokens, cached.tokens)
 
 
 # DMax
@@ -148,7 +148,7 @@ def test_the_exact_cache_changes_nothing(rule: Any, store_pass: str) -> None:
 
 @each("threshold", [0.0, 0.3, 0.9])
 def test_dmax_commits_a_run_from_the_left(threshold: float) -> None:
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:2]:
         opened, taken = history(SoftParallel(threshold), prompt, "causal")
         assert not any(taken)
         masks = list(range(TOKENS))
@@ -266,7 +266,7 @@ def test_a_table_of_integers_is_embedded_by_itself(rule: Any) -> None:
     assert same(*made) and table.calls > int(made[0].nfe.max())
 
 
-@each("kind", ["llada", "dream", "causal", "cfg"])
+@few("kind", ["cfg", "causal", "llada", "dream"], 2)
 def test_what_a_mixture_does(kind: str) -> None:
     """Answers differ from those of the same rules on tokens and masks alone."""
 
