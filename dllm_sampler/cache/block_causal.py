@@ -24,7 +24,11 @@ StorePasses = Literal["ride", "separate"]
 
 @dataclass
 class BlockCausalCache(BaseCache):
-    """Recompute the current block alone. Answers are those of `cache=none`, since no earlier block sees it.
+    """The exact cache of block-causal models: its answers are those of `cache=none`, since no block sees a later one.
+
+        computes   the current block, and the last one until its tokens are stored
+        reuses     all blocks before it
+        refreshes  nothing: keys and values of a finished block are final
 
     Source: SDAR, arXiv 2510.06303; block diffusion, arXiv 2503.09573. The keys and values of a block are final once a
     forward has seen all its tokens. Published code spends a forward on each finished block and one on the prompt. Here

@@ -21,7 +21,11 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class D2Cache(BaseCache):
-    """After the first forward, compute a few masks, what was just committed, and the tokens most looked at.
+    """d2Cache: each forward computes the positions that matter most to it.
+
+        computes   the best masks, the last commits, and the tokens most looked at
+        reuses     all other positions, as they were last computed
+        refreshes  nothing else, after a first forward of everything
 
     Source: d2Cache, arXiv 2509.23094, which decodes by `scheduler=certainty`. A mask is scored by its last known
     confidence times the certainty density. The best `masks` are computed, those of the block first, out of as many

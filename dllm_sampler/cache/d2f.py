@@ -23,7 +23,11 @@ Attention = Literal["full", "block_causal"]
 
 @dataclass
 class D2FCache(BaseCache):
-    """Store each block once, by the first forward that sees it full. Recompute from the first other block on.
+    """D2F's cache: each block is stored once, by the first forward that sees it full.
+
+        computes   all columns from the first block that is not stored
+        reuses     the prompt and the stored blocks
+        refreshes  nothing
 
     Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Keys and values of the prompt come from the
     first forward. None are ever renewed. If a forward computes several candidates, those of the winner are stored. On

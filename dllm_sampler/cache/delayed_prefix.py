@@ -17,7 +17,11 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class DelayedPrefix(BaseCache):
-    """Store columns before the active block once they have been finished for `delay` forwards. Compute all others.
+    """d3LLM's cache: columns before the active block are stored some forwards after they are finished.
+
+        computes   all columns that are not stored, and all while finished ones wait
+        reuses     columns before the block, delay forwards after they were finished
+        refreshes  all, every refresh_every forwards
 
     Source: d3LLM, arXiv 2601.07568. The forward in which columns are due stores them, and later ones serve them. While
     finished columns wait, and in every `refresh_every`-th forward, the whole row is computed and the slots are renewed.

@@ -22,7 +22,11 @@ Shift = Literal["un", "un_right", "right"]
 
 @dataclass
 class DelayedCache(BaseCache):
-    """Compute the masks of the whole canvas and what the previous step committed. Serve all other tokens from slots.
+    """dKV-Cache: a token is stored by the first forward after its commit.
+
+        computes   the masks of the canvas, and what the previous step committed
+        reuses     all other tokens
+        refreshes  all, every refresh_every forwards
 
     Source: dKV-Cache-Decode, -Prefill and -PD, arXiv 2505.15781. Keys and values change most when a mask turns into
     text. The first forward that sees a token as text stores them, and later ones use them. A token that is replaced or

@@ -21,7 +21,11 @@ from dllm_sampler.errors import UserError
 
 @dataclass
 class GreedyCache(BaseCache):
-    """Compute the positions that this step commits, those of the previous step, and `window` masks around each new one.
+    """dKV-Cache-Greedy: only positions near the commits of a step are computed.
+
+        computes   commits of this step and the last, window masks at each new one
+        reuses     all other positions as they were last computed, also masks
+        refreshes  all, every refresh_every forwards of a block
 
     Source: dKV-Cache-Greedy, arXiv 2505.15781, published for LLaDA. Here it also works under a logit shift. Everything
     else is served as it was last computed, also masks. The cost of a step does not grow with the canvas, but its

@@ -37,7 +37,11 @@ class IntervalPlan(PaddedPlan):
 
 @dataclass
 class IntervalCache(BaseCache):
-    """Refresh the prompt seldom, the response more often, and in between only the rows whose values moved most.
+    """dLLM-Cache: between refreshes only the rows of the response are computed whose values moved most.
+
+        computes   the part ratio of the response, where values moved most
+        reuses     all other positions, with the outputs of their layers
+        refreshes  the prompt, and more often the response: see the options
 
     Source: dLLM-Cache, arXiv 2506.06295. Each layer stores keys, values, attention output and feed-forward output of
     every position, twice the memory of `dual`. Stored outputs are added to the residual stream of rows that are not

@@ -11,7 +11,11 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class DualCache(WindowCache):
-    """Recompute the active block alone. Serve all other columns as the block's first forward saw them.
+    """Fast-dLLM's dual cache: only the active block is recomputed.
+
+        computes   the active block
+        reuses     all other columns, as the block's first forward saw them
+        refreshes  all, when a block opens
 
     Source: Fast-dLLM, arXiv 2505.22618. The first forward of a block computes the whole row, commits like any other,
     and refreshes every slot. On models with a logit shift (Dream) the row that predicts the block's first position is

@@ -37,7 +37,11 @@ class ElasticPlan(PaddedPlan):
 
 @dataclass
 class ElasticCache(BaseCache):
-    """Recompute a sliding window, and all columns of the deeper layers once attention has moved in a layer.
+    """Elastic-Cache: a sliding window is computed, and deep layers are refreshed where attention has moved.
+
+        computes   the window leftmost masks, the last commits, and tracked tokens
+        reuses     all other columns
+        refreshes  deeper layers, once attention to tracked tokens has moved in one
 
     Source: Elastic-Cache, arXiv 2510.14973. A forward computes the rows that predict the `window` leftmost masks, the
     tokens committed by the last step, and the tracked tokens. Each layer tracks the tokens that its window looked at

@@ -52,6 +52,10 @@ class _Periodic(BaseCache):
 class PeriodicPrefix(_Periodic, PrefixCache):
     """Fast-dLLM's prefix cache, with an extra full forward after every few narrow ones.
 
+        computes   all columns from the active block to the end
+        reuses     all columns before it
+        refreshes  all, when a block opens, and after every narrow forwards
+
     Source: dInfer, arXiv 2510.08666. The extra forward commits like any other. Narrow forwards are counted over the
     whole generation, and a block still opens with a refresh. dInfer makes a narrow forward even after a refresh that
     filled the block. Here it is left out.
@@ -64,6 +68,10 @@ class PeriodicPrefix(_Periodic, PrefixCache):
 @dataclass
 class PeriodicDual(_Periodic, DualCache):
     """Fast-dLLM's dual cache, with an extra full forward after every few narrow ones.
+
+        computes   the active block
+        reuses     all other columns
+        refreshes  all, when a block opens, and after every narrow forwards
 
     Source: dInfer, arXiv 2510.08666. See `PeriodicPrefix`.
 

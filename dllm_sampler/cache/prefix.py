@@ -12,7 +12,11 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class PrefixCache(WindowCache):
-    """Recompute from the active block to the end. Serve all columns before it as the block's first forward saw them.
+    """Fast-dLLM's prefix cache: what is before the active block is reused.
+
+        computes   all columns from the active block to the end
+        reuses     all columns before it, as the block's first forward saw them
+        refreshes  all, when a block opens
 
     Source: Fast-dLLM, arXiv 2505.22618. The first forward of a block computes the whole row, commits like any other,
     and refreshes every slot.

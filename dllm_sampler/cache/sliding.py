@@ -19,7 +19,11 @@ Anchor = Literal["both", "last", "window"]
 
 @dataclass
 class SlidingCache(BaseCache):
-    """Compute the active block and some columns around it. Refresh everything after `every` commits.
+    """A cache for windows that slide: the active block and the columns next to it are computed.
+
+        computes   the active block, before columns left of it, after columns right
+        reuses     all other columns
+        refreshes  all, after every commits
 
     Source: DSB, arXiv 2602.05992, and DCD, arXiv 2601.02076. With `anchor=last` and `before=2`, `after=2` is DCD's
     `dual-delay2`, and `after=null` its `prefix-delay2`. Made for `blocks=sliding`. With other blocks it refreshes when

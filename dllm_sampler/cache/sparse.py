@@ -34,7 +34,11 @@ class SparsePlan(PaddedPlan):
 
 @dataclass
 class SparseCache(DualCache):
-    """Recompute the active block alone. Of the columns around it, keep in each layer the keys that the block looks at.
+    """Sparse-dLLM: around the active block only the keys that it looks at are kept.
+
+        computes   the active block
+        reuses     the part keep of the keys around it, chosen in each layer
+        refreshes  all, in the delay + 1 forwards that begin a block
 
     Source: Sparse-dLLM, arXiv 2508.02558. A block begins with `delay` + 1 whole forwards. In the last one each layer
     scores the keys outside the block by their product with the block's mean query, averaged over heads. Scores are

@@ -16,7 +16,11 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class SubBlockCache(BlockCausalCache):
-    """Compute the part of the block that is decoded, and use older keys and values for the rest of the block.
+    """Fast-dLLM v2's cache for blocks that are decoded in parts.
+
+        computes   the part of the block that is decoded
+        reuses     earlier blocks, and older keys and values of the other parts
+        refreshes  the block, until its part has a first token, and once it is full
 
     Source: Fast-dLLM v2, arXiv 2509.26328 (`use_block_cache`). Earlier blocks are stored as by `block_causal`. The
     whole block is computed by its first forward, until the first position of the part is known, and once it is full.

@@ -17,7 +17,11 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class TrailingCache(BaseCache):
-    """Recompute columns less than `window` before the first mask, and all after it. Serve the rest from slots.
+    """APD's recompute window: columns some way before the first mask are reused.
+
+        computes   columns less than window before the first mask, and all after it
+        reuses     all columns before these
+        refreshes  nothing
 
     Source: the recompute window W of APD (adaptive parallel decoding), arXiv 2506.00413. The window ends at the first
     mask of the last forward, so tokens committed since are inside it. Made for left-to-right schedulers. Under another

@@ -13,7 +13,11 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class VicinityCache(BaseCache):
-    """Recompute the active block and the columns near it. Serve the rest as the block's first forward saw it.
+    """dInfer's vicinity refresh: the active block and the columns near it are recomputed.
+
+        computes   the active block, before columns left of it, after columns right
+        reuses     all other columns, as the block's first forward saw them
+        refreshes  all, when a block opens
 
     Source: dInfer, arXiv 2510.08666. Keys and values change most near new tokens, so the window
     `[start - before, stop + after)` is recomputed. With two zeros it is `dual`. A generation begins with `warmup`

@@ -10,6 +10,7 @@ import pytest
 
 from dllm_sampler import config
 from dllm_sampler.cache.base import BaseCache
+from dllm_sampler.cache.suffix import SuffixCache
 from dllm_sampler.cli import explain
 from dllm_sampler.cli.compose import settings
 from dllm_sampler.cli.explain import LIMITS
@@ -217,6 +218,15 @@ def test_a_scheduler_s_page_opens_with_its_rule(capsys: pytest.CaptureFixture[st
         assert all(line.startswith(explain.CODE) and len(line) <= 80 for line in lines), name
     assert main(["--help", f"scheduler={name}"]) == 0
     assert f"\n\n{rule}\n\n" in capsys.readouterr().out  # its lines are not joined
+
+
+def test_a_cache_s_page_opens_with_what_it_computes() -> None:
+    for name in {*config.names("cache")} - {"none", "exact"}:
+        cls: Any = resolve_callable(name, config.entry("cache", name).settings["_target_"])
+        if not issubclass(cls, SuffixCache):  # one around another
+            lines = list(explain._prose(cls))[1].splitlines()
+            assert [line.split()[0] for line in lines] == ["computes", "reuses", "refreshes"], name
+            assert all(line.startswith(explain.CODE) and len(line) <= 80 for line in lines), name
 
 
 def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
