@@ -75,7 +75,7 @@ def _reason(name: str, error: BaseException) -> str:
         return f". Install the module '{top}', or put {top}.py into the working directory."
     found = f" ({type(error).__name__}: {error})"
     if isinstance(error, ModuleNotFoundError) and Path(f"{error.name}.py").is_file():
-        return f"{found}: a file cannot import its neighbour {error.name}.py here. Make a package of the two."
+        return f"{found}: a file of the working directory cannot import its neighbour {error.name}.py. Make a package."
     own = Path.cwd() / f"{top}.py"
     with suppress(OSError):
         if own.exists() and not own.samefile(getattr(sys.modules.get(top), "__file__", None) or own):

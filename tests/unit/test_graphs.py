@@ -88,8 +88,8 @@ def forward(network: Any) -> None:
     ("change", "sentence"),
     [
         (lambda network: None, None),
-        (lambda network: network.layers[1].to("meta"), "weights lie on cpu and meta"),
-        (lambda network: network.to("meta"), "weights lie on meta"),
+        (lambda network: network.layers[1].to("meta"), "weights are on cpu and meta"),
+        (lambda network: network.to("meta"), "weights are on meta"),
         (lambda network: setattr(network.norm, "weight", Sharded(network.norm.weight)), "weights are sharded"),
         (hook, r"is at the model's layers\.1: "),
         (forward, "is at the model's lm_head: "),
