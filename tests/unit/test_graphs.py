@@ -109,7 +109,7 @@ def test_two_networks_on_two_devices_are_not_recorded(wrap: Callable[[Any], Any]
     it = toys.sampler()
     there = on_a_gpu(it.denoiser, toys.transformer())
     there.weak = wrap(SimpleNamespace(spec=it.denoiser.spec, model=torch.nn.Linear(1, 1, device="meta")))
-    assert "lie on cpu and meta" in (obstacle(it.plugins, it.noise, there) or "")
+    assert "are on cpu and meta" in (obstacle(it.plugins, it.noise, there) or "")
 
 
 def test_a_function_that_hides_its_weights_is_not_recorded() -> None:
