@@ -3,20 +3,11 @@
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
-    "MaskedDiffusionConfig": "sft",
-    "MaskedDiffusionTrainer": "sft",
-    "DistillConfig": "distill",
-    "DistillTrainer": "distill",
-    "TrajectoryGRPOConfig": "grpo",
-    "TrajectoryGRPOTrainer": "grpo",
-    "DeerConfig": "deer",
-    "DeerTrainer": "deer",
-    "FilterConfig": "filter",
-    "FilterTrainer": "filter",
-    "MiniConfig": "mini",
-    "MiniTrainer": "mini",
-}
+_MODULES = {
+    "MaskedDiffusion": "sft", "Distill": "distill", "TrajectoryGRPO": "grpo",
+    "Deer": "deer", "Filter": "filter", "Mini": "mini",
+}  # fmt: skip
+_HOMES = {method + kind: module for method, module in _MODULES.items() for kind in ("Config", "Trainer")}
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -185,7 +185,7 @@ def _help(name: str) -> None:
     console, cls = Console(), _target(name, str(settings.get("_target_")))
     say(console, f"train={name}: {about('train', name)}")
     listing(console, "train", type("Fields", (Front, cls.config), {}), settings)
-    say(console, "Any other field of transformers' TrainingArguments can be set too.")
+    say(console, "The other fields are those of transformers' TrainingArguments, and any of them can be set.")
 
 
 def _to_the_letter(word: str, defaults: Mapping[str, Any]) -> str:

@@ -44,16 +44,7 @@ class Front:
     lora: fields of peft's `LoraConfig`, of adapters on the linear layers. With None all weights learn
     rewards: weight of each: a name, or `package.module:function` in TRL's form
     prompts: examples that are answered before training; null: all
-    output_dir: folder of the run and of its result
     resume: from the last checkpoint in the folder, if there is one
-    seed: of everything that is drawn
-    max_steps: optimizer steps
-    per_device_train_batch_size: examples of a process and forward
-    save_strategy, save_steps, save_total_limit: when checkpoints are written, and how many are kept
-    logging_steps: steps between two lines of the log
-    eval_strategy, eval_steps, eval_on_start: when held-out examples are measured
-    learning_rate, warmup_steps, lr_scheduler_type, lr_scheduler_kwargs: peak, steps to reach it, and the way down
-    adam_beta2, weight_decay, max_grad_norm: of AdamW, and the norm at which gradients are clipped
     settings: any field of the trainer's arguments
     """
 
@@ -90,12 +81,9 @@ class Front:
         return lora_config(self.lora)
 
     def arguments(self, kind: type[T], **changes: Any) -> T:
-        """Return the arguments of a trainer, each field checked. With `changes` those that it lacks are left out."""
-        given = {**self.settings, **changes}
-        if changes:
-            given = {key: value for key, value in given.items() if key in kind.__dataclass_fields__}
+        """Return the arguments of a trainer, each field checked."""
         try:
-            return kind(**config.check(f"train={self.name}", kind, given))
+            return kind(**config.check(f"train={self.name}", kind, {**self.settings, **changes}))
         except UserError:
             raise
         except (ValueError, TypeError, ImportError) as error:  # what transformers refuses

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -18,13 +15,12 @@ from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.generation.speculative import SpeculativeSampler
-from dllm_sampler.host import files
 from dllm_sampler.models import saving
 from dllm_sampler.training.command import Front, last_checkpoint
 from dllm_sampler.training.data import Encoder, Row
 from dllm_sampler.training.masked import Dice, Masks, Rows, chunk, collate, draw, weighted
 from dllm_sampler.training.sft import MaskedDiffusionConfig, MaskedDiffusionTrainer
-from dllm_sampler.training.trainer import Count, DiffusionConfig, Positive
+from dllm_sampler.training.trainer import Count, DiffusionConfig, Positive, collected
 
 
 def refine_masks(rows: Rows, dice: Dice, longest: int, alpha: float) -> Masks:
@@ -53,13 +49,16 @@ def stage_loss(network: nn.Module, rows: Rows, masks: Masks, spec: ModelSpec) ->
 
 @dataclass
 class DeerConfig(MaskedDiffusionConfig):
-    """Settings of `DeerTrainer`.
+    """Settings of `DeerTrainer`, and of `train=deer`, which takes a target's answers and trains both stages.
 
     stage: `distill` (stage I) or `refine` (stage II)
     separator: token after the cut. With None there is none
     draft_length: proposals in a round: as many end tokens, less one, are learned after an answer
     least_t: stage I masks each token with probability t, uniform from here to 1
     longest, alpha: stage II masks the last R tokens, R uniform on 1..longest, and weighs the i-th of them alpha^(R-i)
+    target: a causal LM with the drafter's tokenizer
+    answers: prompts that the target answers, greedily, for the drafter
+    distill_steps, refine_steps: of stages I and II
     """
 
     stage: Literal["distill", "refine"] = "distill"
@@ -68,6 +67,10 @@ class DeerConfig(MaskedDiffusionConfig):
     least_t: Annotated[float, Field(gt=0, le=1)] = 0.05
     longest: Count = 96
     alpha: Positive = 1.01
+    target: str | None = None
+    answers: Count = 1000
+    distill_steps: Count = 600
+    refine_steps: Count = 300
 
 
 class DeerTrainer(MaskedDiffusionTrainer):
@@ -110,41 +113,6 @@ class DeerTrainer(MaskedDiffusionTrainer):
         whole = [*row.answer, *[spec.eos_id] * tail][:room]
         return [*whole[: 1 + int(place * len(whole))], *self._after]
 
-
-def separator_ids(spec: ModelSpec, tokenizer: Any, separator: str | None) -> list[int]:
-    """Return the ids of a separator: one, or none."""
-    if separator is None:
-        return []
-    found = tokenizer.get_vocab().get(separator)
-    if found is None or found in (spec.mask_id, *spec.eos_ids):
-        usual = (token for token in tokenizer.all_special_tokens if token != separator)
-        raise unknown("separator", separator, [*usual, "another token of the model's", "null"])
-    return [found]
-
-
-# The whole run -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class DeerRunConfig(DeerConfig):
-    """Settings of `train=deer`: both stages, and the target's answers before them.
-
-    target: a causal LM with the drafter's tokenizer
-    answers: prompts that the target answers, greedily, for the drafter
-    distill_steps, refine_steps: of stages I and II
-    """
-
-    target: str | None = None
-    answers: Count = 1000
-    distill_steps: Count = 600
-    refine_steps: Count = 300
-
-
-class DeerRun:
-    """The whole of `train=deer`: the target's answers, and the stages that are not done yet."""
-
-    config: ClassVar[type[DeerRunConfig]] = DeerRunConfig
-
     @classmethod
     def command(cls, front: Front, resume: bool) -> Path:
         """Train what is not there yet, and return the drafter's folder."""
@@ -164,7 +132,16 @@ class DeerRun:
         encode = Encoder(tokenizer, replace(spec, max_positions=longest), longest)
         prompts = [encode.prompt(one, args.new_tokens) for one in examples]
         front.record(folder)
-        pairs = _answers(file, plain, prompts[: args.answers], args)
+
+        def answer(some: list[list[int]], _: range) -> list[dict[str, list[int]]]:
+            found, size = list[dict[str, list[int]]](), args.answer_batch_size
+            for batch in (some[first : first + size] for first in range(0, len(some), size)):
+                result = plain.generate(batch, max_new_tokens=args.new_tokens)
+                cut = zip(batch, result.tokens.tolist(), result.lengths.tolist(), strict=True)
+                found += [{"prompt": prompt, "completion": ids[:length]} for prompt, ids, length in cut]
+            return found
+
+        pairs = collected(file, prompts[: args.answers], answer)
         model: Any = front.model
         settings = {**model} if isinstance(model, Mapping) else {}
         settings.pop("name", None)
@@ -174,26 +151,20 @@ class DeerRun:
         ):
             place = folder / name
             if not saving.has_weights(place):
-                own = front.arguments(DeerConfig, output_dir=str(place), stage=stage, max_steps=steps)
-                trainer = DeerTrainer(model, own, pairs, peft_config=front.peft_config)
+                own = front.arguments(cls.config, output_dir=str(place), stage=stage, max_steps=steps)
+                trainer = cls(model, own, pairs, peft_config=front.peft_config)
                 trainer.train(resume_from_checkpoint=last_checkpoint(str(place)) if resume else None)
                 trainer.save_model()
             model = {**settings, "path": str(place)}
         return folder / "drafter"
 
 
-def _answers(path: Path, plain: SpeculativeSampler, prompts: Sequence[list[int]], args: Any) -> list[dict[str, Any]]:
-    """Return rows of prompts and the target's answers in tokens; the processes share the batches."""
-    state = PartialState()
-    if not path.exists():
-        size, found = args.answer_batch_size, list[tuple[int, list[dict[str, Any]]]]()
-        for first in range(state.process_index * size, len(prompts), state.num_processes * size):
-            some = [*prompts[first : first + size]]
-            result = plain.generate(some, max_new_tokens=args.new_tokens)
-            cut = zip(some, result.tokens.tolist(), result.lengths.tolist(), strict=True)
-            found.append((first, [{"prompt": prompt, "completion": ids[:length]} for prompt, ids, length in cut]))
-        rows = [row for _, some in sorted(gather_object(found), key=lambda pair: pair[0]) for row in some]
-        if state.is_main_process:
-            files.write(path, json.dumps(rows) + "\n")
-        state.wait_for_everyone()
-    return json.loads(path.read_text())
+def separator_ids(spec: ModelSpec, tokenizer: Any, separator: str | None) -> list[int]:
+    """Return the ids of a separator: one, or none."""
+    if separator is None:
+        return []
+    found = tokenizer.get_vocab().get(separator)
+    if found is None or found in (spec.mask_id, *spec.eos_ids):
+        usual = (token for token in tokenizer.all_special_tokens if token != separator)
+        raise unknown("separator", separator, [*usual, "another token of the model's", "null"])
+    return [found]

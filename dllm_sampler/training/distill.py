@@ -10,37 +10,27 @@ independent. Where the answer ends with a block the published draw of the block 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
-from accelerate.utils import gather_object
 from pydantic import Field
 from torch import Tensor, nn
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.host import files
-from dllm_sampler.training.data import Row
+from dllm_sampler.training.data import Example, Row
 from dllm_sampler.training.masked import FLOOR, Dice, Rows, chunk, collate
-from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Positive
+from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Positive, collected
 
 FIGURES = ("cross_entropy", "entropy", "right_masks")  # of `certainty_loss`
 ANSWERS = "answers.json"  # in the folder of the run
 
 
-@dataclass(frozen=True)
-class Halves:
-    """The tokens that two complementary samples mask, `[B, L] bool`."""
+def split(rows: Rows, size: int, ratio: float, dice: Dice, *, aligned: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return both parts of each row's active block, and what is after the block: `[B, L] bool` each.
 
-    one: Tensor
-    other: Tensor  # the rest of the active block
-    future: Tensor  # after it: masked in both, in no loss
-
-
-def split(rows: Rows, size: int, ratio: float, dice: Dice, *, aligned: bool = False) -> Halves:
-    """Draw each row's active block, one of its blocks of `size` with equal chances, and split it in two parts.
+    The active block is one of the row's blocks of `size` with equal chances.
 
     ratio: share of the first part, drawn for each token by itself
     aligned: count blocks from the row's first token, as block-causal models do; else from the answer's
@@ -53,7 +43,7 @@ def split(rows: Rows, size: int, ratio: float, dice: Dice, *, aligned: bool = Fa
     active = (column >= first) & (column < first + size) & rows.answer
     chance = (1 - FLOOR) * ratio + FLOOR
     one = active & (dice.uniform(rows.length, rows.ids.shape[1]) < chance)
-    return Halves(one, active & ~one, rows.there & (column >= first + size))
+    return one, active & ~one, rows.there & (column >= first + size)
 
 
 def certainty_loss(
@@ -123,30 +113,25 @@ class DistillTrainer(DiffusionTrainer):
 
     def train(self, *given: Any, **named: Any) -> Any:
         """Answer the prompts, unless a run before this one did, and train on what is kept."""
-        path = Path(self.args.output_dir) / ANSWERS
-        pairs = json.loads(path.read_text()) if path.exists() else self._answer()
+        asked = [*zip(self.examples, self.train_rows, strict=True)]
+        pairs = collected(Path(self.args.output_dir) / ANSWERS, asked, self._answer)
         if not pairs:
-            count = len(self.examples)
-            raise UserError("nothing-to-learn", f"none of the {count} answers is right. Give more prompts.")
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save and not path.exists():
-            files.write(path, json.dumps(pairs))
+            raise UserError("nothing-to-learn", f"none of the {len(asked)} answers is right. Give more prompts.")
         self.train_dataset = [Row(at, None, *pair) for at, pair in enumerate(pairs)]
         return super().train(*given, **named)
 
-    def _answer(self) -> list[tuple[list[int], list[int]]]:
-        """Return prompts and the model's own answers in tokens; the processes share the prompts."""
-        mine, seeds = self.shared(list(zip(self.examples, self.train_rows, strict=True)))
+    def _answer(self, asked: list[tuple[Example, Row]], seeds: range) -> list[Any]:
+        """Return prompts and the model's own answers in tokens. One that is not learned from is None."""
         self._move_model_to_device(self.trained, self.args.device)
-        answers = self.answered(self.sampler(**self.args.teacher), [one.prompt for one, _ in mine], [*seeds])
+        answers = self.answered(self.sampler(**self.args.teacher), [one.prompt for one, _ in asked], [*seeds])
         found = []
-        for number, (example, row), answer in zip(seeds, mine, answers, strict=True):
+        for (example, row), answer in zip(asked, answers, strict=True):
             ids = answer.tokens[: answer.length].tolist()
-            if example.right(answer.text or "", ids, self.metric) == 1 if self.args.keep else answer.complete:
-                assert answer.trace is not None
-                tokens = answer.trace.decoded[0].tolist() if self.args.tail else ids
-                found.append((number, (row.prompt, tokens)))
-        return [pair for _, pair in sorted(gather_object(found))]
+            kept = example.right(answer.text or "", ids, self.metric) == 1 if self.args.keep else answer.complete
+            assert answer.trace is not None
+            tokens = answer.trace.decoded[0].tolist() if self.args.tail else ids
+            found.append((row.prompt, tokens) if kept else None)
+        return found
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Return the mean over the rows of the losses of both samples."""
@@ -154,10 +139,10 @@ class DistillTrainer(DiffusionTrainer):
         rows = collate([(row.prompt, row.answer) for row in some], spec.eos_id)
         size = args.block_length or rows.ids.shape[1]
         dice = Dice([self.seed_of("noise", self.state.global_step, row.number) for row in some])
-        halves = split(rows, size, args.ratio, dice, aligned=spec.attention == "block_causal")
-        asked = torch.cat([halves.one, halves.other])
+        first, second, future = split(rows, size, args.ratio, dice, aligned=spec.attention == "block_causal")
+        asked = torch.cat([first, second])
         rows = rows.some(torch.arange(len(some)).repeat(2))
-        one = chunk(rows, asked | halves.future.repeat(2, 1), asked, spec).to(spec.device)
+        one = chunk(rows, asked | future.repeat(2, 1), asked, spec).to(spec.device)
         found = certainty_loss(one.logits(model), one.tokens, one.there, args.entropy_temperature, one.mask_id)
         self.note({name: float(value.detach().mean()) for name, value in zip(FIGURES, found, strict=True)})
         return (found[0] + args.certainty * found[1]).sum() / len(some)

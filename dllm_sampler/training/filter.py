@@ -177,16 +177,13 @@ class FilterTrainer(Trainer):
             model=filter, args=args, train_dataset=steps, eval_dataset=held,
             data_collator=lambda rows: rows[0]._asdict(), **options,
         )  # fmt: skip
+        self.can_return_loss = True
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *_: Any, **__: Any) -> Any:
         """Return the mean cross-entropy of the filter, see `loss`."""
         records = Records(**inputs)
-        return loss(model(records.known), records, self.args.committed, self.args.caution)
-
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
-        """Return the loss of the validation records."""
-        with torch.no_grad():
-            return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+        found = loss(model(records.known), records, self.args.committed, self.args.caution)
+        return (found, {}) if return_outputs else found
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
         """Return the figures, and keep the layers if they are the best so far."""

@@ -23,7 +23,7 @@ from dllm_sampler.training import policy, rewards
 from dllm_sampler.training.data import Row, columns_of
 from dllm_sampler.training.masked import Dice
 from dllm_sampler.training.policy import Goal
-from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Positive, Share, WeightCopy
+from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Positive, WeightCopy, say
 from dllm_sampler.training.trajectory import Trajectories, check
 
 PATIENCE = 10  # steps in a row without a single score before the run ends
@@ -49,7 +49,7 @@ class TrajectoryGRPOConfig(DiffusionConfig):
     num_generations: Annotated[int, Field(ge=2)] = 6
     rollout: dict[str, Any] = field(default_factory=lambda: {"scheduler": "fixed", "temperature": 1.0})
     likelihood: Literal["trajectory", "masked"] = "trajectory"
-    mask_prompt: Share = 0.0
+    mask_prompt: Annotated[float, Field(ge=0, le=1)] = 0.0
     transitions: Count | None = None
     scale_rewards: bool = False
     after_eos: bool = False
@@ -162,8 +162,6 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
                 for _ in range(self.args.num_iterations):
                     yield from batch
 
-    # A step -----------------------------------------------------------------------------------------------------------
-
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Sample and judge answers, or take those of the step before; then sum up gradients, forward by forward."""
         args, some = self.args, inputs["rows"]
@@ -244,20 +242,18 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
             return replace(view, single=True, blank=blank)
         return view if args.transitions is None else view.sample(args.transitions, dice)
 
-    # What the user is told --------------------------------------------------------------------------------------------
-
     def _report(self, scores: rewards.Scores, advantage: Tensor, result: Result, view: Trajectories) -> None:
         """Note figures of the answers, and write sentences if something is wrong."""
         step, there, entropy = self.state.global_step + 1, ~scores.total.isnan(), result.trace.entropy
         assert entropy is not None
         for trouble in scores.troubles:
-            self.say(f"step {step}: {trouble}")
+            say(f"step {step}: {trouble}")
         self._unscored = 0 if any(gather_object([bool(there.any())])) else self._unscored + 1
         if self._unscored == PATIENCE:
             raise UserError("nothing-to-learn", f"no answer in {PATIENCE} steps had a reward. See the lines above.")
         flat = float((advantage.view(-1, self.args.num_generations) == 0).all(1).double().mean())
         if flat == 1:
-            self.say(f"step {step}: the answers to each prompt have equal rewards, so there is nothing to learn")
+            say(f"step {step}: the answers to each prompt have equal rewards, so there is nothing to learn")
         known = scores.total[there]
         self.note(
             {
@@ -279,7 +275,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         if self._told_mismatch or self.args.likelihood == "masked" or not found or found["ratio_log"] <= rounding:
             return
         self._told_mismatch = True
-        self.say(
+        say(
             f"step {self.state.global_step + 1}: the policy that samples is not the one that learns (rollout"
             f" cache={named(self.rollouts.plugins.cache)}). Its importance ratios are in the log."
         )

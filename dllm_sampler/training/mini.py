@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerFast, Trainer
 
 from dllm_sampler import config
@@ -70,6 +70,7 @@ class MiniConfig(Arguments):
     init_std: Number = 0.05
     embedding_std: Number = 1.0
     data: dict[str, Any] = field(default_factory=dict)
+    per_device_train_batch_size: int = 1  # of whole batches
 
 
 class MiniTrainer(Trainer):
@@ -93,11 +94,13 @@ class MiniTrainer(Trainer):
         generator = torch.Generator().manual_seed(args.seed)
         network.init_weights(std=args.init_std, embedding_std=args.embedding_std, generator=generator)
         self.network, self._mask_id = network, self.tokenizer.get_vocab()[MASK]
-        super().__init__(model=_Plain(network), args=args, train_dataset=_Stream(pools, self.tokenizer), **options)
-
-    def get_train_dataloader(self) -> Any:
-        """Return the stream of batches, which are whole as they come."""
-        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=None, collate_fn=vars))  # pyright: ignore
+        super().__init__(
+            model=_Plain(network),
+            args=args,
+            train_dataset=_Stream(pools, self.tokenizer),
+            data_collator=lambda rows: vars(rows[0]),
+            **options,
+        )
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Return nats per response token: the likelihood bound's estimate from one corruption of the batch."""

@@ -159,8 +159,6 @@ class Trainable(nn.Module):
         """Share weights that the model's configuration ties, after new tensors were assigned."""
         self.inner.tie_weights()
 
-    # Sampling ---------------------------------------------------------------------------------------------------------
-
     def sampling(self, run: Callable[[], T]) -> T:
         """Return what `run` does: it may sample from the model, in eval mode and with all weights of a sharded one."""
         training = self.training
@@ -195,8 +193,6 @@ class Trainable(nn.Module):
             yield
         finally:
             adapter.enable_adapter_layers()
-
-    # Saving -----------------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the checkpoint in its family's format, adapters merged, and apart the adapters alone.

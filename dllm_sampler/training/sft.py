@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
-from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput
 
 from dllm_sampler.errors import UserError, counted
 from dllm_sampler.sampler import Sampler
@@ -49,6 +46,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
 
     config: ClassVar[type[DiffusionConfig]] = MaskedDiffusionConfig
     uniform: ClassVar[bool] = True
+    held_out_loss: ClassVar[bool] = True
 
     def rows(self, args: Any) -> tuple[list[Row], list[Row]]:
         """Check and encode prompts and answers. Too long ones may be dropped."""
@@ -73,7 +71,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         if args.longer == "drop":
             self.examples, self.held = (self._short(some, encode) for some in (self.examples, self.held))
             dropped = before - len(self.examples) - len(self.held)
-            if dropped and args.process_index == 0:
+            if dropped:
                 say(f"dropped {counted(dropped, 'example')} of more than {counted(self.most, 'token')}")
         if not self.examples:
             raise UserError("nothing-to-learn", "longer=drop leaves no examples. Raise max_length.")
@@ -103,18 +101,9 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         some: list[Row] = inputs["rows"]
         step = self.state.global_step if model.training else "held"
         loss = self.loss_of(model, some, Dice([self.seed_of("noise", step, row.number) for row in some]))
-        return (loss, None) if return_outputs else loss
+        return (loss, {}) if return_outputs else loss
 
     def loss_of(self, model: nn.Module, some: list[Row], dice: Dice) -> Tensor:
         """Return the mean loss of some rows."""
         pairs = [(row.prompt, row.answer) for row in some]
         return self.loss(model, masked.padded(pairs, self.trained.spec, self._padding, self.most), dice)
-
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
-        """Return the loss of held-out rows."""
-        with torch.no_grad(), self.accelerator.autocast():
-            return self.compute_loss(model, inputs).detach(), None, None
-
-    def held_out_loss(self, *given: Any, **named: Any) -> EvalLoopOutput:
-        """Return the mean loss of the held-out rows."""
-        return Trainer.evaluation_loop(self, *given, **named)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import gather_object
 from pydantic import Field
 from safetensors.torch import load_file
@@ -154,13 +157,34 @@ class FiniteGradients(TrainerCallback):
         norm: Any = nn.utils.get_total_norm([w.grad for w in model.learned().values() if w.grad is not None])
         if not math.isfinite(norm.full_tensor() if hasattr(norm, "full_tensor") else norm):
             model.zero_grad()
-            if state.is_world_process_zero:
-                say(f"step {state.global_step + 1}: the gradients are not finite and were left out")
+            say(f"step {state.global_step + 1}: the gradients are not finite and were left out")
 
 
 def say(text: str) -> None:
-    """Write a line for the user, above a bar if there is one."""
-    tqdm.write(text, file=sys.stderr)
+    """Write a line for the user in the first process, above a bar if there is one."""
+    if PartialState().is_main_process:
+        tqdm.write(text, file=sys.stderr)
+
+
+def shared(items: Sequence[Any]) -> tuple[list[Any], range]:
+    """Return the items of this process, and their numbers, which are seeds: whichever process has an item."""
+    numbers = range(PartialState().process_index, len(items), PartialState().num_processes)
+    return [items[at] for at in numbers], numbers
+
+
+def collected(file: Path, items: Sequence[Any], answer: Callable[[list[Any], range], list[Any]]) -> list[Any]:
+    """Return what `answer` makes of the items without None, from a file if a run before this one has written it.
+
+    The processes share the items.
+    """
+    if file.exists():
+        return json.loads(file.read_text())
+    mine, numbers = shared(items)
+    made = gather_object([*zip(numbers, answer(mine, numbers), strict=True)])
+    found = [one for _, one in sorted(made, key=itemgetter(0)) if one is not None]
+    if found and PartialState().is_main_process:
+        files.write(file, json.dumps(found))
+    return found
 
 
 class DiffusionTrainer(Trainer):
@@ -177,6 +201,7 @@ class DiffusionTrainer(Trainer):
     config: ClassVar[type[DiffusionConfig]] = DiffusionConfig
     uniform: ClassVar[bool] = False  # it knows models without a mask token
     answers: ClassVar[bool] = True  # each example must have one
+    held_out_loss: ClassVar[bool] = False  # held-out examples have a loss
     most_held_out: ClassVar[int] = 64  # of `dllm-train`, where `held_out` is None
     args: Any  # the settings, of the class `config`
 
@@ -225,13 +250,12 @@ class DiffusionTrainer(Trainer):
             **options,
         )
         self.model_accepts_loss_kwargs = False  # a loss is the mean over its rows
+        self.can_return_loss = self.held_out_loss
 
     @classmethod
     def command(cls, front: Any, resume: bool) -> Path:
         """Run `dllm-train` with the settings of `front`, and return the folder of the result."""
         return front.train(cls, resume)
-
-    # What a trainer says ----------------------------------------------------------------------------------------------
 
     def rows(self, args: Any) -> tuple[list[Row], list[Row]]:
         """Check and encode all examples, and return rows to learn from and to measure on, before the first step."""
@@ -243,21 +267,9 @@ class DiffusionTrainer(Trainer):
         )
         return train, held
 
-    def held_out_loss(self, *given: Any, **named: Any) -> EvalLoopOutput:
-        """Return the loss of held-out examples, where there is one."""
-        nothing: Any = None
-        return EvalLoopOutput(nothing, None, {}, len(self.held))
-
-    # What it can use --------------------------------------------------------------------------------------------------
-
     def sampler(self, **settings: Any) -> Sampler:
         """Return a sampler of the model as it is now."""
         return Sampler(self.trained.denoiser, tokenizer=self.trained.tokenizer, **settings)
-
-    def say(self, text: str) -> None:
-        """Write a line for the user, in the first process alone."""
-        if self.is_world_process_zero():
-            say(text)
 
     def seed_of(self, *parts: object) -> str:
         """Return a seed of what is drawn: of the run's seed and of anything."""
@@ -290,18 +302,11 @@ class DiffusionTrainer(Trainer):
                 raise NotFiniteError(answer.nfe, [answer.index + 1])
         return found
 
-    def shared(self, items: Sequence[Any]) -> tuple[list[Any], range]:
-        """Return the items of this process, and their numbers, which are seeds: whichever process has an item."""
-        numbers = range(self.args.process_index, len(items), self.args.world_size)
-        return [items[at] for at in numbers], numbers
-
     def together(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
         """Return each item that takes a forward, with True. Processes that share the weights make as many forwards:
         those with fewer items get their last one again, with False."""
         most = max(gather_object([len(items)])) if self.is_fsdp_enabled else len(items)
         return [(items[min(at, len(items) - 1)], at < len(items)) for at in range(most)]
-
-    # The hooks of `Trainer` -------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
         """Add the figures of the steps since the last line, and hand the line on."""
@@ -319,14 +324,17 @@ class DiffusionTrainer(Trainer):
     def evaluation_loop(self, *given: Any, metric_key_prefix: str = "eval", **named: Any) -> EvalLoopOutput:
         """Measure held-out examples: their loss, and right answers, forwards and tokens per forward of a sampler."""
         with self.average.applied(), self.attention():
-            found = self.held_out_loss(*given, metric_key_prefix=metric_key_prefix, **named)
+            nothing: Any = None
+            found = EvalLoopOutput(nothing, None, {}, len(self.held))
+            if self.held_out_loss:
+                found = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
             measured = self.measured()
         found.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in measured.items()})  # pyright: ignore
         return found
 
     def measured(self) -> dict[str, float]:
         """Return right answers, forwards and tokens per forward on held-out prompts, those of all processes."""
-        mine, seeds = self.shared(self.held)
+        mine, seeds = shared(self.held)
         answers = self.answered(self.sampler(**self.args.evaluation), [one.prompt for one in mine], [*seeds])
         known = [(one, answer) for one, answer in zip(mine, answers, strict=True) if one.answer is not None]
         right = [

@@ -23,16 +23,16 @@ def test_two_halves_of_one_block() -> None:
     batch, starts = rows(), [set() for _ in range(4)]
     column = torch.arange(batch.ids.shape[1])
     for seed in range(60):
-        pair = split(batch, 4, 0.5, dice(batch, seed))
-        active = pair.one | pair.other
-        assert not (pair.one & pair.other).any()
+        one, other, future = split(batch, 4, 0.5, dice(batch, seed))
+        active = one | other
+        assert not (one & other).any()
         for row in range(4):
             inside = active[row].nonzero()[:, 0]
             first, end = int(batch.prompt[row]), int(batch.length[row])
             start, stop = int(inside[0]), int(inside[-1]) + 1
             assert (start - first) % 4 == 0 and start >= first
             assert len(inside) == stop - start == min(4, end - start), "a block, or what is left of it"
-            assert torch.equal(pair.future[row], (column >= stop) & (column < end))
+            assert torch.equal(future[row], (column >= stop) & (column < end))
             starts[row].add((start - first) // 4)
     assert starts == [{0, 1}, {0, 1}, {0}, {0, 1, 2}]
 
@@ -40,9 +40,9 @@ def test_two_halves_of_one_block() -> None:
 def test_a_row_is_masked_as_it_is_alone_in_number() -> None:
     """Rows are independent, which they are not in the published code: no two have the same mask."""
     batch = collate([([1] * 4, [2] * 64)] * 6, 0)
-    pair = split(batch, 64, 0.25, dice(batch, 0))
-    assert len({tuple(row) for row in pair.one.tolist()}) == 6
-    many = torch.cat([split(batch, 64, 0.25, dice(batch, seed)).one for seed in range(40)])
+    one, _, _ = split(batch, 64, 0.25, dice(batch, 0))
+    assert len({tuple(row) for row in one.tolist()}) == 6
+    many = torch.cat([split(batch, 64, 0.25, dice(batch, seed))[0] for seed in range(40)])
     assert float(many.sum() / (40 * 6 * 64)) == pytest.approx(0.25, abs=0.01)
 
 

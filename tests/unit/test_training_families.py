@@ -161,14 +161,14 @@ def test_the_loss_of_distillation(name: str, tmp_path: Path) -> None:
     times = 6 if size > 4 else 1
     answers = [[41, 5, 5, 6, 12, 3, 8, 2, 9] * times, [11, 13] * times]
     rows: Rows = collate([([7, 9, 30], answers[0]), ([3] * 6, answers[1])], spec.eos_id)
-    halves = split(rows, size, 0.5, Dice([4, 5]), aligned=spec.attention == "block_causal")
-    for masked in (halves.one, halves.other):
-        one = chunk(rows, masked | halves.future, masked, spec)
+    *halves, future = split(rows, size, 0.5, Dice([4, 5]), aligned=spec.attention == "block_causal")
+    for masked in halves:
+        one = chunk(rows, masked | future, masked, spec)
         found = certainty_loss(one.logits(it.network), one.tokens, one.there, 0.5, one.mask_id)
         expected = []
         for row in range(2):
             prompt, end = int(rows.prompt[row]), int(rows.length[row])
-            hidden = (masked | halves.future)[row, :end]
+            hidden = (masked | future)[row, :end]
             seen = rows.ids[row, :end].masked_fill(hidden, one.mask_id)
             keys, column, first = sees(it, end), torch.arange(end), 0
             if spec.attention == "causal_context":
@@ -191,7 +191,7 @@ def test_active_blocks_of_block_causal_models_are_their_own() -> None:
     rows = collate([([1] * 6, [2] * 9)], 0)
     starts = set()
     for seed in range(40):
-        halves = split(rows, 4, 0.5, Dice([seed]), aligned=True)
-        inside = (halves.one | halves.other)[0].nonzero()[:, 0].tolist()
+        one, other, _ = split(rows, 4, 0.5, Dice([seed]), aligned=True)
+        inside = (one | other)[0].nonzero()[:, 0].tolist()
         starts.add((inside[0], inside[-1] + 1))
     assert starts == {(6, 8), (8, 12), (12, 15)}
