@@ -71,7 +71,7 @@ def test_forwards_at_equal_accuracy() -> None:
     assert distilled.forwards(before, "entropy", 0.0) == pytest.approx(10 - len(distilled.BOUNDS["entropy"]) + 1)
     assert distilled.forwards({**before, "entropy 0.02": {"right": 0.9, "nfe": 10}}, "entropy", 0.95) is None
     rows = distilled.equal(before, [after, before]).splitlines()
-    assert rows[2] == "| entropy | 95 % | 9.50 | 9.00 | 1.06 |"
+    assert rows[2] == "| entropy | 90 % | 9.00 | 8.50 | 1.06 |"
     poor = {name: {**each, "right": 0.85} for name, each in after.items()}
     assert "1 of 2 do not reach it" in distilled.equal(before, [poor, before])
     assert "not reached" in distilled.equal(poor, [before])
