@@ -21,6 +21,7 @@ from dllm_sampler.eval.report.published import points
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
 
 TITLES = {
@@ -420,46 +421,39 @@ def _label(axes: Axes, found: Comparison, panel: Panel, looks: Mapping[str, Mapp
     for method in sorted(chosen, key=lambda method: (method.label not in best, -points[method.label][1])):
         x, y = pixels[method.label]
         here.setdefault((method.label in best, round(x / 3), round(y / 3)), []).append(method)
-    for (important, *_), methods in here.items():
-        texts = dict.fromkeys(filter(None, (_text(one, swept, important and named) for one in methods)))
-        text = ", ".join(list(texts)[:3]) + (f" +{len(texts) - 3}" if len(texts) > 3 else "")
-        if not text:
-            continue
-        method, colors = methods[0], {looks[one.label]["color"] for one in methods}
-        x, y = pixels[method.label]
-        note = axes.annotate(
-            text, points[method.label], xytext=(0, 0), textcoords="offset points", fontsize=6 + 0.5 * important,
-            color=colors.pop() if len(colors) == 1 else "black",
-        )  # fmt: skip
+
+    def write(text: str, point: tuple[float, float], reach: float, **style: Any) -> Annotation | None:
+        """Write a text next to a point if there is room within `reach` points."""
+        note = axes.annotate(text, point, xytext=(0, 0), textcoords="offset points", **style)
         note.set_in_layout(False)
-        note.set_path_effects([withStroke(linewidth=1.5, foreground="white")])
-        own = note.get_window_extent()
-        reach = 40 if important else 9
+        (x, y), own = axes.transData.transform(point), note.get_window_extent()
         box = _place(x, y, own.width + 2, own.height + 1, frame, taken, reach / 72 * dpi, 5 / 72 * dpi)
         if box is None:
             note.remove()
-            continue
-        taken.append(box)
-        dx, dy = (box.x0 + 1 - x) * 72 / dpi, (box.y0 + 1 - y) * 72 / dpi
-        note.set_position((dx, dy))
-        if math.hypot((box.x0 + box.x1) / 2 - x, (box.y0 + box.y1) / 2 - y) > own.width / 2 + 12 / 72 * dpi:
-            arrow = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
-            line = axes.annotate(
-                "", points[method.label], xytext=(dx + own.width * 36 / dpi, dy + own.height * 36 / dpi),
-                textcoords="offset points", arrowprops=arrow, zorder=3,
-            )  # fmt: skip
-            line.set_in_layout(False)
-    for rate, score, name in panel.published:
-        x, y = axes.transData.transform((rate, score))
-        note = axes.annotate(name, (rate, score), xytext=(0, 0), textcoords="offset points", fontsize=4.5, color="0.45")
-        note.set_in_layout(False)
-        own = note.get_window_extent()
-        box = _place(x, y, own.width + 2, own.height + 1, frame, taken, 9 / 72 * dpi, 5 / 72 * dpi)
-        if box is None:
-            note.remove()
-            continue
+            return None
         taken.append(box)
         note.set_position(((box.x0 + 1 - x) * 72 / dpi, (box.y0 + 1 - y) * 72 / dpi))
+        return note
+
+    for (important, *_), methods in here.items():
+        texts = dict.fromkeys(filter(None, (_text(one, swept, important and named) for one in methods)))
+        text = ", ".join(list(texts)[:3]) + (f" +{len(texts) - 3}" if len(texts) > 3 else "")
+        point, colors = points[methods[0].label], {looks[one.label]["color"] for one in methods}
+        color = colors.pop() if len(colors) == 1 else "black"
+        outline = [withStroke(linewidth=1.5, foreground="white")]
+        style = {"fontsize": 6 + 0.5 * important, "color": color, "path_effects": outline}
+        note = write(text, point, 40 if important else 9, **style) if text else None
+        if note is None:
+            continue
+        own, (x, y) = note.get_window_extent(), axes.transData.transform(point)
+        right, up = (own.x0 + own.x1) / 2 - x, (own.y0 + own.y1) / 2 - y  # of the point
+        if math.hypot(right, up) > own.width / 2 + 12 / 72 * dpi:
+            arrow = {"arrowstyle": "-", "color": "0.5", "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
+            at = right * 72 / dpi, up * 72 / dpi
+            line = axes.annotate("", point, xytext=at, textcoords="offset points", arrowprops=arrow, zorder=3)
+            line.set_in_layout(False)
+    for rate, score, name in panel.published:
+        write(name, (rate, score), 9, fontsize=4.5, color="0.45")
 
 
 def _text(method: Method, swept: Mapping[str, Sequence[str]], named: bool) -> str:
