@@ -13,6 +13,8 @@ from dllm_sampler.eval.report.rows import rows, text
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 
+PAGE, FIGURE = (".html", ".htm"), (".pdf", ".svg", ".png")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `dllm-report`; returns its exit status."""
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.output is not None:
             check(options.output)
         if options.figure is not None:
-            check_figure(options.figure)
+            check(options.figure, FIGURE)
         parts = (options.csv, options.figure)
         page = options.output is not None or not any(parts)
         if options.csv is not None:
@@ -57,51 +59,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return ending("dllm-report", run)
 
 
-def check(output: str) -> Path:
-    """The path of the page.
+def check(output: str, suffixes: Sequence[str] = PAGE) -> Path:
+    """Return the path of a page or a figure. Called before the work, so that a mistake does not wait for it.
 
     Raises:
-        UserError: it does not end in .html, or no picture can be drawn.
+        UserError: it has none of the suffixes, nothing can be written there, or no picture can be drawn.
     """
-    target = _target(output)
+    target = _target(output, suffixes)
     from dllm_sampler.eval.report.figure import require_matplotlib  # imports torch: a mistake does not wait for it
 
     require_matplotlib()
     return target
 
 
-def check_figure(output: str) -> tuple[Path, str]:
-    """Return the path of the figure and its format.
-
-    Raises:
-        UserError: its suffix is none of a figure, or no picture can be drawn.
-    """
-    from dllm_sampler.eval.report import figure
-
-    target = expanded("--figure", output)
-    if (form := target.suffix.removeprefix(".").lower()) not in figure.FORMATS:
-        raise UserError(
-            "file-name",
-            f"--figure={output} has no known suffix. Let it end in .{' or .'.join(figure.FORMATS)}.",
-        )
-    _check_folder("the figure", target, output)
-    figure.require_matplotlib()
-    return target, form
-
-
-def _target(output: str) -> Path:
-    target = expanded("--output", output)
-    if target.suffix not in (".html", ".htm"):
-        raise UserError("file-name", f"{output} is not an HTML file. Name one that ends in .html.")
-    _check_folder("the report", target, output)
-    return target
-
-
-def _check_folder(what: str, target: Path, output: str) -> None:
+def _target(output: str, suffixes: Sequence[str]) -> Path:
+    target = expanded("path", output)
+    if target.suffix.lower() not in suffixes:
+        raise UserError("file-name", f"{output} should end in {' or '.join(suffixes)}. Name another file.")
     if (above := next((one for one in target.parents if one.exists()), None)) is not None and not above.is_dir():
-        raise UserError(
-            "folder-invalid", f"{what} cannot be written to {output}: {above} is a file. Name another path."
-        )
+        raise UserError("folder-invalid", f"{output} cannot be written: {above} is a file. Name another path.")
+    return target
 
 
 def write(
@@ -112,9 +89,8 @@ def write(
     Raises:
         UserError: nothing to report on, or nowhere to write it.
     """
-    target = _target(output)
+    target = check(output)
     found = load(runs)
-    check(output)
     from dllm_sampler.eval.report.page import page  # imports torch: a mistake does not wait for it
     from dllm_sampler.eval.report.pictures import pictures
 
@@ -134,12 +110,12 @@ def write_figure(runs: Sequence[Path], output: str, published: bool = False) -> 
     Raises:
         UserError: nothing to show, another suffix than those of figures, or nowhere to write it.
     """
-    target, form = check_figure(output)
+    target = check(output, FIGURE)
     found = load(runs)
     from dllm_sampler.eval.report.figure import draw  # imports matplotlib: a mistake does not wait for it
 
     files.make_folder(target.parent)
-    files.write(target, draw(found, form, published=published))
+    files.write(target, draw(found, target.suffix.lower()[1:], published=published))
     return target
 
 
@@ -149,13 +125,12 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
     Raises:
         UserError: nothing to report on, nowhere to write it, or it does not end in .csv.
     """
-    target = expanded("--csv", output)
-    if output != "-" and target.suffix != ".csv" and not files.is_stream(target):
-        raise UserError("file-name", f"{output} is not a CSV file. Name one that ends in .csv.")
-    table = text(rows(read(runs)))
     if output == "-":
-        show(table.removesuffix("\n"))
+        show(text(rows(read(runs))).removesuffix("\n"))
         return
+    stream = files.is_stream(output)
+    target = Path(output) if stream else _target(output, [".csv"])
+    table = text(rows(read(runs)))
     files.make_folder(target.parent)
     files.write(target, table)
     print(target)

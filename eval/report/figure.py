@@ -29,7 +29,6 @@ TITLES = {
     "canvas_tokens_per_forward": "canvas tokens per forward (padding counts)",
     "tokens_per_second": "tokens per second",
 }
-FORMATS = ("pdf", "svg", "png")
 COLUMN, PAGE, PANEL = 3.5, 7.0, 2.6  # inches: one column of a paper and both, and the height of a panel
 DPI = 200
 MANY = 15  # schedulers; the legend of more needs the page's width
@@ -98,7 +97,7 @@ def draw(
 
     Args:
         found: the runs.
-        form: one of `FORMATS`.
+        form: `pdf`, `svg` or `png`.
         rates: measures for the horizontal axis, a panel for each.
         published: add published figures with the model, task and lengths of runs under a protocol.
     """

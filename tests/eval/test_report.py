@@ -333,7 +333,7 @@ def test_a_figure_of_another_suffix_is_refused_before_anything_is_read(
 ) -> None:
     monkeypatch.setattr(command, "load", lambda paths: pytest.fail("read"))
     assert command.main(["--figure", name]) == 2
-    said = f"--figure={name} has no known suffix. Let it end in .pdf or .svg or .png."
+    said = f"{name} should end in .pdf or .svg or .png."
     assert said in capsys.readouterr().err
 
 
@@ -419,7 +419,7 @@ def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert command.main([str(tmp_path)]) == 2
     assert "Run dllm-eval" in capsys.readouterr().err
     assert command.main([str(tmp_path), "--output", "report.pdf"]) == 2
-    assert "ends in .html" in capsys.readouterr().err
+    assert "end in .html" in capsys.readouterr().err
     assert command.main(["--nonsense"]) == 2
 
 

@@ -127,10 +127,10 @@ def test_a_csv_file_is_whole_or_not_there(
     for words, said in (
         (["gone", "--csv", "-"], "folder gone"),
         ([str(tmp_path), "--csv", "old.csv"], "No samples are under"),
-        ([str(runs), "--csv", "file/a.csv"], "file is not a folder"),
-        ([str(runs), "--csv", "file"], "file is not a CSV file"),
+        ([str(runs), "--csv", "file/a.csv"], "file/a.csv cannot be written: file is a file"),
+        ([str(runs), "--csv", "file"], "file should end in .csv"),
         ([str(runs), "--csv", "folder.csv"], "folder.csv cannot be written (Is a directory"),
-        ([str(runs), "--csv", "old.csv", "--output", "page.pdf"], "page.pdf is not an HTML file"),
+        ([str(runs), "--csv", "old.csv", "--output", "page.pdf"], "page.pdf should end in .html"),
     ):
         assert command.main(words) == 2
         out, err = capsys.readouterr()
