@@ -157,7 +157,8 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
         _mute()
         where = "standard output" if error.filename is None else error.filename
         show(
-            f"{command}: {where} cannot be written ({error.strerror}). Check the disk and the permissions.", sys.stderr
+            f"{command}: {where} cannot be written ({error.strerror}). Check the path, the disk and the permissions.",
+            sys.stderr,
         )
         return USER_ERROR
 

@@ -238,7 +238,7 @@ def reported(path: str | Path, named: str | None = None, broken: bool = False) -
             raise
         reason = os.strerror(int(told[1])) if told else getattr(error, "strerror", None) or error
         raise NotWrittenError(
-            f"{named or path} cannot be written ({reason}). Check the disk and the permissions."
+            f"{named or path} cannot be written ({reason}). Check the path, the disk and the permissions."
         ) from error
 
 

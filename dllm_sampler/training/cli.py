@@ -90,7 +90,7 @@ class Command:
                 return self.target.command(front, resume)
         except SafetensorError as error:
             raise NotWrittenError(
-                f"{folder} cannot be written ({first_line(error)}). Check the disk and the permissions."
+                f"{folder} cannot be written ({first_line(error)}). Check the path, the disk and the permissions."
             ) from None
         except UserError:
             raise
