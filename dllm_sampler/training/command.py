@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
-from transformers import TrainingArguments
 
 from dllm_sampler import config
 from dllm_sampler.cli import threads
@@ -29,7 +28,6 @@ from dllm_sampler.training.model import Trainable, lora_config
 RUN = "run.json"  # in the folder of a run: its deciding settings
 DECIDING = ("model", "tasks", "held_out", "prompts", "seed", "new_tokens", "block_length")
 DECIDING += ("teacher", "keep", "tail", "target", "answers")
-T = TypeVar("T", bound=TrainingArguments)
 
 
 @dataclass
@@ -80,13 +78,16 @@ class Front:
         """The configuration of the adapters, checked."""
         return lora_config(self.lora)
 
-    def arguments(self, kind: type[T], **changes: Any) -> T:
+    def arguments(self, kind: type[Any], **changes: Any) -> Any:
         """Return the arguments of a trainer, each field checked."""
         try:
             return kind(**config.check(f"train={self.name}", kind, {**self.settings, **changes}))
         except UserError:
             raise
-        except (ValueError, TypeError, ImportError) as error:  # what transformers refuses
+        except ImportError as error:  # of DeepSpeed, for example
+            said = f"train={self.name} needs a package that is not installed ({first_line(error)}). Install it."
+            raise UserError("package-missing", said) from None
+        except (ValueError, TypeError) as error:  # what transformers refuses
             raise UserError("option-range", f"train={self.name}: {first_line(error)}") from None
 
     def sampler(self, args: Any, dtype: str | None = None, **options: Any) -> Sampler:
@@ -154,7 +155,7 @@ class Front:
 
     def train(self, trainer: type[Any], resume: bool) -> Path:
         """Build a trainer, train and save; return the folder."""
-        args: Any = self.arguments(trainer.config)
+        args = self.arguments(trainer.config)
         folder, found = Path(args.output_dir), last_checkpoint(args.output_dir)
         last = found if resume else None
         args.eval_on_start = args.eval_on_start and last is None

@@ -116,7 +116,7 @@ class DeerTrainer(MaskedDiffusionTrainer):
     @classmethod
     def command(cls, front: Front, resume: bool) -> Path:
         """Train what is not there yet, and return the drafter's folder."""
-        args: Any = front.arguments(cls.config)
+        args = front.arguments(cls.config)
         folder, target = Path(args.output_dir), args.target
         if target is None:
             raise UserError("option-missing", "train.target is missing. Name a causal LM with the drafter's tokenizer.")

@@ -204,7 +204,7 @@ class FilterTrainer(Trainer):
         Most of the time goes into the answers, which a run that resumes does not make again. Several processes answer a
         batch of prompts each.
         """
-        args: Any = front.arguments(FilterConfig)
+        args = front.arguments(FilterConfig)
         path = Path(args.output_dir) / "filter.safetensors"
         records = path.with_name("records")
         if path.exists():

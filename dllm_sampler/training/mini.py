@@ -94,13 +94,8 @@ class MiniTrainer(Trainer):
         generator = torch.Generator().manual_seed(args.seed)
         network.init_weights(std=args.init_std, embedding_std=args.embedding_std, generator=generator)
         self.network, self._mask_id = network, self.tokenizer.get_vocab()[MASK]
-        super().__init__(
-            model=_Plain(network),
-            args=args,
-            train_dataset=_Stream(pools, self.tokenizer),
-            data_collator=lambda rows: vars(rows[0]),
-            **options,
-        )
+        stream = _Stream(pools, self.tokenizer)
+        super().__init__(_Plain(network), args, lambda rows: vars(rows[0]), train_dataset=stream, **options)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Return nats per response token: the likelihood bound's estimate from one corruption of the batch."""
@@ -126,7 +121,7 @@ class MiniTrainer(Trainer):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError("processes-unsupported", "train=mini runs in one process. Start it without torchrun.")
         whole = {**front.settings, "model": front.model, "data": front.data}
-        args: Any = Front("mini", None, settings=whole).arguments(MiniConfig)
+        args = Front("mini", None, settings=whole).arguments(MiniConfig)
         folder = Path(args.output_dir)
         last = last_checkpoint(args.output_dir)
         front.begin(folder, resume, saving.has_weights(folder), last)

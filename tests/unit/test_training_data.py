@@ -216,6 +216,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         (["data={DATA}", "learning_rate=fast"], "learning_rate is 'fast'. Set a valid number"),
         (["data={DATA}", "report_too=none"], "did you mean 'report_to'"),
         (["data={DATA}", "optim=adamwx"], "adamwx"),
+        (["data={DATA}", "deepspeed=x.json"], "train=sft needs a package that is not installed"),
         (["data={DATA}", "average=1.0"], "average is 1.0. Set a number less than 1"),
     ],
 )
