@@ -18,7 +18,7 @@ from tests.sampling import crossed
 
 DATA = Path(__file__).parent / "data"
 FEW = {"name": "fixed", "steps": 4}
-SCHEDULERS = {"tiny-diffusion-gemma": "entropy_renoise"}
+SCHEDULERS = {"tiny-diffusion-gemma": {"name": "entropy_renoise", "max_denoising_steps": 4}}
 FAMILIES = [
     *("tiny-llada", "tiny-llada-gqa", "tiny-illada", "tiny-dream", "tiny-sdar", "tiny-sdar-moe", "tiny-fast-dllm-v2"),
     *(

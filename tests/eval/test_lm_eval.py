@@ -90,7 +90,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
 def test_generation_choice_and_perplexity(
     run: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run("pretrained=mini,scheduler=threshold,threshold=0.9,mc_num=32,mc_batch_size=32,check_greedy=false")
+    found = run("pretrained=mini,scheduler=threshold,threshold=0.9,mc_num=8,mc_batch_size=32,check_greedy=false")
     results = found["results"]
     assert results["mini_generate"]["exact_match,none"] == 1.0
     assert results["mini_choose"]["acc,none"] == 1.0

@@ -91,7 +91,7 @@ def test_vocabularies_may_differ_by_padding(vocab: int) -> None:
 
 
 def test_a_random_drafter_is_hardly_ever_right() -> None:
-    result = deer(k=8).generate(PROMPTS, max_new_tokens=12)
+    result = deer(k=8).generate(PROMPTS[:20], max_new_tokens=12)
     assert result.mean_accepted < 0.2
 
 

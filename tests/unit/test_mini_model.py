@@ -21,7 +21,7 @@ from dllm_sampler.models.mini_tasks import NAMES, TASKS, UNSEEN, Task, draw_exam
 from dllm_sampler.models.mini_tokenizer import build_tokenizer, vocabulary
 from dllm_sampler.sampler import Sampler
 from tests.refusals import refused
-from tests.sampling import each, sampled
+from tests.sampling import each, few
 from tests.tables.comparison import rows
 from tests.tables.markdown import fill, table
 from tests.tables.mini_card import DECODERS, operations, score, words
@@ -43,7 +43,7 @@ def right(decoder: str, task: str, count: int = 10, canvas: int = 32) -> float:
     return score(sampler(decoder), TASKS[task], held_out_prompts(TASKS[task], count), canvas)[0] / 100
 
 
-@pytest.mark.parametrize("task", sampled(EASY + HARD))
+@few("task", EASY + HARD)
 def test_it_answers_prompts_it_never_saw(task: str) -> None:
     assert right("one per step", task) >= (0.95 if task in EASY else 0.8)
 

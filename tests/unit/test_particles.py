@@ -309,12 +309,20 @@ CARRIED = ["klass", "slowfast", "ccd", "fixed", "credit", "wino", "rcr", "daedal
 RULES = [("gqa", one) for one in settings("scheduler") if one["name"] in CARRIED]
 
 
-@pytest.mark.parametrize("case", sampled([*SERVED, *CACHES], lambda case: [case[1]["name"]]))
+COMMON = {"block_causal", "d2", "dkv", "dllm", "dual", "elastic", "klass", "slowfast", "ccd", "credit", "daedal"}
+COMMON |= {"freedave"}  # the others run with the slow tests
+
+
+def names(case: tuple[str, dict[str, Any]]) -> set[str]:
+    return {case[1]["name"]} & COMMON
+
+
+@pytest.mark.parametrize("case", sampled([*SERVED, *CACHES], names))
 def test_copies_have_all_that_a_cache_keeps(case: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     check_copies(monkeypatch, case[0], cache=case[1], scheduler="fixed")
 
 
-@pytest.mark.parametrize("case", sampled(RULES, lambda case: [case[1]["name"]]))
+@pytest.mark.parametrize("case", sampled(RULES, names))
 def test_copies_have_all_that_a_rule_keeps(case: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     check_copies(monkeypatch, case[0], scheduler=case[1])
 

@@ -141,7 +141,9 @@ def test_the_recorded_attention() -> None:
         model, rule = load(DATA / line["model"], device="cpu", dtype="float32").denoiser, Looks(0.7)
         length = line["params"].get("gen_length") or line["params"]["max_new_tokens"]
         model = replace(model, mask_id=line["params"]["mask_id"])  # pyright: ignore
-        Sampler(model, scheduler=rule, blocks="full", stop="none").generate([line["prompt_ids"]], max_new_tokens=length)
+        Sampler(model, scheduler=rule, blocks="full", stop="none", max_steps=1).generate(
+            [line["prompt_ids"]], max_new_tokens=length
+        )
         _, query, readout = rule.readouts[0]
         assert readout.attention is not None and readout.attended is not None
         means = torch.tensor(line["attention"]["first_forward_column_mean"])

@@ -134,7 +134,7 @@ def test_no_forward_sees_keys_of_soft_inputs_that_it_did_not_make(rule: Any, kin
     assert tried >= (2 if kind in ("context", "in_blocks") else 3)
 
 
-@each("rule", [Resting(0.3), DMAX, REMIX])
+@each("rule", [Resting(0.3), REMIX])
 def test_the_exact_cache_changes_nothing(rule: Any) -> None:
     _, plain = watched(rule, "causal", cache="none")
     for store_pass in ("ride", "separate"):
