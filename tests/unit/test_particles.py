@@ -378,11 +378,9 @@ def test_the_order_of_rows_changes_no_law() -> None:
 
 # Batches and lanes.
 
-ROOMY = {"none": {}, "prefix": {}, "elastic": {}, "d2": {}}
-
 
 @few("particles", [SMC, {"name": "steering", "reward": toys.reward, "count": 3}, {"name": "best_of_n", "count": 3}])
-@each("cache", [*ROOMY])
+@few("cache", ["elastic", "prefix", "none", "d2"], 2)
 def test_a_group_of_a_batch_or_of_lanes_is_the_group_alone(particles: dict[str, Any], cache: str) -> None:
     prompts = [toys.PROMPTS[row] for row in (0, 1, 2, 3, 1, 4)]
     sampler = toys.sampler(particles=particles, cache=cache, **DRAWS)
