@@ -135,7 +135,7 @@ def number(value: float | None, form: str, factor: float = 1, unit: str = "") ->
 
 
 def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, console: Console) -> None:
-    """The figures of all runs, of many the figures of each configuration alone, and why some have none."""
+    """Print the figures of all runs (of many only those of each configuration), and the reasons why some have none."""
     if len(found) <= LONG:
         rows = [(m.label, task, run.figures) for m in comparison.methods for task, run in m.runs.items()]
     else:

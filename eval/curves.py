@@ -13,7 +13,7 @@ Point = tuple[float, float]
 
 
 def aup(points: Sequence[Point], best: float) -> float:
-    """Accuracy under parallelism (d3LLM): the area under score in % over rate, bad scores weighted down.
+    """Return accuracy under parallelism (d3LLM): the area under score in % over rate, bad scores weighted down.
 
     Points that lie 5 points of score or more below the slowest one are dropped, as the definition has it (its code
     refuses them instead). A single point at rate 1 has its own score as area.
@@ -37,7 +37,7 @@ def aup(points: Sequence[Point], best: float) -> float:
 
 
 def pbx(points: Sequence[Point], least: float, *, interpolate: bool) -> float:
-    """ParallelBench's PBx: the highest rate with a score of at least `least`; 0 where it is never reached.
+    """Return ParallelBench's PBx: the highest rate with a score of at least `least`, or 0 if none has it.
 
     Args:
         points: in any order.
@@ -55,13 +55,13 @@ def pbx(points: Sequence[Point], least: float, *, interpolate: bool) -> float:
 
 
 def parallelizability(scores: Mapping[float, float]) -> float:
-    """ParallelBench's centre of mass over the tokens per step k: `sum k * score / sum score`; 0 where all fail."""
+    """Return ParallelBench's centre of mass over the tokens per step k: `sum k * score / sum score`, 0 if all fail."""
     total = sum(scores.values())
     return sum(k * score for k, score in scores.items()) / total if total else 0.0
 
 
 def adaptive_oracle(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
-    """ParallelBench's oracle: for each sample the fewest forwards that reach its best score.
+    """Return ParallelBench's oracle: for each sample the fewest forwards that reach its best score.
 
     Args:
         runs: one method at several settings; each run a sequence of (forwards, score), one per sample, same order.
@@ -74,7 +74,7 @@ def adaptive_oracle(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[floa
 
 
 def front(points: Mapping[str, Point]) -> set[str]:
-    """The names that no other point beats: at least as good in both, and better in one."""
+    """Return the names that no other point beats: at least as good in both, and better in one."""
 
     def beats(one: Point, other: Point) -> bool:
         return one != other and one[0] >= other[0] and one[1] >= other[1]

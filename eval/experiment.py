@@ -143,7 +143,7 @@ def _kind(result: str) -> str:
 
 
 def speed_of(tuning: Tuning) -> str:
-    """The measure of a search, in words."""
+    """Return the measure of a search, in words."""
     return tuning.measure.replace("_", " ")
 
 
@@ -153,7 +153,7 @@ def say(found: Found, tuning: Tuning) -> str:
 
 
 def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen: str, none: str = "") -> str:
-    """The YAML file of the winner: what differs from the defaults.
+    """Return the YAML file of the winner: what differs from the defaults.
 
     Args:
         tuning: the search.
@@ -191,14 +191,14 @@ def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen
 
 
 def _fields(group: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not the defaults of the choice."""
+    """Return the settings that are not the defaults of the choice."""
     defaults = entry(group, name).settings
     changed = {key: value for key, value in given.items() if value != defaults.get(key)}
     return {key: value for key, value in changed.items() if key not in ("name", "_target_")}
 
 
 def tasks_of(found: Found) -> str:
-    """The tasks with what was set of them."""
+    """Return the tasks with what was set of them."""
     names = set()
     for job in found.jobs:
         fields = {key: value for key, value in job.task.items() if value is not None}

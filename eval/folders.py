@@ -38,7 +38,7 @@ class RunFolder:
         self.part: Path | None = None
 
     def about(self) -> dict[str, Any] | None:
-        """`run.json`; None before it is written.
+        """Return the content of `run.json`, or None before it is written.
 
         Raises:
             UserError: it is of another schema, or not what dllm-eval writes.
@@ -48,7 +48,9 @@ class RunFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise UserError("file-unreadable", f"{self.path / ABOUT} cannot be read ({error}). Check it.") from error
+            raise UserError(
+                "file-unreadable", f"{self.path / ABOUT} cannot be read ({error}). Correct it, or remove the folder."
+            ) from error
         return checked.about(self.path / ABOUT, text)
 
     def begin(self, job: Job, device: str) -> None:
@@ -126,15 +128,15 @@ class RunFolder:
         return about is not None and len(self._read([self.path / SAMPLES])) >= about["samples"]
 
     def records(self) -> list[Record]:
-        """The samples that are there, in order."""
+        """Return the samples that are there, in order."""
         return [record for _, record in sorted(self._lines().items())]
 
     def done(self) -> set[int]:
-        """The samples that are there, by index."""
+        """Return the indices of the samples that are there."""
         return set(self._lines())
 
     def count(self) -> int:
-        """About how many samples are there: lines, without reading them."""
+        """Return about how many samples are there: lines, without reading them."""
         total = 0
         for file in (*self.path.glob(PART), self.path / SAMPLES):
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -178,7 +180,7 @@ class RunFolder:
         return self._read([*sorted(self.path.glob(PART)), self.path / SAMPLES])
 
     def _read(self, places: Iterable[Path]) -> dict[int, Record]:
-        """The samples of some files, by index; those that are not there have none."""
+        """Return the samples of some files, by index. A missing file has none."""
         found: dict[int, Record] = {}
         about = self.about()
         for file in places:
@@ -217,7 +219,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The git commit of this package's folder, `+` if files differ from it; None outside a repository."""
+    """Return the git commit of this package's folder, with `+` if files differ from it. None outside a repository."""
 
     def git(*words: str) -> str:
         folder = Path(__file__).resolve().parent
@@ -232,7 +234,7 @@ def commit() -> str | None:
 
 
 def processor(device: str) -> str:
-    """The name of what computes."""
+    """Return the name of the processor."""
     if device.startswith("cuda"):
         import torch
 

@@ -104,7 +104,7 @@ class Job:
     words: tuple[str, ...] = field(compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the task, which another process builds again: its class may lie in the working directory."""
+        """Leave out the task, which another process builds again: its class may be in the working directory."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @cached_property
@@ -154,12 +154,12 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where its results lie."""
+        """The folder of its results."""
         return Path(self.options.output).expanduser() / self.name
 
 
 def job(words: Sequence[str]) -> Job:
-    """One configuration.
+    """Return one configuration.
 
     Raises:
         UserError: an override that cannot be read, or names nothing there is.
@@ -180,7 +180,7 @@ def job(words: Sequence[str]) -> Job:
 
 
 def variants(first: Job, words: Sequence[Sequence[str]]) -> list[Job]:
-    """The job with other fields of its task: composing takes Hydra much longer, and changes nothing else."""
+    """Return the job with other fields of its task. Composing takes Hydra much longer, and changes nothing else."""
     found = []
     for combination in words:
         overrides = [parse(word) for word in combination]
@@ -198,7 +198,7 @@ def of_hydra(word: str) -> bool:
 
 
 def jobs(words: Sequence[str]) -> list[Job]:
-    """All configurations that the words describe, each once, in order.
+    """Return all configurations that the words describe, each once, in order.
 
     Raises:
         UserError: as `job`, or an unknown suite.
@@ -220,7 +220,7 @@ def jobs(words: Sequence[str]) -> list[Job]:
 
 
 def lines(words: Sequence[str]) -> list[list[str]]:
-    """The words of each sweep: those of the suite, if one is named, where the given ones do not say otherwise.
+    """Return the words of each sweep: those of the suite, if any, except where the given ones replace them.
 
     A task brings the suite of its own name, if there is one: a task of ours one of ours, the user's one of the user's.
     """
@@ -247,7 +247,7 @@ def lines(words: Sequence[str]) -> list[list[str]]:
 
 
 def values(word: str) -> list[str]:
-    """A word for each of the values it gives to its key.
+    """Return a word for each of the values it gives to its key.
 
     Raises:
         UserError: it cannot be read.
@@ -288,7 +288,7 @@ def _check_count(count: int, said: str) -> None:
 
 
 def _suite(name: str) -> dict[str, list[Any]]:
-    """A file of `conf/suite`: `sweeps`, a list of lists of words, and `common` words for all of them."""
+    """Return a file of `conf/suite`: `sweeps`, a list of lists of words, and `common` words for all of them."""
     folder, _, file = f"suite/{name}".rpartition("/")
     suite = entry(folder, file).settings
     if not set(suite) <= {"common", "sweeps"} or not isinstance(suite.get("sweeps"), list) or not suite["sweeps"]:

@@ -79,7 +79,7 @@ def _open(found: Sequence[Job]) -> None:
 
 
 def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
-    """All of it in this process, or this process's share of it under accelerate."""
+    """Run everything in this process, or this process's share under accelerate."""
     share = accelerated() or Share()
     with bars(console, share.rank == 0) as progress:
         folders = [RunFolder(job.folder) for job in found]
@@ -98,7 +98,7 @@ def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
 
 
 def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, named: bool) -> dict[str, str]:
-    """As many jobs of a launcher as there are workers: each runs its share of everything."""
+    """Run as many jobs of a launcher as there are workers: each runs its share of everything."""
     said = [word for word in words if of_hydra(word) and word != f"{LAUNCHER}basic"]
     if not named:
         said.append(f"{LAUNCHER}joblib")
@@ -145,7 +145,7 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Processes that begin meanwhile import nothing by accident from the working directory.
+    """Keep processes that begin meanwhile from importing modules of the working directory by accident.
 
     Launchers begin them as `python -c` and `python -m`, which look there first: a `random.py` would be Python's.
     """
@@ -160,7 +160,7 @@ def _safe_path() -> Iterator[None]:
 
 
 def _explain(error: Exception, said: Sequence[str], loader: Any) -> UserError:
-    """Which word about a launcher Hydra does not know, and what was probably meant."""
+    """Return the error for a word about a launcher that Hydra does not know, with the nearest known one."""
     text = first_line(error)
     key = re.search(r"Could not override '(.+?)'", text)
     chosen = next((word for word in said if word.startswith(LAUNCHER)), LAUNCHER)
@@ -233,7 +233,7 @@ class Piece:
     """The job of a launcher: one worker's share of all jobs.
 
     parent: the process that waits for it. None for a job that outlives the command, for example on a cluster
-    free: the user has not set the threads of torch; joblib sets its variables to each worker's share of the cores
+    free: True if the user has not set torch's threads. joblib then sets them to the worker's share of the cores
     config_dir: of the command's `--config-dir`
     """
 
@@ -280,7 +280,7 @@ def device(found: Sequence[Job], local: int) -> str:
 
 
 def accelerated() -> Share | None:
-    """This process's share under `accelerate launch`; None where there is one process."""
+    """Return this process's share under `accelerate launch`, or None if there is one process."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return Share(int(os.environ["RANK"]), world) if world > 1 and "RANK" in os.environ else None
 
@@ -303,7 +303,7 @@ class _NoCallbacks:
 
 
 def bars(console: Console, shown: bool = True) -> Progress:
-    """A bar with the samples done, the time gone and the time to go."""
+    """Show a bar with the samples done, the time gone and the time to go."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -319,7 +319,7 @@ def bars(console: Console, shown: bool = True) -> Progress:
 
 @contextmanager
 def watched(found: Sequence[Job], console: Console) -> Iterator[None]:
-    """A bar that follows what other processes write."""
+    """Show a bar that follows what other processes write."""
     folders, over = [RunFolder(job.folder) for job in found], Event()
     with bars(console) as progress:
         every = progress.add_task("samples", total=sum(len(job.built_task.samples()) for job in found))

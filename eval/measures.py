@@ -97,7 +97,7 @@ def _counted(records: Sequence[Record]) -> list[Record]:
 
 
 def _fewest(records: Sequence[Record]) -> float | None:
-    """Forwards of the oracle, None unless every sample has them: a share of other samples would be another measure."""
+    """Return the oracle's forwards, or None unless every sample has them: a share of other samples differs."""
     known = [record.oracle_nfe for record in records if record.oracle_nfe is not None]
     return float(sum(known)) if len(known) == len(records) else None
 

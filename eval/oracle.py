@@ -40,7 +40,7 @@ class Oracle(Scheduler):
 
     @staticmethod
     def of(*references: Trace) -> Oracle:
-        """The oracle of a batch whose answers are there, in one trace or several."""
+        """Return the oracle of a batch whose answers are there, in one trace or several."""
         answers, orders = [], []
         for trace in references:
             stands = torch.arange(trace.ids.shape[1]) < trace.end[:, None]  # what a stop cut off was not decoded
@@ -54,7 +54,7 @@ class Oracle(Scheduler):
         return Oracle(self.answer.to(device), self.order.to(device))
 
     def init(self, canvas: Canvas) -> Carry:
-        """No state; refuses a batch that is not the reference's."""
+        """Return no state. Refuses a batch that is not the reference's."""
         given = (canvas.ids.shape[0], canvas.layout.longest)
         if given != tuple(self.answer.shape):
             rows, tokens = self.answer.shape

@@ -119,7 +119,7 @@ class Record:
         return self.nfe - len(stood | {step for step, _, piece in self.revisions if piece is not None})
 
     def line(self) -> dict[str, Any]:
-        """As JSON has it: what differs from run to run apart from the rest.
+        """Return the record as JSON has it: what differs from run to run apart from the rest.
 
         Raises:
             UserError: a grade is not finite.
@@ -127,7 +127,7 @@ class Record:
         for name, value in self.scores.items():
             if not math.isfinite(value):
                 raise UserError(
-                    "task-result", f"The task's grade {name} of sample {self.index} is {value}. Correct it."
+                    "task-result", f"The task's grade {name} of sample {self.index} is {value}. Return a finite number."
                 )
         fields = asdict(self)
         times = {name: fields.pop(name) for name in TIMES}
@@ -136,7 +136,7 @@ class Record:
 
 
 def finite(value: float) -> float | None:
-    """The number, or None for NaN and infinities, which JSON does not have."""
+    """Return the number, or None for NaN and infinities, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 

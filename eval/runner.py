@@ -159,7 +159,7 @@ class Runner:
             raise bad
 
     def answered(self, batches: Sequence[Sequence[Sample]], done: Container[int]) -> Iterator[list[Answered]]:
-        """The same without a record: as many samples at a time as the oracle takes together."""
+        """Answer without a record: as many samples at a time as the oracle takes together."""
         plugins = self.sampler.plugins  # each step is looked at: one batch at a time
         revises = plugins.scheduler.traits.revises and plugins.particles.count == 1
         if self.job.options.batching == "in_flight" and not revises:
@@ -188,7 +188,7 @@ class Runner:
             yield ready
 
     def _batch(self, batch: Sequence[Sample]) -> list[Answered]:
-        """One batch."""
+        """Answer one batch."""
         begun = time.perf_counter()
         reset_memory(self.denoiser.spec.device)
         options: dict[str, Any] = {**self._settings(batch), "batch_size": len(batch), "batching": "static"}
@@ -198,7 +198,7 @@ class Runner:
         return [Answered.of(batch[answer.index], answer, times) for answer in answers]
 
     def _watched(self, batch: Sequence[Sample]) -> list[Answered]:
-        """One batch whose scheduler takes tokens back, looked at after each step."""
+        """Answer one batch whose scheduler takes tokens back, looked at after each step."""
         begun, found = time.perf_counter(), []
         reset_memory(self.denoiser.spec.device)
         left = list(batch)
@@ -245,7 +245,7 @@ class Runner:
         }
 
     def _oracle(self, answered: Sequence[Answered]) -> list[int | None]:
-        """The fewest forwards found that lead to these answers, with perfect knowledge of them.
+        """Return the fewest forwards found that lead to these answers, with perfect knowledge of them.
 
         What the scheduler did itself is one way to get there, so it is never more than that.
         """
@@ -378,7 +378,7 @@ class Runner:
 
 
 def _model(job: Job, device: str) -> tuple[Denoiser, Any]:
-    """The model of a job: the test bed's, or the one that the configuration names."""
+    """Load the model of a job: the test bed's, or the one that the configuration names."""
     bed = job.built_task.denoiser()
     return (bed, None) if bed is not None else _loaded(json.dumps(job.model), job.options.dtype, device)
 

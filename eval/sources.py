@@ -27,7 +27,7 @@ def files(group: str, settings: Any) -> list[Path]:
 
 
 def digest(found: Sequence[Path], more: str | None = None) -> str | None:
-    """A hash of what files hold, in this order, and of `more`; 16 hexadecimal digits, None where there is nothing."""
+    """Return a hash of what files hold, in this order, and of `more`: 16 hexadecimal digits, or None."""
     if not found:
         return more
     whole = sha256()
@@ -57,7 +57,7 @@ def _files(group: str, value: Any) -> Iterator[Path]:
 
 
 def _code(name: str) -> list[Path]:
-    """The file of `package.module:function` or `package.module.Class`; all files of a package of the working directory.
+    """Return the file of `package.module:function` or `package.module.Class`, or all files of a local package.
 
     Nothing is imported: a pattern may look like a name, too.
     """

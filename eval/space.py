@@ -38,7 +38,7 @@ class Domain:
 
     @staticmethod
     def of(where: str, given: object, check: Check) -> Domain:
-        """From YAML; `check` judges single values.
+        """Read it from YAML.
 
         Raises:
             UserError: nothing can be chosen from it.
@@ -65,7 +65,7 @@ class Domain:
         return Domain((), low, high, log, step, _real(check) or not float(step or 1).is_integer())
 
     def choose(self, trial: Trial, name: str) -> str:
-        """A value as a word of the command line has it."""
+        """Return the word of the command line for a value."""
         if self.values:
             value = trial.suggest_categorical(name, self.values)
             return "null" if value is None else str(value)
@@ -88,7 +88,7 @@ class Space:
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Space:
-        """From YAML.
+        """Read it from YAML.
 
         Raises:
             UserError: something unknown, empty or of another form.
@@ -113,7 +113,7 @@ class Space:
         return [*self.groups, *self.options]
 
     def choose(self, trial: Trial) -> list[str]:
-        """The words of a trial: a choice of each group, and values for the knobs of what is chosen."""
+        """Return the words of a trial: a choice of each group, and values for the knobs of what is chosen."""
         words = []
         for group, choices in self.groups.items():
             name = trial.suggest_categorical(group, list(choices))
@@ -164,7 +164,7 @@ class Tuning:
 
     @property
     def file(self) -> Path:
-        """Where the winner is written to."""
+        """The file that the winner is written to."""
         return home() / "experiment" / f"{self.name}.yaml"
 
 

@@ -15,7 +15,7 @@ Estimate = tuple[float, float, float]  # a mean, and the two ends of its 95 % in
 
 
 def wilson(right: float, count: int) -> tuple[float, float]:
-    """The 95 % score interval of a share (Wilson 1927); `right` of `count` may be a sum of scores from 0 to 1."""
+    """Return the 95 % score interval of a share (Wilson 1927). `right` of `count` may sum scores from 0 to 1."""
     if count == 0:
         return 0.0, 1.0
     share, weight = right / count, Z * Z / count
@@ -25,7 +25,7 @@ def wilson(right: float, count: int) -> tuple[float, float]:
 
 
 def bootstrap(above: Sequence[float], below: Sequence[float] | None = None) -> tuple[float, float]:
-    """The 95 % percentile interval of `sum(above) / sum(below)` over resampled pairs; of the mean without `below`."""
+    """Return the 95 % percentile interval of `sum(above) / sum(below)` over resampled pairs, or of the mean."""
     high = np.asarray(above, float)
     low = np.ones_like(high) if below is None else np.asarray(below, float)
     if len(high) == 0:
@@ -37,7 +37,7 @@ def bootstrap(above: Sequence[float], below: Sequence[float] | None = None) -> t
 
 
 def interval(scores: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of a mean of scores from 0 to 1.
+    """Return the 95 % interval of a mean of scores from 0 to 1.
 
     Wilson's where all are 0 or 1, and where all are equal: resampling equal scores says nothing about others. A share
     has the largest variance of all scores with its mean, so Wilson's interval is then too wide rather than too narrow.
@@ -49,7 +49,7 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def difference(one: Estimate, other: Estimate) -> Estimate:
-    """`one` less `other`, and its 95 % interval from theirs (MOVER; Newcombe's hybrid score interval for two shares).
+    """Return `one` less `other`, and its 95 % interval from theirs (MOVER; Newcombe's interval for two shares).
 
     The two are taken as independent. Where the same prompts were answered they rarely are, and the interval is too
     wide.
@@ -63,14 +63,14 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
 
 
 def kendall(one: Sequence[float], two: Sequence[float]) -> float | None:
-    """Kendall's tau-b, which allows for ties; None where one side never varies."""
+    """Return Kendall's tau-b, which allows for ties, or None if one side never varies."""
     x, y = (np.sign(np.subtract.outer(side, side)) for side in map(np.asarray, (one, two)))
     scale = float(np.abs(x).sum()) * float(np.abs(y).sum())
     return float((x * y).sum()) / math.sqrt(scale) if scale else None
 
 
 def spearman(one: Sequence[float], two: Sequence[float]) -> float | None:
-    """Spearman's rho, ties at their mean rank; None where one side never varies."""
+    """Return Spearman's rho, ties at their mean rank, or None if one side never varies."""
     if len(one) < 2:
         return None
     x, y = (_ranks(np.asarray(side, float)) for side in (one, two))

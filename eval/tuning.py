@@ -130,7 +130,7 @@ class Tuner:
 
     @contextmanager
     def study(self) -> Iterator[Study]:
-        """The study in the output folder, that of an earlier call if it was the same search, for this process alone."""
+        """Open the study in the output folder: an earlier call's if it was the same search, for this process alone."""
         try:
             import optuna
             from sqlalchemy.exc import OperationalError, SQLAlchemyError  # comes with Optuna
@@ -279,7 +279,7 @@ def _prompts(found: Sequence[Job]) -> list[str]:
 
 
 def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
-    """The search that the words describe, and the words for dllm-eval.
+    """Return the search that the words describe, and the words for dllm-eval.
 
     Raises:
         UserError: something unknown, or of a wrong type.

@@ -27,6 +27,7 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 from dllm_sampler import Sampler
 
 GAP = 32
+WEIGHTS = Path("antiberty", "trained_models", "AntiBERTy_md_smooth", "pytorch_model.bin")  # in the package
 # Heavy-chain variable domains of approved antibodies.
 CHAINS = {
     "trastuzumab": (
@@ -61,7 +62,7 @@ Point = tuple[float, float, float]  # forwards, share recovered, share equal to 
 def convert(package: Path, folder: Path) -> Path:
     """Write the weights of the installed package as a folder that dllm_sampler reads."""
     source = package / "antiberty" / "trained_models"
-    weights = torch.load(source / "AntiBERTy_md_smooth" / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    weights = torch.load(package / WEIGHTS, map_location="cpu", weights_only=True)
     letters = (source / "vocab.txt").read_text().split()
     config = BertConfig(
         vocab_size=len(letters), hidden_size=512, num_hidden_layers=8, num_attention_heads=8, intermediate_size=2048,
@@ -139,6 +140,11 @@ def main(words: list[str] | None = None) -> dict[str, list[Point]]:
 
     model = options.output / "model"
     if not (model / "config.json").exists():
+        if not (options.package / WEIGHTS).is_file():
+            parser.error(
+                f"--package {options.package} has no weights. Run"
+                f" `pip install --no-deps --target {options.package} antiberty==0.1.3`."
+            )
         convert(options.package, model)
     sampler = Sampler.from_pretrained(
         str(model), blocks="full", stop="none", cache="none", dtype="float32", device="cpu"

@@ -23,7 +23,7 @@ LIMITS = {
     "log-probability": "A recorded probability is that of one token in the state in which it was committed. The product"
     " over an answer is not its likelihood, which Sampler.score computes (docs/likelihood.md).",
 }
-CHECK = "What it runs with: python -m dllm_sampler.check {}={} tries models and all other plug-ins."
+CHECK = "Run python -m dllm_sampler.check {}={} to try it with models and all other plug-ins."
 
 CODE = "    "  # begins each line of a literal block
 

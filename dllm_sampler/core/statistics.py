@@ -198,7 +198,7 @@ def digits(dtype: torch.dtype) -> int:
 
 
 def significant(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values`, sums in `dtype`, rounded to the `digits` that mean something, so that equal ones tie.
+    """Return `values`, sums in `dtype`, rounded to the `digits` that are exact, so that equal ones tie.
 
     The others must not rank them, since they differ between a batch and a row alone.
     """

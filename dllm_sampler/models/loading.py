@@ -252,10 +252,16 @@ def find(
     except RevisionNotFoundError:
         raise UserError("model-not-found", f"{name} has no revision {revision!r}. See its page on the hub.") from None
     except RepositoryNotFoundError:
-        raise UserError("model-not-found", f"No folder or public hub model is named {name}. Check it.") from None
+        raise UserError(
+            "model-not-found", f"No folder or public hub model is named {name}. Correct it, or run `hf auth login`."
+        ) from None
     except Exception as error:  # whatever the network, a proxy or the disk raises
-        reason = first_line(error)
-        raise UserError("hub-unreachable", f"The hub cannot be reached for {name} ({reason}). Name a folder.") from None
+        reason, wanted = first_line(error).removeprefix("Got: "), f"{name} --revision {revision}" if revision else name
+        raise UserError(
+            "hub-unreachable",
+            f"The model {name} is not on this machine, and the hub cannot be reached ({reason}). Run"
+            f" `hf download {wanted}` where there is a network, or set {option}=FOLDER.",
+        ) from None
 
 
 def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:

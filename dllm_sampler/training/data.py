@@ -174,7 +174,9 @@ class Data:
         except Exception as error:  # whatever datasets, the network or the disk raise
             reason = getattr(error, "strerror", None) or first_line(error)
             named = path if _is_file(path) else f"{path}, split {split}"
-            raise UserError("file-unreadable", f"Cannot read train.data {named} ({reason}). Check it.") from None
+            raise UserError(
+                "file-unreadable", f"Cannot read train.data {named} ({reason}). Correct the path or the file."
+            ) from None
         if not lines:
             raise UserError("nothing-to-learn", f"train.data={path} has no examples. Name another file or split.")
         return [self.example(where, line, answers) for where, line in lines]

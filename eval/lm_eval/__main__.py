@@ -16,7 +16,7 @@ from dllm_sampler.eval.lm_eval.settings import harness
 
 @command("python -m dllm_sampler.eval.lm_eval")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Hand the arguments on; 2 after a mistake in the model's."""
+    """Run the harness. Return 2 if `--model_args` are wrong."""
     given, before = list(sys.argv[1:] if arguments is None else arguments), sys.argv
     try:
         harness()

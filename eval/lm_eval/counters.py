@@ -42,7 +42,7 @@ class Counter:
         self.seconds += seconds
 
     def summary(self) -> dict[str, Any]:
-        """Sums over the answers, and tokens per forward with its 95 % interval."""
+        """Return sums over the answers, and tokens per forward with its 95 % interval."""
         tokens, forwards = sum(self.tokens), sum(self.forwards)
         low, high = bootstrap(self.tokens, self.forwards)
         return {

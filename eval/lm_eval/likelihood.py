@@ -35,7 +35,7 @@ def check(spec: ModelSpec) -> None:
 
 
 def masks(length: int, count: int, seed: int) -> Tensor:
-    """`[count, length] bool` random masks: their sizes are spread evenly over 1 ... length from a random start."""
+    """Draw `[count, length] bool` masks: their sizes are spread evenly over 1 ... length from a random start."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.rand((), generator=generator, dtype=torch.float64) * length
     size = ((start + torch.arange(count) * length / count).floor().long() % length) + 1  # [count]
@@ -47,7 +47,7 @@ def masks(length: int, count: int, seed: int) -> Tensor:
 def log_likelihood(
     denoiser: Denoiser, prompt: Sequence[int], answer: Sequence[int], count: int = 128, batch: int = 16, seed: int = 0
 ) -> float:
-    """Lower bound of log p(answer | prompt) in nats, estimated with `count` masks.
+    """Estimate a lower bound of log p(answer | prompt) in nats with `count` masks.
 
     With masks of every size equally often, each token in the mask weighs length / size. A model whose conditionals are
     those of one joint law meets the bound: then the mean over all masks is log p itself.

@@ -69,20 +69,20 @@ class SamplerLM(LM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> SamplerLM:
-        """As `create_from_arg_obj`."""
+        """Build the model as `create_from_arg_obj` does, from a string."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """Name of the tokenizer for the harness's cache of requests."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template's text, for the report."""
+        """Return the template's text, for the report."""
         return self.tokenizer.get_chat_template() if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Messages as the model's prompt; its special tokens are in there, so none are added later."""
+        """Return messages as the model's prompt. It has the special tokens, so none are added later."""
         if self.tokenizer.chat_template is None:
             raise UserError(
                 "chat-template-missing",
@@ -104,7 +104,7 @@ class SamplerLM(LM):
         }
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts cut at the stop strings; answers do not depend on batches."""
+        """Return texts cut at the stop strings. Answers do not depend on batches."""
         answers: dict[int, str] = {}
         groups: dict[tuple[int, tuple[str, ...]], tuple[Sampler, list[int]]] = {}
         wanted = [self._request(dict(request.args[1])) for request in requests]
@@ -157,7 +157,7 @@ class SamplerLM(LM):
         return found
 
     def _request(self, kwargs: dict[str, Any]) -> tuple[Sampler, int, list[str]]:
-        """The sampler, canvas and stop strings that a generation request wants."""
+        """Return the sampler, canvas and stop strings that a generation request wants."""
         until = kwargs.get("until") or []
         until = [one for one in ([until] if isinstance(until, str) else until) if one]
         room = self.settings.max_new_tokens or int(kwargs.get("max_gen_toks") or CANVAS)
@@ -199,14 +199,14 @@ class SamplerLM(LM):
         return result.trace.decoded[0].tolist() == list(answer)
 
     def _encode(self, text: str, room: int) -> list[int]:
-        """Token ids of a prompt, its end where it is too long."""
+        """Return the token ids of a prompt, or its end if it is too long."""
         size = self.sampler.denoiser.spec.max_positions - room
         if size < 1:
             raise UserError("context-exceeded", f"max_new_tokens={room} fills the model's context. Lower it.")
         return (self._plain(text) if self.templated else self._special(text))[-size:] or [self._first()]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of a context and of what follows; the border's spaces belong to what follows."""
+        """Return the token ids of a context and of what follows. The border's spaces belong to what follows."""
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation

@@ -124,7 +124,7 @@ def _defaults() -> dict[str, str]:
 
 
 def _place(key: str, named: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
-    """Which plug-in a field belongs to."""
+    """Return the plug-in that a field belongs to."""
     owned = {
         group: [name for name in config.entry(group, plugin["name"]).settings if name != "_target_"]
         for group, plugin in named.items()
@@ -144,7 +144,7 @@ def _place(key: str, named: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def _batch_size(value: Any) -> Any:
-    """The harness hands on `--batch_size` as a string, and searches for the size itself where it says `auto`."""
+    """Read the string `--batch_size` of the harness, which searches for the size itself if it is `auto`."""
     if isinstance(value, str) and value.partition(":")[0] == "auto":
         raise UserError("option-type", "batch_size=auto is not supported. Use --batch_size 8.")
     return int(value) if isinstance(value, str) and value.isdecimal() else value

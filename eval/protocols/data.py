@@ -65,11 +65,13 @@ def _of_hub(data: Data, split: str) -> list[Document]:
 
 def _of_files(kind: str, given: str, split: str) -> list[Document]:
     path = expanded("task.data", given)
+    if not path.exists():
+        raise UserError("file-missing", f"task.data={given} does not exist. Name a file or folder with the documents.")
     path = path / kind if (path / kind).is_dir() else path
     if path.is_dir():
         files = [file for file in sorted(path.rglob(f"*{split}*")) if file.suffix in SUFFIXES]
     else:
-        files = [path] if path.suffix in SUFFIXES and path.exists() else []
+        files = [path] if path.suffix in SUFFIXES else []
     if not files:
         raise UserError(
             "file-missing",

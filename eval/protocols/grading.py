@@ -178,7 +178,7 @@ def _last_number(document: Document, text: str) -> tuple[str, bool]:
 
 
 def _answer_is(document: Document, text: str) -> tuple[str, bool]:
-    """The rule of LLaDA's copy for base models: a number after `The answer is` comes before the last number."""
+    """Apply the rule of LLaDA's copy for base models: a number after `The answer is` comes before the last number."""
     said = re.search(r"the answer is[:\s]*(-?\d+(\.\d+)?)", text, re.IGNORECASE)
     return _last_number(document, text if said is None else said[1])
 
@@ -216,7 +216,7 @@ def _indented(document: Document, text: str) -> tuple[str, bool]:
 
 
 def _begin(document: Document, text: str) -> tuple[str, bool]:
-    """The rule of LLaDA's copy: a quotation mark at either end is dropped."""
+    """Apply the rule of LLaDA's copy: a quotation mark at either end is dropped."""
     evaluator = object.__new__(_definitions("datasets/mbpp.py", "MBPPEvaluator")["MBPPEvaluator"])
     program = evaluator._process_answer(text).removeprefix("'").removesuffix("'")
     return program, passes("\n".join([program, *document["test_list"]]), _MBPP_SECONDS)

@@ -12,7 +12,7 @@ import yaml
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval.protocols import packages
 from dllm_sampler.eval.protocols.spec import Cell
 
@@ -117,7 +117,7 @@ def draws_examples(cell: Cell) -> bool:
     )
 
 
-def build(cell: Cell, documents: Sequence[Document], train: Sequence[Document]) -> Iterator[Prompt]:
+def build(cell: Cell, documents: Sequence[Document], train: Sequence[Document], where: str) -> Iterator[Prompt]:
     """Yield the prompt of each document.
 
     Drawn examples are those of a single process that asks all documents in their order, however many processes run.
@@ -126,6 +126,7 @@ def build(cell: Cell, documents: Sequence[Document], train: Sequence[Document]) 
         cell: the protocol.
         documents: the questions, from the first one.
         train: the training split. It may be empty if no examples are drawn.
+        where: the source of the training split, as the user typed it.
 
     Raises:
         UserError: it has fewer examples than are drawn.
@@ -140,7 +141,8 @@ def build(cell: Cell, documents: Sequence[Document], train: Sequence[Document]) 
         return
     generator, draws = Random(SEED), draws_examples(cell)
     if draws and len(train) < cell.shots:
-        raise UserError("samples-missing", f"{cell.shots} examples are drawn, and the data has {len(train)}. Add some.")
+        has = f"{where}: split train has {counted(len(train), 'document')}"
+        raise UserError("samples-missing", f"{has}. Prompts with {cell.shots} examples need {cell.shots} or more.")
     fixed = [] if draws or not cell.shots else lm_eval_examples(str(cell.lm_eval))[: cell.shots]
     for document in documents:
         if draws and cell.chat == "lm-eval-turn":

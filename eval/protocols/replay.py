@@ -59,7 +59,7 @@ def replay(folder: Path) -> Iterator[Outcome]:
         raise UserError("file-missing", f"{folder} has no prompts/*.jsonl and no grading/*.jsonl. Name another folder.")
     train = folder / "prompts" / TRAIN
     examples = json.loads(train.read_text(encoding="utf-8")) if train.exists() else []
-    yield from _replay_prompts(asked, examples)
+    yield from _replay_prompts(asked, examples, str(train))
     documents = {(line["task"], line["doc_id"]): line["doc"] for _, line in asked}
     documents |= {(line["protocol"], line["task"], line["doc_id"]): line["doc"] for _, line in asked}
     for name, line in graded:
@@ -103,7 +103,7 @@ def _cell(line: Line) -> Cell:
     raise UserError("file-invalid", f"No protocol has {variant} with task {line['task']}. Remove these lines.")
 
 
-def _replay_prompts(asked: Sequence[tuple[str, Line]], train: Sequence[Document]) -> Iterator[Outcome]:
+def _replay_prompts(asked: Sequence[tuple[str, Line]], train: Sequence[Document], where: str) -> Iterator[Outcome]:
     runs: dict[tuple[str, str], list[tuple[str, Line]]] = defaultdict(list)
     for name, line in asked:
         cell = _cell(line)
@@ -113,7 +113,8 @@ def _replay_prompts(asked: Sequence[tuple[str, Line]], train: Sequence[Document]
         known = next(iter(documents.values()))  # stands in for documents that are not recorded: their draws count
         cell = _cell(lines[0][1])
         try:
-            built = list(prompts.build(cell, [documents.get(one, known) for one in range(max(documents) + 1)], train))
+            every = [documents.get(one, known) for one in range(max(documents) + 1)]
+            built = list(prompts.build(cell, every, train, where))
         except UserError as error:  # a package, or the examples, are missing
             yield from (Outcome(name, [str(error)]) for name, _ in lines)
             continue

@@ -173,5 +173,7 @@ def _cell(name: str, variant: str, task: str, said: Mapping[str, Any]) -> Cell:
     wrong = next((key for key in values if key not in known), None)
     wrong = wrong or next((key for key, some in VALUES.items() if values.get(key, some[0]) not in some), None)
     if wrong is not None:
-        raise UserError("config-invalid", f"{name}, {variant}, {task}: `{wrong}` is not known. See docs/protocols.md.")
+        what = f"{wrong}: {values[wrong]}" if wrong in known else wrong
+        where = f"suite=protocol/{name}, {variant}, {task}"
+        raise UserError("config-invalid", f"{where}: `{what}` is not known. See `Cell` in eval/protocols/spec.py.")
     return Cell(**{**values, "variant": variant, "task": task, "data": Data(**values["data"])})

@@ -89,11 +89,15 @@ class ProtocolTask(Task):
         cell = self.cell
         return data.load(cell.kind, cell.data, cell.data.split, self.data)[: self.count]
 
+    @property
+    def _where(self) -> str:
+        return self.cell.data.path if self.data is None else f"task.data={self.data}"
+
     @cached_property
     def _samples(self) -> Sequence[Sample]:
         cell, drawn, documents = self.cell, prompts.draws_examples(self.cell), self.documents
         train = data.load(cell.kind, cell.data, "train", self.data) if drawn else []
-        built = prompts.build(cell, documents, train)
+        built = prompts.build(cell, documents, train, self._where)
         return [
             Sample(index, prompt.text if prompt.messages is None else prompt.messages, {"document": document})
             for index, (prompt, document) in enumerate(zip(built, documents, strict=True))
@@ -105,7 +109,7 @@ class ProtocolTask(Task):
 
     @override
     def source(self, sample: Sample) -> str:
-        return f"{self.data or self.cell.data.path}, document {sample.index + 1}"
+        return f"{self._where}, document {sample.index + 1}"
 
     @property
     def content(self) -> str:
@@ -118,7 +122,7 @@ class ProtocolTask(Task):
         return sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
-        """See `Task.prompt`. Templates, first-token marks and truncation are the protocol's."""
+        """Return the prompt's ids. Templates, first-token marks and truncation are the protocol's."""
         assert tokenizer is not None
         given: Any = sample.prompt
         name = self.source(sample)
@@ -130,7 +134,7 @@ class ProtocolTask(Task):
         return ids[-self.cell.keep :] if self.cell.keep else ids
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """See `Task.grade`. Metrics have the harness's names. Tokens and forwards are counted as the protocol does."""
+        """Return metrics by the harness's names. Tokens and forwards are counted as the protocol does."""
         tokenizer, cell = answer.tokenizer, self.cell
         assert tokenizer is not None
         text, counted = prompts.cut_answer(cell, list(answer.canvas), tokenizer)

@@ -211,12 +211,12 @@ class Comparison:
         return max(plain or slow, key=lambda method: _number(whole[method.label]["score"]), default=None)
 
     def front(self, view: str, rate: str) -> set[str]:
-        """The methods that no other one beats in score and rate."""
+        """Return the methods that no other one beats in score and rate."""
         found = self.figures[view]
         return front({label: (one[rate] or 0.0, _number(one["score"])) for label, one in found.items()})
 
     def oracle(self, view: str) -> tuple[float, float] | None:
-        """Tokens per forward with perfect knowledge of the reference's answers, and their score."""
+        """Return tokens per forward with perfect knowledge of the reference's answers, and their score."""
         if self.reference is None:
             return None
         figures = self.figures[view].get(self.reference.label)
@@ -355,7 +355,7 @@ class Label:
 
 
 def named(runs: Sequence[Run]) -> list[Label]:
-    """A label for each run. No two runs have the same task and method."""
+    """Return a label for each run. No two runs have the same task and method."""
     tasks = _tasks(runs)
     methods = _methods(runs)
     labels = _apart(runs, tasks, [(method, family) for method, family, _ in methods])
@@ -366,7 +366,7 @@ def named(runs: Sequence[Run]) -> list[Label]:
 
 
 def _tasks(runs: Sequence[Run]) -> list[str]:
-    """A label of each run's task; with the hash of its files where these changed between runs."""
+    """Return a label of each run's task, with the hash of its files where these changed between runs."""
     settings = [run.about["config"]["task"] for run in runs]
     names = [
         f"{given['protocol']}/{given['task']}" if "protocol" in given else run.about["choices"]["task"]
@@ -388,7 +388,7 @@ def choice(run: Run, group: str) -> str:
 
 
 def usual(runs: Sequence[Run]) -> dict[str, str]:
-    """Plug-ins that labels leave out although they vary: the one of a group that more than three quarters have."""
+    """Return plug-ins that labels leave out although they vary: more than three quarters have the same."""
     found = {}
     for group in GROUPS[1:]:
         (name, most), *others = Counter(choice(run, group) for run in runs).most_common()
@@ -398,8 +398,11 @@ def usual(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _methods(runs: Sequence[Run]) -> list[tuple[str, str, dict[str, float]]]:
-    """A label and a family for each run: the scheduler, the other plug-ins that vary, the fields that vary. And of
-    these the numbers."""
+    """Return a label, a family and numbers for each run.
+
+    The label has the scheduler, the other plug-ins that vary, and the fields that vary. The numbers are of
+    these fields.
+    """
     chosen = [{group: choice(run, group) for group in GROUPS} for run in runs]
     names, common = {group: {one[group] for one in chosen} for group in GROUPS}, usual(runs)
     fields = [_fields(run.config, one) for run, one in zip(runs, chosen, strict=True)]
@@ -444,8 +447,10 @@ def _names(known: Mapping[str, set[str]]) -> dict[str, str]:
 
 
 def _apart(runs: Sequence[Run], tasks: Sequence[str], labels: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The labels, those that stand for several runs of one task with what tells these apart: the folder that they lie
-    in, else the model's path, else the hash of the configuration."""
+    """Return the labels, with an addition to those that several runs of one task share.
+
+    It is the folder of the run, else the model's path, else the hash of the configuration.
+    """
     here: dict[str, list[int]] = {}
     for place, (label, _) in enumerate(labels):
         here.setdefault(label, []).append(place)
@@ -468,7 +473,7 @@ def _apart(runs: Sequence[Run], tasks: Sequence[str], labels: Sequence[tuple[str
 
 
 def _fields(config: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Any]:
-    """Settings by a key that two runs share if the same plug-in has them: `scheduler=threshold:threshold`."""
+    """Return settings by a key that two runs share if the same plug-in has them: `scheduler=threshold:threshold`."""
     found: dict[str, Any] = {f":{name}": value for name, value in LATER.items()}  # what a run does not list
     for group, value in config.items():
         if isinstance(value, Mapping):
@@ -483,7 +488,7 @@ def _fields(config: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, A
 
 
 def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings of a plug-in or task by their dotted names, but for those that say where they come from."""
+    """Return settings of a plug-in or task by dotted names, without those that say where they come from."""
     found = {}
     for key, value in settings.items():
         if key in LEFT_OUT:
@@ -493,7 +498,7 @@ def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each of them: `name`, and the values of the fields in which those of that name differ."""
+    """Return a name for each of them: `name`, and the values of the fields in which those of that name differ."""
     known: dict[tuple[str, str], set[str]] = {}
     for one in settings:
         for key, value in one.items():

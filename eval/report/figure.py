@@ -183,7 +183,7 @@ def _panel(axes: Axes, found: Comparison, panel: Panel, looks: Mapping[str, dict
 
 
 def _interval(one: Figures, name: str, middle: float, factor: float = 1.0) -> list[list[float]] | None:
-    """The two arms of an error bar; None if the measure has no interval."""
+    """Return the two arms of an error bar, or None if the measure has no interval."""
     low, high = one.get(f"{name}_low"), one.get(f"{name}_high")
     if low is None or high is None:
         return None
@@ -260,7 +260,7 @@ def _star() -> dict[str, Any]:
 
 
 def _scales(axes: Axes, panel: Panel) -> None:
-    """Scales and three to five ticks; all points and their intervals lie inside."""
+    """Set scales and three to five ticks, so that all points and their intervals are inside."""
     ends = [*panel.points.values(), *([(panel.oracle[0], 100 * panel.oracle[1])] if panel.oracle else [])]
     rates, scores = [rate for rate, _ in ends], [score for _, score in ends]
     for one, arm in product((panel.figures[label] for label in panel.points), ("low", "high")):
@@ -325,7 +325,7 @@ def _score(found: Comparison, parts: Sequence[Panel]) -> str:
 
 
 def _swept(found: Comparison) -> dict[str, list[str]]:
-    """The settings that vary within each scheduler."""
+    """Return the settings that vary within each scheduler."""
     values: dict[str, dict[str, set[float | None]]] = {}
     for method in found.methods:
         values.setdefault(method.scheduler, {}).update({name: set() for name in method.settings})
@@ -342,7 +342,7 @@ def _handle(**style: Any) -> Any:
 
 
 def _schedulers(found: Comparison, looks: Mapping[str, Mapping[str, Any]], parts: Sequence[Panel]) -> list[Entry]:
-    """The legend's entries of schedulers, with the settings that are written next to the points."""
+    """Return the legend's entries of schedulers, with the settings that are written next to the points."""
     joined = {method.label for part in parts for line in lines(found, part.points) for method in line}
     made: list[Entry] = []
     for name, swept in _swept(found).items():
@@ -356,7 +356,7 @@ def _schedulers(found: Comparison, looks: Mapping[str, Mapping[str, Any]], parts
 
 
 def _others(found: Comparison, looks: Mapping[str, Mapping[str, Any]], parts: Sequence[Panel]) -> list[Entry]:
-    """The legend's other entries: caches if there are several, the front, the oracle."""
+    """Return the legend's other entries: caches if there are several, the front, the oracle."""
     made: list[Entry] = []
     by_cache: dict[str, Method] = {}
     for method in found.methods:
@@ -456,7 +456,7 @@ def _label(axes: Axes, found: Comparison, panel: Panel, looks: Mapping[str, Mapp
 
 
 def _text(method: Method, swept: Mapping[str, Sequence[str]], named: bool) -> str:
-    """The settings of a point, with the scheduler's name where its colour is not enough."""
+    """Return the settings of a point, with the scheduler's name where its colour is not enough."""
     known = [f"{method.settings[name]:g}" for name in swept[method.scheduler] if name in method.settings]
     return " ".join([method.scheduler] * named + [", ".join(known)] * bool(known))
 

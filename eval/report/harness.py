@@ -99,7 +99,7 @@ def _result(task: str, found: Mapping[str, Any], ours: Mapping[str, Any], digest
 
 
 def _metrics(one: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """The metrics of a task by `name`, or `name (filter)`: value and standard error."""
+    """Return the metrics of a task by `name`, or `name (filter)`: value and standard error."""
     made = {}
     for key, value in one.items():
         name, comma, chosen = key.partition(",")
@@ -112,7 +112,7 @@ def _metrics(one: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
 
 
 def _figures(score: float, error: float | None, samples: int, counts: Mapping[str, Any]) -> Figures:
-    """The measures that sums allow; the others are None.
+    """Return the measures that sums allow. The others are None.
 
     The score's interval is 1.96 standard errors, as the harness computed them. Where it computed none, or 0, it is
     Wilson's.
@@ -146,7 +146,7 @@ def pooled(each: Sequence[Figures]) -> Figures:
     """
 
     def total(*names: str) -> float | None:
-        """The sum over all samples of a mean per sample, or of a product of measures that is one."""
+        """Return the sum over all samples of a mean per sample, or of a product of measures that is one."""
         values = [[one["samples"], *(one[name] for name in names)] for one in each]
         return None if any(None in some for some in values) else sum(prod(some) for some in values)  # pyright: ignore
 

@@ -14,12 +14,12 @@ LEVELS = (0.9, 0.8, 0.7)  # of PBx
 
 
 def sentences(found: Comparison) -> list[str]:
-    """The best trade, what dependency between tokens costs, and how far the oracle is."""
+    """Return the best trade, what dependency between tokens costs, and how far the oracle is."""
     return [line for line in (best(found), dependency(found), room(found)) if line]
 
 
 def best(found: Comparison) -> str:
-    """The fastest method that is about as good as one token per step, or as the best one; whether the samples tell."""
+    """Name the fastest method about as good as one token per step, or as the best one if no run has that."""
     whole = found.figures["all tasks"]
     if not whole:
         return "No method was run on all tasks; the tasks are shown one by one."
@@ -112,7 +112,7 @@ def room(found: Comparison) -> str | None:
 
 
 def family_rows(found: Comparison) -> list[dict[str, object]]:
-    """One row per family of settings: AUP, PBx on the grid and interpolated, parallelizability, the adaptive oracle."""
+    """Return one row per family: AUP, PBx on the grid and interpolated, parallelizability, the adaptive oracle."""
     whole = found.figures["all tasks"]
     top = max((_of(figures, "score") for figures in whole.values()), default=0.0)
     rows: list[dict[str, object]] = []
@@ -146,7 +146,7 @@ def family_rows(found: Comparison) -> list[dict[str, object]]:
 
 
 def interval(figures: Figures) -> str:
-    """The 95 % interval of the score, in %."""
+    """Return the 95 % interval of the score, in %."""
     return f"[{100 * _of(figures, 'score_low'):.1f}, {100 * _of(figures, 'score_high'):.1f}]"
 
 
@@ -172,7 +172,7 @@ def _rate(figures: Figures) -> str:
 
 
 def _span(gap: Estimate) -> str:
-    """An interval of a difference of scores, in points."""
+    """Return an interval of a difference of scores, in points."""
     return f"the scores may differ by {100 * gap[1]:+.1f} to {100 * gap[2]:+.1f} points"
 
 
@@ -181,7 +181,7 @@ def _samples(figures: Figures) -> str:
 
 
 def _each(one: Figures, other: Figures) -> str:
-    """The samples of two methods, in words."""
+    """Return the numbers of samples of two methods, in words."""
     counts = _samples(one), _samples(other)
     return f"{counts[0]} each" if counts[0] == counts[1] else " and ".join(counts)
 

@@ -20,13 +20,13 @@ TICKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def drawn(found: Comparison) -> dict[str, bytes]:
-    """A picture of each chain that was sampled whole, by the word that its file name ends in."""
+    """Draw each chain that was sampled whole. Return pictures by the word that their file names end in."""
     tasks = [task for task in found.tasks if curves(found, task)]
     return {f"markov{number or ''}": draw(curves(found, task)) for number, task in enumerate(tasks)}
 
 
 def curves(found: Comparison, task: str) -> dict[str, list[Run]]:
-    """The runs of a task whose answers were compared with a chain, by the family of their configurations."""
+    """Return the runs of a task whose answers were compared with a chain, by the family of their configurations."""
     families: dict[str, list[Run]] = {}
     for method in found.methods:
         if task in method.runs and "transition_kl" in method.runs[task].together:
@@ -35,7 +35,7 @@ def curves(found: Comparison, task: str) -> dict[str, list[Run]]:
 
 
 def draw(families: dict[str, list[Run]]) -> bytes:
-    """A PNG file: KL of transitions above, the gap in log-likelihood below, both against forwards.
+    """Draw a PNG file: KL of transitions above, the gap in log-likelihood below, both against forwards.
 
     A column shows up to `COLUMN` families in colours of their own, over the others in grey: more colours
     cannot be told apart. The families are in the order of the KL at their slowest setting.
@@ -75,7 +75,7 @@ def draw(families: dict[str, list[Run]]) -> bytes:
 
 
 def _line(families: dict[str, list[Run]], family: str, name: str) -> tuple[list[float], list[float]]:
-    """Forwards and errors of a family's runs, from the fastest on."""
+    """Return forwards and errors of a family's runs, from the fastest on."""
     found = sorted((_of(run, "nfe"), _of(run, name)) for run in families[family])
     if name == "transition_kl":  # exact samples lie around 0, below which a logarithm has no place
         found = [(forwards, max(kl, _noise(families, name) / 3)) for forwards, kl in found]
@@ -83,7 +83,7 @@ def _line(families: dict[str, list[Run]], family: str, name: str) -> tuple[list[
 
 
 def _frame(axes: Axes, families: dict[str, list[Run]], name: str) -> None:
-    """Scales, ticks, and the band of exact samples."""
+    """Draw scales, ticks, and the band of exact samples."""
     noise, gap = _noise(families, name), name == "likelihood_gap"
     axes.set_xscale("log", base=2)
     ticks = [tick for tick in TICKS if tick <= 2 * max(_slowest(runs) for runs in families.values())]

@@ -23,7 +23,7 @@ SHOWN = ("samples", "score", "score_low", "score_high", *(measure.name for measu
 
 
 def page(found: Comparison, title: str, replays: int) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
         found: what it is about.

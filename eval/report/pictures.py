@@ -17,7 +17,7 @@ LOW, HIGH = "#2563eb", "#c2410c"
 
 
 def pictures(found: Comparison, published: bool = False) -> dict[str, bytes]:
-    """Every picture that the runs allow, by the word that its file name ends in."""
+    """Draw every picture that the runs allow. Return them by the word that their file names end in."""
     require_matplotlib()
     drawn = {}
     if found.methods:

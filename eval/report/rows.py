@@ -16,7 +16,7 @@ FIGURES = ("score", "score_low", "score_high", "answer_tokens_per_forward_low", 
 
 
 def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each run: names, figures, plug-ins, settings. All rows have the same columns in the same order.
+    """Return a row for each run: names, figures, plug-ins, settings. All have the same columns in the same order.
 
     The columns are `configuration` and `task` (as in the report), `dependency`, `samples` and `missing` (how many are
     there, and how many are to come), `samples_per_prompt`, the measures, the mean of each other grade of the task
@@ -44,7 +44,7 @@ def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def text(table: Sequence[Mapping[str, Any]]) -> str:
-    """Rows as a CSV file: a head, commas, an empty cell for None, JSON for lists.
+    """Return rows as a CSV file: a head, commas, an empty cell for None, JSON for lists.
 
     A text that a spreadsheet would run as a formula begins with a quotation mark.
     """
@@ -73,7 +73,7 @@ def _is_number(text: str) -> bool:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Every setting of a run by the name it has on the command line."""
+    """Return every setting of a run by the name it has on the command line."""
     found: dict[str, Any] = {}
     for group, value in config.items():
         if isinstance(value, Mapping):

@@ -27,7 +27,7 @@ class Asked:
         return getattr(self.task, name)
 
     def samples(self) -> Sequence[Sample]:
-        """See `Task.samples`; asked for once.
+        """Return the samples. They are asked for once.
 
         Raises:
             UserError: it raised an error, or they are not samples.
@@ -61,7 +61,7 @@ class Asked:
             raise UserError("task-result", f"{self.called}: prompt {place + 1} is not JSON. Give text.") from None
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """See `Task.grade`.
+        """Return the grades of an answer.
 
         Raises:
             UserError: it raised an error, or the grades are not numbers with the task's `score` from 0 to 1 among them.
@@ -81,7 +81,7 @@ class Asked:
         return found
 
     def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
-        """See `Task.together`.
+        """Return the measures of all answers together.
 
         Raises:
             UserError: it raised an error, or gave no numbers.

@@ -61,7 +61,7 @@ class Task:
     seed: int = 0
 
     def samples(self) -> Sequence[Sample]:
-        """All samples, in order. Sample i does not depend on `count`."""
+        """Return all samples, in order. Sample i does not depend on `count`."""
         raise NotImplementedError
 
     def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str | Sequence[Any]:
@@ -69,11 +69,11 @@ class Task:
         return sample.prompt
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Measures of one answer by name; `score` among them."""
+        """Return measures of one answer by name, with `score`."""
         raise NotImplementedError
 
     def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Measures by name that are of all answers together, where one by one does not tell."""
+        """Return measures that only all answers together have, by name."""
         return {}
 
     def reference(self, sample: Sample) -> str | Sequence[int] | None:

@@ -51,7 +51,7 @@ class Ideal(Drawn):
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """By the operation."""
+        """Name of the task, for example ideal_shuffle."""
         return f"ideal_{self.operation}"
 
     @property
@@ -61,15 +61,15 @@ class Ideal(Drawn):
 
     @property
     def dependency(self) -> Literal["low", "high"]:
-        """By C(Y|X)."""
+        """Dependency between tokens, by C(Y|X)."""
         return "high" if self.law.c_bits > 1e-9 else "low"
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Always the same prompt; only the sampler's seed differs."""
+        """Return the same prompt always. Only the sampler's seed differs."""
         return [0], {}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`score`: it is an outcome of the law."""
+        """Return `score`: 1 if it is an outcome of the law."""
         ids = list(answer.ids)[: self.law.length]
         whole = len(ids) == self.law.length
         return {"score": float(whole and bool(self.law.valid(torch.tensor([ids]))[0]))}
@@ -121,17 +121,17 @@ class Markov(Drawn):
         return self.length
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """A state of the stationary law."""
+        """Draw a state of the stationary law."""
         # Rounded: the last digits of a sum differ from machine to machine.
         shares = [round(share, 9) for share in self.law.stationary.tolist()]
         start = rng.choices(range(self.states), shares)[0]
         return [start], {"start": start, "entropy_rate": round(self.law.entropy_rate, 9)}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`log_likelihood`: nats per token under the chain; `score`: 1 where that is what is typical, less by a factor
-        of e for each nat that it is above or below.
+        """Return `log_likelihood` (nats per token under the chain) and `score`.
 
-        Too likely is as wrong as too unlikely. Exact answers vary, too, so their score is below 1.
+        The score is 1 for a typical likelihood, and falls by a factor of e for each nat above or below it. Too likely
+        is as wrong as too unlikely. Exact answers vary, too, so their score is below 1.
         """
         ids = list(answer.ids)[: self.length]
         if len(ids) < self.length or any(one >= self.states for one in ids):

@@ -37,12 +37,12 @@ class Drawn(Task):
         ]
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """The prompt of a sample, and what grading needs."""
+        """Return the prompt of a sample, and what grading needs."""
         raise NotImplementedError
 
 
 def chat(question: str, *example: str) -> list[dict[str, str]]:
-    """Chat messages: an example's question and answer, where given, and the question."""
+    """Return chat messages: an example's question and answer, if given, and the question."""
     turns = [
         {"role": role, "content": text} for role, text in zip(("user", "assistant"), example, strict=bool(example))
     ]

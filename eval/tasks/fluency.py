@@ -17,7 +17,7 @@ SILENT_H = re.compile(r"(?:hour|honest|honou?r|heir)", re.IGNORECASE)
 
 
 def fluency_proxy(text: str) -> float:
-    """1 where a text has none of the damage that decoding in parallel does, else 0. No judge of grammar.
+    """Return 1 if a text has none of the damage that decoding in parallel does, else 0. It does not judge grammar.
 
     Damage: an empty text, a word twice in a row, `a` where `an` belongs and the other way round, brackets or quotes
     that do not match, no capital at the start, no mark at the end, special tokens left over, three words three times.
@@ -50,7 +50,7 @@ def _article_fits(article: str, word: str) -> bool:
 
 
 def _balanced(text: str) -> bool:
-    """Brackets nested, double quotes even."""
+    """Return True if brackets are nested and double quotes even."""
     stack: list[str] = []
     for mark in text:
         if mark in PAIRS:

@@ -63,7 +63,7 @@ class Formed(Mini):
         return "|".join(sorted({", ".join(order) for order in permutations(items)}))
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """As `Mini`, and `valid`: whether the answer has the form."""
+        """Return the grades of `Mini`, and `valid`: 1 if the answer has the form."""
         fits = re.fullmatch(self.form(sample), answer.text) is not None
         return {**super().grade(sample, answer), "valid": float(fits)}
 
@@ -76,7 +76,7 @@ class Demanded(Regex):
 
 
 def _below(above: tuple[str, ...], rows: list[str]) -> list[tuple[str, ...]]:
-    """The squares that begin with some rows."""
+    """Yield the squares that begin with some rows."""
     if len(above) == 4:
         return [above]
     fits = [row for row in rows if all(a != b for other in above for a, b in zip(row, other, strict=True))]

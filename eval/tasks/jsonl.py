@@ -69,7 +69,7 @@ class Jsonl(Task):
                 found = records(opened, self.file)
         except OSError as error:
             raise UserError(
-                "file-unreadable", f"Cannot read task.file={self.file} ({error.strerror}). Check it."
+                "file-unreadable", f"Cannot read task.file={self.file} ({error.strerror}). Correct the path."
             ) from None
         if not found:
             raise UserError("file-invalid", f"task.file={self.file} has no lines. Add some.")
@@ -89,7 +89,7 @@ class Jsonl(Task):
         return self.lines[sample.index].where
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`score`, and what else a metric of the user's own says."""
+        """Return `score`, and what else a metric of the user's own returns."""
         line = self.lines[sample.index]
         return self.judge.scores(
             answer.text, line.answer, prompt=line.prompt, ids=answer.ids, line=line.fields, where=line.where

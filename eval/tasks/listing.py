@@ -11,7 +11,7 @@ from dllm_sampler.eval.tasks.base import Answer
 
 
 def written(items: Sequence[str]) -> str:
-    """A list as prompts show it."""
+    """Return a list as prompts show it."""
     return "[" + ", ".join(f'"{item}"' for item in items) + "]"
 
 
@@ -23,7 +23,7 @@ def loose(text: str) -> list[str]:
 
 
 def strict(text: str) -> list[str] | None:
-    """As `loose` where brackets, quotes and `, ` are as in prompts; else None."""
+    """Return what `loose` does if brackets, quotes and `, ` are as in prompts, else None."""
     _, opened, rest = text.rpartition("[")
     inside, closed, _ = rest.partition("]")
     if not opened or not closed or not re.fullmatch(r'"[^"]*"(, "[^"]*")*', inside):

@@ -56,17 +56,17 @@ class Mini(Task):
         return "high" if self.operation in MANY else "low"
 
     def samples(self) -> Sequence[Sample]:
-        """The card's prompts."""
+        """Return the card's prompts."""
         prompts = held_out_prompts(TASKS[self.operation], self.count, self.seed)
         return [Sample(index, prompt) for index, prompt in enumerate(prompts)]
 
     def reference(self, sample: Sample) -> str:
-        """See `Task.reference`. It is drawn as the answers of training are."""
+        """Draw the reference as the answers of training are drawn."""
         found = held_out_examples(TASKS[self.operation], self.seed)
         return next(answer for prompt, answer in found if prompt == sample.prompt)
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`exact_match`, and what is wrong with a list, each 0 or 1."""
+        """Return `exact_match`, and what is wrong with a list, each 0 or 1."""
         prompt = sample.prompt
         assert isinstance(prompt, str)
         right = TASKS[self.operation].check(prompt, answer.text)

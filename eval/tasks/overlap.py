@@ -11,7 +11,7 @@ from dllm_sampler.errors import UserError, first_line, installing
 
 
 def need(module: str, what: str) -> Any:
-    """A module of the extra `eval`."""
+    """Import a module of the extra `eval`."""
     try:
         return import_module(module)
     except ImportError:
@@ -19,7 +19,7 @@ def need(module: str, what: str) -> Any:
 
 
 def rouge(text: str, reference: str) -> dict[str, float]:
-    """F-measures `rouge_1`, `rouge_2`, `rouge_l` with stemming, 0 to 1 (the package rouge-score)."""
+    """Return F-measures `rouge_1`, `rouge_2`, `rouge_l` with stemming, 0 to 1 (the package rouge-score)."""
     kinds = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
     found = _scorer(tuple(kinds)).score(reference, text)
     return {name: float(found[kind].fmeasure) for kind, name in kinds.items()}
@@ -31,7 +31,7 @@ def _scorer(kinds: tuple[str, ...]) -> Any:
 
 
 def bleu(text: str, reference: str) -> float:
-    """Sentence BLEU of one text against one reference, 0 to 1: 13a tokens, up to 4-grams, no smoothing (sacrebleu).
+    """Return sentence BLEU against one reference, 0 to 1: 13a tokens, up to 4-grams, no smoothing (sacrebleu).
 
     A text that shares no 4-gram with the reference has 0, and so has any of fewer than four tokens.
     """
@@ -46,7 +46,7 @@ def check_bert_score(wanted: bool) -> None:
 
 
 def bert_score(text: str, reference: str) -> float:
-    """F1 of BERTScore, English, 0 to 1."""
+    """Return F1 of BERTScore, English, 0 to 1."""
     try:
         scorer = _bert_scorer()
     except Exception as error:  # the hub's kinds of errors are many

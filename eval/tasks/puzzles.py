@@ -46,7 +46,7 @@ class LatinSquare(Drawn):
         return max(64, 32 * ceil(2 * self.side**2 / 32))
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Symbols, and an example with others."""
+        """Draw symbols, and an example with others."""
         shown, asked = (rng.sample(ascii_uppercase + digits, self.side) for _ in range(2))
         rows, columns = (rng.sample(range(self.side), self.side) for _ in range(2))
         square = "\n".join(",".join(shown[(row + column) % self.side] for column in columns) for row in rows)
@@ -81,7 +81,7 @@ class LatinSquare(Drawn):
 
 @cache
 def sudokus() -> tuple[Grid, ...]:
-    """All 288 solved grids of side 4."""
+    """Return all 288 solved grids of side 4."""
     rows = list(permutations(range(1, SIDE + 1)))
     found = []
     for top in product(rows, repeat=2):
@@ -113,7 +113,7 @@ class Sudoku(Drawn):
             raise UserError("option-range", f"task.holes is {self.holes!r}. Set a number from 1 to 10.")
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """A puzzle, and an example."""
+        """Draw a puzzle, and an example."""
         (shown, answer), (asked, solution) = self._puzzle(rng), self._puzzle(rng)
         return chat(self._message(asked), self._message(shown), answer), {"puzzle": asked, "solution": solution}
 

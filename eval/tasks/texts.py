@@ -68,13 +68,13 @@ def _slots(rng: Random) -> dict[str, str]:
 
 
 def sentence(rng: Random) -> tuple[str, list[str]]:
-    """A sentence, and the names, days and numbers in it that another wording would keep."""
+    """Draw a sentence, with the names, days and numbers that another wording would keep."""
     template, slots = rng.choice(SENTENCES), _slots(rng)
     kept = [slots[slot] for slot in ("a", "b", "day", "number") if f"{{{slot}}}" in template]
     return template.format(**slots), [word for word in kept if not word.isdigit()]
 
 
 def dialogue(rng: Random) -> tuple[str, str]:
-    """A dialogue of four turns, and its summary."""
+    """Draw a dialogue of four turns, and its summary."""
     (turns, summary), slots = rng.choice(DIALOGUES), _slots(rng)
     return turns.format(**slots), summary.format(**slots)

@@ -60,7 +60,7 @@ class WaitingLine(Drawn):
         return 32 if max(self.items) <= 6 else 128
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """A queue and an example of any of the lengths."""
+        """Draw a queue and an example of any of the lengths."""
         shown, right = self._case(rng, rng.choice(self.items))
         facts, _ = self._case(rng, self.items[index % len(self.items)])
         message = self._message(listing.written(facts["queue"]), facts["word"], facts["index"])
@@ -68,7 +68,7 @@ class WaitingLine(Drawn):
         return chat(message, example, listing.written(right)), facts
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`score`: the list read leniently is right; `score_strict`: also written as asked. Then what went wrong."""
+        """Return `score` (the list read leniently is right), `score_strict` (also written as asked), and mistakes."""
         facts = sample.facts
         queue, word = list(facts["queue"]), str(facts["word"])
         found, exact = listing.loose(answer.text), listing.strict(answer.text)
@@ -88,7 +88,7 @@ class WaitingLine(Drawn):
         }
 
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
-        """A right answer; where there are several, the one that `index` stands for."""
+        """Return a right answer. If there are several, `index` chooses one."""
         raise NotImplementedError
 
     def places(self, n: int) -> int:
@@ -100,7 +100,7 @@ class WaitingLine(Drawn):
         return found == self.edit(queue, word, index)
 
     def needed(self, queue: list[str], word: str, index: int) -> Sequence[str]:
-        """The people that every right answer has."""
+        """Return the people that every right answer has."""
         return self.edit(queue, word, index)
 
     def _case(self, rng: Random, n: int) -> tuple[dict[str, Any], list[str]]:
@@ -166,7 +166,7 @@ class Shuffle(WaitingLine):
     task = "To be fair to everyone, put the people in a random order. It must not be the order they have now."
 
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
-        """The queue shuffled by a number."""
+        """Shuffle the queue by a number."""
         order, rng = list(queue), Random(f"{index}/{'/'.join(queue)}")
         while order == queue:
             rng.shuffle(order)
@@ -195,7 +195,7 @@ class ReplaceRandom(ReplaceIndex):
     task = "{word} takes the place of one person. Pick that person at random."
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
-        """The queue with the new person where the answer has it first."""
+        """Return True if the answer is the queue with the new person where the answer has it first."""
         at = found.index(word) if word in found else len(queue)
         return at < len(queue) and found == self.edit(queue, word, at)
 
@@ -229,7 +229,7 @@ class InsertRandom(InsertIndex):
     task = "{word} joins the queue. Pick the position at random."
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
-        """Without the new person, once, it is the queue."""
+        """Return True if the answer without the new person, once, is the queue."""
         if word not in found:
             return False
         at = found.index(word)
@@ -258,5 +258,5 @@ class RemoveRandom(RemoveIndex):
         return any(found == self.edit(queue, word, at) for at in range(len(queue)))
 
     def needed(self, queue: list[str], word: str, index: int) -> Sequence[str]:
-        """Nobody in particular."""
+        """Return nobody."""
         return []

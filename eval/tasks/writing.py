@@ -54,11 +54,11 @@ class Words(Writing):
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """By the level."""
+        """Name of the task, for example words_easy."""
         return f"words_{self.level}"
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Words."""
+        """Draw the words."""
         if self.level == "hard":
             words = [rng.choice(THEMES[theme]) for theme in rng.sample(list(THEMES), self.size)]
         else:
@@ -71,7 +71,7 @@ class Words(Writing):
         return chat(task), {"words": words}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`score`: well written and every word is there, as letters in a row: `throws` has `throw`."""
+        """Return `score`: 1 if it is well written and has every word, as letters in a row (`throws` has `throw`)."""
         words = sample.facts["words"]
         there = [word in answer.text for word in words]
         counts, measures = fluency.grammar_measures(answer.text, self.grammar)
@@ -118,7 +118,7 @@ class FromTexts(Writing):
         return found
 
     def samples(self) -> Sequence[Sample]:
-        """See `Task.samples`; not more than the file has."""
+        """Return the samples, at most as many as the file has."""
         return super().samples()[: None if self.file is None else len(self.lines)]
 
 
@@ -140,7 +140,7 @@ class Paraphrase(FromTexts):
         overlap.check_bert_score(self.bert_score)
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """A sentence, and the words that must not be lost (names, numbers)."""
+        """Draw a sentence, and the words that must not be lost (names, numbers)."""
         if self.file is None:
             text, kept = texts.sentence(rng)
         else:
@@ -149,7 +149,7 @@ class Paraphrase(FromTexts):
         return chat(task), {"text": text, "kept": kept}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`score`: well written, times 1 - BLEU against the sentence, times what stands for the same meaning.
+        """Return `score`: well written, times 1 - BLEU against the sentence, times what stands for the same meaning.
 
         That is BERTScore where it is asked for, else `kept`, the share of names and numbers that are still there.
         """
@@ -176,7 +176,7 @@ class Summarise(FromTexts):
         overlap.need("rouge_score.rouge_scorer", "the task summarise")
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """A dialogue, and its summary."""
+        """Draw a dialogue, and its summary."""
         if self.file is None:
             dialogue, summary = texts.dialogue(rng)
         else:
@@ -186,7 +186,7 @@ class Summarise(FromTexts):
         return chat(task), {"summary": summary}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """`score`: well written, times ROUGE-L against the reference."""
+        """Return `score`: well written, times ROUGE-L against the reference."""
         counts, measures = fluency.grammar_measures(answer.text, self.grammar)
         found = overlap.rouge(answer.text, str(sample.facts["summary"]))
         return {"score": counts * found["rouge_l"], **measures, **found}

@@ -51,14 +51,17 @@ class MarkovChain:
 
     def __post_init__(self) -> None:
         table = torch.tensor(self.rows, dtype=torch.float64)
-        if table.dim() != 2 or table.shape[0] != table.shape[1] or bool((table < 0).any()):
-            raise UserError("option-range", "The chain's rows are not probabilities. Give one row per state.")
-        if not torch.allclose(table.sum(1), torch.ones(len(table), dtype=torch.float64), atol=1e-9):
-            raise UserError("option-range", "A row of the chain does not sum to 1. Normalise it.")
+        if table.dim() != 2 or table.shape[0] != table.shape[1]:
+            shape = tuple(table.shape)
+            raise UserError("option-range", f"MarkovChain.rows has shape {shape}. Give one row and column per state.")
+        for number, row in enumerate(self.rows):
+            if not (min(row) >= 0 and abs(sum(row) - 1) <= 1e-9):
+                what = f"MarkovChain.rows[{number}] has minimum {min(row):g} and sum {sum(row):.10g}"
+                raise UserError("option-range", f"{what}. Give probabilities that sum to 1.")
 
     @staticmethod
     def drawn(states: int, length: int, concentration: float = 0.3, seed: int = 0) -> MarkovChain:
-        """Rows drawn from a Dirichlet law, the same on every machine; a small concentration makes them peaked."""
+        """Draw rows from a Dirichlet law, the same on every machine. A small concentration makes them peaked."""
         rng = Random(f"chain/{states}/{concentration}/{seed}")
         # No entry below 0.001: a chain has to be irreducible, and its log-probabilities of a size that averages.
         weights = [[rng.gammavariate(concentration, 1) for _ in range(states)] for _ in range(states)]
@@ -100,7 +103,7 @@ class MarkovChain:
         return torch.stack(powers)
 
     def marginals(self, known: Tensor, before: Tensor) -> Tensor:
-        """See `Law.marginals`: the nearest known tokens on both sides say all there is to know."""
+        """Return what `Law.marginals` states. It depends on the nearest known tokens on both sides alone."""
         powers = self._powers.to(known.device)
         full = torch.cat([before[:, None], known], 1)  # [R, N + 1]
         place = torch.arange(full.shape[1], device=known.device)
@@ -117,7 +120,7 @@ class MarkovChain:
         return normalised(forward * backward)[:, 1:]
 
     def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Exact sequences, one token after the other: `[count]` stationary starts and `[count, N]` what follows."""
+        """Draw exact sequences token after token: `[count]` stationary starts and `[count, N]` tokens after them."""
         generator = torch.Generator().manual_seed(seed)
         start = self.stationary.multinomial(count, replacement=True, generator=generator)
         steps = [start]
@@ -126,7 +129,7 @@ class MarkovChain:
         return start, torch.stack(steps[1:], 1)
 
     def log_likelihood(self, ids: Tensor, before: Tensor) -> Tensor:
-        """`[R]` nats of `ids [R, N]` after `before [R]`."""
+        """Return `[R]` nats of `ids [R, N]` after `before [R]`."""
         full = torch.cat([before[:, None], ids], 1)
         return self.matrix[full[:, :-1], full[:, 1:]].log().sum(1)
 
@@ -150,7 +153,7 @@ class MarkovChain:
         )
 
     def _gap(self, ids: Tensor, before: Tensor) -> float:
-        """Expected minus found log-likelihood per token; the expectation is over what may follow these very starts."""
+        """Return expected minus found log-likelihood per token, with the expectation after these very starts."""
         expected, law = 0.0, torch.nn.functional.one_hot(before, self.symbols).double().mean(0)
         for _ in range(self.length):
             expected += float(law @ torch.special.entr(self.matrix).sum(1))
@@ -158,7 +161,7 @@ class MarkovChain:
         return (-float(self.log_likelihood(ids, before).mean()) - expected) / self.length
 
     def _transitions(self, ids: Tensor, before: Tensor) -> tuple[float, float, float]:
-        """Corrected KL, TV, and the share of impossible transitions."""
+        """Return corrected KL, TV, and the share of impossible transitions."""
         full = torch.cat([before[:, None], ids], 1)
         pairs = full[:, :-1] * self.symbols + full[:, 1:]
         counts = torch.bincount(pairs.flatten(), minlength=self.symbols**2).double().view_as(self.matrix)

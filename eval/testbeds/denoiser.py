@@ -46,7 +46,7 @@ class LawDenoiser:
         )
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Log-probabilities `[R, V]`, one row for each of `plan.head_rows`."""
+        """Return log-probabilities `[R, V]`, one row for each of `plan.head_rows`."""
         (batch, candidates, _), spec, law = query.ids.shape, self.spec, self.law
         assert spec.mask_id is not None
         rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
@@ -68,5 +68,5 @@ class LawDenoiser:
         return plan.head_rows.pick(table.gather(2, at)), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The log-probabilities themselves, as a copy: the readout overwrites it."""
+        """Return the log-probabilities as a copy: the readout overwrites it."""
         return hidden.clone()

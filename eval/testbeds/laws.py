@@ -33,20 +33,20 @@ class Law(Protocol):
         ...
 
     def marginals(self, known: Tensor, before: Tensor) -> Tensor:
-        """Exact law of each position given the others.
+        """Return the exact law of each position given the others.
 
         Args:
             known: `[R, N] int64` symbols, `UNKNOWN` where undecided.
             before: `[R]` the token before the first position.
 
         Returns:
-            `[R, N, S] float64`; uniform in rows that no outcome agrees with (what is said there changes nothing).
+            `[R, N, S] float64`; uniform in rows that no outcome agrees with (their values are ignored).
         """
         ...
 
 
 def normalised(weight: Tensor) -> Tensor:
-    """`[..., S]` weights as probabilities; uniform where all are 0."""
+    """Return `[..., S]` weights as probabilities, uniform where all are 0."""
     total = weight.sum(-1, keepdim=True)
     return torch.where(total > 0, weight / total.clamp(min=torch.finfo(weight.dtype).tiny), 1 / weight.shape[-1])
 
@@ -86,7 +86,7 @@ class Listed:
         return normalised(weight.view(known.shape[0], self.length, self.symbols))
 
     def valid(self, ids: Tensor) -> Tensor:
-        """`[R] bool` which rows of `ids [R, N]` are outcomes."""
+        """Return `[R] bool`: True for rows of `ids [R, N]` that are outcomes."""
         return (ids[:, None] == self.table.to(ids.device)).all(-1).any(-1)
 
     @cached_property
@@ -135,7 +135,7 @@ class Shuffle:
         return normalised(torch.where(undecided[..., None], weight, placed.double()))
 
     def valid(self, ids: Tensor) -> Tensor:
-        """`[R] bool` which rows of `ids [R, N]` are outcomes."""
+        """Return `[R] bool`: True for rows of `ids [R, N]` that are outcomes."""
         item = torch.arange(self.n, device=ids.device)
         right = (ids.sort(1).values == item).all(1)
         return right & (ids != item).any(1) if self.moved else right
@@ -157,7 +157,7 @@ def _at_each(n: int, places: int, edit: Callable[[list[int], int], Sequence[int]
 
 @cache
 def latin_squares(n: int) -> Listed:
-    """All latin squares of side n, row by row."""
+    """Return all latin squares of side n, row by row."""
     rows = list(permutations(range(n)))
     squares = [
         sum(square, ())

@@ -110,9 +110,9 @@ def test_a_very_peaked_chain_can_be_drawn() -> None:
 
 
 def test_refuses_what_is_no_chain() -> None:
-    with refused("option-range"):
+    with refused("option-range: MarkovChain.rows[0], 0.9"):
         MarkovChain(((0.5, 0.4), (0.5, 0.5)), 3)
-    with refused("option-range"):
+    with refused("option-range: MarkovChain.rows, (1, 2)"):
         MarkovChain(((0.5, 0.5),), 3)
 
 

@@ -128,4 +128,4 @@ def test_an_answer_in_a_fence_fails_mbpp_of_fast_dllm_and_passes_that_of_d3llm()
     text = "Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\n"
     for cell, right in ((fast["fast-dllm-llada/instruct", "mbpp"], 0), (d3llm["d3llm-llada/all", "mbpp"], 1)):
         assert grading.grade(cell, document, text).metrics[cell.published] == right
-        assert "[BEGIN]" in next(prompts.build(cell, [document], [])).text
+        assert "[BEGIN]" in next(prompts.build(cell, [document], [], "data")).text

@@ -172,7 +172,7 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     freedave = flat(page(capsys, "--info", "scheduler=freedave"))
     assert "scheduler.inner=fixed the scheduler to speed up" in freedave  # of its base
     assert "no stop that changes the canvas" in freedave
-    assert "What it runs with: python -m dllm_sampler.check scheduler=freedave" in freedave
+    assert "Run python -m dllm_sampler.check scheduler=freedave" in freedave
     assert "guide.top_p.p=0.95 probability mass that stays" in flat(page(capsys, "--help", "guide=[top_k,top_p]"))
     assert "guide.top_p.measured=false read confidence from" in flat(page(capsys, "--help", "guide=top_p"))
     assert "scheduler.threshold=0.9 blocks.length=32" in flat(page(capsys, "--help", "experiment=fast-dllm"))

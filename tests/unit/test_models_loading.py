@@ -338,7 +338,7 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         raise ConnectionError("no route to host\nand more")
 
     monkeypatch.setattr(loading, "snapshot_download", unreachable)
-    with refused("hub-unreachable"):
+    with refused("hub-unreachable: hf download some-org/model-1.5, model.path="):
         loading.load("some-org/model-1.5")
 
 
