@@ -208,7 +208,7 @@ def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = 
     """Return the error for a word that is not among the choices. It names the nearest ones and lists them all.
 
     Args:
-        kind: what the word should be, for example `scheduler`.
+        kind: what the word should be, for example `scheduler` or `field of cache=dual`.
         word: as typed.
         choices: the known words.
         listing: a sentence without its full stop in place of the list, which may be too long.
@@ -220,7 +220,9 @@ def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = 
     word = short(word)
     what = "fields" if kind.startswith("field") else "choices"
     listing = listing or (f"The {what} are {', '.join(known)}" if known else "It has none")
-    return UserError(code, f"unknown {kind} '{word}'" + (f", did you mean {near}? " if near else ". ") + f"{listing}.")
+    owner = kind.removeprefix("field of ")
+    wrong = f"unknown {kind} '{word}'" if owner == kind else f"{owner} has no field '{word}'"
+    return UserError(code, wrong + (f", did you mean {near}? " if near else ". ") + f"{listing}.")
 
 
 class RowError(UserError):

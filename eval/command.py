@@ -56,7 +56,7 @@ or scheduler=NAME ..., explains one. Tasks of lm-evaluation-harness have a comma
 their own: python -m dllm_sampler.eval.lm_eval (docs/tasks.md).
 Flags: -h, --help   --version   --config-dir DIR   -m, --multirun (is always on)
 What cannot run is named at the end. Exit status: 0, or 2 after a mistake in the
-input and where nothing could run (one sentence on stderr), or 130 after Ctrl-C.
+input and where nothing could run (a message on stderr), or 130 after Ctrl-C.
 """
 
 

@@ -344,9 +344,9 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
                 "option-unknown",
                 f"unknown option '{first}': a prompt has no name. Type it alone in quotes, or write prompts_file=FILE.",
             )
-        near = [paths[name] + f"={value}" * (paths[name] != name) for name in nearest(first, paths)]
+        near = [f"'{paths[name]}{f'={value}' * (paths[name] != name)}'" for name in nearest(first, paths)]
         hint = f", did you mean {' or '.join(near)}?" if near else "."
-        prompt = ", and a prompt may follow --" if app.name == "dllm-sample" else ""
+        prompt = ", and put -- before a prompt that contains =" if app.name == "dllm-sample" else ""
         return UserError("option-unknown", f"unknown option '{first}'{hint} See {app.name} --help{prompt}.")
     at = f"{first}={chosen[first]}" if isinstance(chosen.get(first), str) else first
     node = known[first]

@@ -50,7 +50,7 @@ a sample's recorded probabilities is not its likelihood (docs/likelihood.md).
 Flags: -h, --help   --version   --info   --config-dir DIR
 Your own YAML files in ./conf/GROUP/ are choices too. One with the name of one
 of ours is refused. --config-dir DIR names another folder (docs/security.md).
-Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
+Exit status: 0, or 2 after a mistake in the input (a message on stderr), or
 130 after Ctrl-C (what is done is printed).
 """
 GROUPS = {

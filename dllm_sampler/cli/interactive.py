@@ -106,7 +106,7 @@ class Session:
             explain(line)
         elif words:
             self.change(words)
-            print(f"settings: {' '.join(map(shlex.quote, self.overrides))}", file=sys.stderr)
+            print(f"settings: {' '.join(map(shlex.quote, self.overrides)) or 'none'}", file=sys.stderr)
         elif line and line != "--":
             self.answer(line.removeprefix("-- "))
 

@@ -147,7 +147,9 @@ class Records:
             raise UserError("run-differs", f"{where} was made with other settings. Give those, or another output=.")
         if not 0 <= index < len(prompts) or prompt != prompts[index]:
             raise UserError(
-                "run-differs", f"{where} answers another prompt than number {index + 1}. Give the same prompts."
+                "run-differs",
+                f"{where} holds another prompt than prompt {index + 1} of this run."
+                " Give the same prompts, or another output=.",
             )
         return index * self.samples + sample
 

@@ -47,4 +47,5 @@ def show(console: Console, model: str) -> None:
     for number, one in enumerate(entries(model)):
         use = one["use"] if number else f"{one['use']} ({WORD})"
         row(console, "", f"{use}: {' '.join(one['words'])}", "italic", column=6)
-        row(console, "", f"{one['accuracy']}. {one['speed']}. Evidence: {one['evidence']} ({one['source']}).", column=6)
+        figures = ". ".join(dict.fromkeys((one["accuracy"], one["speed"])))
+        row(console, "", f"{figures}. Evidence: {one['evidence']} ({one['source']}).", column=6)

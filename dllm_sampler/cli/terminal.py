@@ -130,7 +130,7 @@ def _table(columns: Sequence[Column], most: int | None = None) -> Table:
 
 
 def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted") -> int:
-    """Return the exit status of `run()`. A user's mistake prints one sentence on stderr, not a stack trace.
+    """Return the exit status of `run()`. A user's mistake prints a message on stderr, not a stack trace.
 
     Args:
         command: as it is called.

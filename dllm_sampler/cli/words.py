@@ -99,7 +99,8 @@ def _no_flag(word: str) -> UserError:
         value = value or ("true" if Options.__dataclass_fields__[name].default is False else "VALUE")
         return UserError("flag-unknown", f"{word} is not a flag. Write {name}={value}.")
     return UserError(
-        "flag-unknown", f"{unknown('flag', word, [*FLAGS, FLAG])} Options are name=value, and a prompt may follow --."
+        "flag-unknown",
+        f"{unknown('flag', word, [*FLAGS, FLAG])} Options are name=value. Put -- before a prompt that begins with -.",
     )
 
 

@@ -266,7 +266,7 @@ class StaticEngine(Engine):
         state.replayed(step)
 
     def poll(self, state: Generation) -> None:
-        """See `Engine.poll`. The key does not contain sizes."""
+        """See `Engine.poll`. Keeps the key of the state (`InPlace.key`), which does not contain sizes."""
         before = state.wanted
         super().poll(state)
         if isinstance(state, InPlace) and state.held and before is state.held[WANTED]:

@@ -412,7 +412,7 @@ class Many:
 
 
 def ranks_need_in_flight_error(reason: str) -> UserError:
-    """Return the error of a model that is sharded over several ranks, if prompts cannot be answered in flight."""
+    """Return the error for a sharded model whose prompts cannot be answered in flight."""
     return UserError(
         "ranks-unsupported",
         f"{reason}, so ranks with shared weights would make different numbers of forwards. Use other plug-ins.",

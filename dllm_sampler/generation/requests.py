@@ -61,7 +61,7 @@ class Arguments:
         """Check the arguments of a call before the first prompt is read. `Sampler` explains them.
 
         Args:
-            prompts: a list or any iterable. A list tells how many numbers the other arguments must have.
+            prompts: a list or any iterable. The length of a list is checked against the other arguments.
 
         Raises:
             UserError: a bad argument.

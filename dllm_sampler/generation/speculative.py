@@ -96,7 +96,8 @@ class SpeculativeSampler:
         if plugins.scheduler.traits.has(ChangingLength):
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(plugins.scheduler)} changes lengths, and a draft has one. Use another scheduler.",
+                f"scheduler={named(plugins.scheduler)} changes the answer's length, but a draft's length is fixed."
+                " Use another scheduler.",
             )
         self.draft_length, self.scheduled = draft_length, scheduled
         self.stop_token_ids = drafter.stop_token_ids

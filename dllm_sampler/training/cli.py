@@ -49,7 +49,7 @@ ENDING = """
 dllm-train --help train=NAME lists the fields of one: defaults, and what they mean.
 threads=N sets torch's threads on a CPU (auto: 1 for models below 20M parameters).
 Flags: -h, --help   --version   --config-dir DIR
-Exit status: 0, or 2 after a mistake in the input (one sentence on stderr), or
+Exit status: 0, or 2 after a mistake in the input (a message on stderr), or
 130 after Ctrl-C.
 """
 _FIELD = re.compile(r"train\.([\w.]+)=")  # a plain override; + and ~ are left to Hydra

@@ -219,8 +219,8 @@ def test_more_prompts_are_answered_and_others_refused(words: list[str], capsys: 
     held = Path("o.jsonl").read_text()
     capsys.readouterr()
     for changed, said in (
-        (["copy: Eve", *PROMPTS[1:]], "o.jsonl line 1 answers another prompt than number 1"),
-        (PROMPTS[:3], "o.jsonl line 4 answers another prompt than number 4"),
+        (["copy: Eve", *PROMPTS[1:]], "o.jsonl line 1 holds another prompt than prompt 1 of this run"),
+        (PROMPTS[:3], "o.jsonl line 4 holds another prompt than prompt 4 of this run"),
         ([*PROMPTS, "seed=1"], "o.jsonl line 1 was made with other settings"),
         ([*PROMPTS, "scheduler=fixed"], "o.jsonl line 1 was made with other settings"),
         ([*PROMPTS, "samples=2", "temperature=1"], "o.jsonl line 1 was made with other settings"),

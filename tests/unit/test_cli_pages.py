@@ -94,7 +94,7 @@ def test_a_named_folder_is_listed_beside_conf_and_comes_first(
         said = flat(page(capsys, "--info", *words))
         assert "Threshold 0.25. [yours: more/conf/scheduler/mine.yaml]" in said and "conf/cache/mine.yaml]" in said
     assert main([FLAG, "more/conf", "scheduler=mine", "scheduler.treshold=1", "copy: Ada"]) == 2
-    assert "unknown field of scheduler=mine 'treshold'" in capsys.readouterr().err
+    assert "scheduler=mine has no field 'treshold'" in capsys.readouterr().err
     assert "Threshold 0.5." in page(capsys, "--info", "scheduler"), "it holds for one command"
     for words in ([FLAG, "gone"], [FLAG], [f"{FLAG}="]):
         assert main([*words]) == 2 and "Name a folder" in capsys.readouterr().err

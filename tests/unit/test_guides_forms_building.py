@@ -28,12 +28,13 @@ pytest.importorskip("outlines_core")
         (r"^\ba$", r"'\b' at character 2 is a word boundary"),
         ("^a$|b$", "'$' at character 3 is an anchor inside"),
         ('{"a": [0-9]{2}}', "'{' at character 1 is a brace"),
-        (r"\p{L}{2,}[a", "unterminated character set at character 10"),
+        (r"\p{L}{2,}[a", "'unterminated character set' at character 10"),
         (r"^\p{Greek}$", "outlines-core cannot read it"),  # nothing that is known to be wrong
     ],
 )
 def test_what_is_wrong_with_a_pattern_and_where(pattern: str, said: str) -> None:
-    assert fault(pattern).startswith(said)
+    reason, way = fault(pattern)
+    assert f"{reason}. {way}".startswith(said)
 
 
 @each(

@@ -55,15 +55,15 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str]:
 
 WRONG = {
     "scheduler=treshold": "unknown scheduler 'treshold', did you mean 'threshold'",
-    "scheduler=klass scheduler.treshold=0.9": "unknown field of scheduler=klass 'treshold', did you mean 'threshold'",
+    "scheduler=klass scheduler.treshold=0.9": "scheduler=klass has no field 'treshold', did you mean 'threshold'",
     "scheduler.threshold=high": "scheduler=threshold: threshold is 'high'. Set a valid number",
-    "tempreature=1": "did you mean temperature",
+    "tempreature=1": "did you mean 'temperature'",
     "temperature=-1": "temperature is -1.0. Set a number of at least 0",
     "scheduler=klass,fixed": "has several values",
     "klass": "'klass' is not NAME=VALUE",
     "--multirun": "'--multirun' is not NAME=VALUE",
     "scheduler=wino": "scheduler=wino needs more than the logits of a block",
-    "guide=regex guide.regex.pattern='[a'": "'[a' cannot be used as a form",
+    "guide=regex guide.regex.pattern='[a'": "'[a' is not a valid form",
     "guide=choices guide.choices.choices=[[a],[b]]": "guide=choices has a list of forms",
     "guide=grammar guide.grammar.grammar=json": "guide=grammar judges whole answers",
     "guide=json_schema guide.json_schema.schema=s.json": "guide.json_schema.schema='s.json'",

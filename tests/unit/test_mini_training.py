@@ -84,7 +84,7 @@ def test_a_run_that_resumes_ends_where_an_uninterrupted_one_does(
         (["train=mini", "train.init_std=-1"], "init_std is -1. Set a number greater than or equal to 0"),
         (["train=mini", "train.output_dir=null"], "train.output_dir is None. Name a folder"),
         (["train=mini", "train.output_dir="], "train.output_dir"),
-        (["train=mini", "+train.model.wings=2"], "unknown field of train.model 'wings'"),
+        (["train=mini", "+train.model.wings=2"], "train.model has no field 'wings'"),
         (["train=mini", "+train.data.phases.0.fly=2"], "unknown task 'fly'"),
         (["train=mini", "quickly"], "'quickly' is not train.FIELD=VALUE"),
         (["train=mini", "steps=4"], "'steps=4' is not train.FIELD=VALUE"),

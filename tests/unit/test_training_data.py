@@ -212,7 +212,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         (["tasks={cpy: 1}"], "unknown task 'cpy'"),
         (["tasks={copy: 1}"], "lacks mini's tokenizer"),
         (["data={DATA}", "evaluation={scheduler: treshold}"], "did you mean 'threshold'"),
-        (["data={DATA}", "evaluation={seed: 1}"], "unknown field of evaluation 'seed'"),
+        (["data={DATA}", "evaluation={seed: 1}"], "evaluation has no field 'seed'"),
         (["data={DATA}", "learning_rate=fast"], "learning_rate is 'fast'. Set a valid number"),
         (["data={DATA}", "report_too=none"], "did you mean 'report_to'"),
         (["data={DATA}", "optim=adamwx"], "adamwx"),

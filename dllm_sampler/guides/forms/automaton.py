@@ -194,7 +194,10 @@ def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
 
 
 def _byte_automata(
-    patterns: Sequence[str], name: str = "", seconds: float | None = None, why: Callable[[], str] | None = None
+    patterns: Sequence[str],
+    name: str = "",
+    seconds: float | None = None,
+    why: Callable[[], tuple[str, str]] | None = None,
 ) -> list[ByteAutomaton]:
     """Build the automata of several expressions by one call of `library.run`, which has the other arguments."""
     given = []
@@ -211,14 +214,14 @@ def _byte_automata(
 
 
 @lru_cache(maxsize=KEPT)
-def expression(schema: str, whitespace: str, depth: int) -> str:
-    """Return the regular expression of a JSON schema.
+def expression(schema: str, whitespace: str, depth: int, name: str) -> str:
+    """Return the regular expression of a JSON schema, which errors call `name`.
 
     Raises:
         UserError: the schema has no expression, or none within the limits.
     """
     given = {"schema": schema, "whitespace": f"(?:{whitespace})", "depth": depth}
-    return json.loads(library.run(given, "guide.json_schema.schema"))
+    return json.loads(library.run(given, name))
 
 
 def _ends(moves: dict[int, dict[int, int]], state: int | None, finals: list[int]) -> bool:

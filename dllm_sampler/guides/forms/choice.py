@@ -316,7 +316,7 @@ def unasked(canvas: Canvas, query: Query, lattice: Lattice) -> Tensor:
     if not isinstance(canvas.layout.noise, CounterNoise):
         raise UserError(
             "guide-incompatible",
-            f"A guide on a form cannot draw by {type(canvas.layout.noise).__name__}. Use the default noise.",
+            f"noise={type(canvas.layout.noise).__name__} has no draws for a guide on a form. Remove noise=.",
         )
     candidates = query.ids.shape[1]
     step = canvas.step[:, None] if query.candidates.step is None else query.candidates.step

@@ -60,7 +60,9 @@ json.dump(found, sys.stdout)
 """
 
 
-def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Callable[[], str] | None = None) -> str:
+def run(
+    given: dict[str, Any], name: str, seconds: float | None = None, why: Callable[[], tuple[str, str]] | None = None
+) -> str:
     """Run the library on an input and return its result, as JSON.
 
     Args:
@@ -83,8 +85,8 @@ def run(given: dict[str, Any], name: str, seconds: float | None = None, why: Cal
         return done.stdout
     said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
     if said.startswith("invalid: "):
-        reason = why() if why else f"{said[9:].rstrip('.')}. Correct it."
-        raise UserError("form-invalid", f"{name} cannot be used as a form: {reason}")
+        reason, way = why() if why else (said[9:].rstrip("."), "Correct it.")
+        raise UserError("form-invalid", f"{name} is not a valid form ({reason}). {way}")
     if said.startswith("large: "):
         raise UserError("form-too-large", f"The form {name} has {said[7:]} states. Simplify it to {given['states']}.")
     if done.returncode == -signal.SIGKILL or "memory allocation" in done.stderr or "MemoryError" in said:

@@ -17,13 +17,13 @@ from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Context, Guide, Whole
 from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.values import FREE, Canvas
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, short
 from dllm_sampler.guides.forms import automaton
 from dllm_sampler.guides.forms.automaton import Automaton
 from dllm_sampler.guides.forms.choice import choose, posterior
 from dllm_sampler.guides.forms.edges import Edges, joined
 from dllm_sampler.guides.forms.given import completable
-from dllm_sampler.guides.forms.schema import check_schema, schema_text
+from dllm_sampler.guides.forms.schema import OPTION, check_schema, schema_name, schema_text
 from dllm_sampler.guides.forms.tokens import token_bytes
 
 
@@ -51,6 +51,7 @@ class Form(Guide):
 
     joint: ClassVar[bool] = True
     keeps_excluded: ClassVar[bool] = True
+    option: ClassVar[str]  # the field that has the form
 
     forms: int = field(init=False, default=0, repr=False, compare=False)
     posterior: bool = field(default=False, kw_only=True)
@@ -70,6 +71,11 @@ class Form(Guide):
     def expressions(self) -> tuple[str, ...]:
         """Return the regular expression of the whole answer, or that of each form of a list."""
         raise NotImplementedError
+
+    def typed_form(self, form: int) -> str:
+        """Return the option and the value of a form, for errors."""
+        given = getattr(self, self.option)
+        return f"guide.{named(self)}.{self.option}={short(repr(given[form] if self.forms else given))}"
 
     def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> tuple[Automaton, ...]:
         """Build the automaton of each form over a model's tokens, whose bytes are `tokens`.
@@ -93,8 +99,11 @@ class Form(Guide):
         found = self.build(tokens, spec)
         shortest = tuple(one.shortest for one in found)
         if -1 in shortest:
-            form = self._name(shortest.index(-1))
-            raise UserError("form-impossible", f"{name}: this model has no tokens for {form}. Change the form.")
+            raise UserError(
+                "form-impossible",
+                f"{self.typed_form(shortest.index(-1))} needs texts that the model's vocabulary cannot spell."
+                " Use another form or model.",
+            )
         return with_bound_fields(
             self,
             automata=found,
@@ -156,6 +165,8 @@ class Regex(Form):
         posterior: see `Form`.
     """
 
+    option: ClassVar[str] = "pattern"
+
     pattern: str | tuple[str, ...] = "(?s).*"
 
     def __post_init__(self) -> None:
@@ -181,6 +192,8 @@ class Choices(Form):
         choices: the texts, or a list of such lists. A whole number means its digits.
         posterior: see `Form`.
     """
+
+    option: ClassVar[str] = "choices"
 
     choices: Any = ()  # after __post_init__ a tuple of texts, or of such tuples
 
@@ -231,9 +244,14 @@ class JsonSchema(Form):
         posterior: see `Form`.
     """
 
+    option: ClassVar[str] = "schema"
+
     schema: str | Mapping[str, Any] | tuple[str | Mapping[str, Any], ...] = ""
     whitespace: str = "[ ]?"
     depth: int = 3
+    names: tuple[str, ...] = field(
+        init=False, default=(OPTION,), repr=False, compare=False
+    )  # of the schemas, in errors
 
     def __post_init__(self) -> None:
         check_count("guide.json_schema.depth", self.depth, 0)
@@ -243,9 +261,11 @@ class JsonSchema(Form):
                 raise UserError(
                     "option-type", f"guide.json_schema.schema={given!r} has no schema. Add one, or name a file."
                 )
-            vars(self).update(schema=tuple(schema_text(one) for one in given), forms=len(given))
+            texts = tuple(map(schema_text, given))
+            vars(self).update(schema=texts, names=tuple(map(schema_name, given, texts)), forms=len(given))
         elif given != "":  # the default is a template of settings, which `expressions` refuses
-            vars(self)["schema"] = schema_text(given)
+            text = schema_text(given)
+            vars(self).update(schema=text, names=(schema_name(given, text),))
 
     @override
     def expressions(self) -> tuple[str, ...]:
@@ -253,10 +273,13 @@ class JsonSchema(Form):
             raise UserError("option-missing", "guide=json_schema has no schema. Set guide.json_schema.schema=FILE.")
         texts = self.schema if isinstance(self.schema, tuple) else (self.schema,)
         try:
-            for text in texts:
-                check_schema(json.loads(str(text)))
+            for text, name in zip(texts, self.names, strict=True):
+                check_schema(json.loads(str(text)), name)
         except RecursionError:
             raise UserError(
                 "form-too-large", "guide.json_schema.schema is nested too deeply. Make it flatter."
             ) from None
-        return tuple(automaton.expression(str(text), self.whitespace, self.depth) for text in texts)
+        return tuple(
+            automaton.expression(str(text), self.whitespace, self.depth, name)
+            for text, name in zip(texts, self.names, strict=True)
+        )

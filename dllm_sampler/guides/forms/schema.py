@@ -13,6 +13,8 @@ from dllm_sampler.errors import UserError, short
 from dllm_sampler.guides.forms.automaton import byte_automaton
 from dllm_sampler.host.reading import load_json
 
+OPTION = "guide.json_schema.schema"
+
 
 def schema_text(given: Any) -> str:
     """Return a schema as JSON, from a file, from JSON, or from a mapping."""
@@ -20,7 +22,7 @@ def schema_text(given: Any) -> str:
         try:
             text = json.dumps(_plain(given))
         except (TypeError, ValueError, RecursionError) as error:
-            raise UserError("form-invalid", f"guide.json_schema.schema is not JSON ({error}). Correct it.") from None
+            raise UserError("form-invalid", f"{OPTION} is not JSON ({error}). Correct it.") from None
     elif isinstance(_json(given), dict | bool) or (given.lstrip().startswith("{") and not _is_file(given)):
         text = given
     else:
@@ -30,14 +32,18 @@ def schema_text(given: Any) -> str:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
                 "file-unreadable",
-                f"guide.json_schema.schema={short(repr(given))} is neither JSON nor readable ({reason}). Name a file.",
+                f"{OPTION}={short(repr(given))} is neither JSON nor readable ({reason}). Name a file.",
             ) from None
     try:
         load_json(text)
     except ValueError as error:
-        file = "" if text is given or not isinstance(given, str) else f"={short(given)}"
-        raise UserError("json-invalid", f"guide.json_schema.schema{file} is not JSON ({error}). Correct it.") from None
+        raise UserError("json-invalid", f"{schema_name(given, text)} is not JSON ({error}). Correct it.") from None
     return text
+
+
+def schema_name(given: Any, text: str) -> str:
+    """Return what errors call a schema: the option, with the file if `text` was read from one."""
+    return OPTION if text is given or not isinstance(given, str) else f"{OPTION}={short(given)}"
 
 
 def _json(text: str) -> Any:
@@ -115,28 +121,26 @@ def _has(value: Any, shape: str) -> bool:
     return isinstance(value, str) or (names and shape not in ("a name", "a pattern"))
 
 
-def check_schema(schema: Any) -> None:
-    """Refuse the first keyword that a regular expression would not enforce."""
+def check_schema(schema: Any, name: str = OPTION) -> None:
+    """Refuse the first keyword that a regular expression would not enforce. Errors call the schema `name`."""
     if not isinstance(schema, Mapping):
         said = json.dumps(schema)[:200]
-        raise UserError(
-            "form-invalid", f'guide.json_schema.schema has {said}. Give an object, for example {{"type": "integer"}}.'
-        )
+        raise UserError("form-invalid", f'{name} has {said}. Give an object, for example {{"type": "integer"}}.')
     for shape, words in SHAPES.items():
         for word in words:
             if word in schema and not _has(schema[word], shape):
                 said = json.dumps(schema[word])[:200]
-                raise UserError("form-invalid", f"guide.json_schema.schema has `{word}`: {said}. Give {shape}.")
+                raise UserError("form-invalid", f"{name} has `{word}`: {said}. Give {shape}.")
     names = schema.get("properties", {})
-    unknown = sorted(str(name) for name in schema if name not in KNOWN)
+    unknown = sorted(str(one) for one in schema if one not in KNOWN)
     together = next((sorted(group & schema.keys()) for group in ALONE if len(group & schema.keys()) > 1), None)
     listed = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
     wrong = [one for one in listed if kinds and not any(_is(one, kind) for kind in kinds)]
     required = schema.get("required", [])
-    missing = [name for name in required if name not in names]
-    odd = [name for name in names if json.dumps(name) != f'"{name}"']
+    missing = [one for one in required if one not in names]
+    odd = [one for one in names if json.dumps(one) != f'"{one}"']
     pattern = schema.get("pattern")
     empty = [word for word in ("enum", "type", "anyOf", "allOf") if schema.get(word) == []]
     bounds = [(f"min{what}", f"max{what}") for what in ("Items", "Length")]
@@ -172,14 +176,14 @@ def check_schema(schema: Any) -> None:
     elif len(schema.get("allOf", [])) > 1:
         why = "an `allOf` of several schemas. Merge them."
     if why:
-        raise UserError("form-invalid", f"guide.json_schema.schema has {why}")
+        raise UserError("form-invalid", f"{name} has {why}")
     inner = [*names.values(), *schema.get("$defs", {}).values(), *schema.get("definitions", {}).values()]
     inner += [schema["items"]] if "items" in schema else []
     inner += [schema["additionalProperties"]] if not isinstance(schema.get("additionalProperties", True), bool) else []
     for group in ("prefixItems", "anyOf", "allOf"):
         inner += schema.get(group, [])
     for one in inner:
-        check_schema(one)
+        check_schema(one, name)
 
 
 @lru_cache

@@ -31,7 +31,8 @@ class Window:
 
     @staticmethod
     def of(edges: Edges, canvas: Canvas, head_rows: HeadRows) -> Window:
-        """Return the window of each candidate of a query's rows. Its width is the most that the host knows of."""
+        """Return the window of each candidate of a query's rows. The width is the largest that is
+        known without reading from the device."""
         length, wide, query = canvas.layout.longest, head_rows.stretch, head_rows.query
         fits = edges.accepts.numel() * length <= MOST
         width = min(wide, length) if wide is not None and fits else length

@@ -112,7 +112,7 @@ def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: s
     if depth is None and deep is not None:
         raise UserError(
             "form-not-regular",
-            f"{name} nests {deep} in {deep}, which no automaton of all texts can follow. Set a depth.",
+            f"{name} nests {deep} in {deep}, which an automaton cannot follow. Set a depth, as in guide.depth=3.",
         )
     if depth is not None and depth < 0:
         raise UserError("option-range", f"The depth {depth} of {name} is negative. Set at least 0.")

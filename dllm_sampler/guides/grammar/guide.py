@@ -15,7 +15,7 @@ from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Context, Guide
 from dllm_sampler.core.spec import ModelSpec, with_bound_fields
 from dllm_sampler.core.values import FREE, Canvas, Edit, Query, Readout, Refusals
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, short
 from dllm_sampler.guides.forms.automaton import Automaton, Recipe, lifted
 from dllm_sampler.guides.forms.regular import Form
 from dllm_sampler.guides.forms.tokens import token_bytes
@@ -216,6 +216,10 @@ class BoundedGrammar(Form):
 
     def __repr__(self) -> str:
         return f"BoundedGrammar(grammar={self.language.name!r}, depth={self.depth})"
+
+    @override
+    def typed_form(self, form: int) -> str:
+        return f"guide.grammar.grammar={short(self.language.name)}"
 
     @override
     def build(self, tokens: Sequence[bytes], spec: ModelSpec) -> tuple[Automaton, ...]:
