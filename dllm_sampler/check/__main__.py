@@ -27,7 +27,7 @@ Check what every plug-in must keep, on small random networks in float64:
   prompts  prompts, padding and finished rows never change
   commits  a committed token stays, unless `traits` says `revises`
   ends     every row ends within the bound that `bound` gives, with no mask left
-  traits   what `traits` says of a scheduler's use of confidence and of `canvas.age`
+  traits   what a scheduler's `traits` say of confidence, of `canvas.age` and of what it asks about
 and list the plug-ins that it runs with. GROUP is scheduler, cache, blocks, stop or guide. NAME is a packaged choice, or
 your own in ./conf/GROUP/NAME.yaml or DIR/GROUP/NAME.yaml. Several groups can be set: all others are tried in turn.
 
@@ -138,11 +138,15 @@ def check(chosen: dict[str, Any]) -> int:
     keep("Prompts, padding and finished rows never change.", running, promises.check_prompts)
     keep("A committed token stays, unless `traits` says `revises`.", running, promises.check_commits)
     keep("Every row ends within its bound, with no mask left.", running, promises.check_end)
-    if any(promises.reads(case) for _, case in plain):
+    if any(promises.reads(case) or not case.sampler.plugins.scheduler.traits.graph_safe for _, case in plain):
         print("    --  A step may read the device, as the plug-in declares.")
     else:
         keep("No step reads the device.", plain, promises.check_reads)
-    tests = {"ranks_by_confidence": promises.check_confidence, "scheduled": promises.check_age}
+    tests = {
+        "ranks_by_confidence": promises.check_confidence,
+        "scheduled": promises.check_age,
+        "asks": promises.check_asks,
+    }
     for trait, test in tests.items() if "scheduler" in chosen else ():
         try:
             if failures:
@@ -224,7 +228,7 @@ def explained(error: Exception, built: Sequence[Any]) -> str:
     frame = next((one for one in reversed(frames) if one.filename in own), frames[-1])
     where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     if isinstance(error, HostRead):
-        return f"A step reads the device: {error} ({where})."
+        return f"A step reads the device: {error} ({where}). Use tensor operations, or set Traits(graph_safe=False)."
     return f"It raised {type(error).__name__}: {' '.join(str(error).split())} ({where})."
 
 

@@ -204,7 +204,8 @@ def check_commits(case: Case) -> None:
             now = "a mask again" if after.masked[row, position] else f"token {int(after.tokens[row, position])}"
             raise Broken(
                 f"A committed token changes, and `traits` says revises=False: position {position} of row {row} is token"
-                f" {int(before.tokens[row, position])} after {before.step} forwards, and then {now}."
+                f" {int(before.tokens[row, position])} after {before.step} forwards, and then {now}. Set"
+                " Traits(revises=True)."
             )
 
 
@@ -221,10 +222,13 @@ def check_end(case: Case) -> None:
         row = int(unfinished.int().argmax())
         raise Broken(
             f"It does not end: row {row} has {int(steps[-1].masked[row].sum())} masks after {len(steps)} forwards, and"
-            f" `bound` promises at most {bound} for {TOKENS} tokens."
+            f" `bound` promises at most {bound} for {TOKENS} tokens. Commit an eligible position in each step, or raise"
+            " `bound`."
         )
     if not len(steps) == int(result.nfe.max()) <= bound:
-        raise Broken(f"It took {len(steps)} forwards, and `bound` promises at most {bound} for {TOKENS} tokens.")
+        raise Broken(
+            f"It took {len(steps)} forwards, and `bound` promises at most {bound} for {TOKENS} tokens. Raise `bound`."
+        )
     if result.complete[stuck].any():
         raise Broken("A row that the guide has ended is complete.")
     answer = torch.arange(TOKENS) < result.lengths[:, None]
@@ -277,6 +281,48 @@ class Aged(Around):
         return replace(canvas, age=canvas.age + 99 * (canvas.age > 0))
 
 
+@dataclass(frozen=True)
+class Asked(Around):
+    """A scheduler that may ask only about the positions that its traits name."""
+
+    @override
+    def ask(self, canvas: Canvas, carry: Carry) -> Query:
+        query, block = super().ask(canvas, carry), canvas.in_block()
+        asked = torch.zeros_like(block).scatter(1, query.positions, query.positions < canvas.length)
+        asked = asked & ~canvas.done[:, None]
+        if (asked & ~block).any():
+            raise Broken(
+                "`traits` says asks_block=True, and `ask` names positions outside the active block. Set"
+                " Traits(asks_block=False)."
+            )
+        if self.inner.traits.asks == "masks" and (asked & ~canvas.masked).any():
+            raise Broken(
+                "`traits` says asks='masks', and `ask` names committed positions. Set Traits(asks=\"window\")."
+            )
+        return query
+
+    @override
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        return self.inner.tell(canvas, query, readout, carry)
+
+
+def check_asks(scheduler: Settings, toy: str = "llada") -> None:
+    """Check that a scheduler asks about the positions that `traits.asks` and `traits.asks_block` say.
+
+    Raises:
+        Broken: it asks about others.
+        CannotTry: its traits promise nothing, or it cannot be wrapped.
+    """
+    inner: Scheduler = config.build("scheduler", scheduler)
+    if not inner.traits.asks_block:
+        raise CannotTry("asks_block=False promises nothing")
+    try:
+        asked = toys.sampler(toy, scheduler=Asked(inner))
+    except UserError as error:
+        raise CannotTry(str(error)) from error
+    asked.generate(toys.PROMPTS, max_new_tokens=TOKENS)
+
+
 def check_confidence(scheduler: Settings, toy: str = "llada") -> None:
     """Check what `traits.ranks_by_confidence` says. EOSER, which scales confidences, goes by it.
 
@@ -287,8 +333,8 @@ def check_confidence(scheduler: Settings, toy: str = "llada") -> None:
     traits, same = _unchanged(scheduler, toy, Scrambled)
     if same == traits.ranks_by_confidence:
         raise Broken(
-            f"`traits` says ranks_by_confidence={same}, and random factors on"
-            f" `readout.confidence` {'change nothing' if same else 'change what it commits'}."
+            f"`traits` says ranks_by_confidence={same}, and random factors on `readout.confidence`"
+            f" {'change nothing' if same else 'change what it commits'}. Set Traits(ranks_by_confidence={not same})."
         )
 
 
@@ -303,7 +349,10 @@ def check_age(scheduler: Settings, toy: str = "llada") -> None:
     """
     traits, same = _unchanged(scheduler, toy, Aged)
     if not (same or traits.scheduled or traits.revises):
-        raise Broken("`traits` says scheduled=False, and a greater `canvas.age` changes what it commits.")
+        raise Broken(
+            "`traits` says scheduled=False, and a greater `canvas.age` changes what it commits. Set"
+            " Traits(scheduled=True)."
+        )
 
 
 def _unchanged(scheduler: Settings, toy: str, around: type[Around]) -> tuple[Traits, bool]:

@@ -240,6 +240,7 @@ SHORT = {
     "length": "cut at max_new_tokens",
     "unended": "no end token on the canvas that the scheduler has made",
     "max_steps": "stopped at max_steps",
+    "idle": "no token was committed. Check the scheduler: python -m dllm_sampler.check scheduler=NAME",
     "constraint": "nothing that the guide allows was left to commit",
     "stopped": "cut at a stop string before it had the guide's form",
     "invalid": "complete, and not of the guide's form",
@@ -275,6 +276,7 @@ class Totals:
                 why = unfit.get(reason, reason) if valid is False else reason
                 if why == "length" and int(result.trace.end[row]) < result.trace.ids.shape[1]:
                     why = "unended"
+                why = "idle" if why == "max_steps" and not bool((result.step_map[row] >= 0).any()) else why
                 whole = self.all_fill or (self.fills and result.gaps is not None and result.gaps[row] is not None)
                 if why in SHORT and not valid and not (whole and why == "length"):
                     self.short.setdefault(why, []).append(first + row + 1)

@@ -59,6 +59,7 @@ def check_number(
         return
     if is_real(value) and least <= value <= most and not (finite and abs(value) == inf):
         return
+    what = "a finite number" if finite and what == "a number" else what
     span = f" between {least} and {most}" if most < inf else f" of at least {least}" if least > -inf else ""
     null = ", or null" if optional else ""
     raise UserError("option-range", f"{name} is {value!r}. Set {what}{span}{null}.")

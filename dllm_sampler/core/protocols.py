@@ -346,7 +346,9 @@ class Blocks(PlugIn):
     slides: ClassVar[bool] = False
     hides: ClassVar[bool] = False
     judges_draws: ClassVar[bool] = False
-    part: int | None = None  # length of the parts in which blocks of the grid are decoded, counted as those are
+    part: int | None = (
+        None  # blocks of the grid are decoded in parts of this length, counted from the same column as the grid
+    )
 
     @property
     def grid(self) -> int | None:

@@ -51,6 +51,11 @@ class ModelSpec:
     other_eos_ids: tuple[int, ...] = ()  # further tokens that end an answer
 
     @property
+    def noise_id(self) -> int:
+        """The token at noise: the mask token, or `pad_id` for a model without one (random tokens replace it)."""
+        return self.pad_id if self.mask_id is None else self.mask_id
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         """All tokens that end an answer, `eos_id` first."""
         return end_ids((self.eos_id, *self.other_eos_ids))
@@ -68,13 +73,16 @@ class Traits:
     What is true of few schedulers is a `RareTrait`: `Traits(asks="window", rare=(BatchState(),))`. A wrapper copies the
     inner scheduler's traits with `replace`, `adding` and `without`, so none is lost.
 
+    Each sentence of an attribute is true if the attribute is. "If VALUE:" begins the sentence for another value.
+    Shadow rows are extra mask tokens in a forward, at committed positions (`ShadowRows`).
+
     Attributes:
         asks: It asks about the block's masks only. If window: It asks about the whole block in each step.
         asks_block: It asks about the active block in every step. If false: It does not ask about the active block in
             every step: no scheduler can be around it.
         needs_every_position: It needs a prediction of every mask it asks about: no cache that chooses among them.
         revises: It may remask or replace committed tokens.
-        own_tokens: It may write other tokens than the candidates of a step: no guide on the answer's form.
+        own_tokens: It may write other tokens than those that a step predicted: no guide on the answer's form.
         draws_order: It draws the positions that it commits.
         drafts: It asks about states that may not come true: no stop that changes the canvas, no guide=grammar.
         graph_safe: Its steps only launch operations on tensors. If false: Its steps read the device: no CUDA graphs.
@@ -157,7 +165,10 @@ class SoftInputs(OwnInputs):
 
 @dataclass(frozen=True)
 class ShadowRows(OwnInputs):
-    """Shadow rows of masks are added to the forward, for `leave_one_out` queries."""
+    """Shadow rows are added to the forward, for `leave_one_out` queries.
+
+    A shadow row is a mask token at a queried position. It sees every column but its own, and predicts the token there.
+    """
 
 
 @dataclass(frozen=True)
@@ -214,7 +225,7 @@ class BatchState(RareTrait):
 
 @dataclass(frozen=True)
 class JudgedTokens(RareTrait):
-    """Which token a candidate is decides where it commits, with or without its confidence."""
+    """The predicted token decides where it commits, with or without its confidence."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Layout:
     grid: Grid | None = None
     given: Tensor | None = None  # [B] end of the last given token of each answer, `first` without. None: no row has one
     form: Tensor | None = None  # [B] the guide's form of each answer (`Guide.forms`). None: it has no list of forms
-    surplus: Tensor | None = None  # [B] last `new_tokens` that are decoded but are not part of the answer
+    surplus: Tensor | None = None  # [B] number of columns at the end of `new_tokens` that are decoded but not returned
 
     @property
     def answer_end(self) -> Tensor:
@@ -459,7 +459,7 @@ class Query:
         return replace(self, positions=positions, ids=ids, mixture=mixture)
 
     def rows(self, canvas: Canvas) -> Tensor:
-        """Return the tokens `[B, K, L+1]` of the canvas under each hypothesis."""
+        """Return the tokens `[B, K, L+1]` of the canvas under each candidate."""
         rows = canvas.ids[:, None].expand(-1, self.ids.shape[1], -1)
         return rows.scatter(2, self.positions[:, None].expand_as(self.ids), self.ids)
 
@@ -541,7 +541,7 @@ class Readout:
     """Statistics of the predictions: token and confidence, and the other fields if a plug-in `needs` them."""
 
     token: Tensor  # [B, K, Q] the chosen token
-    confidence: Tensor  # [B, K, Q] float64 probability of the candidate
+    confidence: Tensor  # [B, K, Q] float64 probability of the token
     margin: Tensor | None = None  # [B, K, Q] probability of the best token minus that of the second
     gap: Tensor | None = None  # [B, K, Q] best logit minus the second
     entropy: Tensor | None = None  # [B, K, Q] nats
@@ -608,16 +608,16 @@ class Edit:
     None means no row, or no position.
     """
 
-    ids: Tensor  # [B, Q] where nothing is written: what the scheduler would write
+    ids: Tensor  # [B, Q] tokens. Where nothing is committed: what the scheduler would write
     commit: Tensor  # [B, Q] bool: write, also over a committed token
-    remask: Tensor | None = None  # [B, Q] bool: write and be noise
+    remask: Tensor | None = None  # [B, Q] bool: make it noise again. The engine writes the mask token here
     keep_block: Tensor | None = None  # [B] bool: stay in the block although it is full
     close_block: Tensor | None = None  # [B] bool: go on to the next block although this one is not full
     finish: Tensor | None = None  # [B] bool: stop the row
     stop: Tensor | None = None  # [B] end the block here; what is left of it is for the next one
     end: Tensor | None = None  # [B] cut the canvas here
     resize: Resize | None = None  # what becomes of the answer's length, in the end
-    confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not the candidates
+    confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not `Readout.token`
     candidate: Tensor | None = None  # [B] the candidate from which the step continues, of a query with `forks`
     score: Tensor | None = None  # [B, Q] rank of positions, higher first. None means the confidence
 

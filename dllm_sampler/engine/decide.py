@@ -123,7 +123,9 @@ class Judgement(NamedTuple):
 
 
 def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: Carry, failed_at: Tensor) -> Judgement:
-    """Ask the scheduler what to commit, and keep what blocks, finite numbers and guides allow.
+    """Ask the scheduler what to commit, add what the blocks require, and remove what may not stay.
+
+    Commits are removed in rows whose numbers are not finite, and where guides do not allow them.
 
     Args:
         canvas: the state that the forward saw.
@@ -147,6 +149,8 @@ def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: 
     edit = progressed
     if seen.written is not None and seen.written_confidence is not None:
         edit = replace(edit, ids=seen.written[:, 0], confidence=seen.written_confidence[:, 0])
+    if edit.remask is not None and not plugins.owns_noise:
+        edit = replace(edit, ids=edit.ids.masked_fill(edit.remask, plugins.context.spec.noise_id))
     failed_at, edit = canvas.reject_nonfinite(
         query.positions, edit, failed_at, seen.confidence, plugins.forbidden_token
     )

@@ -119,5 +119,6 @@ def check_needs(error: Exception, seen: Readout) -> None:
                 if name in missing and name not in frame.f_globals:
                     raise UserError(
                         "plugin-needs",
-                        f"{group}={named(plugin)} reads readout.{name}, not measured. Add {name!r} to its needs.",
+                        f"{group}={named(plugin)} reads readout.{name}, which is not measured. Add {name!r} to its"
+                        " needs.",
                     ) from error

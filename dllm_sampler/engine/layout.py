@@ -54,7 +54,6 @@ def canvas(
     ends = [len(row) + count for row, count in zip(rows, decoded, strict=True)]
     least = max(length, *ends)
     length = max(least, min(-(-least // multiple) * multiple, spec.max_positions))
-    noise_id = spec.pad_id if spec.mask_id is None else spec.mask_id
     known = [list(one or ()) for one in given or [None] * len(rows)]
     laid_out = [
         [*row, *own, *[FREE] * (count - len(own)), *[spec.pad_id] * (length + 1 - end)]
@@ -64,7 +63,7 @@ def canvas(
     ids = torch.tensor(laid_out, device=spec.device)
     first, count, end, last = torch.tensor([[len(row) for row in rows], decoded, ends, lasts], device=spec.device)
     masked = ids == FREE
-    ids = ids.masked_fill(masked, noise_id)
+    ids = ids.masked_fill(masked, spec.noise_id)
     frozen = ~masked
     if changing is not None:
         end = torch.minimum(end, first + last + changing.initial_length)

@@ -128,7 +128,10 @@ class Engine:
                 state.most_candidates = cast(Paced, self.plugins.scheduler).pace(made, perf_counter() - begun)
 
     def step(self, state: Generation) -> None:
-        """Make one forward, commit its predictions, and ask for the next one. Never reads the device."""
+        """Make one forward, commit its predictions, and ask for the next one.
+
+        The engine itself does not read the device here.
+        """
         p, canvas = self.plugins, state.canvas
         assert state.wanted is not None
         wanted = packing.without_unused_columns(state.wanted)

@@ -234,12 +234,13 @@ def check(plugins: Plugins) -> None:
     Raises:
         UserError: naming both sides and the way out.
     """
-    for plugin in (plugins.scheduler, plugins.blocks, plugins.stop):
+    for group in ("scheduler", "blocks", "stop"):
+        plugin = getattr(plugins, group)
         unknown = sorted(plugin.needs - FIELDS)
         if unknown:
             raise UserError(
                 "plugin-needs",
-                f"{named(plugin)} needs {', '.join(unknown)}, which no readout has. Choose from"
+                f"{group}={named(plugin)} needs {', '.join(unknown)}, which no readout has. Choose from"
                 f" {', '.join(sorted(FIELDS))}.",
             )
     why = next(chain(_obstacles(plugins), _of_guides(plugins.guides), _of_best(plugins)), None)

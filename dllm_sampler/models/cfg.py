@@ -121,7 +121,7 @@ def guided(denoiser: Denoiser, scale: float) -> Denoiser:
         UserError: a negative or infinite scale, or a model without a mask token.
     """
     if not 0 <= scale < float("inf"):
-        raise UserError("option-range", f"cfg_scale is {scale}. Set a number of at least 0.")
+        raise UserError("option-range", f"cfg_scale is {scale}. Set a finite number of at least 0.")
     if scale > 0 and denoiser.spec.mask_id is None:
         raise UserError("mask-token-missing", "cfg_scale needs a mask token to hide the prompt. Remove cfg_scale.")
     return GuidedDenoiser(denoiser, float(scale)) if scale > 0 else denoiser

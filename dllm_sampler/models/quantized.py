@@ -31,7 +31,10 @@ def quantize(model: Transformer, device: torch.device) -> None:
         UserError: torchao is missing, or the model has experts.
     """
     if model.config.moe is not None:
-        raise UserError("option-not-applicable", "model.quantize=int8 does not support experts. Remove it.")
+        raise UserError(
+            "option-not-applicable",
+            "model.quantize=int8 does not support mixture-of-experts models. Remove model.quantize.",
+        )
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:

@@ -48,7 +48,8 @@ class BestOfN(SeveralRows):
         if self.by != "reward":
             if self.reward is not None:
                 raise UserError(
-                    "option-not-applicable", f"particles.reward is not read with particles.by={self.by}. Set by=reward."
+                    "option-not-applicable",
+                    f"particles.reward is not read with particles.by={self.by}. Set particles.by=reward.",
                 )
             return bound
         return with_bound_fields(bound, judge=judge_of(self.reward, f"particles={named(self)}", context))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dllm_sampler.core.protocols import Carry
-from dllm_sampler.core.spec import CommittedMasks, Traits
+from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.spec import CommittedMasks, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.wino import Wino
 
@@ -25,10 +26,16 @@ class PublishedWino(Wino):
     token. Each block has a new record, so masks written in earlier blocks are open again then.
     """
 
+    mask_id: int | None = field(init=False, default=None)
+
     @property
     def traits(self) -> Traits:
         """See `Scheduler.traits`. A mask token may be final."""
         return super().traits.adding(CommittedMasks())
+
+    @override
+    def bind(self, context: Context) -> Self:
+        return with_bound_fields(self, mask_id=context.spec.mask_id)
 
     def init(self, canvas: Canvas) -> Carry:
         """`[B]` positions committed in the previous step; `[B, L+1] bool` masks of earlier blocks that are open."""
@@ -47,7 +54,7 @@ class PublishedWino(Wino):
 
     def reopened(self, canvas: Canvas, carry: Carry) -> Tensor:
         """Return `[B, L+1] bool`, the mask tokens written in earlier blocks that this block may still replace."""
-        written = (canvas.ids == self.noise_id) & ~canvas.masked & ~canvas.layout.frozen
+        written = (canvas.ids == self.mask_id) & ~canvas.masked & ~canvas.layout.frozen
         return torch.where((canvas.age == 0)[:, None], written & (canvas.columns() < canvas.start[:, None]), carry[1])
 
     @override

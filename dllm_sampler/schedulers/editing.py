@@ -14,7 +14,6 @@ from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.remasking import Renoising
 from dllm_sampler.schedulers.threshold import Threshold
 
 Suspicion = Literal["low_prob", "t2t_remask", "logit_diff"]
@@ -31,7 +30,7 @@ class Suspects(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenEditing(Threshold, Renoising):
+class TokenEditing(Threshold):
     """LLaDA2.1's token editing: committed tokens of the block are replaced, or become masks again.
 
         while masks remain in the block, or the last step changed it:
@@ -166,7 +165,7 @@ class TokenEditing(Threshold, Renoising):
             carry.token.scatter(1, at, judged),
             carry.support.scatter(1, at, torch.where(written, support, sure)),
         )
-        return Edit(token.masked_fill(back, self.noise_id), fill, back, keep_block=again), after
+        return Edit(token, fill, back, keep_block=again), after
 
     def bound(self, tokens: int) -> int:
         """Return the most steps. Every block may be edited on, and every token may be taken back."""

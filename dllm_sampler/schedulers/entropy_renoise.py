@@ -9,17 +9,16 @@ from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.naming import named
-from dllm_sampler.core.protocols import Carry, Context, Guide
+from dllm_sampler.core.protocols import Carry, Context, Guide, Scheduler
 from dllm_sampler.core.spec import Traits, UniformNoise, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.annealing import LinearTemperature
 from dllm_sampler.schedulers.entropy_bound import bounded
-from dllm_sampler.schedulers.remasking import Renoising
 
 
 @dataclass(frozen=True)
-class EntropyRenoise(Renoising):
+class EntropyRenoise(Scheduler):
     """DiffusionGemma's sampler: each step accepts tokens by their entropy, and makes all others noise again.
 
         for n = 1 ... max_denoising_steps:
@@ -54,18 +53,20 @@ class EntropyRenoise(Renoising):
     formed: bool = field(init=False, default=False)  # a guide chooses the tokens of a step together
 
     def __post_init__(self) -> None:
-        for name in ("entropy_bound", "t_min", "t_max"):
-            check_number(f"scheduler.{name}", getattr(self, name))
+        check_number("scheduler.entropy_bound", self.entropy_bound)
+        for name in ("t_min", "t_max"):
+            check_number(f"scheduler.{name}", getattr(self, name), finite=True)
         check_count("scheduler.max_denoising_steps", self.max_denoising_steps)
         check_count("scheduler.stability_threshold", self.stability_threshold, 0, optional=True)
         check_number("scheduler.confidence_threshold", self.confidence_threshold, optional=True)
-        if self.t_max < self.t_min or self.t_max == float("inf"):
-            raise UserError("option-range", f"scheduler.t_max={self.t_max!r} is below t_min={self.t_min}. Raise it.")
+        if self.t_max < self.t_min:
+            said = f"scheduler.t_max={self.t_max!r} is below scheduler.t_min={self.t_min}"
+            raise UserError("option-range", f"{said}. Raise it.")
 
     def bind(self, context: Context) -> Self:
-        """Take the noise token, and look whether a guide chooses the tokens of a step together."""
+        """Note if a guide chooses the tokens of a step together."""
         formed = any(guide.joint or guide.vetoes for guide in context.guides)
-        return with_bound_fields(super().bind(context), formed=formed)
+        return with_bound_fields(self, formed=formed)
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
         """Return the guides with the falling temperature after those of the user, but before one on the form.
@@ -126,9 +127,7 @@ class EntropyRenoise(Renoising):
         keep = inside & (accepted | last)
         # A token that is drawn again counts from its first commit.
         commit = keep & (canvas.masked.gather(1, at) | (ids != canvas.ids.gather(1, at)))
-        back = inside & ~keep
-        ids = ids.masked_fill(back, self.noise_id)
-        edit = Edit(ids, commit, remask=back, keep_block=~over, close_block=over, confidence=sure)
+        edit = Edit(ids, commit, remask=inside & ~keep, keep_block=~over, close_block=over, confidence=sure)
         return edit, (carry[0].scatter(1, at, best), still)
 
     def bound(self, tokens: int) -> int:

@@ -54,20 +54,20 @@ class Eoser(Around):
         if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
             raise UserError(
                 "options-conflict",
-                f"scheduler.progress={self.progress} needs scheduler.steps. Set it, or progress=committed.",
+                f"scheduler.progress={self.progress} needs scheduler.steps. Set it, or scheduler.progress=committed.",
             )
-        inner = named(self.inner)
-        if check_inner(self.inner).traits.drafts:
-            raise UserError(
-                "scheduler-incompatible", f"scheduler=eoser cannot change drafts of {inner}. Put eoser inside it."
-            )
+        inner = named(check_inner(self.inner))
+        if self.inner.traits.drafts:
+            way_out = f"Put eoser inside {inner}" if isinstance(self.inner, Around) else "Use scheduler.inner=fixed"
+            raise UserError("scheduler-incompatible", f"scheduler=eoser cannot change drafts of {inner}. {way_out}.")
         if self.inner.traits.has(ChangingLength):
             raise UserError(
-                "scheduler-incompatible", f"scheduler=eoser hides end tokens from {inner}. Use inner=fixed."
+                "scheduler-incompatible", f"scheduler=eoser hides end tokens from {inner}. Use scheduler.inner=fixed."
             )
         if not self.inner.traits.ranks_by_confidence:
             raise UserError(
-                "scheduler-incompatible", f"scheduler=eoser scales confidences that {inner} ignores. Use inner=fixed."
+                "scheduler-incompatible",
+                f"scheduler=eoser scales confidences that {inner} ignores. Use scheduler.inner=fixed.",
             )
 
     @property

@@ -7,16 +7,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from dllm_sampler.core.checks import check_number
-from dllm_sampler.core.protocols import Carry, Context
+from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import rank, top
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.remasking import Renoising
 
 
 @dataclass(frozen=True)
-class Hierarchical(Renoising):
+class Hierarchical(Scheduler):
     """Hierarchical decoding: the surest position of every run of masks is committed, and splits the run.
 
         while masks remain in the block:
@@ -45,15 +44,11 @@ class Hierarchical(Renoising):
         for name in ("threshold", "remask"):
             check_number(f"scheduler.{name}", getattr(self, name), "a probability", optional=True)
 
+    @override
     def bind(self, context: Context) -> Self:
-        """Take the noise token.
-
-        Raises:
-            UserError: remasking on a model without a mask token.
-        """
         if self.remask is not None and context.spec.mask_id is None:
             raise UserError("mask-token-missing", "scheduler.remask needs a model with a mask token. Set it to null.")
-        return super().bind(context)
+        return self
 
     @property
     @override
@@ -74,8 +69,7 @@ class Hierarchical(Renoising):
             return Edit(token, chosen), carry
         missing = doubtful.sum(1) + 1 - chosen.sum(1)
         chosen = chosen | top(sure, free & ~chosen, missing)
-        back = doubtful & ~chosen
-        return Edit(token.masked_fill(back, self.noise_id), chosen & free, remask=back), carry
+        return Edit(token, chosen & free, remask=doubtful & ~chosen), carry
 
     def _doubtful(self, canvas: Canvas, at: Tensor, eligible: Tensor, sure: Tensor) -> Tensor | None:
         """Return `[B, Q]` the block's tokens that the model doubts while masks are left, or None without `remask`."""

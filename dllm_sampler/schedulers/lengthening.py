@@ -55,7 +55,8 @@ class Lengthening(Around):
         if why is not None:
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} changes lengths, and {named(self.inner)} {why}. Use inner=threshold.",
+                f"scheduler={named(self)} changes lengths, and {named(self.inner)} {why}. Use"
+                " scheduler.inner=threshold.",
             )
 
     @property

@@ -39,9 +39,7 @@ class RunningConfidence(Remasking):
         missing, keep_block = self.missing(canvas)
         drop = top(-sure, reach & (sure < torch.inf), missing)
         still = drop & noise
-        back = drop ^ still
-        ids = readout.token[:, 0].masked_fill(back, self.noise_id)
-        return Edit(ids, noise ^ still, back, keep_block=keep_block), carry.scatter(1, at, sure)
+        return Edit(readout.token[:, 0], noise ^ still, drop ^ still, keep_block=keep_block), carry.scatter(1, at, sure)
 
     def first(self, canvas: Canvas) -> Tensor:
         """Return `[B, 1]` first column that may be taken back: the block's."""

@@ -1,38 +1,20 @@
-"""The bases of schedulers that take tokens back."""
+"""The base of schedulers that take tokens back by a record of confidences."""
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.protocols import Carry, Context, Scheduler
-from dllm_sampler.core.spec import Traits, with_bound_fields
-from dllm_sampler.core.values import Canvas, Edit, Query, Readout
+from dllm_sampler.core.protocols import Carry, Scheduler
+from dllm_sampler.core.spec import Traits
+from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.schedulers.budget import SharedSteps, block_steps
 
 
 @dataclass(frozen=True)
-class Renoising(Scheduler, ABC):
-    """The base of schedulers that write noise: it knows the token id that they write."""
-
-    noise_id: int = field(init=False, default=-1)
-
-    def bind(self, context: Context) -> Self:
-        """Take the mask token, or the padding token for a model without one (uniform diffusion)."""
-        spec = context.spec
-        return with_bound_fields(self, noise_id=spec.pad_id if spec.mask_id is None else spec.mask_id)
-
-    @abstractmethod
-    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
-
-
-@dataclass(frozen=True)
-class Remasking(SharedSteps, Renoising):
+class Remasking(SharedSteps, Scheduler):
     """A fixed schedule over whole blocks, with a record of the confidence at which each token was committed."""
 
     steps: int | None

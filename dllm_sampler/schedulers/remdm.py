@@ -73,6 +73,5 @@ class Remdm(Remasking):
         revise = (beyond >= 0) & (beyond < self.revisions)  # [B] the next step
         drop = top(-record, inside & (record < torch.inf), revise * self.tokens)
         undone = drop & commit
-        back = drop ^ undone
-        ids = readout.token[:, 0].masked_fill(back, self.noise_id)
-        return Edit(ids, commit ^ undone, back), carry.scatter(1, at, record.masked_fill(drop, torch.inf))
+        edit = Edit(readout.token[:, 0], commit ^ undone, drop ^ undone)
+        return edit, carry.scatter(1, at, record.masked_fill(drop, torch.inf))

@@ -66,7 +66,7 @@ class SoftValueGuided(Choosing):
             why = "with scheduler.value=fill one that takes tokens back, chooses what to ask or feeds inputs of its own"
         if why and self.candidates > 1:
             raise UserError(
-                "scheduler-incompatible", f"scheduler=svdd cannot draft for {inner}, {why}. Use inner=fixed."
+                "scheduler-incompatible", f"scheduler=svdd cannot draft for {inner}, {why}. Use scheduler.inner=fixed."
             )
 
     @property

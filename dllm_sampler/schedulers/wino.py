@@ -7,11 +7,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_number
-from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.spec import AllColumns, ShadowRows, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.remasking import Renoising
 
 
 def wide(eligible: Tensor, sure: Tensor, threshold: float, share: float, least: int, most: int) -> Tensor:
@@ -27,7 +26,7 @@ def wide(eligible: Tensor, sure: Tensor, threshold: float, share: float, least: 
 
 
 @dataclass(frozen=True)
-class Wino(Renoising):
+class Wino(Scheduler):
     """WINO: masks are committed widely, and tokens that the others do not support become masks again.
 
         while masks remain in the block:
@@ -86,7 +85,7 @@ class Wino(Renoising):
         doubtful = inside & ~eligible & (support < self.back)
         counts = torch.cat([accepted, self.most_back(canvas, accepted, carry)])
         commit, remask = top(torch.cat([sure, -support]), torch.cat([eligible, doubtful]), counts).chunk(2)  # one sort
-        return Edit(readout.token[:, 0].masked_fill(remask, self.noise_id), commit, remask), carry
+        return Edit(readout.token[:, 0], commit, remask), carry
 
     def eligible(self, canvas: Canvas, query: Query, carry: Carry) -> Tensor:
         """Return `[B, Q] bool`, the queried positions that the step may commit."""

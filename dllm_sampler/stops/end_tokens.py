@@ -58,8 +58,8 @@ class BlockStop(_EosStop):
         if context.blocks.several or context.blocks.slides:
             raise UserError(
                 "stop-incompatible",
-                f"stop={named(self)} needs one open block that ends, not blocks={named(context.blocks)}. Use"
-                " stop=prefix.",
+                f"stop={named(self)} needs blocks that open and end one at a time, and blocks={named(context.blocks)}"
+                " does not have them. Use stop=prefix.",
             )
         return super().bind(context)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dllm_sampler.check.promises import CannotTry, check_age, check_confidence
+from dllm_sampler.check.promises import CannotTry, check_age, check_asks, check_confidence
 from tests import toys
 from tests.contract.cases import Settings, label, one_of_each_kind
 from tests.refusals import refused
@@ -25,6 +25,14 @@ def test_a_factor_on_confidences_is_felt_where_it_is_said_to_be(scheduler: Setti
 def test_whoever_depends_on_the_age_of_a_block_says_so(scheduler: Settings) -> None:
     try:
         check_age(scheduler)
+    except CannotTry as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("scheduler", one_of_each_kind(), ids=label)
+def test_a_scheduler_asks_about_what_its_traits_say(scheduler: Settings) -> None:
+    try:
+        check_asks(scheduler)
     except CannotTry as error:
         pytest.skip(str(error))
 

@@ -12,6 +12,7 @@ import pytest
 
 from dllm_sampler import config
 from dllm_sampler.check.__main__ import main
+from dllm_sampler.cli.main import main as sample
 from tests.sampling import each, few
 
 RULE = """
@@ -41,12 +42,12 @@ BROKEN = {
     "canvas.ids[:, 0] = 5": "The prompt of row 1 is [7, 1,",
     "commit.no_such_thing": "It raised AttributeError: 'Tensor' object has no attribute 'no_such_thing' (rule_of_mine",
     "return Edit(readout.token[:, 0] + 1000, commit), carry": "It commits token 10",
-    "readout.margin + 1": "reads readout.margin, not measured",
+    "readout.margin + 1": "reads readout.margin, which is not measured",
 }
 UNDECLARED = {  # a trait: a rule that needs it, and what is said where it is not declared
     "revises": (
         "known = canvas.inside(query.positions) & ~eligible & (canvas.step == 1)[:, None];"
-        " return Edit(readout.token[:, 0].masked_fill(known, 39), commit, remask=known), carry",
+        " return Edit(readout.token[:, 0], commit, remask=known), carry",
         "A committed token changes, and `traits` says revises=False: position 0 of row 0 is token",
     ),
     "scheduled": (
@@ -54,6 +55,13 @@ UNDECLARED = {  # a trait: a rule that needs it, and what is said where it is no
         "`traits` says scheduled=False, and a greater `canvas.age` changes what it commits.",
     ),
 }
+# Ends `tell`, and overrides `ask`. What the template adds after it is not reached.
+ASKS_ALL = """return Edit(readout.token[:, 0], commit), carry
+
+    def ask(self, canvas, carry):
+        from dllm_sampler import Query
+
+        return Query.window(canvas)"""
 
 
 TRIED = {"cache": ["none", "exact"], "blocks": ["fixed"], "stop": ["none", "prefix"], "guide": ["none"]}
@@ -96,6 +104,20 @@ def test_a_trait_that_is_not_declared(folder: Path, trait: str, capsys: pytest.C
     assert len(said) == 1 and sentence in said[0]
 
 
+def test_an_answer_without_a_commit_names_the_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "rule_of_mine.py").write_text(RULE.format(line="commit &= False", traits=""))
+    assert sample(["--config-dir", "own", "scheduler=mine", "max_new_tokens=4", "copy: Ada"]) == 0
+    assert "no token was committed. Check the scheduler: python -m dllm_sampler.check" in capsys.readouterr().err
+
+
+def test_what_it_asks_about_is_declared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, ASKS_ALL) == 1
+    said = [one for one in capsys.readouterr().out.splitlines() if one.startswith("FAILED")]
+    assert len(said) == 1 and "`traits` says asks='masks', and `ask` names committed positions." in said[0]
+    sys.modules.pop("rule_of_mine", None)
+    assert run(folder, ASKS_ALL, traits=", asks='window'") == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trait", UNDECLARED)
 def test_a_trait_that_is_declared(folder: Path, trait: str) -> None:
@@ -111,8 +133,8 @@ def test_what_is_kept_is_a_line_each(
     assert run(folder, "pass", "scheduler.count=3") == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("scheduler=mine, on")
-    assert [line[:8] for line in lines[:8]] == ["    ok  "] * 8
-    assert lines[8] == "runs with cache: none, dual, exact"
+    assert [line[:8] for line in lines[:9]] == ["    ok  "] * 9
+    assert lines[9] == "runs with cache: none, dual, exact"
     assert lines[-1].startswith("refused cache=dkv_greedy: cache=dkv_greedy must know before each forward")
 
 

@@ -131,7 +131,7 @@ USES: list[tuple[Any, str]] = [
 @each(("function", "field"), USES)
 @each("wrap", [lambda one: one, lambda one: Eoser(one)])
 def test_a_field_that_needs_does_not_list(function: Any, field: str, wrap: Any) -> None:
-    said = f"scheduler=Mine reads readout.{field}, not measured. Add '{field}' to its needs."
+    said = f"scheduler=Mine reads readout.{field}, which is not measured. Add '{field}' to its needs."
     with pytest.raises(UserError) as error:
         run(wrap(Mine(function)))
     assert str(error.value) == said

@@ -58,7 +58,7 @@ WRONG = {
     "scheduler=klass scheduler.treshold=0.9": "scheduler=klass has no field 'treshold', did you mean 'threshold'",
     "scheduler.threshold=high": "scheduler=threshold: threshold is 'high'. Set a valid number",
     "tempreature=1": "did you mean 'temperature'",
-    "temperature=-1": "temperature is -1.0. Set a number of at least 0",
+    "temperature=-1": "temperature is -1.0. Set a finite number of at least 0",
     "scheduler=klass,fixed": "has several values",
     "klass": "'klass' is not NAME=VALUE",
     "--multirun": "'--multirun' is not NAME=VALUE",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dllm_sampler import Edit, Query, Readout, Scheduler
+from dllm_sampler import Edit, Query, Readout, Scheduler, Traits
 from dllm_sampler.schedulers.budget import (
     even_rest,
     rounded_share,
@@ -230,3 +230,28 @@ def test_bad_settings(kind, fields):
     code = "choice-unknown" if value in ("best", "sine") else "option-range"
     with refused(f"{code}: scheduler.{name}, {value!r}"):
         kind(**fields)
+
+
+class TakesBack(Scheduler):
+    """Commits one token per step, and takes the first one back once. It writes predicted tokens everywhere."""
+
+    @property
+    def traits(self):
+        return Traits(asks="window", revises=True, ranks_by_confidence=False)
+
+    def tell(self, canvas, query, readout, carry):
+        eligible = canvas.eligible(query.positions)
+        first = torch.zeros_like(eligible)
+        first[:, 0] = True
+        back = first & ~eligible & (canvas.step == 2)[:, None]
+        return Edit(readout.token[:, 0], eligible & (eligible.cumsum(1) == 1), remask=back), carry
+
+    def bound(self, tokens):
+        return 2 * tokens
+
+
+def test_a_remasked_position_holds_the_mask_token():
+    sampler = toys.sampler(scheduler=TakesBack(), blocks={"name": "fixed", "length": 8})
+    steps = list(sampler.stream([[1, 2, 3]], max_new_tokens=8))
+    assert steps[2].masked[0, 0] and not steps[1].masked[0, 0]
+    assert all((step.tokens[step.masked] == toys.MASK).all() for step in steps)

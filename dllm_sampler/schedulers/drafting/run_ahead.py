@@ -58,11 +58,12 @@ class RunAhead(Around):
             raise UserError(
                 "scheduler-incompatible",
                 f"scheduler={name} cannot look ahead for {inner}, which remasks, chooses what to ask in each"
-                f" step or feeds inputs of its own. Use another scheduler inside {name}, for example threshold.",
+                f" step or feeds inputs of its own. Use scheduler.inner=threshold.",
             )
         if self.eager and traits.asks == "window":
             raise UserError(
-                "scheduler-incompatible", f"scheduler.eager needs two blocks, and {inner} has one. Use eager=false."
+                "scheduler-incompatible",
+                f"scheduler.eager needs two blocks, and {inner} has one. Set scheduler.eager=false.",
             )
 
     @property
