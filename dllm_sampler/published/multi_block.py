@@ -90,7 +90,7 @@ class HeldProgress(MultiBlock):
         return edit
 
     def makes_progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `MultiBlock.progress`."""
+        """Return the edit of `MultiBlock.progress`."""
         return super().progress(canvas, query, readout, edit)
 
 

@@ -38,9 +38,9 @@ class DrawnPositions(Scheduler, ABC):
     def traits(self) -> Traits:
         return Traits(draws_order=self.position_temperature > 0)
 
+    @override
     @abstractmethod
-    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]: ...
 
     def chosen_or_one(self, canvas: Canvas, query: Query, chosen: Tensor, sure: Tensor, eligible: Tensor) -> Tensor:
         """Return `[B, Q] bool` the eligible among `chosen`, and one position where none is chosen."""

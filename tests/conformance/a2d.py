@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.protocols import Denoiser, Guide
@@ -89,8 +90,8 @@ class Blocks(Arguments):
     steps_per_block: Size | None = None
 
     @property
+    @override
     def planned(self) -> int:
-        """See `Arguments.planned`."""
         blocks = -(-self.max_new_tokens // self.block_size)
         return super().planned if self.steps_per_block is None else self.steps_per_block * blocks
 

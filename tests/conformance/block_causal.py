@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
@@ -106,8 +107,8 @@ class Greedy(ReplayNoise):
     seed: int = 0
     layout: Literal["dream", "llada", "sdar"] = "sdar"
 
+    @override
     def tokens(self, canvas: Canvas, head_rows: HeadRows, vocab: int) -> Tensor:
-        """See `Noise.tokens`."""
         return torch.zeros(len(head_rows.place), vocab, device=head_rows.place.device)
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.dkv import DelayedCache
@@ -124,8 +125,8 @@ class RecordedOrder(CounterNoise):
             places[position] = place
         return RecordedOrder(tuple(places), len(line.prompts[0]))
 
+    @override
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """See `Noise.uniform`."""
         place = torch.tensor((*([0] * self.origin), *self.places, 0), dtype=torch.float64)
         return 1 - (place[positions] + 0.5) / len(place)
 

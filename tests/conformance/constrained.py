@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.noise import ReplayNoise
@@ -56,12 +57,12 @@ class Offset(Guide):
     mask_id: int
 
     @property
+    @override
     def measures(self) -> bool:
-        """See `Guide.measures`."""
         return True
 
+    @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.__call__`."""
         column = head_rows.pick(head_rows.query.positions[:, None])  # [R]
         place = (column - canvas.layout.first[head_rows.row]).double()[:, None]
         token = torch.arange(logits.shape[-1], dtype=torch.float64)

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.values import Canvas, Readout
@@ -41,14 +42,14 @@ class Recorded(Dawn):
 
     graphs: list[dict[str, Any] | None] = field(default_factory=list, repr=False, kw_only=True)
 
+    @override
     def walk(self, rest: Tensor, confidence: Tensor, links: Tensor) -> Tensor:
-        """See `Dawn.walk`."""
         taken = super().walk(rest, confidence, links)
         self.graphs.append({"rest": rest[0], "taken": taken[0], "links": links[0]})
         return taken
 
+    @override
     def chosen(self, canvas: Canvas, block: Tensor, confidence: Tensor, readout: Readout) -> Tensor:
-        """See `Dawn.chosen`."""
         found = super().chosen(canvas, block, confidence, readout)
         last, at = self.graphs.pop(), (block[0] - canvas.layout.first[0]).tolist()
         assert last is not None

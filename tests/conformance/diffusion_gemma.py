@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.values import Canvas, Query
@@ -46,8 +47,8 @@ class Watched(EntropyRenoise):
     canvases: list[Tokens] = field(init=False, default_factory=list, repr=False)
     accepted: Steps = field(init=False, default_factory=list, repr=False)
 
+    @override
     def accepts(self, canvas: Canvas, query: Query, entropy: Tensor) -> Tensor:
-        """See `EntropyRenoise.accepts`."""
         chosen = super().accepts(canvas, query, entropy)
         self.canvases.append(query.ids[0, 0].tolist())
         self.accepted.append((query.positions[0][chosen[0]] - canvas.layout.first[0]).tolist())

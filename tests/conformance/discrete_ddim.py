@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Carry
@@ -91,8 +92,8 @@ class Draws:
 class Recorded(DiscreteDDIM):
     """The scheduler with the draws of `torch.multinomial`, and a record of its events."""
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         draws, ids = _draws(canvas), query.ids[:, 0]
         found = super().tell(canvas, query, readout, carry)
         index, last = int(self.clock(canvas)[0][0]), draws.last
@@ -126,8 +127,8 @@ class Recorded(DiscreteDDIM):
             close_block=over,
         )
 
+    @override
     def routes(self, canvas: Canvas, positions: Tensor, law: Tensor) -> Tensor:
-        """See `DiscreteDDIM.routes`."""
         draws = _draws(canvas)
         if not bool(self.conditions(canvas).any()):
             return torch.zeros_like(positions)
@@ -135,26 +136,26 @@ class Recorded(DiscreteDDIM):
         draws.last["routes"] = route
         return route
 
+    @override
     def random_ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """See `DiscreteDDIM.random_ids`."""
         draws = _draws(canvas)
         if "routes" not in draws.last:
             return torch.zeros_like(positions)
         draws.last["noise"] = found = draws.integers(positions, vocab)
         return found
 
+    @override
     def swept(self, canvas: Canvas, query: Query, logits: Tensor, survival: Tensor) -> Tensor:
-        """See `DiscreteDDIM.swept`."""
         return query.ids[:, 0] if "routes" in _draws(canvas).last else super().swept(canvas, query, logits, survival)
 
+    @override
     def chosen(self, canvas: Canvas, positions: Tensor, doubt: Tensor) -> Tensor:
-        """See `DiscreteDDIM.chosen`."""
         found = super().chosen(canvas, positions, doubt)
         _draws(canvas).last["positions"] = found
         return found
 
+    @override
     def draw(self, canvas: Canvas, positions: Tensor, law: Tensor) -> Tensor:
-        """See `DiscreteDDIM.draw`."""
         draws = _draws(canvas)
         found = (law.exp() / draws.exponential(*law.shape, dtype=law.dtype)).argmax(-1)
         draws.last["tokens"] = found
@@ -165,8 +166,8 @@ class Recorded(DiscreteDDIM):
 class Together(StopAt):
     """Rows end together, once each has an end token."""
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         return with_finish(edit, after.block_over(edit) & self.ends(after).any(1).all())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.protocols import Carry, Denoiser, Guide
@@ -55,8 +56,8 @@ class Arguments(BaseModel):
 class Above(Threshold):
     """`Threshold` where "reaches" is >."""
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         sure, eligible = readout.confidence[:, 0], canvas.eligible(query.positions)  # [B, Q]
         return Edit(readout.token[:, 0], at_least_one(sure > self.threshold, sure, eligible)), carry
 
@@ -65,8 +66,8 @@ class Above(Threshold):
 class StopWithBlock(StopAt):
     """End a row once the block is full and a stop token stands in the answer."""
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         full = ~(after.masked & canvas.in_grid_block()).any(1)
         return with_finish(edit, full & self.ends(after).any(1))
 

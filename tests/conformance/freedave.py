@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
@@ -99,8 +100,8 @@ class Noted(PublishedFreeDave):
         live, step = (None if one is None else one[:, :kept] for one in (drafts.live, drafts.step))
         return replace(query, ids=query.ids[:, :kept], candidates=replace(drafts, live=live, step=step))
 
+    @override
     def commits_next(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
-        """See `Drafting.commits_next`."""
         commits = super().commits_next(canvas, before, after)
         first = int(canvas.start[0] - canvas.layout.first[0])
         for old, new in ((canvas, before), (before, after if commits[0] else before)):

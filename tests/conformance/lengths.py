@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.none import NoCache
@@ -74,8 +75,8 @@ class Noted(NoCache):
 
     rows: dict[int, list[Step]] = field(default_factory=dict, repr=False, compare=False)
 
+    @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        """See `Cache.observe`."""
         assert edit.resize is not None
         moved = effect_on(canvas, edit.resize, ~canvas.done)
         wrote = edit.commit & canvas.eligible(query.positions)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import override
 
 from dllm_sampler.blocks.pipeline import Pipeline
 from dllm_sampler.cache.d2f import D2FCache
@@ -51,8 +52,8 @@ class Rounds(LoPA):
     rounds: list[dict[str, Any]] = field(default_factory=list)
     shapes: list[list[list[int]]] = field(default_factory=list)  # of the candidates of each round
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, after = super().tell(canvas, query, readout, carry)
         assert self.blocks is not None
         whole = edit if self.forks else self.blocks.progress(canvas, query, readout, edit)

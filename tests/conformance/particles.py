@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.none import NoCache
@@ -78,8 +79,8 @@ class NotedCommits(Around):
 
     steps: list[list[list[int]]] = field(default_factory=list, repr=False, compare=False)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         edit, carry = self.inner.tell(canvas, query, readout, carry)
         commit = edit.commit & canvas.eligible(query.positions) & ~canvas.done[:, None]
         at = query.positions - canvas.layout.first[:, None]

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.block_causal import BlockCausalCache
@@ -40,11 +41,12 @@ class StepsPerBlock(FixedSteps):
     """`FixedSteps` whose `steps` are those of each block: a short one has as many as a whole one."""
 
     @property
+    @override
     def total_steps(self) -> None:
-        """See `Scheduler.total_steps`."""
+        return None
 
+    @override
     def count(self, canvas: Canvas, carry: Carry) -> tuple[Tensor, Carry]:
-        """See `FixedSteps.count`."""
         left = canvas.noise_left()
         masks, steps = torch.where(canvas.age == 0, left, carry[0]), torch.full_like(left, self.steps or 1)
         return self.share(canvas, masks, steps, left), (masks, steps)
@@ -54,8 +56,8 @@ class StepsPerBlock(FixedSteps):
 class StopWhenFull(StopAt):
     """`StopAt` before the forward that would store the block."""
 
+    @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """See `Stop.__call__`."""
         ended = (self.ends(after) & canvas.in_block()).any(1)
         return with_finish(edit, (after.noise_left() == 0) & ended)
 
@@ -74,8 +76,8 @@ class BlockDraws(ReplayNoise):
         at = (positions.cpu() - first).clamp(max=width - 1)
         return -torch.log(-torch.log(drawn))[at].to(positions.device)
 
+    @override
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """See `Noise.uniform`."""
         first, width = self._block(canvas)
         if not bool((positions < canvas.length).any()):
             return torch.ones(positions.shape, device=positions.device)

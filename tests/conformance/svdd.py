@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.protocols import Carry, Plan
 from dllm_sampler.core.spec import ModelSpec
@@ -106,8 +107,8 @@ class Noted(AbsorbingKernel):
 
     states: dict[int, list[list[int]]] = field(init=False, default_factory=dict, repr=False, compare=False)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         step = int(canvas.step.masked_fill(canvas.done, 0).max())
         self.states[step] = canvas.ids.gather(1, canvas.answer()).tolist()
         return super().tell(canvas, query, readout, carry)

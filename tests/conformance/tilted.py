@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
+from typing_extensions import override
 
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Context, Guide
@@ -38,12 +39,12 @@ class Tilted(Guide):
         """See `Guide.measures`. They are the model's."""
         return True
 
+    @override
     def bind(self, context: Context) -> Guide:
-        """See `Guide.bind`."""
         return with_bound_fields(self, eos=context.spec.eos_id)
 
+    @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """See `Guide.__call__`."""
         logits = logits * self.scale
         ahead = (head_rows.position - canvas.layout.first[head_rows.row]).clamp(min=0).to(logits.dtype)
         logits[:, self.eos] += self.bias + self.slope * ahead

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from typing_extensions import override
 
 from benchmarks.options import positive
 from dllm_sampler.cli.terminal import Parser, command
@@ -50,8 +51,8 @@ class GivenSizes(Scheduler):
         """The score's statistic."""
         return score_needs(self.score)
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         sizes = torch.tensor(self.sizes, device=canvas.ids.device)
         count = sizes[canvas.age.clamp(max=len(self.sizes) - 1)]
         score = rate(self.score, canvas, query, readout)
@@ -71,8 +72,8 @@ class GivenParts(Scheduler):
             turn.scatter_(1, canvas.layout.first[:, None] + torch.tensor(part, device=turn.device), step)
         return turn
 
+    @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Tensor) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`."""
         due = carry.gather(1, query.positions) <= canvas.step[:, None]
         return Edit(readout.token[:, 0], due & canvas.eligible(query.positions)), carry
 
