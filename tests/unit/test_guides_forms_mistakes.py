@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dllm_sampler.errors import short
 from dllm_sampler.guides import Choices, JsonSchema, Regex
 from dllm_sampler.guides.forms import library
 from tests import toys
@@ -90,6 +91,14 @@ def test_what_cannot_be_met_is_said_at_the_start() -> None:
         toys.sampler(guide=[Regex("a"), Choices(("b",))])
     with refused("plugins-incompatible: stop=prophet"):
         toys.sampler(guide="regex", stop="prophet")
+
+
+def test_a_refused_schema_of_a_file_is_named_by_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    for schema in ('{"type": "strng"}', '{"type": "object", "properties": {"a": {"oneOf": []}}}'):
+        file.write_text(schema)
+        with refused(f"form-invalid: guide.json_schema.schema={short(str(file))}"):
+            JsonSchema(str(file)).expressions()
 
 
 @each("name", ["true.json", "false-friends.json", "{x}.json", "null", "[v1].json", "1"])
