@@ -75,14 +75,14 @@ class MultiBlock(Blocks):
         return torch.where(after.done, after.start, start), torch.where(after.done, after.stop, stop)
 
     def adds(self, after: Canvas) -> Tensor:
-        """`[B] bool` rows that open one more block."""
+        """Return `[B] bool` rows that open one more block."""
         column = after.columns()
         last = (column >= self.begins(after, after.stop - 1)[:, None]) & (column < after.stop[:, None])
         left, size = (last & after.masked).sum(1), (last & ~after.layout.frozen).sum(1)
         return (after.stop > after.layout.first) & (_share(left, size) >= self.add_threshold)
 
     def full(self, canvas: Canvas) -> Tensor:
-        """`[B, N] bool` which blocks must get on, of all that an answer can have."""
+        """Return `[B, N] bool` which blocks must get on, of all that an answer can have."""
         number, count = self.number(canvas, canvas.columns()), -(-canvas.layout.longest // self.length)
         if self.full_threshold is None:
             return arange(count, number.device) == self.number(canvas, canvas.frontier()[:, None])
@@ -98,7 +98,7 @@ class MultiBlock(Blocks):
         return ((columns - canvas.layout.first[:, None]) // self.length).clamp(0, last)
 
     def begins(self, canvas: Canvas, column: Tensor) -> Tensor:
-        """`[B]` where the block of `column [B]` begins."""
+        """Return `[B]` where the block of `column [B]` begins."""
         return column - (column - canvas.layout.first) % self.length
 
     @override

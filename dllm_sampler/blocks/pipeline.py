@@ -45,5 +45,5 @@ class Pipeline(MultiBlock):
         return super().adds(after) & ~self.ended(after)
 
     def ended(self, after: Canvas) -> Tensor:
-        """`[B] bool` rows with an end token."""
+        """Return `[B] bool` rows with an end token."""
         return (is_end(after.ids, self.end_ids) & ~after.masked & ~after.layout.frozen).any(1)

@@ -45,7 +45,7 @@ class SlidingBlocks(Blocks):
         check_count("blocks.max_width", self.max_width, optional=True)
 
     def bind(self, context: Context) -> Self:
-        """See `PlugIn.bind`. Takes the end tokens."""
+        """Take the end tokens."""
         if context.spec.attention != "bidirectional" or context.spec.encoder:
             raise UserError(
                 "blocks-incompatible",

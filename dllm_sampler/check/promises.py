@@ -257,7 +257,7 @@ def reads(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class Scrambled(Around):
-    """Hands on confidences times a random number each."""
+    """A scheduler around another one, which gets confidences times random numbers."""
 
     @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
@@ -267,7 +267,7 @@ class Scrambled(Around):
 
 @dataclass(frozen=True)
 class Aged(Around):
-    """Hands on a greater `age`, except in the forward that opens a block."""
+    """A scheduler around another one, which gets a greater `age`, except in the forward that opens a block."""
 
     @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:

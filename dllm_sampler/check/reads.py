@@ -60,7 +60,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Methods(TorchFunctionMode):
-    """Catches reads that make no operation on a CPU."""
+    """A mode that catches reads that make no operation on a CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.cpu, Tensor.numpy):

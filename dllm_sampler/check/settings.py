@@ -209,7 +209,7 @@ SETTINGS: dict[str, list[Settings]] = {
 
 
 def settings(group: str) -> list[Settings]:
-    """Every plug-in of a group under every one of its settings."""
+    """Return every plug-in of a group under every one of its settings."""
     return [
         {"name": name, **{key: value() if callable(value) else value for key, value in chosen.items()}}
         for name in config.names(group)

@@ -73,7 +73,7 @@ def causal_transformer(seed: int = 2) -> Transformer:
 
 
 def wrapped(model: Transformer, shift: bool = False) -> TransformerDenoiser:
-    """A network as a denoiser, with the toys' special tokens."""
+    """Return a network as a denoiser, with the toys' special tokens."""
     return TransformerDenoiser(model, MASK, EOS, eot_id=EOT, shift=shift)
 
 
@@ -107,7 +107,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 @cache
 def verifier(seed: int = 3, vocab: int = VOCAB) -> Any:
-    """A random causal LM of transformers with the toys' tokens, in float64."""
+    """Return a random causal LM of transformers with the toys' tokens, in float64."""
     from transformers import Qwen2Config, Qwen2ForCausalLM  # takes a second or two to import
 
     class Toy(Qwen2ForCausalLM):
@@ -139,7 +139,7 @@ SIGNS = [*"abcdefghij0123456789", "ab", "ba", "cd", "abc", *'"{}:,[]- ', "true",
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Signs and short words; end token and mask where the toys have them."""
+    """Return signs and short words; end token and mask where the toys have them."""
     ids = [token for token in range(VOCAB) if token not in (EOS, MASK)]
     vocab = dict(zip(SIGNS, ids, strict=True)) | {"<end>": EOS, "<mask>": MASK}
     made = Tokenizer(WordLevel(vocab, unk_token="<mask>"))

@@ -15,7 +15,7 @@ from dllm_sampler.core.values import Canvas, Query
 
 @dataclass(frozen=True)
 class Around(Scheduler):
-    """Pass everything on to the inner scheduler; a subclass defines `tell`.
+    """A scheduler that passes everything on to the inner one. A subclass defines `tell`.
 
     A subclass that changes a trait derives its own: `replace(super().traits, drafts=True)`, and `adding` or `without`
     for rare ones. A subclass whose carry holds more than the inner scheduler's overrides `inside`, which returns that
@@ -35,7 +35,7 @@ class Around(Scheduler):
         return self.inner.needs
 
     def inside(self, carry: Carry) -> Carry:
-        """The inner scheduler's part of this one's carry; default: all of it."""
+        """Return the inner scheduler's part of this one's carry; default: all of it."""
         return carry
 
     def bind(self, context: Context) -> Self:
@@ -43,11 +43,11 @@ class Around(Scheduler):
         return replace(self, inner=self.inner.bind(context))
 
     def init(self, canvas: Canvas) -> Carry:
-        """The inner scheduler's carry."""
+        """Return the inner scheduler's carry."""
         return self.inner.init(canvas)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The inner scheduler's query."""
+        """Return the inner scheduler's query."""
         return self.inner.ask(canvas, self.inside(carry))
 
     @override

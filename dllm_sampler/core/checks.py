@@ -92,7 +92,7 @@ def check_choice(name: str, value: object, choices: Any) -> None:
 
 
 def checked_tokens(name: str, value: Any) -> tuple[int, ...]:
-    """Token ids as a tuple; refuses anything but a list of whole numbers of at least 0."""
+    """Return token ids as a tuple; refuses anything but a list of whole numbers of at least 0."""
     listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray)
     ids: tuple[Any, ...] = tuple(value) if listed else ()
     if not listed or not all(is_whole(one) and one >= 0 for one in ids):

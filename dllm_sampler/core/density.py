@@ -12,7 +12,7 @@ from dllm_sampler.core.values import Canvas
 
 
 def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
-    """`[B, Q]` share of committed positions under a Gaussian of width `sigma` around each of `positions [B, Q]`."""
+    """Return `[B, Q]` the share of committed positions around each of `positions`, by a Gaussian of width `sigma`."""
     offset, weight, total = bell(sigma, canvas.layout.longest, positions.device)
     near = positions[..., None] + offset  # [B, Q, N]
     place, length = near - canvas.layout.first[:, None, None], canvas.layout.new_tokens[:, None, None]
@@ -25,7 +25,7 @@ def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
 
 @cache  # for good: a recorded step (`engine/graphs.py`) reads these tensors where they are
 def bell(sigma: float, longest: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets `[N]` from the nearest on, a Gaussian `[N]` over them, and its sums for generations of each length.
+    """Return offsets `[N]` from the nearest on, a Gaussian `[N]` over them, and its sums for each length.
 
     A generation of n tokens sums it over 3 n on either side, as published (`[n]` of the sums). No position is farther
     than twice the length from what is counted, and what is farther than nine sigma does not change a float64 sum.

@@ -73,7 +73,7 @@ class Draw:
 
     @staticmethod
     def of(guides: tuple[Guide, ...], canvas: Canvas, head_rows: HeadRows, vocab: int, barred: Barred) -> Draw:
-        """The step's own: its noise is drawn once, so that further choices are coupled to the first."""
+        """Return the step's own choice. Its noise is drawn once, so that further choices are coupled to the first."""
         draws = is_random(guides)
         noise = canvas.layout.noise.tokens(canvas, head_rows, vocab) if draws else None
         return Draw(guides, canvas, head_rows, vocab, barred, None, noise, draws)
@@ -85,7 +85,7 @@ class Draw:
         return self.raw
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """`[B, K, Q]` tokens chosen from `[B, K, Q, V]`."""
+        """Return `[B, K, Q]` tokens chosen from `[B, K, Q, V]`."""
         return self.head_rows.spread(self.chosen(self.head_rows.pick(logits))[0])
 
     def chosen(self, choice: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -118,13 +118,13 @@ class Draw:
         return self.head_rows.spread(_noised(choice, self._noise())[1])
 
     def law(self, logits: Tensor) -> Tensor:
-        """`[B, K, Q, V]` the probabilities that tokens chosen from `[B, K, Q, V]` are drawn with, at least float32."""
+        """Return `[B, K, Q, V]` the probabilities that tokens of logits of that shape have, at least float32."""
         choice, _ = self._rewritten(self.head_rows.pick(logits))
         precise = torch.promote_types(choice.dtype, torch.float32)
         return self.head_rows.spread(torch.softmax(choice, -1, dtype=precise))
 
     def log_law(self, logits: Tensor, token: Tensor) -> Tensor:
-        """`[B, K, Q] float64` log-probabilities that `token [B, K, Q]` is drawn with from `logits [B, K, Q, V]`.
+        """Return `[B, K, Q] float64` log-probabilities that `token [B, K, Q]` is drawn with from `logits [B, K, Q, V]`.
 
         A choice without noise draws the best token with probability 1.
         """
@@ -136,12 +136,12 @@ class Draw:
         return self.head_rows.spread(found)
 
     def drawn(self, weight: Tensor) -> Tensor:
-        """`[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`, whatever the guides say."""
+        """Return `[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`, whatever the guides say."""
         choice = self.head_rows.pick(weight).log()
         return self.head_rows.spread(argmax(_noised(choice, self._noise())[1]))
 
     def _rewritten(self, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """`[R, V]` what the guides, but for a joint one, make of logits; and what those make that take no token away.
+        """Return the logits `[R, V]` after all guides but a joint one, and after those that exclude no token.
 
         Without a joint guide, which alone wants it, the second is of no meaning.
         """
@@ -162,21 +162,21 @@ class Draw:
         return self.canvas.layout.noise.tokens(self.canvas, self.head_rows, self.vocab)
 
     def seeded(self, seeds: Tensor) -> Draw:
-        """The same with the noise of other row seeds, `[B] int64`."""
+        """Return the same with the noise of other row seeds, `[B] int64`."""
         return replace(self, canvas=self.canvas.with_layout(seeds=seeds), noise=None)
 
     def greedy(self) -> Draw:
-        """The same without noise: the best tokens."""
+        """Return the same without noise: the best tokens."""
         return replace(self, noise=None, draws=False)
 
     def under(self, candidate: Tensor) -> Draw:
-        """The same under one hypothesis per row, `candidate [B]`, for logits and tokens with K = 1."""
+        """Return the same under one candidate per row, `candidate [B]`, for logits and tokens with K = 1."""
         raw = None if self.raw is None else at_candidate(self.raw, candidate)
         return replace(self, head_rows=self.head_rows.under(candidate), raw=raw, noise=None)
 
 
 def _noised(choice: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Logits `[R, V]`, and the same with noise where tokens are drawn."""
+    """Return logits `[R, V]`, and the same with noise where tokens are drawn."""
     if noise is None:
         return choice, choice
     # In half precision the sums would tie, and ties go to the lower id.

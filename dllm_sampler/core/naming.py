@@ -12,7 +12,7 @@ _TYPED: dict[type, str] = {}
 
 
 def named(plugin: object) -> str:
-    """The name of a plug-in in `conf/`, as in `cache=dllm` for an `IntervalCache`.
+    """Return the name of a plug-in in `conf/`, as in `cache=dllm` for an `IntervalCache`.
 
     A class that no YAML names has its own name. A class that others are built of says in `stands_for` what the user
     has named: a name, a class, or another plug-in.
@@ -25,7 +25,7 @@ def named(plugin: object) -> str:
 
 
 def described(plugin: object) -> str:
-    """A plug-in by its name, with the fields that are not its defaults: `threshold(threshold=0.7)`."""
+    """Return a plug-in by its name, with the fields that are not its defaults: `threshold(threshold=0.7)`."""
     told = []
     settings = [one for one in fields(plugin) if one.init and one.repr] if is_dataclass(plugin) else []
     for one in settings:

@@ -23,7 +23,7 @@ def gumbel(uniform: Tensor) -> Tensor:
 
 
 def gumbel_(uniform: Tensor) -> Tensor:
-    """`gumbel` in place."""
+    """Apply `gumbel` in place."""
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -36,14 +36,14 @@ SCALE = 2.0**-31 * (1 - 2.0**-24)
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """The splitmix64 finaliser on wrapping int64."""
+    """Apply the splitmix64 finaliser to wrapping int64."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """A bias-free 32-bit finaliser (constants of C. Wellons' `lowbias32`) on wrapping int32, in place."""
+    """Apply a bias-free 32-bit finaliser (constants of C. Wellons' `lowbias32`) to wrapping int32, in place."""
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
@@ -53,27 +53,27 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def key(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
-    """`[B, Q] int64` hash of (row seed, step, position, stream); positions are columns."""
+    """Return `[B, Q] int64` hash of (row seed, step, position, stream); positions are columns."""
     return hashed(canvas.layout.seeds, canvas.step, positions, stream)
 
 
 def hashed(seeds: Tensor, steps: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """`[N, Q] int64` the `key` of positions `[N, Q]` for `seeds [N]` and `steps [N]`."""
+    """Return `[N, Q] int64` the `key` of positions `[N, Q]` for `seeds [N]` and `steps [N]`."""
     return _mix64(_row_key(seeds, steps, stream)[:, None] + positions * -0x61C8864680B583EB)
 
 
 def unit(keys: Tensor) -> Tensor:
-    """`[...] float64` uniform in (0, 1) of `keys [...] int64`."""
+    """Return `[...] float64` uniform in (0, 1) of `keys [...] int64`."""
     return ((keys & 0xFFFFFFFFFFFF).double() + 0.5) * 2.0**-48
 
 
 def candidate_seeds(canvas: Canvas, candidate: int) -> Tensor:
-    """`[B] int64` row seeds for candidate number `candidate` (from 1) of this step; the first has the row's own."""
+    """Return `[B] int64` row seeds for candidate number `candidate` of this step. Number 1 has the row's own seed."""
     return hashed(canvas.layout.seeds, canvas.step, torch.full_like(canvas.start, candidate)[:, None], CANDIDATES)[:, 0]
 
 
 def row_seeds(seeds: Tensor, number: int, rows: int) -> Tensor:
-    """`[N, rows] int64` seeds of rows of one prompt each, from `seeds [N]`; another `number` gives other ones."""
+    """Return `[N, rows] int64` seeds of the rows of each prompt, from `seeds [N]`. Another `number` gives others."""
     slots = torch.arange(rows, device=seeds.device).expand(len(seeds), -1)
     return hashed(seeds, torch.full_like(seeds, number), slots, PARTICLES)
 
@@ -83,7 +83,7 @@ def _row_key(seed: Tensor, step: Tensor, stream: int) -> Tensor:
 
 
 def token_noise(keys: Tensor, vocab: int) -> Tensor:
-    """`[..., V]` standard Gumbel noise of `keys [...] int64`, the `key` of each position in the stream `TOKENS`."""
+    """Return `[..., V]` standard Gumbel noise of `keys [...] int64`, each the `key` of a position in `TOKENS`."""
     k = keys.flatten()[:, None]
     low, high = (k & 0x7FFFFFFF).int(), ((k >> 32) & 0x7FFFFFFF).int()
     word = torch.arange(vocab, device=keys.device, dtype=torch.int32) * -0x61C88647
@@ -107,7 +107,7 @@ class CounterNoise:
     begin: Tensor | None = field(default=None, kw_only=True)
 
     def keys(self, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """`[R] int64` the `key` of each answer's token, by the step that its candidate stands for."""
+        """Return `[R] int64` the `key` of each answer's token, by the step that its candidate stands for."""
         row, position = head_rows.row, head_rows.position
         position = position if self.begin is None else position + self.begin[row]
         keys = _row_key(canvas.layout.seeds[row], head_rows.step(canvas), TOKENS)
@@ -135,7 +135,7 @@ class CounterNoise:
 
 @dataclass(frozen=True)
 class ReplayNoise:
-    """Draws from torch's CPU generator in the order of published code. For the replay of recorded runs only.
+    """Noise from torch's CPU generator in the order of published code. For the replay of recorded runs only.
 
     Args:
         seed: what the published run passed to `torch.manual_seed`.
@@ -160,7 +160,7 @@ class ReplayNoise:
         return head_rows.pick(self._tokens(canvas, head_rows.query.positions, vocab)[:, None])
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """`[B, Q, V]` noise of one candidate."""
+        """Return `[B, Q, V]` noise of one candidate."""
         batch, width = positions.shape
         if self.layout == "llada":
             shape = (batch, canvas.length + self.beyond, vocab)
@@ -194,7 +194,7 @@ class ReplayNoise:
         return out.to(positions.device)
 
     def pick(self, weight: Tensor) -> Tensor:
-        """`[N]` one draw in proportion to each row of `weight [N, V]`, on the CPU."""
+        """Return `[N]` one draw in proportion to each row of `weight [N, V]`, on the CPU."""
         return torch.multinomial(weight, 1, generator=self.generator)[:, 0]
 
     def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
@@ -219,6 +219,6 @@ class ReplayNoise:
 
     @staticmethod
     def _padded(canvas: Canvas, positions: Tensor) -> Tensor:
-        """`[B, Q]` the columns in published code, whose rows are left-padded; on the CPU."""
+        """Return `[B, Q]` the columns in published code, whose rows are left-padded; on the CPU."""
         behind = canvas.layout.first.max() - canvas.layout.first
         return (positions + behind[:, None]).clamp(max=canvas.length).cpu()

@@ -187,7 +187,7 @@ class PlugIn:
 
 
 class Scheduler(PlugIn):
-    """Decides which positions a step asks about and which predictions it commits.
+    """A rule that decides which positions a step asks about and which predictions it commits.
 
     A frozen dataclass: its fields are its YAML. Abilities of a few schedulers are protocols: `Planner`, `Paced`,
     `Tempered`, `Corrects`. Facts that are true of a few are a `RareTrait`.
@@ -321,7 +321,7 @@ class Corrects(Protocol):
 
 
 class Blocks(PlugIn):
-    """Decides which columns are decoded: the active block, and where it moves.
+    """A rule that decides which columns are decoded: the active block, and where it moves.
 
     Attributes:
         sizes_on_open: The forward that opens a block may shorten it.
@@ -429,7 +429,7 @@ class Blocks(PlugIn):
 
 
 class Guide:
-    """Rewrites logits before a token is chosen.
+    """A function that rewrites logits before a token is chosen.
 
     Attributes:
         truncates: It keeps only the most likely tokens, which changes nothing without a temperature.
@@ -565,7 +565,7 @@ def is_random(guides: Iterable[Guide]) -> bool:
 
 
 class Stop(PlugIn):
-    """Ends rows early. Schedulers and blocks decide when a row leaves its block.
+    """A rule that ends rows early. Schedulers and blocks decide when a row leaves its block.
 
     Attributes:
         cuts: It may shorten the canvas: no scheduler that drafts.
@@ -620,7 +620,7 @@ class Stop(PlugIn):
 
 
 class Cache:
-    """Decides which columns a forward computes, and stores keys and values. A dataclass: its fields are its YAML.
+    """A store of keys and values that decides which columns a forward computes. Its fields are its YAML.
 
     The configured object is a template. `init` returns a live copy for one generation. `cache.base.BaseCache` lacks
     only `computes`. Abilities of a few caches are protocols: `Foresees`, `Prefills`, `ReusesGuidance`, `Wraps`.
@@ -806,7 +806,7 @@ class Resampled(NamedTuple):
 
 
 class Particles(PlugIn):
-    """Decodes several rows of each prompt and returns one of them. A frozen dataclass: its fields are its YAML.
+    """A rule that decodes several rows of each prompt and returns one of them. Its fields are its YAML.
 
     Each row has draws of its own. Rows meet when all rows of the prompt have closed a block. A row that is early waits.
     A meeting may replace rows by copies of others, which draw differently from then on.

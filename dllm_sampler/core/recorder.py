@@ -91,7 +91,7 @@ class Recorder:
 
 
 def aligned(canvas: Canvas, values: Tensor, fill: float) -> Tensor:
-    """`[B, P+N]` values `[B, L+1]` of a canvas, padded with `fill` so that each answer begins at column P."""
+    """Return `[B, P+N]` values `[B, L+1]` of a canvas, padded with `fill` so that each answer begins at column P."""
     answer = canvas.requested()  # [B, N]
     size = int(canvas.layout.first.max())
     columns = torch.cat([answer[:, :1] + torch.arange(-size, 0, device=answer.device), answer], 1)  # [B, P+N]

@@ -16,7 +16,7 @@ _PER_ROW = ("ids", "masked", "start", "stop", "age", "step", "done")  # what a s
 
 
 def where_rows(which: Tensor, new: Any, old: Any, empty: int) -> Any:
-    """A tree of tensors, canvases, readouts and edits: `new` in the rows `which [B]`, `old` in the others.
+    """Return a tree of tensors, canvases, readouts and edits: `new` in the rows `which [B]`, `old` in the others.
 
     The two sides may come from queries of different widths. The narrower side is filled up: a named tuple's `positions`
     with `empty`, the column of the empty slot, other values by repeating their last column.
@@ -49,7 +49,7 @@ def _padded(positions: Tensor, width: int, empty: int) -> Tensor:
 
 
 def _widened(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`values` with each dimension after the first at least as long as in `shape`: sorted columns stay sorted."""
+    """Return `values`, each dimension after the first at least as long as in `shape`. Sorted columns stay sorted."""
     for axis in range(1, values.dim()):
         missing = shape[axis] - values.shape[axis]
         if missing > 0:

@@ -12,13 +12,13 @@ _ALONE = Lock()  # two threads would each make a tensor, and one of them would b
 
 
 def arange(size: int, device: torch.device) -> Tensor:
-    """`[size] int64` 0, 1, 2, ...; a view of what is made once, not to be written to."""
+    """Return `[size] int64` 0, 1, 2, ...; a view of what is made once, not to be written to."""
     # A compiled part makes them for free.
     return torch.arange(size, device=device) if torch.compiler.is_compiling() else _view(size, device)
 
 
 def line(size: int, device: torch.device) -> Tensor:
-    """`[1, size] int64` the same, to compare with one number of each row."""
+    """Return `[1, size] int64` the same, to compare with one number of each row."""
     return arange(size, device)[None] if torch.compiler.is_compiling() else _line(size, device)
 
 
@@ -65,7 +65,7 @@ def columns(chosen: Tensor, width: int) -> Tensor:
 
 
 def rank(score: Tensor, eligible: Tensor) -> Tensor:
-    """`[B, Q]` place of each eligible position by descending score (0 is best); the others come last."""
+    """Return `[B, Q]` place of each eligible position by descending score (0 is best); the others come last."""
     # An eligible score of -inf still comes before every ineligible position.
     score = score.clamp(min=torch.finfo(score.dtype).min).masked_fill(~eligible, -torch.inf)
     order = score.argsort(dim=1, descending=True, stable=True)
@@ -74,12 +74,12 @@ def rank(score: Tensor, eligible: Tensor) -> Tensor:
 
 
 def top(score: Tensor, eligible: Tensor, count: Tensor) -> Tensor:
-    """`[B, Q] bool` the `count [B]` best eligible positions by score `[B, Q]`; all of them where there are fewer."""
+    """Return `[B, Q] bool` the `count [B]` best eligible positions by score `[B, Q]`, or all if there are fewer."""
     return (rank(score, eligible) < count[:, None]) & eligible
 
 
 def at_least_one(chosen: Tensor, score: Tensor, eligible: Tensor) -> Tensor:
-    """`[B, Q] bool` the eligible among `chosen`, and the best eligible position in any case."""
+    """Return `[B, Q] bool` the eligible among `chosen`, and the best eligible position in any case."""
     best = score.masked_fill(~eligible, -torch.inf).amax(1, keepdim=True)
     leader = eligible & (score >= best)
     return eligible & (chosen | (leader & (leader.cumsum(1) == 1)))

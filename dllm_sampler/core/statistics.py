@@ -27,14 +27,14 @@ class Predictions(NamedTuple):
 
     @staticmethod
     def of(readout: Readout) -> Predictions:
-        """Those of candidate 0."""
+        """Return the predictions of candidate 0."""
         if readout.probabilities is not None:
             return Predictions(readout.probabilities[:, 0], None)
         assert readout.logits is not None and readout.logsumexp is not None
         return Predictions(readout.logits[:, 0], readout.logsumexp[:, 0])
 
     def drift(self, then: Predictions, index: Tensor, precise: bool) -> Tensor:
-        """`[B, Q]` KL in nats from the rows `index [B, Q]`, counted over the batch, of `then`; see `divergence`."""
+        """Return `[B, Q]` the KL in nats from the rows `index [B, Q]` of `then`, counted over the batch."""
         now, old, at = self.table.flatten(0, 1), then.table.flatten(0, 1), index.flatten()
         if self.norm is None or then.norm is None:
             return divergence(now, old, at, precise).view_as(index)
@@ -45,7 +45,7 @@ class Predictions(NamedTuple):
 def measure(
     logits: Tensor, token: Tensor, current: Tensor, needs: frozenset[str], written: Tensor | None = None
 ) -> Readout:
-    """Statistics of `logits [..., V]` (overwritten unless needed) at `token [...]`.
+    """Return statistics of `logits [..., V]` (overwritten unless needed) at `token [...]`.
 
     `current [...]` and `written [...]` are as in Readout.
 
@@ -81,7 +81,7 @@ def measure(
 
 
 def probability(weight: Tensor, token: Tensor, kept: bool = True) -> Tensor:
-    """`[...] float64` probability of `token [...]` by `weight [..., V]`, which is overwritten unless it is `kept`."""
+    """Return `[...] float64` the probability of `token [...]` by `weight [..., V]`, overwritten unless it is `kept`."""
     at = token[..., None]
     mass = weight.gather(-1, at)
     own = mass[..., 0].double()
@@ -93,7 +93,7 @@ def probability(weight: Tensor, token: Tensor, kept: bool = True) -> Tensor:
 
 
 def _standing(weight: Tensor, current: Tensor, logit: Tensor, normaliser: Tensor) -> Tensor:
-    """`[...]` log-probability of `current [...]`, whose `logit` is `[..., 1]`, by `weight [..., V]`.
+    """Return `[...]` log-probability of `current [...]`, whose `logit` is `[..., 1]`, by `weight [..., V]`.
 
     Near certainty by the others' mass: of the difference of two logarithms no digit is left there, and tokens that are
     taken back are ranked by it.
@@ -107,7 +107,7 @@ def _standing(weight: Tensor, current: Tensor, logit: Tensor, normaliser: Tensor
 
 
 def _entropy(weight: Tensor) -> Tensor:
-    """`[...]` entropy in nats of `weight [..., V]`, precise where one token has nearly all of it.
+    """Return `[...]` entropy in nats of `weight [..., V]`, precise where one token has nearly all of it.
 
     It is not split at the token that was drawn: positions with one law must tie to the last bit, or rounding would rank
     them by what they drew and correlate what a step commits.
@@ -122,7 +122,7 @@ def _entropy(weight: Tensor) -> Tensor:
 
 
 def entropy(weight: Tensor) -> Tensor:
-    """`[...]` sum of -w log w over `weight [..., V]`, in nats."""
+    """Return `[...]` sum of -w log w over `weight [..., V]`, in nats."""
     least = torch.finfo(weight.dtype).tiny
     rows = weight.flatten(0, -2)
     parts = [part.clamp(min=least).log_().mul_(part).sum(-1) for part in rows.split(rows_at_once(rows))]
@@ -130,7 +130,7 @@ def entropy(weight: Tensor) -> Tensor:
 
 
 def divergence(now: Tensor, then: Tensor, index: Tensor, precise: bool = False) -> Tensor:
-    """`[N]` KL in nats of `now [N, V]` from the rows `index [N]` of `then [M, V]`, probabilities with `TINY` added.
+    """Return `[N]` the KL in nats of `now [N, V]` from the rows `index [N]` of `then [M, V]`, with `TINY` added.
 
     Rounding makes float32 rows sum to 1 only within 1e-7, and the KL of such rows is as rough: good for a bound, not
     for telling the smallest. `precise`: float64, and rows brought to a sum of 1, which leaves errors of second order.
@@ -147,7 +147,7 @@ def divergence(now: Tensor, then: Tensor, index: Tensor, precise: bool = False) 
 
 
 def jensen_shannon(now: Tensor, then: Tensor, index: Tensor) -> Tensor:
-    """`[N]` Jensen-Shannon divergence in nats of `now [N, V]` from the rows `index [N]` of `then [M, V]`.
+    """Return `[N]` Jensen-Shannon divergence in nats of `now [N, V]` from the rows `index [N]` of `then [M, V]`.
 
     Probabilities count as at least `LEAST`.
     """
@@ -160,7 +160,7 @@ def jensen_shannon(now: Tensor, then: Tensor, index: Tensor) -> Tensor:
 
 
 def drift(now: Tensor, then: Tensor, norm: Tensor, index: Tensor) -> Tensor:
-    """`divergence` of logits `now [N, V]` from `then [M, V]`, whose logsumexp is `norm [M]`."""
+    """Return `divergence` of logits `now [N, V]` from `then [M, V]`, whose logsumexp is `norm [M]`."""
     precise = torch.promote_types(now.dtype, torch.float32)
     old = (then.to(precise) - norm[:, None].to(precise)).exp_()
     return divergence(torch.softmax(now, -1, dtype=precise), old, index).double()
@@ -177,7 +177,7 @@ def rows_at_once(table: Tensor, room: int = 1) -> int:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """`[...]` index of the highest of `logits [..., V]`, the lowest one among equals."""
+    """Return `[...]` index of the highest of `logits [..., V]`, the lowest one among equals."""
     if logits.device.type != "cpu" or logits.numel() < MANY:
         return logits.argmax(-1)
     # On a CPU torch's argmax is a scalar loop, its amax is not: find the first best tile, then the place inside it.
@@ -207,7 +207,7 @@ def significant(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """`logits / temperature` in float32 or float64: half precision has no room for quotients by a small temperature.
+    """Return `logits / temperature` in float32 or float64. Quotients by a small one overflow half precision.
 
     The same on every device: a GPU's division by a number multiplies with its inverse.
 
@@ -224,5 +224,5 @@ def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def bounded(temperature: float) -> float:
-    """A temperature above 0 as `tempered` takes it: from `COLDEST` to `HOTTEST`."""
+    """Return a temperature above 0 as `tempered` takes it: from `COLDEST` to `HOTTEST`."""
     return min(max(float(temperature), COLDEST), HOTTEST)

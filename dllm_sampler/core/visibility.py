@@ -73,13 +73,13 @@ class Visible:
 
 
 def visible(canvas: Canvas, query: Query) -> Tensor:
-    """`[B, L+1] bool` columns that exist for the row and that the query does not hide."""
+    """Return `[B, L+1] bool` columns that exist for the row and that the query does not hide."""
     seen = canvas.seen() if query.hidden is None else canvas.seen() & ~query.hidden
     return seen if query.limit is None else seen & (canvas.columns() < query.limit[:, None])
 
 
 def stored_seen(until: Tensor, columns: int, unread: Tensor | None) -> Tensor:
-    """`[N, M, S] bool` which of S stored `columns` entries see.
+    """Return `[N, M, S] bool` which of S stored `columns` entries see.
 
     until: `[N, M]` first column that each entry does not see
     unread: `[N, S] bool` stored columns that no entry sees: they are hidden, or fresh keys replace them
@@ -89,7 +89,7 @@ def stored_seen(until: Tensor, columns: int, unread: Tensor | None) -> Tensor:
 
 
 def fresh_seen(until: Tensor, column: Tensor, segment: Tensor | None, unseen: Tensor | None) -> Tensor:
-    """`[N, M, M] bool` which entries see each other's fresh keys. A shadow sees its own segment and the canvas.
+    """Return `[N, M, M] bool` which entries see each other's fresh keys. A shadow sees its own segment and the canvas.
 
     until: `[N, M]` first column that each entry does not see
     column, segment: `[N, M]` of each entry; the canvas is segment 0
@@ -113,7 +113,7 @@ def block_end(column: Tensor, length: int, origin: Tensor | None = None) -> Tens
 
 
 def block_causal(queries: Tensor, keys: Tensor, length: int) -> Tensor:
-    """`[N, M, S] bool` which keys a row sees under block-causal attention: those of its own block and of earlier ones.
+    """Return `[N, M, S] bool` the keys that a row sees under block-causal attention: its block's and earlier ones.
 
     queries, keys: int64 `[N, M]` and `[N, S]`, positions counted from the row's first token; blocks of `length` too
     """
@@ -140,7 +140,7 @@ def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor, *, causal: bool
 
 
 def mask_of(keys: Tensor | None) -> Tensor | None:
-    """Keys seen, `[N, S]` or `[N, M, S]`, as attention wants them."""
+    """Return the keys that are seen, `[N, S]` or `[N, M, S]`, as attention wants them."""
     if keys is None:
         return None
     return keys[:, None] if keys.dim() == 3 else keys[:, None, None]
@@ -161,7 +161,7 @@ class Predicts(Protocol):
 
 
 def predictors(canvas: Canvas, columns: Tensor, spec: Predicts, before: Tensor | None = None) -> Tensor:
-    """`[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`.
+    """Return `[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`.
 
     Args:
         before: `[B] bool` rows whose columns are predicted by the one before each (`Query.shifted`). None for no rows.

@@ -110,7 +110,7 @@ def _cast_once(weights: Iterable[Tensor]) -> bool:
 
 
 def networks(denoiser: object) -> Iterator[nn.Module]:
-    """The networks of a denoiser and of those inside it, without the wrapper of `torch.compile`."""
+    """Return the networks of a denoiser and of those inside it, without the wrapper of `torch.compile`."""
     for value in getattr(denoiser, "__dict__", {}).values():
         for one in _items(value):
             if isinstance(one, nn.Module):
@@ -369,7 +369,7 @@ def engine(
     options: tuple[bool, int, bool],
     kept: list[StaticEngine],
 ) -> Engine:
-    """The engine of `Sampler(cuda_graph=...)`.
+    """Return the engine of `Sampler(cuda_graph=...)`.
 
     Args:
         options: entropy, samples and compile, as `Engine` has them.

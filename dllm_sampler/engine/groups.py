@@ -41,7 +41,7 @@ def meeting(
 
 
 class Groups:
-    """Lets the rows of a running generation wait, and its groups meet.
+    """The groups of a running generation, whose rows wait and meet.
 
     Args:
         engine: runs the steps.

@@ -21,13 +21,13 @@ class Ranks:
 
     @staticmethod
     def of(denoiser: Denoiser) -> Ranks:
-        """Those of a denoiser's weights."""
+        """Return those of a denoiser's weights."""
         weights = (weight for network in networks(denoiser) for weight in network.parameters())
         mesh = next((found for weight in weights if (found := getattr(weight, "device_mesh", None)) is not None), None)
         return Ranks(None if mesh is None or mesh.size() == 1 else mesh)
 
     def max_over_ranks(self, value: int) -> int:
-        """The largest `value` of any rank; waits for all of them."""
+        """Return the largest `value` of any rank; waits for all of them."""
         if self.mesh is None:
             return value
         found = torch.tensor(value, device=self.mesh.device_type)

@@ -26,7 +26,7 @@ from dllm_sampler.kernels.compiling import fullgraph
 
 
 class Engine:
-    """Runs steps for one set of plug-ins on one set of kernels. It has no state of a generation.
+    """The loop of steps for one set of plug-ins on one set of kernels. It has no state of a generation.
 
     Args:
         poll_every: steps from one read by the host to the next, see `advance`.

@@ -421,7 +421,7 @@ def _of_lengths(plugins: Plugins, scheduler: str, blocks: str, stop: str) -> Ite
 
 
 def _length(blocks: Blocks, near: int) -> int:
-    """Positions per block, in a generation of many blocks of about `near`."""
+    """Return the number of positions per block, in a generation of many blocks of about `near`."""
     return blocks.lookahead(near * 2**16)
 
 

@@ -27,7 +27,7 @@ class Head(Protocol):
     """The part of a denoiser that makes logits of hidden states."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., V]` of `[..., D]`."""
+        """Return logits `[..., V]` of `[..., D]`."""
         ...
 
 
@@ -81,14 +81,14 @@ def predict(
 
 
 def spread(found: Readout, head_rows: HeadRows) -> Readout:
-    """Statistics `[R]` of the answers as `[B, K, Q]`, with 0 where nothing is answered."""
+    """Return statistics `[R]` of the answers as `[B, K, Q]`, with 0 where nothing is answered."""
     values = {one.name: getattr(found, one.name) for one in fields(found)}
     tensors = {name: head_rows.spread(value) for name, value in values.items() if isinstance(value, Tensor)}
     return replace(found, **tensors)
 
 
 def fusable_head_weight(denoiser: Head, rows: Tensor) -> Tensor | None:
-    """The head's weight `[V, D]` if the kernel `head` can multiply `rows [N, D]` with it; else None."""
+    """Return the head's weight `[V, D]` if the kernel `head` can multiply `rows [N, D]` with it; else None."""
     weight = denoiser.head_weight() if hasattr(denoiser, "head_weight") else None  # pyright: ignore
     return weight if weight is not None and weight.dtype == rows.dtype else None
 
@@ -153,7 +153,7 @@ def read(
 
 
 def round_for_ties(seen: Readout, bound: Tensor, dtype: torch.dtype) -> Readout:
-    """Statistics `[R]` under the law of a form, rounded to what `dtype` can tell apart where `bound [R]` is true.
+    """Return statistics `[R]` under a form, rounded to the precision of `dtype` where `bound [R]` is true.
 
     Tokens that make each other certain have equal probabilities, except for rounding errors. These must not rank them,
     since they differ between a batch and a row alone.

@@ -28,7 +28,7 @@ class UnsupportedLeaf(TypeError):
 
 
 def map_leaves(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
-    """A copy of a tree in which `visit(path, leaf)` replaces each leaf: a tensor, a slot store or a plain value.
+    """Return a copy of a tree in which `visit(path, leaf)` replaces each leaf: a tensor, a slot store or a plain value.
 
     Branches are tuples, lists, dicts, dataclasses and the recorder.
 

@@ -202,7 +202,7 @@ def watcher(reader: Reader, engine: Engine, lanes: Sequence[Request | None]) -> 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads texts and results out of a generation.
+    """A reader of texts and results of a generation.
 
     Args:
         stop_strings: texts that end an answer.

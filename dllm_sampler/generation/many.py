@@ -152,7 +152,7 @@ class LaneShape:
 
 @dataclass
 class Many:
-    """Reads prompts while lanes are free, and turns requests that are done into answers.
+    """The state of `generate_many`: it reads prompts while lanes are free, and yields answers.
 
     Args:
         source: the requests of each prompt, or the error of one that is refused.

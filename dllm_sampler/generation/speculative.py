@@ -49,7 +49,7 @@ class _Run:
 
 
 class SpeculativeSampler:
-    """Decode with an autoregressive target whose tokens a diffusion model drafts: the target's law, in fewer passes.
+    """A sampler of an autoregressive target whose tokens a diffusion model drafts. The law is the target's.
 
     Source: DEER, arXiv 2512.15176. A round is one forward of the drafter over the text and k masks, which proposes
     every position by itself, `y_i ~ q_i`; one pass of the target over the k proposals gives `p_1 .. p_{k+1}`. The
@@ -202,7 +202,7 @@ class SpeculativeSampler:
         return bool(run.text.done.all())
 
     def _law(self, logits: Tensor, canvas: Canvas, at: Tensor) -> Tensor:
-        """`[B, N, V]` logits as the guides rewrite them."""
+        """Return `[B, N, V]` logits as the guides rewrite them."""
         head_rows, flat = HeadRows.every(Query.at(canvas, at)), logits.flatten(0, 1)
         barred = Barred(self.drafter.denoiser.spec.mask_id)
         for guide in self.guides:
@@ -210,14 +210,14 @@ class SpeculativeSampler:
         return flat.view_as(logits)
 
     def _widths(self, text: Canvas) -> list[int]:
-        """Proposals that each row has room for: the target adds one, and the drafter must see the text before them."""
+        """Return the number of proposals for each row. The target adds one, and the drafter must see the text."""
         room = self.drafter.denoiser.spec.max_positions - (self.separator is not None)
         start, end, done = text.start.tolist(), text.end.tolist(), text.done.tolist()
         free = [min(e - s - 1, room - s) for s, e in zip(start, end, strict=True)]
         return [0 if over else max(0, min(self.draft_length, one)) for one, over in zip(free, done, strict=True)]
 
     def _draft(self, text: Canvas, widths: list[int], run: _Run) -> Draft:
-        """Proposals of every row, as answers to its text on a canvas of their own."""
+        """Return proposals of every row, as answers to its text on a canvas of their own."""
         spec, k = self.drafter.denoiser.spec, max(widths)
         width = torch.tensor(widths, device=text.ids.device)
         known = [[t if t < spec.vocab_size else spec.pad_id for t in row] for row in self._rows(text)]
@@ -264,7 +264,7 @@ class SpeculativeSampler:
         return [ids[:start] for ids, start in zip(text.ids.tolist(), text.start.tolist(), strict=True)]
 
     def _answers(self, text: Canvas) -> list[list[int]]:
-        """The decided tokens of each answer."""
+        """Return the decided tokens of each answer."""
         return [row[first:] for row, first in zip(self._rows(text), text.layout.first.tolist(), strict=True)]
 
     def _result(self, run: _Run, stops: Sequence[str]) -> Speculation:
@@ -291,7 +291,7 @@ class SpeculativeSampler:
         )
 
     def _token(self, separator: int | str | None) -> int | None:
-        """The separator's id."""
+        """Return the separator's id."""
         tokenizer, size = self.drafter.tokenizer, self.drafter.denoiser.spec.vocab_size
         if isinstance(separator, str):
             found = None if tokenizer is None else tokenizer.get_vocab().get(separator)

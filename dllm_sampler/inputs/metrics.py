@@ -14,7 +14,7 @@ from dllm_sampler.host.functions import resolve_callable
 
 
 def exact_match(text: str, answer: str) -> float:
-    """1 where the text is the answer, but for white space at the ends."""
+    """Return 1 where the text is the answer, but for white space at the ends."""
     return float(text.strip() == answer.strip())
 
 
@@ -24,7 +24,7 @@ def contains(text: str, answer: str) -> float:
 
 
 def regex(text: str, answer: str) -> float:
-    """1 where the regular expression `answer` matches somewhere in the text."""
+    """Return 1 where the regular expression `answer` matches somewhere in the text."""
     return float(patterns.matches(answer, text))
 
 
@@ -90,7 +90,7 @@ class Metric:
     def scores(
         self, text: str, answer: Any, *, prompt: Any, ids: Sequence[int], line: Mapping[str, Any], where: str
     ) -> dict[str, float]:
-        """`score`, from 0 to 1, and what else a function of the user's says.
+        """Return `score`, from 0 to 1, and what else a function of the user's says.
 
         Args:
             text: what was generated.

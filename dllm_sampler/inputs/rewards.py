@@ -67,7 +67,7 @@ class Reward:
         return Reward(call, f"{setting}={name}", tokenizer, end_ids)
 
     def __call__(self, canvas: Canvas, ids: Tensor, judged: Tensor) -> Tensor:
-        """`[B, M] float64` rewards of the answers in `ids [B, M, L+1]`, `NOTHING` at what is left out.
+        """Return `[B, M] float64` rewards of the answers in `ids [B, M, L+1]`, `NOTHING` at what is left out.
 
         One call for the rows `judged [B] bool`, 0 for the others; reads the device once.
 
@@ -96,7 +96,7 @@ class Reward:
         return found
 
     def _cut(self, answer: list[int]) -> list[int]:
-        """An answer up to its first end token, without what is left out."""
+        """Return an answer up to its first end token, without what is left out."""
         if NOTHING in answer:
             answer = [token for token in answer if token != NOTHING]
         return answer[: first_end(answer, self.end_ids)]

@@ -39,7 +39,7 @@ def packed_attention(
     scale: float | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Attention output `[T, H, Dh]` of a pack: T entries of a whole batch, sorted by row, segment and column.
+    """Return attention output `[T, H, Dh]` of a pack: T entries of a whole batch, sorted by row, segment and column.
 
     q: `[T, H, Dh]`, rotated
     k, v: `[T, Hkv, Dh]`, the entries' own keys and values (fresh ones). Without them they are in their slots already
@@ -98,7 +98,7 @@ LINES = 8
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
-    """The tensor, made contiguous."""
+    """Return the tensor, made contiguous."""
     if tensor is None:
         return None
     if tensor.dtype == torch.bfloat16 and knobs.runtime.interpret:
@@ -127,7 +127,7 @@ def _splits(programs: int, tiles: int, places: int) -> int:
 
 
 def tile(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str, int], int, int]:
-    """Blocks, warps and stages for `packed` queries per key head; heavy: fresh keys want registers too."""
+    """Return blocks, warps and stages for `packed` queries per key head; heavy: fresh keys want registers too."""
     wide = itemsize > 2  # float32 is multiplied exactly, without tensor cores
     most = (32 if wide else 128) // (2 if heavy else 1)
     block_m = min(max(16, next_power_of_2(packed)), most)

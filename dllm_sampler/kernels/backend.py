@@ -53,7 +53,7 @@ TORCH = Backend("torch", reference.readout, reference.head)
 
 
 def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
-    """The kernels for logits or weights of `dtype` on `device`.
+    """Return the kernels for logits or weights of `dtype` on `device`.
 
     backend: `torch`; `triton`; or `auto`, Triton's on a GPU of NVIDIA or AMD for the dtypes they know, else torch's
 
@@ -137,7 +137,7 @@ def forget() -> None:
 
 
 def guarded(fused: Function, plain: Function) -> Function:
-    """A function that calls `fused`, and `plain` from then on for arguments like those that `fused` failed for."""
+    """Return a function that calls `fused`, or `plain` for arguments with which `fused` has failed."""
     failed: set[Hashable] = set()
 
     @wraps(fused)
@@ -156,7 +156,7 @@ def guarded(fused: Function, plain: Function) -> Function:
 
 
 def alike(value: Any) -> Hashable:
-    """A key of arguments that need one compiled kernel: their types, and their sizes up to a power of two."""
+    """Return a key of arguments that need one compiled kernel: their types, and their sizes up to a power of two."""
     if isinstance(value, Tensor):
         return value.dtype, tuple((size - 1).bit_length() for size in value.shape)
     if isinstance(value, dict):

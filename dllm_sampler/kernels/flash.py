@@ -27,7 +27,7 @@ _ROWS = tl.constexpr(32)  # looked at together, by a warp
 
 @triton.jit
 def _place(bounds, batch, entries, tile, G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The row of a tile of queries, `batch` for none, and its place among the row's; fillers go with the last row."""
+    """Return the row of a tile of queries (`batch` for none), and its place there. Fillers go with the last row."""
     row, before, counted = 0, 0, 0
     for start in range(0, batch, _ROWS):
         b = start + tl.arange(0, _ROWS)

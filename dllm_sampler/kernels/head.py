@@ -106,7 +106,7 @@ def _part(
 
 
 def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY) -> Readout:
-    """`readout` of the logits `hidden @ weight.T`, which are not stored.
+    """Return `readout` of the logits `hidden @ weight.T`, which are not stored.
 
     hidden: `[N, D]` bfloat16, float16 or float32, rows at any stride
     weight: `[V, D]` contiguous, in the same dtype

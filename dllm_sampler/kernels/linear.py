@@ -55,7 +55,7 @@ def linear_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ (weight * scale).T + bias`, `[..., N]` in the dtype of `x`.
+    """Return `x @ (weight * scale).T + bias`, `[..., N]` in the dtype of `x`.
 
     x: `[..., K]` bfloat16, float16 or float32
     weight: `[N, K] int8`, contiguous

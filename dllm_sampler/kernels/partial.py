@@ -44,7 +44,7 @@ NAMES = tl.constexpr(2)  # and ids: best, chosen
 
 @triton.jit
 def gumbel(low, high, ids):
-    """`noise.token_noise` of the two words of a key: the same hash; the noise differs by the logarithm's rounding."""
+    """Return `noise.token_noise` of the two words of a key. It differs by the rounding of the logarithm."""
     bits = ids.to(tl.uint32) * 0x9E3779B9 + low
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
@@ -61,7 +61,7 @@ def gumbel(low, high, ids):
 
 @triton.jit
 def noises(low, high, ids):
-    """`gumbel` of words `[R, 1]` and ids `[R, n]`, token by token where possible: whole tiles fill the registers."""
+    """Return `gumbel` of words `[R, 1]` and ids `[R, n]`, by token if possible: whole tiles fill the registers."""
     if MAPS:
         return map_elementwise(gumbel, low, high, ids)
     return gumbel(low, high, ids)
@@ -69,14 +69,14 @@ def noises(low, high, ids):
 
 @triton.jit
 def words(keys, rows, inside):
-    """The two words of keys, as `gumbel` takes them."""
+    """Return the two words of keys, as `gumbel` takes them."""
     key = tl.load(keys + rows, mask=inside, other=0)
     return (key & 0x7FFFFFFF).to(tl.uint32), ((key >> 32) & 0x7FFFFFFF).to(tl.uint32)
 
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """float32 rounded to the nearest number of DTYPE, ties to even."""
+    """Return float32 rounded to the nearest number of DTYPE, ties to even."""
     if INTERPRETED and tl.bfloat16 == DTYPE:  # by hand: the interpreter truncates
         bits = x.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -86,7 +86,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def refine(raw, ids, temperature, V: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr):
-    """Logits in float32 with -inf for the mask token and beyond the vocabulary; SCALED: divided by the temperature."""
+    """Return float32 logits, -inf at the mask token and beyond the vocabulary. If SCALED, divide by the temperature."""
     x = raw.to(tl.float32)
     if SCALED:
         x = tl.math.div_rn(x, temperature)  # as torch does: no product with the inverse
@@ -101,14 +101,14 @@ def floor(x):
 
 @triton.jit
 def weigh(away):
-    """exp(-away), and `away` clamped, so that their product is 0 where `away` is infinite. NaN stays."""
+    """Return exp(-away), and `away` clamped, so that their product is 0 where `away` is infinite. NaN stays."""
     far = tl.minimum(away, 200.0, propagate_nan=tl.PropagateNan.ALL)  # exp(-200) is 0 in float32
     return tl.exp2(far * -LOG2E), far  # flushes subnormals, on which `exp` spends operations
 
 
 @triton.jit
 def drawn(score, ids, logits):
-    """The highest score of each row of `[R, n]`, its id and its logit: `[R, 1]` each."""
+    """Return the highest score of each row of `[R, n]`, its id and its logit: `[R, 1]` each."""
     best = tl.max(score, 1, keep_dims=True)
     at = tl.min(tl.where(score == best, ids, BEYOND), 1, keep_dims=True)
     held = (score == best) & (ids == at)
@@ -155,7 +155,7 @@ def put(reals, names, at, inside, size, part, current):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) in float64, for x of at least 0."""
+    """Return log(1 + x) in float64, for x of at least 0."""
     return tl.where(x < 1e-5, x * (1.0 - x * (0.5 - x / 3.0)), tl.log(1.0 + x))
 
 
@@ -214,13 +214,13 @@ def room(rows: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def constants(vocab: int, sampling: Sampling) -> dict[str, Any]:
-    """The constants that `readout_kernel` and `head_kernel` share."""
+    """Return the constants that `readout_kernel` and `head_kernel` share."""
     mask, draws = -1 if sampling.mask_id is None else sampling.mask_id, sampling.draws
     return {"V": vocab, "MASK": mask, "DRAW": draws, "MEASURED": sampling.measured and draws}
 
 
 def finishing(parts: int, draw: bool) -> dict[str, Any]:
-    """The constants of `combine_kernel`."""
+    """Return the constants of `combine_kernel`."""
     return {"PARTS": parts, "LANES": next_power_of_2(parts), "DRAW": draw}
 
 

@@ -158,7 +158,7 @@ def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
 
 
 def tile(vocab: int, sampling: Sampling, size: int) -> tuple[dict[str, Any], int]:
-    """The constants of the kernel for logits of `size` bytes, and its warps."""
+    """Return the constants of the kernel for logits of `size` bytes, and its warps."""
     warps, pack = 8 if sampling.draws else WARPS, LOAD // size
     own = {"PART": PART, "LANES": min(64 * warps, PART // pack // 2), "PACK": pack, "BLOCK": BLOCK}
     return constants(vocab, sampling) | own | {"PARTS": cdiv(vocab, PART)}, warps

@@ -48,7 +48,7 @@ def _heads(
     TURN: tl.constexpr, DH: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Heads first..first+BLOCK_H of one kind. A head is two halves that turn against each other, and a tail."""
+    """Rotate heads first..first+BLOCK_H of one kind. A head is two halves that turn against each other, and a tail."""
     head = first + tl.arange(0, BLOCK_H)[:, None]
     half: tl.constexpr = ROTARY // 2
     d = tl.arange(0, HALF)[None]
@@ -206,7 +206,7 @@ def store(slots: Tensor, places: Tensor, fresh: Tensor) -> None:
 
 
 def tile(heads: int, kv_heads: int, size: int, rotary: int) -> dict[str, int]:
-    """The constants of the kernel, with the heads that a program has at once."""
+    """Return the constants of the kernel, with the heads that a program has at once."""
     tail = next_power_of_2(size - rotary) if rotary < size else 0
     half = next_power_of_2(rotary // 2)
     block = max(1, min(next_power_of_2(heads), _NUMBERS // (2 * half + 3 * tail)))

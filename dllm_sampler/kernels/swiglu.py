@@ -30,7 +30,7 @@ def swiglu_kernel(gate, up, out, width, gate_stride, up_stride, BLOCK: tl.conste
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """`silu(gate) * up` of `[..., F]` each; without `up` both halves `[..., 2F]` of one fused projection, gate first.
+    """Return `silu(gate) * up` of `[..., F]` each. Without `up`, `gate` is both halves `[..., 2F]`, gate first.
 
     Rounds like `swiglu_reference`: after silu and after the product.
     """

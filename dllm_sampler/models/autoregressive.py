@@ -61,7 +61,7 @@ class Verifier:
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     def begin(self, canvas: Canvas) -> Reading:
-        """The state before anything is read.
+        """Return the state before anything is read.
 
         Raises:
             UserError: the canvas is too long for the model.
@@ -150,7 +150,7 @@ class Reading(Cache):
         return out.logits[:, -width:]
 
     def logits_at(self, positions: Tensor, canvas: Canvas, ids: Tensor, first: Tensor, width: int) -> Tensor:
-        """`[B, Q, V]` what the verifier expects at `positions [B, Q]`; void outside the columns that `logits` reads."""
+        """Return the verifier's logits `[B, Q, V]` at `positions [B, Q]`, void outside `width` columns."""
         expected = self.logits(canvas, ids, first, width)
         place = (positions - first[:, None]).clamp(0, width - 1)
         return expected.gather(1, place[..., None].expand(-1, -1, expected.shape[-1]))
@@ -172,7 +172,7 @@ class Reading(Cache):
 
 
 def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
-    """The causal LM in a folder or on the hub, in the diffusion model's dtype, on its device.
+    """Return the causal LM in a folder or on the hub, in the diffusion model's dtype, on its device.
 
     Raises:
         UserError: nothing to load there.
@@ -186,7 +186,7 @@ def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifi
 
 
 def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
-    """A verifier from a path, a hub id or a live model, checked against the diffusion model.
+    """Return a verifier from a path, a hub id or a live model, checked against the diffusion model.
 
     Raises:
         UserError: none given, nothing to load, or another vocabulary.

@@ -50,7 +50,7 @@ class GuidedDenoiser:
         return hidden, Spent(spent.nfe, spent.computed + other.computed)
 
     def _unconditional(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """The branch that does not see the prompt."""
+        """Return the branch that does not see the prompt."""
         mask_id = self.denoiser.spec.mask_id
         assert mask_id is not None
         hidden = self.hidden(canvas)
@@ -96,12 +96,12 @@ class GuidedDenoiser:
         return getattr(self.denoiser, "inference_mode", False) is True
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., V]` of hidden states `[..., D]`."""
+        """Return logits `[..., V]` of hidden states `[..., D]`."""
         return self.denoiser.head(hidden)
 
 
 def compiled(denoiser: Denoiser) -> Denoiser:
-    """The denoiser on compiled layers, under guidance too.
+    """Return the denoiser on compiled layers, under guidance too.
 
     Raises:
         UserError: its layers are not ours.
@@ -115,7 +115,7 @@ def compiled(denoiser: Denoiser) -> Denoiser:
 
 
 def guided(denoiser: Denoiser, scale: float) -> Denoiser:
-    """`denoiser` under guidance of strength `scale`; itself at 0.
+    """Return `denoiser` under guidance of strength `scale`; itself at 0.
 
     Raises:
         UserError: a negative or infinite scale, or a model without a mask token.

@@ -33,7 +33,7 @@ from dllm_sampler.models.transformer import Layer, Rope, Transformer, pick_rows
 
 @dataclass(frozen=True)
 class TransformerDenoiser:
-    """Runs a `Transformer` on the rows that a cache planned, and answers for the positions that were asked about.
+    """A denoiser that runs a `Transformer` on the rows that a cache planned, and answers the queried positions.
 
     The module is used as it is: its weights are not copied, its mode and `requires_grad` stay, autocast applies as
     around any other forward. It may be sharded in place (FSDP2) or sit in `DistributedDataParallel`; every rank of a
@@ -133,7 +133,7 @@ class TransformerDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Hidden states `[R, D]` after the final norm, one for each of `plan.head_rows`."""
+        """Return hidden states `[R, D]` after the final norm, one for each of `plan.head_rows`."""
         if isinstance(plan, PaddedPlan):
             return self._padded(canvas, query, plan), spent(canvas, plan)
         pack, model = plan.pack, self.transformer
@@ -162,7 +162,7 @@ class TransformerDenoiser:
         return pack.column
 
     def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
-        """The same for a cache that drives layers on the padded form."""
+        """Return the same for a cache that drives layers on the padded form."""
         if query.ids.shape[1] > 1 or query.leave_one_out or query.mixture is not None:
             raise UserError(
                 "cache-incompatible", f"cache={named(plan.cache)} takes plain queries only. Use cache=none."
@@ -179,7 +179,7 @@ class TransformerDenoiser:
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., V]` of hidden states `[..., D]`."""
+        """Return logits `[..., V]` of hidden states `[..., D]`."""
         return self.transformer.head(hidden)
 
     def in_blocks(self, blocks_from: BlocksFrom, length: int | None = None) -> TransformerDenoiser:
@@ -192,11 +192,11 @@ class TransformerDenoiser:
         return replace(self, attention="block_causal", blocks_from=blocks_from, block_length=length, seeds=False)
 
     def using(self, backend: Backend) -> TransformerDenoiser:
-        """The same model on other kernels."""
+        """Return the same model on other kernels."""
         return replace(self, kernels=backend.layer)
 
     def head_weight(self) -> Tensor | None:
-        """`[V, D]` if the head is a product with a weight and nothing else, which a kernel may take over; else None."""
+        """Return the head's weight `[V, D]`, or None if the head is more than a product with one."""
         head = self.transformer.lm_head
         weight, device = head.weight.detach(), head.weight.device.type
         alone = type(head) is nn.Linear and head.bias is None and not has_hooks(head)
@@ -227,7 +227,7 @@ def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...
 
 
 def spent(canvas: Canvas, plan: Plan) -> Spent:
-    """The cost of one pass; rows of finished generations are free."""
+    """Return the cost of one pass; rows of finished generations are free."""
     return Spent((~canvas.done).long(), plan.cache.cost(plan))
 
 
@@ -241,7 +241,7 @@ def _drive(
     rope: Rope,
     rows: Tensor | None,
 ) -> Tensor:
-    """A `Drive`: the cache runs the layer."""
+    """Return a `Drive`: the cache runs the layer."""
     parts = CompiledParts(layer, together) if compile else layer if together is None else Parts(layer, together)
     if rows is not None and plan.pack is not None and together is None:
         return plan.cache.layer(index, parts, hidden, rope, replace(plan, last=True))

@@ -61,7 +61,7 @@ class Memory:
         return layer.keys, layer.values
 
     def repeated(self, candidates: int) -> Memory | SimpleNamespace:
-        """The same for each of a row's K candidates, to be read only."""
+        """Return the same for each of a row's K candidates, to be read only."""
         if candidates == 1:
             return self
         layers = [
@@ -73,7 +73,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class DiffusionGemmaDenoiser:
-    """Runs the decoder on the active block, and the encoder on what a finished block adds to the text before it.
+    """A denoiser whose decoder runs on the active block, and whose encoder reads what finished blocks add.
 
     The module is used as it is (weights, mode and `requires_grad` untouched). The encoder's memory lives in the
     generation's live cache object: it is exact, a part of the model, and no choice of a cache. `nfe` counts the
@@ -125,7 +125,7 @@ class DiffusionGemmaDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Hidden states `[R, D]`, one for each of `plan.head_rows`, which lie in the block."""
+        """Return hidden states `[R, D]`, one for each of `plan.head_rows`, which lie in the block."""
         batch, candidates, width = query.ids.shape
         memory, encoded = self._encode(canvas, plan)
         columns = canvas.window(plan.wanted.sizes.block)  # [B, W]
@@ -155,11 +155,11 @@ class DiffusionGemmaDenoiser:
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., V]` of hidden states `[..., D]`, in float32 and softly capped."""
+        """Return logits `[..., V]` of hidden states `[..., D]`, in float32 and softly capped."""
         return capped(self.model, hidden)
 
     def _encode(self, canvas: Canvas, plan: Plan) -> tuple[Memory, Tensor]:
-        """The memory, up to the active blocks, and the `[B]` positions that this took."""
+        """Return the memory, up to the active blocks, and the `[B]` positions that this took."""
         memory = plan.cache.memory
         if memory is None:
             memory = plan.cache.memory = Memory(self.spec.num_layers, canvas)
@@ -196,20 +196,20 @@ class DiffusionGemmaDenoiser:
 
 
 def capped(model: DiffusionGemmaForBlockDiffusion, hidden: Tensor) -> Tensor:
-    """Logits `[..., V]` of hidden states `[..., D]`, in float32 at least and softly capped."""
+    """Return logits `[..., V]` of hidden states `[..., D]`, in float32 at least and softly capped."""
     cap, logits = model.final_logit_softcapping, model.lm_head(hidden)
     found = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap).tanh_()
     return found * cap if torch.is_grad_enabled() else found.mul_(cap)  # logits are large, and a gradient needs both
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[B, Q, S] bool` as every attention of transformers takes it: `[B, 1, Q, S]`, added to the scores."""
+    """Return `[B, Q, S] bool` as every attention of transformers takes it: `[B, 1, Q, S]`, added to the scores."""
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
     return torch.where(seen, torch.zeros_like(hidden), hidden)[:, None]
 
 
 def _each(rows: Tensor, candidates: int) -> Tensor:
-    """`[B, ...]` to `[B*K, ...]`."""
+    """Repeat `[B, ...]` to `[B*K, ...]`."""
     return rows if candidates == 1 else rows.repeat_interleave(candidates, 0)
 
 
@@ -277,7 +277,7 @@ def _check_numbers(source: Path) -> None:
 def wrap(
     model: DiffusionGemmaForBlockDiffusion, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> DiffusionGemmaDenoiser:
-    """A live DiffusionGemma as a denoiser.
+    """Return a live DiffusionGemma as a denoiser.
 
     All end tokens that the generation config, the config and the tokenizer name end an answer. The first of them, which
     is the one that is written, is the end of a turn where that is listed and the tokenizer knows it (as in

@@ -222,7 +222,7 @@ ALIASES = {"lladamoe": "llada"}  # `model_type` under other names
 
 
 def to_checkpoint(model: Transformer, family: Family = LLADA) -> dict[str, Tensor]:
-    """The model's tensors under the family's names, contiguous, ready for `safetensors`; a tied head is left out."""
+    """Return the model's tensors under the family's names, contiguous for `safetensors`. A tied head is left out."""
     tensors: dict[str, list[tuple[int, Tensor]]] = {}  # what each is put together from, in order of the first row
     for name, tensor in model.state_dict().items():
         if model.config.tie_embeddings and name == "lm_head.weight":
@@ -237,7 +237,7 @@ def to_checkpoint(model: Transformer, family: Family = LLADA) -> dict[str, Tenso
 def llada_config(
     config: TransformerConfig, *, mask_token_id: int, eos_token_id: int, pad_token_id: int
 ) -> dict[str, Any]:
-    """The `config.json` of a LLaDA checkpoint with this shape.
+    """Return the `config.json` of a LLaDA checkpoint with this shape.
 
     Raises:
         UserError: the shape has something that LLaDA's format cannot say.

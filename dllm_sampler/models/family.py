@@ -94,7 +94,7 @@ class Family:
         return config
 
     def _bounded(self, raw: Mapping[str, Any], source: str, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
-        """The fields with the bounds that the checkpoint's tensors set."""
+        """Return the fields with the bounds that the checkpoint's tensors set."""
         pattern = re.compile(re.escape(self.names["layers.*.attn_norm"]).replace(r"\*", r"(\d+)", 1) + r"\.")
         found = [int(match[1]) for name in shapes if (match := pattern.match(name)) and len(match[1]) < 10]
         # Without a tensor of any layer, the complaint about missing tensors is the better one.

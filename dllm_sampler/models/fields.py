@@ -88,27 +88,27 @@ class Fields:
     read: set[str] = field(default_factory=set, compare=False)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field as it stands; `default` where it is absent or null."""
+        """Return a field as it stands; `default` where it is absent or null."""
         self.read.add(key)
         value = self.raw.get(key)
         return default if value is None else value
 
     def size(self, *keys: str, default: int | None = None) -> int:
-        """The first of `keys` that is set, a positive whole number that the checkpoint's tensors have room for."""
+        """Return the first of `keys` that is set: a positive whole number, bounded by the checkpoint's tensors."""
         key, value = self._first(keys, default)
         if not is_whole(value) or value < 1:
             raise config_error(self.source, f"{key} must be a whole number above 0, not {shown(value)}")
         return self._held(key, value)
 
     def depth(self, key: str) -> int:
-        """The number of layers, at most those that the checkpoint's tensors make."""
+        """Return the number of layers, at most those that the checkpoint's tensors make."""
         value = self.size(key)
         if self.layers is not None and value > self.layers:
             raise config_error(self.source, f"{key}={value}, but the tensors have {self.layers} layers")
         return value
 
     def length(self, key: str, default: int) -> int:
-        """A positive whole number of tokens: no tensor bounds it, but `LONGEST`."""
+        """Return a positive whole number of tokens: no tensor bounds it, but `LONGEST`."""
         value = Fields(self.raw, self.source, read=self.read).size(key, default=default)
         if value > LONGEST:
             raise config_error(self.source, f"{key} must be at most {LONGEST}, not {shown(value)}")
@@ -121,7 +121,7 @@ class Fields:
         return width // heads
 
     def number(self, key: str, default: float, most: float = float_info.max) -> float:
-        """A positive finite number, at most `most`."""
+        """Return a positive finite number, at most `most`."""
         return self._number(key, self.get(key, default), most)
 
     def eps(self, default: float) -> float:
@@ -129,21 +129,21 @@ class Fields:
         return self.number("rms_norm_eps", default, most=1)
 
     def count(self, key: str, default: int = 0) -> int:
-        """A whole number from 0 on that the checkpoint's tensors have room for."""
+        """Return a whole number from 0 on that the checkpoint's tensors have room for."""
         value = self.get(key, default)
         if not is_whole(value) or value < 0:
             raise config_error(self.source, f"{key} must be a whole number, not {shown(value)}")
         return self._held(key, value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """A switch."""
+        """Return true or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise config_error(self.source, f"{key} must be true or false, not {shown(value)}")
         return value
 
     def rope(self, theta: float = 10_000.0, partial: float = 1.0) -> tuple[float, float]:
-        """The base of rotary positions, and the part of a head that they turn; by default `theta` and `partial`.
+        """Return the base of rotary positions, and the part of a head that they turn; by default `theta` and `partial`.
 
         transformers 4 writes fields of their own and `rope_scaling`, transformers 5 all of it into `rope_parameters`.
 
@@ -223,7 +223,7 @@ class Fields:
 
 
 def largest(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Numbers that the largest of a checkpoint's tensors has."""
+    """Return the number of values in the largest of a checkpoint's tensors."""
     return max((prod(shape) for shape in shapes.values()), default=0)
 
 
@@ -243,7 +243,7 @@ def neutral(key: str, value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """A value for an error: numbers and texts that fill the screen are cut."""
+    """Return a value for an error: numbers and texts that fill the screen are cut."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a number of more than 30 digits"
     text = repr(value)

@@ -18,14 +18,14 @@ Layers = tuple[tuple[Tensor, Tensor], ...]  # weight [out, in] and bias [out] of
 
 
 def judge(layers: Layers, known: Tensor) -> Tensor:
-    """`[B, N]` logits for confidences `[B, N]`; ReLU between the layers (an assumption: it is not published)."""
+    """Return `[B, N]` logits for confidences `[B, N]`; ReLU between the layers (an assumption: it is not published)."""
     for index, (weight, bias) in enumerate(layers):
         known = linear(known if index == 0 else known.relu(), weight, bias)
     return known
 
 
 def find(path: str | None, spec: ModelSpec) -> Path:
-    """The file that was named, or else the one that the model's checkpoint ships.
+    """Return the file that was named, or else the one that the model's checkpoint ships.
 
     Raises:
         UserError: none was named and the model ships none.

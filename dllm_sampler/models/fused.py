@@ -74,7 +74,7 @@ def is_unmodified(layer: nn.Module) -> bool:
 
 @dataclass
 class Fused:
-    """Runs one layer of a pack, in place of `Cache.layer`; made once per forward.
+    """A function that runs one layer of a pack in place of `Cache.layer`. It is made once per forward.
 
     Args:
         kernels: of a layer.
@@ -98,7 +98,7 @@ class Fused:
         return self.pack.slots.masked_fill(empty, -1)
 
     def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope, rows: Tensor | None) -> Tensor:
-        """A `Drive`: what it returns lacks `feed`, but for what the last layer does."""
+        """Return a `Drive`: what it returns lacks `feed`, but for what the last layer does."""
         kernels = self.kernels
         normed, hidden = kernels.norm(hidden, layer.attn_norm.weight, layer.attn_norm.eps, self.feed)
         heads = self._attend(index, layer, normed, rope).flatten(1)[None]  # [1, T, H Dh]
@@ -109,7 +109,7 @@ class Fused:
         return hidden if rows is None else pick_rows(hidden + self.feed, late)
 
     def _attend(self, index: int, layer: Layer, normed: Tensor, rope: Rope) -> Tensor:
-        """Attention `[T, H, Dh]` before the output projection; the slots of this layer are written."""
+        """Return attention `[T, H, Dh]` before the output projection; the slots of this layer are written."""
         pack, kept = self.pack, self.plan.cache.slots
         slots = None if kept is None else (kept.keys[index], kept.values[index])
         q, k, v = self.kernels.qkv_rope(
@@ -143,7 +143,7 @@ class Fused:
         )
 
     def _feed(self, ffn: nn.Module, normed: Tensor) -> Tensor:
-        """The feed-forward `[N, M, D]` of the normed stream; experts run their own module."""
+        """Return the feed-forward `[N, M, D]` of the normed stream; experts run their own module."""
         if type(ffn) is not SwiGLU or any(has_hooks(one) for one in ffn.modules()):
             return feed(ffn, normed, self.together)
         if any(type(one) is not nn.Linear for one in ffn.children()):
@@ -156,7 +156,7 @@ class Fused:
 
 
 def projected(hidden: Tensor, *linears: nn.Linear, kernels: LayerKernels | None = None) -> Tensor:
-    """The outputs of several projections of `hidden [N, M, D]` side by side, in one product where weights allow it.
+    """Return several projections of `hidden [N, M, D]` side by side, from one product where weights allow it.
 
     kernels: for weights of integers. Without them each projection multiplies by itself, as its own class does
     """
@@ -183,7 +183,7 @@ def _product(hidden: Tensor, linears: tuple[nn.Linear, ...], kernels: LayerKerne
 
 
 def _together(weights: list[Tensor]) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Weights `[N_i, K]` as one, if they follow one another in memory: numbers, or integers and their scales `[N]`."""
+    """Return weights `[N_i, K]` as one if they are adjacent in memory: numbers, or integers and scales `[N]`."""
     found = [int8_parts(weight) for weight in weights]
     if any(one is None for one in found):
         return adjacent(*weights)
@@ -193,7 +193,7 @@ def _together(weights: list[Tensor]) -> Tensor | tuple[Tensor, Tensor] | None:
 
 
 def adjacent(*parts: Tensor) -> Tensor | None:
-    """`parts [n_i, ...]` as one tensor `[sum n_i, ...]`, no copy, if they follow one another in memory; else None."""
+    """Return `parts [n_i, ...]` as one tensor `[sum n_i, ...]` without a copy, or None if they are not adjacent."""
     if any(type(part.data) is not Tensor for part in parts):  # sharded or quantised: others keep its memory
         return None
     first, at = parts[0], parts[0].data_ptr()

@@ -29,7 +29,7 @@ from dllm_sampler.models.rows import RowsDenoiser, RowsModule
 
 @dataclass(frozen=True)
 class MaskedLMDenoiser(RowsDenoiser):
-    """Runs a masked LM on whole rows in every step.
+    """A denoiser that runs a masked LM on whole rows in every step.
 
     Rows are right-padded: then each model's own default positions, relative or absolute, are right.
 
@@ -158,7 +158,7 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
 
 
 def unread(config: Any, raw: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a `config.json` that say something of the network and that the config's class in transformers drops."""
+    """Return fields of a `config.json` about the network that the config's class in transformers drops."""
     found = dict[str, Any]()
     try:
         plain = type(config)()

@@ -265,7 +265,7 @@ def find(
 
 
 def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
-    """The family a parsed `config.json` belongs to; None for a masked LM of transformers."""
+    """Return the family a parsed `config.json` belongs to; None for a masked LM of transformers."""
     kind = str(raw.get("model_type", ""))
     for family in FAMILIES:
         if family.knows(ALIASES.get(kind.lower(), kind.lower()), raw):
@@ -284,7 +284,7 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
 def load_tokenizer(
     folder: Path, trust_remote_code: bool = False, config: PreTrainedConfig | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's tokenizer with its chat template; None where it has no tokenizer files.
+    """Return the checkpoint's tokenizer with its chat template; None where it has no tokenizer files.
 
     config: stands in for `config.json`, of a model that transformers does not know
 
@@ -351,7 +351,7 @@ def _add_texts(tokenizer: PreTrainedTokenizerBase | None, folder: Path, chosen: 
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A torch dtype from itself or its name; `auto` is None, the checkpoint's."""
+    """Return a torch dtype from itself or its name; `auto` is None, the checkpoint's."""
     if dtype == "auto":
         return None
     if isinstance(dtype, str):
@@ -364,7 +364,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """A torch device from itself or its name, checked to exist; `auto` is the GPU where there is one."""
+    """Return a torch device from itself or its name, checked to exist; `auto` is the GPU where there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -392,7 +392,7 @@ def _denoiser(
     device: torch.device,
     mask_id: int | None,
 ) -> TransformerDenoiser:
-    """The model with its special tokens: as given, else by `config.json`, the generation config or the tokenizer.
+    """Return the model with its special tokens, from arguments, `config.json`, generation config or tokenizer.
 
     All end tokens that any of the three names end an answer. The generation config's come first: what ends an answer is
     for it to say, since a chat model's answer ends before the text does. The tokenizer's is left out where a file names

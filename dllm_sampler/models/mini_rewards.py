@@ -38,7 +38,7 @@ def lines(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 
 
 def units(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """The same of a 4x4 sudoku, of its four boxes too."""
+    """Return the same of a 4x4 sudoku, of its four boxes too."""
     return [_filled(*each, boxed=True) for each in zip(prompts, completions, strict=True)]
 
 

@@ -55,7 +55,7 @@ def held_out(prompt: str) -> bool:
 
 
 def draw_example(draw: Draw, rng: Random, *, held: bool) -> tuple[str, str]:
-    """A prompt of the training split, or of the held-out split, and a right answer."""
+    """Return a prompt of the training split, or of the held-out split, and a right answer."""
     while True:
         prompt, answer = draw(rng)
         if held_out(prompt) == held:
@@ -72,13 +72,13 @@ def _names(rng: Random, least: int = 1) -> list[str]:
 
 
 def _split(prompt: str) -> tuple[list[str], str]:
-    """The items and the extra name ("" if there is none) of a list prompt."""
+    """Return the items and the extra name ("" if there is none) of a list prompt."""
     items, _, extra = prompt.partition(": ")[2].partition("; ")
     return items.split(", "), extra
 
 
 def _whole(name: str, answer: str, limits: str, edit: Callable[[list[str]], list[str]]) -> Task:
-    """An operation on the whole list with one right answer."""
+    """Return an operation on the whole list with one right answer."""
 
     def draw(rng: Random) -> tuple[str, str]:
         items = _names(rng)
@@ -103,7 +103,7 @@ def _shuffle() -> Task:
 
 
 def _at_place(verb: str, edit: Edit, *, extra: bool, past_end: bool, random: bool) -> Task:
-    """An operation at one place of the list, which the prompt names (counted from 0) or leaves open."""
+    """Return an operation at one place of the list, which the prompt names (counted from 0) or leaves open."""
     least = 1 if extra else 2  # removing leaves at least one name
 
     def places(items: list[str]) -> range:
@@ -142,13 +142,13 @@ def _replace(items: list[str], index: int, name: str) -> list[str]:
 
 
 def _chain(start: int, steps: list[tuple[str, int]]) -> str:
-    """The intermediate results of a sum, from left to right: `8 + 5 = 13, 13 - 4 = 9`."""
+    """Return the intermediate results of a sum, from left to right: `8 + 5 = 13, 13 - 4 = 9`."""
     totals = list(accumulate((amount if sign == "+" else -amount for sign, amount in steps), initial=start))
     return ", ".join(f"{a} {sign} {b} = {c}" for a, (sign, b), c in zip(totals, steps, totals[1:], strict=False))
 
 
 def _sum(rng: Random, start: int, amounts: Iterable[int]) -> tuple[str, str]:
-    """A prompt that adds or takes away each amount, whichever keeps the total between 0 and 99."""
+    """Return a prompt that adds or takes away each amount, whichever keeps the total between 0 and 99."""
     total, steps = start, []
     for amount in amounts:
         signs = [sign for sign, result in (("+", total + amount), ("-", total - amount)) if 0 <= result <= 99]
@@ -183,7 +183,7 @@ def _check_arithmetic(prompt: str, answer: str) -> bool:
 
 @cache
 def _squares() -> tuple[str, ...]:
-    """All 576 latin squares of side 4, their rows joined by ", "."""
+    """Return all 576 latin squares of side 4, their rows joined by ", "."""
     rows = ["".join(row) for row in permutations("1234")]
     squares: list[tuple[str, ...]] = [()]
     for _ in range(4):
@@ -217,7 +217,7 @@ def _check_latin(prompt: str, answer: str) -> bool:
 
 
 def boxes(rows: Sequence[str]) -> list[str]:
-    """The four 2x2 boxes of four rows."""
+    """Return the four 2x2 boxes of four rows."""
     return [rows[top][left : left + 2] + rows[top + 1][left : left + 2] for top in (0, 2) for left in (0, 2)]
 
 
@@ -227,12 +227,12 @@ def _is_sudoku(rows: tuple[str, ...]) -> bool:
 
 @cache
 def _sudokus() -> tuple[str, ...]:
-    """The 288 sudokus of side 4, their rows joined by ", "."""
+    """Return the 288 sudokus of side 4, their rows joined by ", "."""
     return tuple(square for square in _squares() if _is_sudoku(tuple(square.split(", "))))
 
 
 def _draw_sudoku(rng: Random, least: int, most: int, *, proper: bool) -> tuple[str, str]:
-    """A grid with this many given cells; proper: that leave one solution."""
+    """Return a grid with this many given cells; proper: that leave one solution."""
     while True:
         square = rng.choice(_sudokus())
         cells = [place for place, symbol in enumerate(square) if symbol.isdigit()]

@@ -24,13 +24,13 @@ CHAT_TEMPLATE = "{{ messages[-1]['content'] }}" + SEP
 
 
 def vocabulary() -> dict[str, int]:
-    """Every token and its id."""
+    """Return every token and its id."""
     words = (EOS, MASK, SEP, UNK, *SPACED, *MARKS, *"0123456789", *LISTS, *OTHERS, *FIELDS, *NAMES, *CITIES, *COLORS)
     return {word: index for index, word in enumerate(words)}
 
 
 def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """The tokenizer; a prompt ends in `[SEP]`, a word outside the vocabulary becomes `[UNK]` at its offsets.
+    """Return the tokenizer; a prompt ends in `[SEP]`, a word outside the vocabulary becomes `[UNK]` at its offsets.
 
     max_length: context of the model in tokens
     """

@@ -33,7 +33,7 @@ class KnownTokens(Guide):
 
 
 def mixture(own: Tensor, other: Tensor, weight: float) -> Tensor:
-    """Logits `[..., V]` of the product of two distributions: `own` to the power `weight`, `other` to the rest.
+    """Return logits `[..., V]` of the product of two distributions: `own` to the power `weight`, `other` to the rest.
 
     Args:
         own: `[..., V]` logits. A token that either model excludes, or that the other does not know, stays excluded.

@@ -36,7 +36,7 @@ class MoeConfig:
 
 
 class Router(nn.Module):
-    """Chooses each token's experts, in float32 (float64 for float64)."""
+    """The choice of each token's experts, in float32 (float64 for float64)."""
 
     def __init__(self, config: MoeConfig, width: int):
         super().__init__()
@@ -45,7 +45,7 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.bias else None
 
     def forward(self, hidden: Tensor, together: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of the experts `[T, k]` for tokens `[T, D]`; with a pool `together` must be given.
+        """Return weights and numbers of the experts `[T, k]` for tokens `[T, D]`; with a pool `together` must be given.
 
         together: int64 `[T]` one number below T for the tokens of each block, see `Transformer.together`
         """
@@ -71,7 +71,7 @@ class Router(nn.Module):
         return weight * config.scale, chosen
 
     def _pooled(self, ranked: Tensor, together: Tensor) -> Tensor:
-        """`ranked [T, E]`, -inf outside the pool of the token's block.
+        """Return `ranked [T, E]`, -inf outside the pool of the token's block.
 
         The pool of a block holds the best experts of its tokens. Source: LLaDA2.2's block routing.
         """
@@ -130,12 +130,12 @@ class MoE(nn.Module):
 
 
 def feed(ffn: nn.Module, hidden: Tensor, together: Tensor | None) -> Tensor:
-    """The feed-forward `[N, M, D]` of the normed stream; tokens that choose experts `together` go to experts alone."""
+    """Return the feed-forward `[N, M, D]` of the normed stream. Tokens choose experts `together` or alone."""
     return ffn(hidden) if together is None or not isinstance(ffn, MoE) else ffn(hidden, together)
 
 
 def best(score: Tensor, count: int) -> Tensor:
-    """`[..., count]` places of the largest of `score [..., E]`; of equal ones the first, which `topk` does not say."""
+    """Return `[..., count]` places of the largest of `score [..., E]`, the first among equals, unlike `topk`."""
     return score.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
@@ -149,7 +149,7 @@ def _grouped(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _per_expert(rows: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """`[R, out]` each of `rows [R, in]` times its expert's matrix of `weight [E, out, in]`; `expert [R]` is sorted."""
+    """Return `[R, out]` each of `rows [R, in]` times its matrix of `weight [E, out, in]`. `expert [R]` is sorted."""
     if _grouped(weight, rows.dtype) and rows.device.type in ("cpu", "cuda"):
         number = torch.arange(weight.shape[0], device=expert.device)
         ends = torch.searchsorted(expert, number, right=True).int()  # [E] where each expert's rows end

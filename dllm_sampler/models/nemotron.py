@@ -21,7 +21,7 @@ def _read(fields: Fields) -> TransformerConfig:
 
 
 def _positions(fields: Fields) -> tuple[float, Yarn | None]:
-    """The base of rotary positions and how they are stretched, from `rope_parameters` or `rope_scaling`."""
+    """Return the base of rotary positions and how they are stretched, from `rope_parameters` or `rope_scaling`."""
     said = [name for name in BOTH if fields.get(name) is not None]
     inside = fields.get(said[0], {}) if said else {}
     where = said[0] if said else BOTH[0]

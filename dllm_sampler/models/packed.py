@@ -30,7 +30,7 @@ class PackedAttention:
     masks: list[Tensor | None] | None = field(init=False, default=None)  # made by the first layer
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None) -> Tensor:
-        """Heads `[1, H, T, Dh]` of queries `[1, H, T, Dh]` over keys and values `[1, Hkv, T, Dh]` and stored ones.
+        """Return heads `[1, H, T, Dh]` of queries of that shape over keys and values `[1, Hkv, T, Dh]` and stored ones.
 
         Keys and values of the entries are in their slots already, where there are any.
         """
@@ -107,5 +107,5 @@ class PackedAttention:
 
 
 def _split(heads: Tensor, counts: list[int]) -> Sequence[Tensor]:
-    """`[1, H, T, Dh]` as one tensor for each count."""
+    """Return `[1, H, T, Dh]` as one tensor for each count."""
     return heads.split(counts, 2) if len(counts) > 1 else [heads]

@@ -12,7 +12,7 @@ QWEN_IGNORED = ("sliding_window", "max_window_layers")  # of no effect without u
 
 
 def read_qwen(fields: Fields, **changes: Any) -> TransformerConfig:
-    """The fields that every family has which follows Qwen's config."""
+    """Return the fields that every family has which follows Qwen's config."""
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     read = {
         "vocab_size": fields.size("vocab_size"),
@@ -34,7 +34,7 @@ def read_qwen(fields: Fields, **changes: Any) -> TransformerConfig:
 
 
 def experts(fields: Fields, **settings: Any) -> MoeConfig:
-    """The expert layers: their number and the share of a token by the names that families agree on, else `settings`."""
+    """Return the expert layers. Their number and a token's share have common names, or come from `settings`."""
     bias = fields.flag("moe_router_enable_expert_bias", False)
     moe = MoeConfig(
         **{"num_experts": fields.size("num_experts"), "top_k": fields.size("num_experts_per_tok"), "bias": bias}
@@ -72,7 +72,7 @@ def rotary(fields: Fields, head_dim: int, default: float) -> tuple[float, int | 
 
 
 def whole_rope(fields: Fields) -> float:
-    """The base of rotary positions that turn whole heads."""
+    """Return the base of rotary positions that turn whole heads."""
     theta, part = fields.rope()
     if part != 1:
         raise unsupported_error(fields.source, f"partial_rotary_factor = {part:g}")

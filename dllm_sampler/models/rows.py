@@ -24,7 +24,7 @@ LogitsFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class RowsDenoiser:
-    """Runs whole rows in every step, through `logits`.
+    """A denoiser that runs whole rows in every step, through `logits`.
 
     What travels as "hidden states" are the logits: a model's head need not be linear, so guidance mixes logits. Rows
     are right-padded, as on the canvas: the first column is position 0.
@@ -40,7 +40,7 @@ class RowsDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Logits `[R, V]`, one row for each of `plan.head_rows`."""
+        """Return logits `[R, V]`, one row for each of `plan.head_rows`."""
         batch, candidates, width = query.ids.shape
         ids = query.rows(canvas)[:, :, :-1]  # [B, K, L]
         seen = visible(canvas, query)[:, None, :-1].expand_as(ids)
@@ -51,7 +51,7 @@ class RowsDenoiser:
         return plan.head_rows.pick(logits.view(batch, candidates, width, -1)), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """The logits themselves."""
+        """Return the logits themselves."""
         return hidden
 
 
@@ -159,7 +159,7 @@ class RowsModule(nn.Module):
     def forward(
         self, ids: Tensor, *, positions: Tensor | None = None, keys: Tensor | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        """Logits `[N, M|Q, V]` of the tokens `[N, M]`.
+        """Return logits `[N, M|Q, V]` of the tokens `[N, M]`.
 
         positions: `[N, M]`, in ascending order; anything before position 0 is padding. Default 0..M-1
         keys: bool `[N, M]`, columns that may be seen; default all

@@ -63,14 +63,14 @@ def has_weights(folder: Path) -> bool:
 
 
 def family_of(source: Path) -> Family:
-    """The family of a checkpoint that was loaded as a `Transformer`."""
+    """Return the family of a checkpoint that was loaded as a `Transformer`."""
     family = loading.find_family(weights.read_json(source / "config.json"), source)
     assert family is not None
     return family
 
 
 def named(network: Transformer, family: Family, stored: Collection[str] = ()) -> dict[str, Tensor]:
-    """The network's tensors under the family's names; a tied head only where the names `stored` have one."""
+    """Return the network's tensors under the family's names; a tied head only where the names `stored` have one."""
     tensors = to_checkpoint(network, family)
     (head,) = family.parts("lm_head.weight", network.config)
     if head.name in stored and head.name not in tensors:
@@ -79,7 +79,7 @@ def named(network: Transformer, family: Family, stored: Collection[str] = ()) ->
 
 
 def _as_stored(tensors: dict[str, Tensor], stored: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    """The tensors in the dtypes they are stored in, in main memory. One of two names stays one of two names."""
+    """Return the tensors in the dtypes they are stored in, in main memory. One of two names stays one of two names."""
     made: dict[tuple[int, torch.Size], Tensor] = {}
     found = {}
     for name, tensor in tensors.items():

@@ -63,14 +63,14 @@ class Rope:
     scale: Tensor | None = None
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Rope:
-        """The same factors on another device (accelerate moves a layer's arguments by this method)."""
+        """Return the same factors on another device (accelerate moves a layer's arguments by this method)."""
         scale = None if self.scale is None else self.scale.to(device, non_blocking=non_blocking)
         return Rope(
             self.cos.to(device, non_blocking=non_blocking), self.sin.to(device, non_blocking=non_blocking), scale
         )
 
     def at(self, rows: Tensor) -> Rope:
-        """The factors of some of the positions: of rows `[N, R]` among the M."""
+        """Return the factors of some of the positions: of rows `[N, R]` among the M."""
         index = rows[:, None, :, None]
         scale = None if self.scale is None else self.scale.expand(len(rows), -1, -1, -1).gather(2, index)
         cos, sin = (f.expand(len(rows), -1, -1, -1) for f in (self.cos, self.sin))
@@ -179,43 +179,43 @@ class Layer(nn.Module):
         return self.q(normed, rope), self.k(normed, rope), self.v(normed)
 
     def q(self, normed: Tensor, rope: Rope) -> Tensor:
-        """Queries `[N, H, M, Dh]` of the normed stream `attn_norm(hidden) [N, M, D]`."""
+        """Return queries `[N, H, M, Dh]` of the normed stream `attn_norm(hidden) [N, M, D]`."""
         heads = self.q_proj(normed).unflatten(-1, (-1, self.head_dim))  # [N, M, H, Dh]
         turned = rope.rotate((heads if self.q_norm is None else self.q_norm(heads)).transpose(1, 2))
         return turned if rope.scale is None else turned * rope.scale.to(turned.dtype)
 
     def k(self, normed: Tensor, rope: Rope) -> Tensor:
-        """Keys `[N, Hkv, M, Dh]` of the normed stream `[N, M, D]`."""
+        """Return keys `[N, Hkv, M, Dh]` of the normed stream `[N, M, D]`."""
         heads = self.k_proj(normed).unflatten(-1, (-1, self.head_dim))  # [N, M, Hkv, Dh]
         return rope.rotate((heads if self.k_norm is None else self.k_norm(heads)).transpose(1, 2))
 
     def v(self, normed: Tensor) -> Tensor:
-        """Values `[N, Hkv, M, Dh]` of the normed stream `[N, M, D]`."""
+        """Return values `[N, Hkv, M, Dh]` of the normed stream `[N, M, D]`."""
         return self.v_proj(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """Values `[N, Hkv, M, Dh]` of the stream `[N, M, D]`."""
+        """Return values `[N, Hkv, M, Dh]` of the stream `[N, M, D]`."""
         return self.v(self.attn_norm(hidden))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention output `[N, M, D]` after the output projection; the residual is not added.
+        """Return attention output `[N, M, D]` after the output projection; the residual is not added.
 
         q: `[N, H, M, Dh]`; k, v: `[N, Hkv, S, Dh]`; mask: bool `[N, 1, 1|M, S]`, true where a key may be seen.
         """
         return self.output(self.heads(q, k, v, mask))
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention `[N, H, M, Dh]` before the output projection; arguments as `attend`."""
+        """Return attention `[N, H, M, Dh]` before the output projection; arguments as `attend`."""
         # Stored keys may be wider than the computation: slots are float32 under FSDP's bfloat16 mixed precision.
         k, v = k.to(q.dtype), v.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.grouped)
 
     def output(self, heads: Tensor) -> Tensor:
-        """The output projection `[N, M, D]` of attention `[N, H, M, Dh]`."""
+        """Return the output projection `[N, M, D]` of attention `[N, H, M, Dh]`."""
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention probabilities `[N, H, M, S]`, for caches that look at chosen rows; arguments as `attend`."""
+        """Return attention probabilities `[N, H, M, S]`, for caches that look at chosen rows; arguments as `attend`."""
         groups = q.unflatten(1, (k.shape[1], -1))  # [N, Hkv, H/Hkv, M, Dh]
         scores = (groups @ k.unsqueeze(2).mT).flatten(1, 2) * self.head_dim**-0.5  # [N, H, M, S]
         return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
@@ -259,7 +259,7 @@ class Transformer(nn.Module):
         rows: Tensor | None = None,
         inputs: Inputs | None = None,
     ) -> Tensor:
-        """Logits `[N, M, V]`; with `drive` the normed hidden states `[N, M|Q, D]` for `head`.
+        """Return logits `[N, M, V]`; with `drive` the normed hidden states `[N, M|Q, D]` for `head`.
 
         ids: int64 `[N, M]`
         positions: int64 `[N, M]`, rotary positions; default 0..M-1

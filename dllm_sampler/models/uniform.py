@@ -36,7 +36,7 @@ class _Text:
 
 
 def _twice(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A layer's forward that keeps only its input, and runs again in the backward pass."""
+    """Return a layer's forward that keeps only its input, and runs again in the backward pass."""
 
     def run(*given: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -85,7 +85,7 @@ class UniformLM(nn.Module):
     def forward(
         self, ids: Tensor, length: Tensor, noisy: Tensor, columns: Tensor, prompt: Tensor, again: Tensor, *, read: bool
     ) -> list[Tensor]:
-        """Logits `[B, A, V]` of the tokens at `columns`: the decoder's and, where they are to be `read`, the encoder's.
+        """Return logits `[B, A, V]` at `columns`: the decoder's, and the encoder's where they are to be `read`.
 
         Args:
             ids: `[B, L]` clean rows, padded on the right.

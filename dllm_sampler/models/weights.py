@@ -111,7 +111,7 @@ def _not_floating(file: Path, name: str, opened: Any) -> UserError:
 
 
 def _shape(held: list[tuple[str, Part]], shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape that a tensor of the checkpoint should have, by the parameters of ours that lie in it."""
+    """Return the shape that a tensor of the checkpoint should have, by the parameters of ours that lie in it."""
     name, part = held[0]
     if part.rows is not None:
         return max(each.rows.stop for _, each in held if each.rows is not None), *shapes[name][1:]
@@ -119,7 +119,7 @@ def _shape(held: list[tuple[str, Part]], shapes: dict[str, tuple[int, ...]]) -> 
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype of the checkpoint's first floating-point tensor."""
+    """Return the dtype of the checkpoint's first floating-point tensor."""
     for name, file in tensor_files(folder).items():
         with safe_open(file, framework="pt") as opened:
             dtype = opened.get_slice(name)[:0].dtype
@@ -139,7 +139,7 @@ def dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 def _by_file(folder: Path) -> dict[Path, list[str]]:
-    """The tensors of each file of a checkpoint."""
+    """Return the tensors of each file of a checkpoint."""
     found: dict[Path, list[str]] = {}
     for name, file in tensor_files(folder).items():
         found.setdefault(file, []).append(name)
@@ -147,7 +147,7 @@ def _by_file(folder: Path) -> dict[Path, list[str]]:
 
 
 def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a checkpoint, from the files' headers.
+    """Return the shape of every tensor of a checkpoint, from the files' headers.
 
     Raises:
         UserError: see `tensor_files`.
@@ -160,7 +160,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Every tensor of a checkpoint and the file it lies in.
+    """Return every tensor of a checkpoint and the file it lies in.
 
     Raises:
         UserError: the safetensors are missing (pickles are refused), or the index and its shards do not fit together.

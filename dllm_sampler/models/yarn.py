@@ -26,7 +26,7 @@ class Yarn:
     queries: float = 0.0
 
     def stretched(self, frequencies: Tensor, theta: float, size: int) -> Tensor:
-        """The frequencies `[R/2]` in place of `theta ** -(2 i / R)`, where R is `size`."""
+        """Return the frequencies `[R/2]` in place of `theta ** -(2 i / R)`, where R is `size`."""
         low, high = (
             size * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in (self.fast, self.slow)

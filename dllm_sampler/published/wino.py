@@ -30,7 +30,7 @@ class PublishedWino(Wino):
 
     @property
     def traits(self) -> Traits:
-        """See `Scheduler.traits`. A mask token may be final."""
+        """Traits of WINO whose mask tokens may be final."""
         return super().traits.adding(CommittedMasks())
 
     @override

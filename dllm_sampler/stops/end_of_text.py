@@ -17,7 +17,7 @@ Mode = Literal["resolved", "predicted"]
 
 @dataclass(frozen=True)
 class EndOfText(TruncateStop):
-    """Cut the canvas after the end of text: a committed end token, or a predicted one.
+    """A cut of the canvas after the end of text: a committed end token, or a predicted one.
 
     Source: End-of-Text prediction of Learn2PD, arXiv 2509.25188. `resolved` is the paper's rule: cut where an end
     token is committed (as `TruncateStop`). `predicted` is the published code's: where a step commits none, also cut

@@ -17,14 +17,14 @@ from dllm_sampler.errors import UserError
 
 
 def first_of(chosen: Tensor) -> Tensor:
-    """`[B]` first true column of a `[B, L+1] bool` set, L + 1 where there is none."""
+    """Return `[B]` first true column of a `[B, L+1] bool` set, L + 1 where there is none."""
     size = chosen.shape[1]
     return torch.where(chosen, select.arange(size, chosen.device), size).amin(1)
 
 
 @dataclass(frozen=True)
 class NoStop(Stop):
-    """Decode the whole canvas; the text is cut at the first end token afterwards (LLaDA's default)."""
+    """No stop: the whole canvas is decoded, and the text is cut at the first end token (LLaDA's default)."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class _EosStop(Stop):
 
 
 def with_finish(edit: Edit, finish: Tensor) -> Edit:
-    """The edit that also stops the rows `finish [B] bool`."""
+    """Return the edit that also stops the rows `finish [B] bool`."""
     return replace(edit, finish=finish if edit.finish is None else edit.finish | finish)
 
 
 @dataclass(frozen=True)
 class BlockStop(_EosStop):
-    """Stop after a complete block that contains an end token; everything after it becomes padding.
+    """A stop after a complete block that contains an end token. Everything after it becomes padding.
 
     Raises:
         UserError: in `bind`, if several blocks are open at once, or a window slides.
@@ -70,7 +70,7 @@ class BlockStop(_EosStop):
 
 @dataclass(frozen=True)
 class PrefixStop(_EosStop):
-    """Stop once an end token is committed and no mask remains before it; no token before it changes.
+    """A stop once an end token is committed and no mask remains before it. No token before it changes.
 
     With a scheduler that takes tokens back (`edit.remask`), once the block is over.
     """
@@ -84,7 +84,7 @@ class PrefixStop(_EosStop):
 
 @dataclass(frozen=True)
 class TruncateStop(_EosStop):
-    """Cut the canvas after an end token as soon as it is committed: later masks vanish from the context.
+    """A cut of the canvas after a committed end token. Later masks vanish from the context.
 
     Where the scheduler takes tokens back (`edit.remask`), once its block is over.
     """

@@ -52,7 +52,7 @@ class Prophet(Stop):
         return frozenset({"gap"})
 
     def region(self, canvas: Canvas) -> Tensor:
-        """`[B, L+1] bool` the answer's columns."""
+        """Return `[B, L+1] bool` the answer's columns."""
         if self.start is None:
             return canvas.masked
         ahead = canvas.columns() - canvas.layout.first[:, None]

@@ -29,7 +29,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Forking(Around, ABC):
-    """Ask the inner scheduler's query about the canvas and its forks; `tell` says which one wins.
+    """The base of drafting by forks: the inner query is asked about canvas and forks, and `tell` says which wins.
 
     Args:
         inner: the scheduler that commits.

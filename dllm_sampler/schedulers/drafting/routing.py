@@ -28,7 +28,7 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class Routing:
-    """Decides from a draft alone whether it is verified.
+    """A rule that decides from a draft alone whether it is verified.
 
     The expected gain of a span is the sum of `prod_{j <= k} a_j` over its positions k, where a_j estimates whether the
     draft of position j will be accepted; the score is the gain less the cost.
