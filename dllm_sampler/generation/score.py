@@ -74,10 +74,13 @@ def reasons_against(runtime: Runtime) -> Iterator[str]:
         if guide.joint or guide.vetoes:
             yield f"guide={named(guide)} chooses the tokens of a step together. Remove it."
     for fact in _facts(traits):
-        yield f"{scheduler} {fact}, so that an answer has many paths. Use scheduler=fixed with score=margin."
+        yield f"{scheduler} {fact}, so that an answer has many paths. Use scheduler=fixed with scheduler.score=margin."
     if not is_random(plugins.guides):
         if traits.own_tokens:
-            yield f"{scheduler} writes other tokens than those of the step. Use scheduler=fixed with score=margin."
+            yield (
+                f"{scheduler} writes other tokens than those of the step. Use scheduler=fixed with"
+                " scheduler.score=margin."
+            )
         return  # without a temperature the best token is drawn, and judging it is judging the model
     if plugins.judge == "best":
         return
@@ -146,7 +149,8 @@ def _batch(runtime: Runtime, rows: Sequence[tuple[list[int], list[int]]]) -> Sco
     if bool(state.canvas.masked.any()):
         raise UserError(
             "score-inexact",
-            f"scheduler={named(plugins.scheduler)} left masks in the answer. Use scheduler=fixed with score=margin.",
+            f"scheduler={named(plugins.scheduler)} left masks in the answer. Use scheduler=fixed with"
+            " scheduler.score=margin.",
         )
     answer, recorder = canvas.answer(), state.recorder
     return Scores(

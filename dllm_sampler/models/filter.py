@@ -83,7 +83,7 @@ def load(path: Path, spec: ModelSpec) -> Layers:
 
 
 def _check_made_for(spec: ModelSpec, said: Any, path: Path) -> None:
-    """Confidences fit any model, so the wrong filter would run, and commit the wrong tokens."""
+    """Refuse a filter of another model: it would run, and commit the wrong tokens."""
     said = said if isinstance(said, dict) else {}
     if said.get("schema", SCHEMA) != SCHEMA:
         text = f"scheduler.filter: {path} has schema {said['schema']!r}, not {SCHEMA}. Train it again."
