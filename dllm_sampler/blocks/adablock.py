@@ -17,7 +17,7 @@ class AdaBlock(Blocks):
     """End a block at the surest delimiter (for example a newline), if the model is sure enough of one.
 
     Source: AdaBlock-dLLM, arXiv 2509.26432. The forward that opens a block also sizes it: among the positions of the
-    window whose candidate is a delimiter the most confident one ends the block, inclusively, if its confidence
+    window whose predicted token is a delimiter the most confident one ends the block, inclusively, if its confidence
     reaches the threshold; otherwise the block has `length` positions. The window is the published code's, a share of
     the whole generation (the paper's grows with what is decoded).
 

@@ -185,7 +185,7 @@ def assemble(
         _set(guides, TopK(k=top_k), "k", len(guides))
     if top_p is not None:
         _set(guides, TopP(p=top_p), "p", len(guides))
-    guides.sort(key=lambda one: getattr(one, "joint", False))  # what candidates have in common is chosen last
+    guides.sort(key=lambda one: getattr(one, "joint", False))  # a joint choice of tokens comes last
     unbound = tuple(_of(Guide, "guide", one) for one in guides)
     given = _of(Blocks, "blocks", config.build("blocks", blocks))
     context = Context(spec, given, unbound, tokenizer)
@@ -287,7 +287,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         yield f"{' and '.join(forms)} both say what form an answer has. Remove one of them."
     if forms and traits.own_tokens:
         yield (
-            f"{scheduler} writes other tokens than the candidates of its step, and {forms[0]} checks these only."
+            f"{scheduler} writes other tokens than those predicted in its step, and {forms[0]} checks only these."
             " Use another scheduler, for example threshold."
         )
     if forms and plugins.stop.fills:

@@ -18,7 +18,7 @@ from dllm_sampler.schedulers.dinfer import DInferThreshold
 
 @dataclass(frozen=True)
 class PublishedDInferThreshold(DInferThreshold):
-    """Positions whose candidate is the mask token neither count as the best one nor are committed.
+    """Positions whose predicted token is the mask neither count as the best one nor are committed.
 
     Source: dInfer, arXiv 2510.08666.
     """

@@ -16,7 +16,7 @@ from dllm_sampler.schedulers.score import Score, rate, score_needs
 
 @dataclass(frozen=True)
 class Coherent(SharedSteps, Scheduler):
-    """Coherent contextual decoding: masks whose candidate is the same in two successive contexts are committed.
+    """Coherent contextual decoding: masks whose predicted token is the same in two successive contexts are committed.
 
         while masks remain in the block:
             token, score = model(canvas)
@@ -31,7 +31,7 @@ class Coherent(SharedSteps, Scheduler):
     Source: CCD and CCD-DS, arXiv 2512.02044, the rule of its code (`ccd_marginal` is the paper's). Nothing is expected
     before the end of the warm-up. From then on `line` grows by one per step, up to n (1 + `expand`). It is published
     for one block and one token per step. Here everything counts within a block, and an n that does not divide evenly is
-    larger in the first steps. Under a temperature the sampled candidates must agree.
+    larger in the first steps. Under a temperature the sampled tokens must agree.
 
     Args:
         dynamic: commit all that agree (CCD-DS). False commits the step's share (CCD).
@@ -58,7 +58,7 @@ class Coherent(SharedSteps, Scheduler):
 
     @property
     def traits(self) -> Traits:
-        """A candidate must stay the same token to be supported."""
+        """A predicted token must stay the same to be supported."""
         ranks, draws = self.score == "confidence", self.score == "random"
         facts = Traits(ranks_by_confidence=ranks, draws_order=draws, scheduled=True)
         return facts.adding(JudgedTokens())
@@ -69,7 +69,7 @@ class Coherent(SharedSteps, Scheduler):
         return score_needs(self.score)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return `[B, L+1]` expected positions and last candidates, `[B]` length of the line, and the schedule."""
+        """Return `[B, L+1]` expected positions and last predictions, `[B]` length of the line, and the schedule."""
         one = torch.ones_like(canvas.start)
         return torch.zeros_like(canvas.masked), torch.full_like(canvas.ids, -1), one, (one, one)
 

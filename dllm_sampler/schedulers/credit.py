@@ -14,7 +14,7 @@ from dllm_sampler.schedulers.dinfer import DInferThreshold
 
 @dataclass(frozen=True)
 class Credit(DInferThreshold):
-    """Credit decoding: tokens that were candidates in earlier steps gain probability, then dInfer's threshold commits.
+    """Credit decoding: tokens that were predicted in earlier steps gain probability, then dInfer's threshold commits.
 
         credit = 0 for each mask and token
         while masks remain in the block:
@@ -29,7 +29,7 @@ class Credit(DInferThreshold):
     Source: credit decoding, arXiv 2510.06133, as in dInfer. Credit ends with the block, and that of several open blocks
     with the first of them. Under a sliding window it does not end. The published matrix has a number per position and
     token. Here a position remembers its `memory` best-credited tokens, which differs only after more tokens than that
-    have been candidates there. Under a temperature the sampled candidates earn credit.
+    have been predicted there. Under a temperature the sampled tokens earn credit.
 
     Args:
         threshold, slack: as in `DInferThreshold`.

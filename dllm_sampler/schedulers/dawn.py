@@ -35,7 +35,7 @@ class Dawn(Scheduler):
     committed and has a confidence of `threshold` now. Attention is a mean over heads and the last layers. Rows compute
     all columns in each forward, so caches are refused. The published code leaves out of `rest` only what depends on a
     position that is both sure and induced. Its walk does not end, and writes over the prompt's first token where two
-    candidates are linked. That is not reproduced.
+    predicted tokens are linked. That is not reproduced.
 
     Args:
         threshold: confidence of sure positions and of text that others may lean on.

@@ -39,7 +39,7 @@ class DInferThreshold(Threshold):
         return self.commit(canvas, query, readout.token[:, 0], readout.confidence[:, 0]), carry
 
     def commit(self, canvas: Canvas, query: Query, token: Tensor, sure: Tensor) -> Edit:
-        """Return the edit for candidates `token [B, Q]` and their probabilities `sure [B, Q]`."""
+        """Return the edit for predicted tokens `token [B, Q]` and their probabilities `sure [B, Q]`."""
         eligible = canvas.eligible(query.positions)
         if self.position_temperature:
             commit = self.chosen_or_one(canvas, query, sure >= self.threshold, sure, eligible)

@@ -30,7 +30,7 @@ class Eoser(Around):
             confidence = factor * confidence where token is an end token
             commit inner(canvas, token, confidence)
 
-    Source: EOSER, arXiv 2509.23924. Only the inner scheduler's ranking changes, no candidate.
+    Source: EOSER, arXiv 2509.23924. Only the inner scheduler's ranking changes, no token.
 
     Args:
         inner: the scheduler that ranks by confidence.

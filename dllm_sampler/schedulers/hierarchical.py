@@ -31,7 +31,7 @@ class Hierarchical(Scheduler):
     Args:
         low: confidence the best of a run must exceed. The surest mask of the block is committed in any case.
         threshold: masks above it are committed wherever they are. None commits none so.
-        remask: committed tokens of the block whose candidate's confidence is now below it count as masks: they are
+        remask: committed tokens of the block at whose position the confidence is now below it count as masks: they are
             either chosen again or become noise. None takes nothing back.
     """
 

@@ -50,7 +50,7 @@ class PositionCalibrated(FixedSteps):
 
     @property
     def traits(self) -> Traits:
-        """Traits of a rank that depends on the candidate, if there is a table."""
+        """Traits of a rank that depends on the predicted token, if there is a table."""
         return super().traits if self.frequency is None else super().traits.adding(JudgedTokens())
 
     def bind(self, context: Context) -> Self:

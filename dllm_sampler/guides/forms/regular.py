@@ -31,7 +31,7 @@ from dllm_sampler.guides.forms.tokens import token_bytes
 class Form(Guide):
     """Answers of a regular language, whatever the scheduler commits together.
 
-    The candidates of a step are tokens of one string that has the form and the decided tokens. It is the best such
+    The predicted tokens of a step are those of one string that has the form and the decided tokens. It is the best such
     string, or under a temperature an exact draw among all of them. Positions that a step does not ask about count as
     uniform. Every part of it that a scheduler commits can be completed, so an answer that comes to its end has the
     form. After an end token any token is allowed. If other guides leave no token that fits, the choice is made without
