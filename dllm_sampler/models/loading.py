@@ -253,7 +253,7 @@ def find(
         raise UserError("model-not-found", f"{name} has no revision {revision!r}. See its page on the hub.") from None
     except RepositoryNotFoundError:
         raise UserError(
-            "model-not-found", f"No folder or public hub model is named {name}. Correct it, or run `hf auth login`."
+            "model-not-found", f"No folder or public hub model is named {name}. Check the name, or run `hf auth login`."
         ) from None
     except Exception as error:  # whatever the network, a proxy or the disk raises
         reason, wanted = first_line(error).removeprefix("Got: "), f"{name} --revision {revision}" if revision else name

@@ -48,7 +48,7 @@ class BudgetedThreshold(SharedSteps, Threshold):
         return replace(super().traits, scheduled=True)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return quota, carry and planned steps, each `[B]`."""
+        """Return `quota`, `carry` and the planned steps, each `[B]` and zero. `tell` plans a block when it opens."""
         zero = torch.zeros_like(canvas.start)
         return zero, zero, zero
 

@@ -53,7 +53,7 @@ class SoftParallel(Scheduler):
         check_number("scheduler.threshold", self.threshold, "a probability")
 
     def bind(self, context: Context) -> Self:
-        """Take the length of the model's blocks, which bounds their forwards."""
+        """Take the block length. A block takes at most as many forwards (see `bound`)."""
         return with_bound_fields(self, grid=context.blocks.grid or 1)
 
     @property

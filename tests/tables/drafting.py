@@ -211,7 +211,12 @@ def content(model: str, found: Sequence[Agreement]) -> str:
         f"Of {rows:,} rows ({models}; float64) {rows - equal} differ from the scheduler inside in tokens or order, or"
         f" take more forwards. Forwards saved on {model}, %, {CANVAS} tokens in blocks of {BLOCK}:"
     )
-    return "\n\n".join([about, savings([one for one in found if one.subject == model]), f"Made by `{COMMAND}`."])
+    table = savings([one for one in found if one.subject == model])
+    legend = (
+        "Rows name `draft` and `eager` of `freedave`, and `length` and `width` of `ssd`. Columns name the scheduler"
+        f" inside: *two per step* is `fixed steps={CANVAS // 2}`, *random order* is `fixed score=random`."
+    )
+    return "\n\n".join([about, table, legend, f"Made by `{COMMAND}`."])
 
 
 if __name__ == "__main__":

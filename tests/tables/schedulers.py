@@ -300,7 +300,7 @@ def _points(axes: Axes, rows: Sequence[Point], best: set[str]) -> None:
 
 
 def content(setup: Setup, rows: Sequence[Row], document: Path) -> str:
-    """Return the section of the document: the picture, the best methods, and how to read them."""
+    """Return the section of the document: the picture, the Pareto front, and how to read them."""
     best, alike = front(rows), defaultdict[tuple[str, ...], list[str]](list)
     for row in sorted(rows, key=lambda row: row.point):
         if row.method in {*best, ORACLE}:
@@ -309,7 +309,8 @@ def content(setup: Setup, rows: Sequence[Row], document: Path) -> str:
     hard = [name for name in setup.tasks if name in HARD]
     count = setup.prompts * len(setup.tasks)
     notes = [
-        f"The best methods ([all figures]({table_of(document).name})):",
+        "The methods that no other beats in both exact match and tokens per forward, and an oracle"
+        f" ([all figures]({table_of(document).name})):",
         f"{setup.prompts} held-out prompts for each task of `{setup.model}`; {setup.max_new_tokens} tokens"
         f" in blocks of {setup.block_length}, greedy, no cache, seed {setup.seed}. Standard error of exact match:"
         f" {_error(98, count):.1f} points at 98 %, {_error(80, count):.1f} at 80 %."

@@ -44,12 +44,12 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Choosing(Around):
-    """Draft M next steps of the inner scheduler, by noise of their own, and take one; `pick` is left open.
+    """A scheduler that drafts M next steps of the inner one, each with its own noise, and takes one by `pick`.
 
-    Drafts either are judged as they are, and the step is over with the forward that it began with (`looks_ahead` is
-    false), or by what the model predicts at their masks. Then the next forward computes all M drafts of a row; one is
-    taken, and M drafts of the step after it are made from that one's predictions. Where all drafts of a row fill the
-    block, no forward is needed: one is taken at once. A forward that opens a block computes the canvas alone.
+    If `looks_ahead` is false, drafts are judged as they are, masks included, in the step that made them. If it is true,
+    the next forward computes all M drafts of a row, and its predictions at their masks count too. One draft is taken,
+    and M drafts of the following step are made from its predictions. If all drafts of a row fill the block, one is
+    taken at once. A forward that opens a block computes the canvas alone.
 
     Args:
         inner: the scheduler whose steps are drafted.
@@ -62,7 +62,7 @@ class Choosing(Around):
 
     @property
     def looks_ahead(self) -> bool:
-        """True if drafts are judged by the forward that they begin."""
+        """True if the next forward computes the drafts, and they are judged with its predictions at their masks."""
         raise NotImplementedError
 
     def pick(self, canvas: Canvas, step: Tensor, ids: Tensor, judged: Tensor) -> Tensor:
