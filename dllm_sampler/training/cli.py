@@ -98,7 +98,8 @@ class Command:
             module = type(error).__module__.partition(".")[0]
             refused = isinstance(error, ValueError | ImportError) and module == "builtins"
             if refused or module.startswith(("httpx", "huggingface_hub")):
-                raise UserError("option-range", f"train={self.name}: {first_line(error)}") from error
+                advice = "Change this setting." if refused else "Check the network and your access to the hub."
+                raise UserError("option-range", f"train={self.name}: {first_line(error)}. {advice}") from error
             raise
 
 

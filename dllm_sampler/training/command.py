@@ -88,7 +88,8 @@ class Front:
             said = f"train={self.name} needs a package that is not installed ({first_line(error)}). Install it."
             raise UserError("package-missing", said) from None
         except (ValueError, TypeError) as error:  # what transformers refuses
-            raise UserError("option-range", f"train={self.name}: {first_line(error)}") from None
+            said = f"train={self.name}: {first_line(error)}. Change this setting."
+            raise UserError("option-range", said) from None
 
     def sampler(self, args: Any, dtype: str | None = None, **options: Any) -> Sampler:
         """Return a sampler of the model, and set the threads of torch for it."""

@@ -174,9 +174,8 @@ class Data:
         except Exception as error:  # whatever datasets, the network or the disk raise
             reason = getattr(error, "strerror", None) or first_line(error)
             named = path if _is_file(path) else f"{path}, split {split}"
-            raise UserError(
-                "file-unreadable", f"Cannot read train.data {named} ({reason}). Correct the path or the file."
-            ) from None
+            option = "train.data" if path == self.path else "train.data.test"
+            raise UserError("file-unreadable", f"Cannot read {option}={named} ({reason}). Check the path.") from None
         if not lines:
             raise UserError("nothing-to-learn", f"train.data={path} has no examples. Name another file or split.")
         return [self.example(where, line, answers) for where, line in lines]
@@ -199,8 +198,9 @@ class Data:
             there = ", ".join(map(str, given)) or "none"
             raise UserError(
                 "example-invalid",
-                f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there}). Rename"
-                " them, or set train.data.prompt=COLUMN and train.data.answer=COLUMN, or train.data.messages=COLUMN.",
+                f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there}). Set"
+                " train.data.prompt=COLUMN and train.data.answer=COLUMN, or train.data.messages=COLUMN, or rename the"
+                " columns.",
             )
         names = ANSWERS if self.answer is None else (self.answer,)
         answer: Any = next((given[name] for name in names if given.get(name) is not None), None)

@@ -105,9 +105,9 @@ class DistillTrainer(DiffusionTrainer):
 
     def rows(self, args: DistillConfig) -> tuple[list[Row], list[Row]]:
         """Check and encode the prompts, and the length of the active block."""
-        spec = self.trained.spec
-        if spec.attention == "block_causal" and args.block_length != spec.block_length:
-            said = f"train.model={self.trained.named} needs block_length={spec.block_length}"
+        spec, size = self.trained.spec, self.trained.spec.block_length
+        if spec.attention == "block_causal" and args.block_length != size:
+            said = f"train.model={self.trained.named} needs block_length={size}. Set train.block_length={size}."
             raise UserError("model-not-trainable", said)
         return super().rows(args)
 

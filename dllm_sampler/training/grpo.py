@@ -31,8 +31,9 @@ PATIENCE = 10  # steps in a row without a single score before the run ends
 
 @dataclass
 class TrajectoryGRPOConfig(DiffusionConfig):
-    """Settings of `TrajectoryGRPOTrainer`. A batch has `per_device_train_batch_size` prompts.
+    """Settings of `TrajectoryGRPOTrainer`.
 
+    per_device_train_batch_size: prompts of a process and step; each has `num_generations` answers
     num_generations: answers to each prompt
     rollout: settings of the sampler; any that commits each position once, at a temperature
     likelihood: scores tokens by the state each was committed from (`trajectory`), or with all masked (`masked`)

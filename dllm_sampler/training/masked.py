@@ -65,7 +65,7 @@ def collate(pairs: Sequence[Pair], pad: int) -> Rows:
 
 
 class Dice:
-    """Random numbers of rows, each with a generator of its own: what a row gets does not depend on its batch."""
+    """A random generator per row. What a row draws does not depend on its batch."""
 
     def __init__(self, seeds: Sequence[object]):
         self._rows = [torch.Generator().manual_seed(Random(str(seed)).getrandbits(62)) for seed in seeds]

@@ -51,14 +51,16 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
     def rows(self, args: Any) -> tuple[list[Row], list[Row]]:
         """Check and encode prompts and answers. Too long ones may be dropped."""
         spec = self.trained.spec
-        self.loss: MaskedLoss | UniformLoss = MaskedLoss(spec, args.complementary, args.weight == "inverse")
+        inverse = args.weight == "inverse"
+        self.loss: MaskedLoss | UniformLoss = MaskedLoss(spec, args.complementary, inverse)
+        self._held_loss: MaskedLoss | UniformLoss = MaskedLoss(spec, complementary=True, inverse=inverse)
         if spec.mask_id is None:
             if args.complementary:
                 raise UserError(
                     "mask-token-missing",
                     f"complementary needs a mask token, and {self.trained.named} has none. Remove it.",
                 )
-            self.loss = UniformLoss(spec, args.self_conditioning, args.encoder)
+            self.loss = self._held_loss = UniformLoss(spec, args.self_conditioning, args.encoder)
         self.most = min(args.max_length or spec.max_positions, spec.max_positions)
         whole = spec.attention == "bidirectional" and not spec.encoder
         self._padding = args.padding or ("longest" if whole else "block")
@@ -97,7 +99,10 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         return super().sampler(**rule | settings)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *_: Any, **__: Any) -> Any:
-        """Return the mean over the rows of their losses. Held-out rows have the same tokens hidden every time."""
+        """Return the mean over the rows of their losses.
+
+        A held-out row has two copies. Each hides the tokens that the other shows, the same ones every time.
+        """
         some: list[Row] = inputs["rows"]
         step = self.state.global_step if model.training else "held"
         loss = self.loss_of(model, some, Dice([self.seed_of("noise", step, row.number) for row in some]))
@@ -106,4 +111,5 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
     def loss_of(self, model: nn.Module, some: list[Row], dice: Dice) -> Tensor:
         """Return the mean loss of some rows."""
         pairs = [(row.prompt, row.answer) for row in some]
-        return self.loss(model, masked.padded(pairs, self.trained.spec, self._padding, self.most), dice)
+        loss = self.loss if model.training else self._held_loss
+        return loss(model, masked.padded(pairs, self.trained.spec, self._padding, self.most), dice)

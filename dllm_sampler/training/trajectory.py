@@ -221,4 +221,4 @@ def check(sampler: Sampler) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise UserError("trajectories-unsupported", f"Trajectories cannot be scored again: {reason}.")
+            raise UserError("trajectories-unsupported", f"Trajectories cannot be scored again: {reason}")

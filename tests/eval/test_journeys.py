@@ -76,12 +76,32 @@ def test_a_task_in_python(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rollouts_on_ones_own_data() -> None:
-    lines = [{"prompt": "latin: 1_3_, _3_1, 2___, _41_", "answer": "1234, 4321, 2143, 3412"}]
-    lines.append({"prompt": "shuffle: Ada, Ben, Cal", "answer": "Ben, Ada, Cal"})
+    lines = [{"prompt": "latin: 1_3_, _3_1, 2___, _41_", "completion": "1234, 4321, 2143, 3412"}]
+    lines.append({"prompt": "shuffle: Ada, Ben, Cal", "completion": "Ben, Ada, Cal"})
     Path("mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     names: dict[str, Any] = {}
-    exec(first(blocks("training.md", "**Prompts and answers of your own.**"), "python", "mine.jsonl"), names)
+    found = blocks("training.md", "**Prompts and answers of your own.**")
+    step, scores = first(found, "python", "mine.jsonl"), first(found, "python", "recorded")
+    exec(step.replace("optimizer.step()", "") + scores, names)
+    assert names["recorded"].shape == (8, 32), "a number per position of the longest answer"
+    counted = names["view"].valid[:, names["result"].trace.origin :]
+    assert (names["now"] - names["recorded"])[counted].abs().max() < 1e-4, "these weights sampled"
+    exec(step, names)
+    exec(scores, names)
+    assert (names["now"] - names["recorded"])[counted].abs().max() > 1e-3, "these have learned"
     assert len(names["result"].texts) == len(names["rewards"]) == 8
     assert 0 < names["rewards"].mean() < 1, "else there is nothing to learn"
     gradients = [parameter.grad for parameter in names["model"].parameters()]
     assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+
+
+def test_rewards_on_ones_own_data() -> None:
+    """The page's command, for two steps on `mini`."""
+    Path("mine.jsonl").write_text("".join(f'{{"prompt": "copy: Ada{at}", "completion": "Ada"}}\n' for at in range(9)))
+    Path("my_module.py").write_text("def reward(completions, **_):\n    return [len(text) for text in completions]\n")
+    line = first(blocks("training.md", "## Rewards and figures"), "bash", "my_module").replace("\\\n", " ")
+    few = "train.model=mini train.use_cpu=true train.max_steps=2 train.per_device_train_batch_size=2 train.bf16=false"
+    assert command(f"{line} {few}") == "my-grpo\n"
+    log = json.loads(Path("my-grpo/trainer_state.json").read_text())["log_history"]
+    assert [line["reward"] == line["reward/my_module:reward"] > 0 for line in log if "reward" in line] == [True] * 2
+    assert "reward/correct" not in log[1]

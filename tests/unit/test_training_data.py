@@ -196,7 +196,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
     ("words", "said"),
     [
         ([], "no examples. Set train.data=FILE.jsonl"),
-        (["data=gone.jsonl"], "train.data gone.jsonl (No such file or directory)"),
+        (["data=gone.jsonl"], "train.data=gone.jsonl (No such file or directory)"),
         (["data=conf.txt"], "train.data=conf.txt has another ending than .jsonl, .json,"),
         (["data={DATA}", "longer=drop", "max_length=3"], "longer=drop leaves no examples"),
         (["data={DATA}", "max_length=5"], "tokens of prompt and answer, and there is room for 5"),

@@ -251,6 +251,14 @@ def test_layers_that_run_twice_change_nothing(llada: Path, tmp_path: Path) -> No
         assert found[0]["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-6)
 
 
+def test_one_held_out_example_has_a_loss(llada: Path, tmp_path: Path) -> None:
+    """Each token is hidden once, also where a random mask hides none."""
+    for seed in range(6):
+        run: Any = trainer("sft", llada, tmp_path / str(seed), seed=seed, padding="none")
+        first, second = (run.evaluate(run.eval_dataset[:1])["eval_loss"] for _ in range(2))
+        assert first == second > 0.5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llada", "sdar"])
 def test_learns_facts_by_heart(name: str, tmp_path: Path) -> None:
