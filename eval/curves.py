@@ -15,8 +15,8 @@ Point = tuple[float, float]
 def aup(points: Sequence[Point], best: float) -> float:
     """Return accuracy under parallelism (d3LLM): the area under score in % over rate, bad scores weighted down.
 
-    Points that lie 5 points of score or more below the slowest one are dropped, as the definition has it (its code
-    refuses them instead). A single point at rate 1 has its own score as area.
+    Points more than 5 points of score below the slowest one are dropped, as the definition has it (its code refuses
+    them instead). A single point at rate 1 has its own score as area.
 
     Args:
         points: in any order.

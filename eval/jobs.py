@@ -291,11 +291,15 @@ def _suite(name: str) -> dict[str, list[Any]]:
     """Return a file of `conf/suite`: `sweeps`, a list of lists of words, and `common` words for all of them."""
     folder, _, file = f"suite/{name}".rpartition("/")
     suite = entry(folder, file).settings
-    if not set(suite) <= {"common", "sweeps"} or not isinstance(suite.get("sweeps"), list) or not suite["sweeps"]:
-        raise UserError("config-invalid", f"suite={name} has no sweeps. Give a list of lists of words.")
+    if unknown := [key for key in suite if key not in ("common", "sweeps")]:
+        raise UserError(
+            "config-invalid", f"suite={name} has the unknown key {unknown[0]!r}. Keep only common and sweeps."
+        )
+    form = "[scheduler=threshold, 'scheduler.threshold=0.5,0.9']"
+    if not isinstance(suite.get("sweeps"), list) or not suite["sweeps"]:
+        raise UserError("config-invalid", f"suite={name} has no sweeps. Write a list of lists, as in sweeps: [{form}].")
     for place, line in [("common", suite.get("common", [])), *(("a sweep", one) for one in suite["sweeps"])]:
         if not isinstance(line, list) or not all(isinstance(word, str) and "=" in word for word in line):
-            form = "[scheduler=threshold, 'scheduler.threshold=0.5,0.9']"
             raise UserError("config-invalid", f"suite={name}: {place} is {line!r}. Give words, as in {form}.")
     return suite
 

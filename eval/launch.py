@@ -79,7 +79,10 @@ def _open(found: Sequence[Job]) -> None:
 
 
 def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
-    """Run everything in this process, or this process's share under accelerate."""
+    """Run all jobs in this process, or this process's share under accelerate.
+
+    Returns the reason of each refused run, by the run's name.
+    """
     share = accelerated() or Share()
     with bars(console, share.rank == 0) as progress:
         folders = [RunFolder(job.folder) for job in found]
@@ -223,7 +226,8 @@ def run_all(
         runs = "this run" if len(failed) == 1 else f"these {len(failed)} runs"
         raise UserError(
             "run-failed",
-            f"{runs} ended with an error that is printed above: {', '.join(failed)}. Rerun the command to resume.",
+            f"{runs} ended with an error that is printed above: {', '.join(failed)}."
+            " Correct its cause, then rerun the command to resume.",
         )
     return refused
 

@@ -60,7 +60,8 @@ class Oracle(Scheduler):
             rows, tokens = self.answer.shape
             raise UserError(
                 "length-mismatch",
-                f"This oracle has {rows} answers of {tokens} tokens, not {given[0]} of {given[1]}. Make another.",
+                f"The oracle is for {rows} answers of {tokens} tokens, and this batch has {given[0]} of {given[1]}."
+                " Make one by Oracle.of from the traces of this batch.",
             )
 
     @override

@@ -169,9 +169,15 @@ class Tuner:
             files.move(part, file)
 
     def trial(self, study: Study, done: int, least: float) -> None:
-        """Ask for a configuration, measure it, tell what came of it.
+        """Let Optuna propose a configuration, measure it, and report its value.
 
-        What is too bad counts by how bad it is, below everything that is not.
+        A score of at least `least` counts by its speed. A lower score counts as score - least, which is negative. A
+        configuration that cannot run counts as -1.
+
+        Args:
+            study: the search.
+            done: finished trials, which seed the proposal.
+            least: the lowest score accepted.
         """
         import optuna
 

@@ -66,7 +66,7 @@ def check_length(overrides: Sequence[str]) -> None:
 
 
 def check_target(options: Options, overrides: Sequence[str]) -> None:
-    """Refuse settings that say nothing with a target, or nothing without one.
+    """Refuse settings that have no effect with `target=` (speculative decoding), and settings that need it.
 
     Raises:
         UserError: the first of them, and what to do instead.

@@ -746,7 +746,9 @@ class Cache:
         return plan.entries
 
     def recalled(self, canvas: Canvas) -> Tensor | None:
-        """Name positions that the next forward predicts by rows of an earlier one. The default names none.
+        """Name positions that the next forward predicts from hidden states of an earlier forward; see `restore`.
+
+        The default names none.
 
         Args:
             canvas: the state before the step.

@@ -207,12 +207,13 @@ def significant(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tempered(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return `logits / temperature` in float32 or float64. Quotients by a small one overflow half precision.
+    """Return `logits / temperature` in float32, or in float64 for float64 logits.
 
-    The same on every device: a GPU's division by a number multiplies with its inverse.
+    In half precision a small temperature would overflow. Results agree between devices: the divisor is a tensor on a
+    GPU, where torch replaces division by a Python number with multiplication by its inverse.
 
     Args:
-        temperature: above 0; of all logits, or a tensor that broadcasts. Taken from `COLDEST` to `HOTTEST`.
+        temperature: above 0, a number or a tensor that broadcasts. It is clamped to `COLDEST` ... `HOTTEST`.
     """
     precise = torch.promote_types(logits.dtype, torch.float32)
     if isinstance(temperature, Tensor):

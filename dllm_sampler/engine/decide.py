@@ -24,7 +24,10 @@ from dllm_sampler.engine.plugins import Plugins
 
 @dataclass(frozen=True)
 class Group:
-    """The part of a state that rows of one prompt need to meet (`engine/groups.py`)."""
+    """The state for several rows of one prompt (`Particles`).
+
+    At a meeting, after a block or every few forwards, rows may be replaced by copies of others (`engine/groups.py`).
+    """
 
     mark: Tensor  # [B] `Canvas.start` at the last meeting, or `Canvas.step` under `Particles.every`
     waiting: Tensor  # [B] bool: rows that rest until the others of their prompt are there

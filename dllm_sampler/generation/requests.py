@@ -293,7 +293,11 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
             f"scheduler={named(plugins.scheduler)} moves given tokens after a gap of prompt {number}. Use another.",
         )
     if spec.encoder:
-        raise UserError("given-unsupported", f"prompt {number} has given tokens. This model needs them in the prompt.")
+        raise UserError(
+            "given-unsupported",
+            f"prompt {number} fixes tokens of its answer (prefix, suffix, infill or pinned), which this model does not"
+            " support. Put them into the prompt.",
+        )
     if not prompt and spec.shift and not first:
         raise UserError("given-unsupported", f"prompt {number} begins with a gap. This model needs text before it.")
     end = first_end(given, spec.eos_ids)

@@ -78,7 +78,8 @@ class Verifier:
         if narrow or kinds - {"full_attention", "sliding_attention"} or getattr(self.model, "_is_stateful", False):
             raise UserError(
                 "verifier-unsupported",
-                f"{self.name}: a {type(self.model).__name__} cannot see {canvas.length} tokens. Use full attention.",
+                f"{self.name}: a {type(self.model).__name__} does not attend to all {canvas.length} tokens."
+                " Name a model with full attention.",
             )
         return Reading(self, canvas.ids.shape[1])
 

@@ -121,14 +121,17 @@ def guided(denoiser: Denoiser, scale: float) -> Denoiser:
         UserError: a negative or infinite scale, or a model without a mask token.
     """
     if not 0 <= scale < float("inf"):
-        raise UserError("option-range", f"cfg_scale is {scale}. Set a finite number of at least 0.")
+        raise UserError("option-range", f"model.cfg_scale is {scale}. Set a finite number of at least 0.")
     if scale > 0 and denoiser.spec.mask_id is None:
-        raise UserError("mask-token-missing", "cfg_scale needs a mask token to hide the prompt. Remove cfg_scale.")
+        raise UserError("mask-token-missing", "model.cfg_scale needs a mask token to hide the prompt. Remove it.")
     return GuidedDenoiser(denoiser, float(scale)) if scale > 0 else denoiser
 
 
 def laid_out(denoiser: Denoiser, kernels: Backend) -> None:
-    """Lay weights that kernels multiply together side by side, in a model that was loaded here; under guidance too."""
+    """Make weights that are multiplied by the same input (q, k and v; gate and up) adjacent in memory, in place.
+
+    Does so only for a `TransformerDenoiser`, alone or under guidance, and for kernels that have a layer.
+    """
     inner = denoiser.denoiser if isinstance(denoiser, GuidedDenoiser) else denoiser
     if isinstance(inner, TransformerDenoiser) and kernels.layer is not None:
         fused.join(inner.transformer)

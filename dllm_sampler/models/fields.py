@@ -148,7 +148,8 @@ class Fields:
         transformers 4 writes fields of their own and `rope_scaling`, transformers 5 all of it into `rope_parameters`.
 
         Raises:
-            UserError: the positions are scaled, or said twice and not alike.
+            UserError: the checkpoint scales positions (for example YaRN), gives one of the two values twice with
+                different numbers, or has a value out of range.
         """
         said: dict[str, dict[str, float]] = {"rope_theta": {}, "partial_rotary_factor": {}}
         for name in said:

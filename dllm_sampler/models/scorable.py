@@ -31,7 +31,9 @@ def scorable(model: nn.Module | Denoiser) -> nn.Module:
     if not isinstance(model, nn.Module):
         if hasattr(model, "spec"):
             raise UserError(
-                "model-not-scorable", f"a {type(model).__name__} cannot be scored. Give the module without guidance."
+                "model-not-scorable",
+                f"Cannot score a {type(model).__name__}. Pass a Transformer, a masked language model of transformers,"
+                " or the denoiser of a sampler without guidance.",
             )
         return cast(Any, model)  # a function that is called as one is
     ours = any(isinstance(one, Transformer | RowsModule) for one in model.modules())

@@ -182,7 +182,10 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for shard in sorted(set(located.values())):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise UserError("checkpoint-damaged", f"{folder / INDEX} names the shard {shard!r}. Use safetensors.")
+            raise UserError(
+                "checkpoint-damaged",
+                f"{folder / INDEX} names the shard {shard!r}. Name .safetensors files that are in the same folder.",
+            )
         if not (folder / shard).is_file():
             raise UserError("checkpoint-incomplete", f"{folder / INDEX}: the shard {shard} is missing. Copy it there.")
         for name in _names(folder / shard):

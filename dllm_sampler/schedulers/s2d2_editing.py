@@ -48,7 +48,10 @@ class EditingSelfVerified(SelfVerified):
         return replace(super().traits, asks="window", revises=True)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return `[B]` editing rounds made since the block was full, and a round of `s2d2`."""
+        """Return the first carry.
+
+        It has `[B]` the number of editing rounds since the block was full, which is 0, and the carry of `s2d2`.
+        """
         return torch.zeros_like(canvas.start), super().init(canvas)
 
     @override

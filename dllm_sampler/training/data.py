@@ -149,7 +149,9 @@ class Data:
             )
         if len(kept) < min(most, processes):
             raise UserError(
-                "option-range", f"{len(kept)} held-out examples for {processes} processes. Raise train.held_out."
+                "option-range",
+                f"Held-out examples: {len(kept)}, but each of the {processes} processes needs one."
+                " Raise train.held_out, add examples to measure on, or use fewer processes.",
             )
         for example in kept if answers else ():
             metric.check(example.answer, example.where)

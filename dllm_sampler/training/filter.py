@@ -106,7 +106,10 @@ def collect(
 
 
 def replay(reference: Sampler, prompts: list[Prompt], new_tokens: int, size: int) -> Records:
-    """Return the records of one batch: its answers one token per step, then again towards them."""
+    """Return the training records of one batch.
+
+    First decode answers one token per step, then decode again towards these answers and record each step (`Replay`).
+    """
     trace = reference.generate(prompts, max_new_tokens=new_tokens).trace
     towards = Replay(trace.ids[:, trace.origin :].to(reference.device), size)
     Sampler(

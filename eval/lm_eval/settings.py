@@ -39,7 +39,7 @@ class Settings(options.Options):
         mc_batch_size: masks per forward. None stands for `batch_size`.
         check_greedy: report too if one token per step, greedily, would give the text of a likelihood (a forward for
             each of its tokens). Without it the answer is no, and metrics that count it (LAMBADA's accuracy) are void.
-        add_bos: begin prompts with the tokenizer's first-token mark where it does not do so itself (Dream's base
+        add_bos: begin prompts with the tokenizer's BOS token where it does not do so itself (Dream's base
             model).
         plugins, model: for `Sampler.from_pretrained`.
     """

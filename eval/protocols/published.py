@@ -92,7 +92,10 @@ def parse(text: str) -> list[Figure]:
         wrong = _wrong(row)
         key = tuple(row.items())
         if wrong or key in seen:
-            raise UserError("file-invalid", f"Line {number}: {wrong or 'this row is there twice'}. Correct the row.")
+            raise UserError(
+                "file-invalid",
+                f"published.csv, line {number}: {wrong or 'the row is a duplicate'}. Correct or remove the row.",
+            )
         seen.add(key)
         numbers = {name: float(row[name]) if row[name] else None for name in NUMBERS}
         found.append(Figure(**{**row, **numbers}))  # type: ignore[arg-type]

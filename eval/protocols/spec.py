@@ -59,7 +59,7 @@ class Cell:
         wrap: the request inside other text: `{request}` stands for it.
         chat: `none`; `wrapper-turn`: the whole request is one user turn; `lm-eval-turn`: the same by lm-eval, which
             then draws twice for each question; `lm-eval-turns`, `opencompass-turns`: each example is a pair of turns.
-        bos: True if the tokenizer's first-token mark is put before the text.
+        bos: True if the tokenizer's BOS token is put before the text.
         keep: the prompt's last tokens that are kept. None keeps all.
         until: stop strings in place of the task's own.
         escape: True if the stop strings are stated and not applied.

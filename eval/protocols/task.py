@@ -122,7 +122,7 @@ class ProtocolTask(Task):
         return sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
-        """Return the prompt's ids. Templates, first-token marks and truncation are the protocol's."""
+        """Return the prompt's ids. Templates, BOS tokens and truncation are the protocol's."""
         assert tokenizer is not None
         given: Any = sample.prompt
         name = self.source(sample)

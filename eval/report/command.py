@@ -84,7 +84,14 @@ def _target(output: str, suffixes: Sequence[str]) -> Path:
 def write(
     runs: Sequence[Path], output: str, title: str = "Samplers compared", replays: int = 2, published: bool = False
 ) -> str:
-    """Write the page and the pictures; returns a line that names them.
+    """Write the page and its pictures, and return a line that names them.
+
+    Args:
+        runs: folders of runs.
+        output: the page's file.
+        title: heading of the page.
+        replays: samples of each run that can be watched on the page.
+        published: as in `write_figure`.
 
     Raises:
         UserError: nothing to report on, or nowhere to write it.
@@ -105,7 +112,12 @@ def write(
 
 
 def write_figure(runs: Sequence[Path], output: str, published: bool = False) -> Path:
-    """Write the figure of a paper, and return its path.
+    """Draw a figure for a paper, write it to `output`, and return its path.
+
+    Args:
+        runs: folders of runs.
+        output: a file with a suffix of `FIGURE`.
+        published: also draw published figures of the same model and task.
 
     Raises:
         UserError: nothing to show, another suffix than those of figures, or nowhere to write it.

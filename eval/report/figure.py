@@ -93,13 +93,17 @@ def require_matplotlib() -> None:
 def draw(
     found: Comparison, form: str, rates: Sequence[str] = ("answer_tokens_per_forward",), published: bool = False
 ) -> bytes:
-    """Draw all methods: of all tasks together if each method has all, else in a panel for each task.
+    """Draw all methods, with a panel for each rate.
+
+    Tasks share a panel if each method has run all of them. Otherwise, and for several tasks with `published`, each task
+    has its own panels.
 
     Args:
         found: the runs.
         form: `pdf`, `svg` or `png`.
         rates: measures for the horizontal axis, a panel for each.
-        published: add published figures with the model, task and lengths of runs under a protocol.
+        published: add published figures for the same model, task and lengths, if the runs follow a protocol
+            (`suite=protocol/NAME`).
     """
     from matplotlib import rc_context
 

@@ -66,7 +66,11 @@ def compare_forwards(fast: Figures, given: Figures) -> str:
 
 
 def dependency(found: Comparison) -> str | None:
-    """Return the cost of parallel decoding if tokens must agree and if not, for the family that shows it best."""
+    """Return a sentence on the score that parallel decoding costs, on tasks of high and of low token dependency.
+
+    It is about the method that loses most from its slowest to its fastest setting. Returns None if no method ran on
+    both at several settings.
+    """
     low, high = (found.figures.get(f"{level} dependency", {}) for level in ("low", "high"))
     ends = []
     for methods in found.families.values():

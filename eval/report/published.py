@@ -32,7 +32,7 @@ HEAD = (
 )  # fmt: skip
 USUAL = (
     "What usually differs: the chat template, how the answer is extracted, which metric of MATH it is, the examples"
-    " (they depend on the number of GPUs), the first-token mark, and the length. Compare `metric` and `note`."
+    " (they depend on the number of GPUs), the BOS token, and the length. Compare `metric` and `note`."
 )
 
 

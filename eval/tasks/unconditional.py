@@ -45,7 +45,7 @@ class Unconditional(Task):
         count: how many samples.
         seed: samples do not depend on it. Their draws depend on the option `seed`.
         length: tokens of a sample.
-        begin: text before each sample, which is not measured. None: the tokenizer's first-token mark.
+        begin: text before each sample, which is not measured. None: the tokenizer's BOS token.
         judge: a causal language model, FOLDER or ORG/NAME. Texts are encoded again with its tokenizer. None: no judge.
         references: JSON lines, each with a `text` of the true law, at least `count` of them. With the judge they give
             `mauve` (arXiv 2102.01454), by the package mauve-text with its defaults. None: no MAUVE.
@@ -93,19 +93,19 @@ class Unconditional(Task):
         return [Sample(index, self.begin or "") for index in range(self.count)]
 
     def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str | Sequence[int]:
-        """Return the beginning: text, or the first-token mark.
+        """Return the beginning: text, or the BOS token.
 
         Raises:
-            UserError: the tokenizer has no such mark.
+            UserError: the tokenizer has no BOS token.
         """
         if self.begin:
             return self.begin
-        mark: Any = None if tokenizer is None else tokenizer.bos_token_id
-        if mark is None:
+        bos: Any = None if tokenizer is None else tokenizer.bos_token_id
+        if bos is None:
             raise UserError(
-                "option-missing", "task.begin is missing, and the tokenizer has no first-token mark. Set task.begin."
+                "option-missing", "task.begin is missing, and the tokenizer has no BOS token. Set task.begin."
             )
-        return [int(mark)]
+        return [int(bos)]
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """Return `score` and the entropy of the tokens before the end token."""

@@ -105,7 +105,11 @@ class FromTexts(Writing):
             found = [json.loads(line) for line in text.splitlines() if line]
         except UserError:
             raise
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise UserError(
+                "file-unreadable", f"Cannot read task.file={self.file} ({error.strerror}). Check its path."
+            ) from error
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 "json-invalid", f"task.file={self.file} is not JSON lines ({error}). Correct it."
             ) from error

@@ -136,7 +136,7 @@ class MarkovChain:
     def distance(self, ids: Tensor, before: Tensor, *, repeats: int = 8, seed: int = 0) -> Distance:
         """Compare sequences `ids [R, N]` after `before [R]` with the chain.
 
-        repeats: sets of exact sequences of the same number, from which the floors are.
+        repeats: how many sets of R exact sequences are drawn to compute the floors.
         """
         exact = [self.sample(len(ids), seed + turn) for turn in range(repeats)]
         kl, tv, impossible = self._transitions(ids, before)

@@ -120,7 +120,8 @@ def test_an_error_in_a_scheduler_ends_its_run_alone(
     said, first = capsys.readouterr().err, jobs(words)[0]
     assert sum(line.endswith(sentence) for line in said.splitlines()) == 1
     assert said.splitlines()[-1] == (
-        f"dllm-eval: this run ended with an error that is printed above: {first.name}. Rerun the command to resume."
+        f"dllm-eval: this run ended with an error that is printed above: {first.name}."
+        " Correct its cause, then rerun the command to resume."
     )
     assert [RunFolder(job.folder).complete for job in jobs(words)] == [False, True]
     monkeypatch.undo()
@@ -141,8 +142,8 @@ def test_an_error_in_a_scheduler_ends_its_run_alone(
         (["temperature=interval(0,1)"], "temperature=interval(0,1) has no values"),
         (["seed=range(1,1000000000)"], "seed=range(1,1000000000) makes over 10000 runs"),
         (["seed=range(0,200)", "temperature=range(0,200)"], "makes over 10000 runs"),
-        (["report=report.pdf"], "ends in .html"),
-        (["report=file/x.html"], "the report cannot be written to file/x.html: file is a file"),
+        (["report=report.pdf"], "report.pdf should end in .html"),
+        (["report=file/x.html"], "file/x.html cannot be written: file is a file"),
         (["hydra/launchr=slurm"], "hydra/launchr=slurm"),
         (["hydra.launcher.partition=gpu"], "hydra/launcher=NAME"),
         (["hydra/launchr=joblib", "workers=2"], "did you mean 'hydra/launcher'"),

@@ -271,8 +271,11 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     assert [sample.facts["text"] for sample in task("paraphrase", file=str(path)).samples()] == ["One.", "Two."]
     with refused("example-invalid: line 1, 'dialogue'"):
         task("summarise", file=str(path)).samples()
-    with refused("json-invalid"):
+    with refused("file-unreadable: none"):
         task("paraphrase", file=str(tmp_path / "none")).samples()
+    path.write_text("{")
+    with refused("json-invalid"):
+        task("paraphrase", file=str(path)).samples()
 
 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

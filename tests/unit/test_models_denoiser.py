@@ -125,7 +125,7 @@ def test_guidance_of_strength_zero_is_the_model_itself():
     assert guided(model, 0) is model
     assert isinstance(guided(model, 1), GuidedDenoiser)
     for scale in (-1.0, float("nan"), float("inf")):
-        with refused("option-range: cfg_scale"):
+        with refused("option-range: model.cfg_scale"):
             guided(model, scale)
 
 

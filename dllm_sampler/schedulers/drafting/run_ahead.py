@@ -63,7 +63,8 @@ class RunAhead(Around):
         if self.eager and traits.asks == "window":
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler.eager needs two blocks, and {inner} has one. Set scheduler.eager=false.",
+                f"scheduler.eager=true drafts into the next block, and {inner} predicts the active block only."
+                " Set scheduler.eager=false.",
             )
 
     @property
