@@ -372,6 +372,7 @@ def expected(error: ValidationError) -> str:
     found = []
     for one in error.errors():
         message = one["msg"].removeprefix("Input should be ").replace("a valid boolean", "true or false")
+        message = message.replace("a valid integer", "a whole number").replace("a valid number", "a number")
         if any(isinstance(place, int) for place in one["loc"]):  # an item
             message = f"a list of {message.removeprefix('a ')}s"
         message = message.replace("a valid list", "a list as [a,b]")

@@ -1,4 +1,4 @@
-"""Random numbers keyed by (row seed, step, position): batching, order and device never change a sample.
+"""Random numbers keyed by (row seed, step, position): batching, order and device never change them.
 
 `CounterNoise` is the default: a hash of the key, no state. `ReplayNoise` draws from a `torch.Generator` in the order
 of published code, so that a recorded run can be repeated; its draws depend on the batch, and it reads the host.

@@ -35,7 +35,7 @@ def test_requests_that_ask_for_more_are_refused(registered: str) -> None:
 WRONG = {
     "scheduler: treshold": "unknown scheduler 'treshold', did you mean 'threshold'",
     "schedular: threshold": "did you mean 'scheduler'",
-    "scheduler: {name: threshold, threshold: high}": "threshold is 'high'. Set a valid number",
+    "scheduler: {name: threshold, threshold: high}": "threshold is 'high'. Set a number",
     "scheduler: wino": "scheduler=wino needs more than the logits of a block",
     "{scheduler: threshold, top_k: 5}": "top_k changes nothing without a temperature",
     "block_size: 4": "names no scheduler",

@@ -202,7 +202,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         (["data={DATA}", "max_length=5"], "tokens of prompt and answer, and there is room for 5"),
         (
             ["data={DATA}", "padding=long"],
-            "is 'long'. Set 'longest', 'block' or 'none', or a valid integer",
+            "is 'long'. Set 'longest', 'block' or 'none', or a whole number",
         ),
         (["data={DATA}", "padding=0"], "or a number greater than or equal to 1"),
         (["data={DATA}", "weight=t"], "weight is 't'. Set 'inverse' or 'none'"),
@@ -213,7 +213,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         (["tasks={copy: 1}"], "lacks mini's tokenizer"),
         (["data={DATA}", "evaluation={scheduler: treshold}"], "did you mean 'threshold'"),
         (["data={DATA}", "evaluation={seed: 1}"], "evaluation has no field 'seed'"),
-        (["data={DATA}", "learning_rate=fast"], "learning_rate is 'fast'. Set a valid number"),
+        (["data={DATA}", "learning_rate=fast"], "learning_rate is 'fast'. Set a number"),
         (["data={DATA}", "report_too=none"], "did you mean 'report_to'"),
         (["data={DATA}", "optim=adamwx"], "adamwx"),
         (["data={DATA}", "deepspeed=x.json"], "train=sft needs a package that is not installed"),

@@ -270,7 +270,10 @@ class JsonSchema(Form):
     @override
     def expressions(self) -> tuple[str, ...]:
         if not self.schema:
-            raise UserError("option-missing", "guide=json_schema has no schema. Set guide.json_schema.schema=FILE.")
+            raise UserError(
+                "option-missing",
+                "guide=json_schema has no schema. Set guide.schema to a file, or to the schema itself in quotes.",
+            )
         texts = self.schema if isinstance(self.schema, tuple) else (self.schema,)
         try:
             for text, name in zip(texts, self.names, strict=True):

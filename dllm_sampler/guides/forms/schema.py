@@ -147,7 +147,7 @@ def check_schema(schema: Any, name: str = OPTION) -> None:
     crossed = [pair for pair in bounds if pair[1] in schema and schema.get(pair[0], 0) > schema[pair[1]]]
     why = None
     if unknown:
-        why = f"'{unknown[0]}', which this guide cannot enforce. Remove it."
+        why = f"the keyword '{unknown[0]}', which this guide does not support. Correct or remove it."
     elif "oneOf" in schema:
         why = "`oneOf`, and this guide cannot exclude texts that match several. Use `anyOf` if they are valid."
     elif together:
