@@ -92,7 +92,7 @@ class IntervalCache(BaseCache):
         self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, entries: Tensor
     ) -> PaddedPlan:
         # Whole rows. Each layer chooses the part that it computes.
-        wanted = replace(wanted, sizes=replace(wanted.sizes, whole=True))
+        wanted = replace(wanted, sizes=wanted.sizes._replace(whole=True))
         return super().padded(canvas, wanted, head_rows, sees, entries)
 
     @override

@@ -27,8 +27,7 @@ from dllm_sampler.core.spec import BlocksFrom
 FREE = -1  # in place of a given token: the position is to be generated
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Static sizes of the next step. The host reads them between two steps (`packing.host_counts`)."""
 
     queries: int  # no row asks about more positions
@@ -374,14 +373,16 @@ class Canvas:
         )
 
 
-@dataclass(frozen=True)
-class Candidates:
+class Candidates(NamedTuple):  # dynamo traces a tuple as a default, and no dataclass
     """The candidates of a query that has several for a row."""
 
     live: Tensor | None = None  # [B, K] bool: candidates that are computed. None: all K
     step: Tensor | None = None  # [B, K] the step each candidate belongs to, which keys its noise. None: canvas.step
     stops: Tensor | None = None  # [B, K] end of each candidate's active block, under a limit. None: the row's
     forks: bool = False  # the step may go on from any candidate (`Edit.candidate`), whose keys are then stored
+
+
+ONE_CANDIDATE = Candidates()
 
 
 class Mixture(NamedTuple):
@@ -415,7 +416,7 @@ class Query:
     leave_one_out: bool = False  # re-predict committed positions without seeing their token
     causal: Tensor | None = None  # [B] bool: rows that predict each position from what is before it, by shadows with
     # leave_one_out, else by the row before; the other rows are asked as without either
-    candidates: Candidates = Candidates()
+    candidates: Candidates = ONE_CANDIDATE
     mixture: Mixture | None = None  # of a scheduler with `SoftInputs`, for one candidate and positions of the block
 
     @property

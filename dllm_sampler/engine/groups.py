@@ -110,7 +110,7 @@ class Groups:
         The next forward computes no column of these rows, also if it computes all columns of the others.
         """
         assert state.wanted is not None
-        state.wanted = replace(state.wanted, sizes=replace(state.wanted.sizes, whole=False))
+        state.wanted = replace(state.wanted, sizes=state.wanted.sizes._replace(whole=False))
         cache = {path: leaf for path, leaf in leaves(state.cache).items() if isinstance(leaf, Tensor)}
         self.kept = replace(state), cache
 

@@ -158,7 +158,7 @@ class Twice(toys.Spy):
         """As large as the step needs, as recorded steps have them, and much too large."""
         up = rounded(canvas, own)
         more = {"computed": 2 * own.computed + 3, "head_rows": 2 * own.head_rows + 1, "longest": own.longest + 7}
-        return [replace(own, rows=None), replace(up, queries=own.queries), replace(own, rows=None, **more)]
+        return [own._replace(rows=None), up._replace(queries=own.queries), own._replace(rows=None, **more)]
 
 
 TWICE: list[tuple[str, str, Any]] = [
@@ -205,7 +205,7 @@ def test_answers_know_row_candidate_and_position(seed: int) -> None:
     exact = int(asked.sum())
     known = ((length, length),) * batch
     for size, rows in ((exact, known), (exact, None), (exact + 2, None), (ids.numel(), None)):
-        head_rows = HeadRows.of(replace(request, sizes=replace(request.sizes, head_rows=size, rows=rows)))
+        head_rows = HeadRows.of(replace(request, sizes=request.sizes._replace(head_rows=size, rows=rows)))
         assert torch.equal(head_rows.spread(head_rows.pick(values)), values * asked[..., None])
         places = asked.nonzero()
         for place, of in enumerate((head_rows.row, head_rows.candidate)):

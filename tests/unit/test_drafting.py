@@ -166,7 +166,7 @@ def test_the_pace_grows_while_branches_are_free() -> None:
     def settle(seconds: dict[int, float]) -> list[int]:
         pace, asked = Pace(most=8, tries=2), [1]
         for _ in range(12):
-            sizes = replace(block.sizes, opens=False)
+            sizes = block.sizes._replace(opens=False)
             asked.append(pace.next(replace(block, sizes=sizes, most_candidates=asked[-1]), seconds[asked[-1]]))
         return asked
 

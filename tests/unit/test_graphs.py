@@ -232,7 +232,7 @@ def test_recorded_sizes_are_hardly_too_large() -> None:
     found = set()
     for size in range(1, 1025):
         sizes = Sizes(queries=size, block=1, computed=size, head_rows=size, longest=size, whole=False, opens=False)
-        made = rounded(canvas, replace(sizes, rows=((size, size),)))
+        made = rounded(canvas, sizes._replace(rows=((size, size),)))
         assert size <= min(made.computed, made.head_rows, made.longest, made.queries)
         assert max(made.computed, made.longest) <= (size * 9 / 8 if size > 64 else max(16, 2 * size - 1))
         assert made.head_rows <= max(16, 2 * size - 1)

@@ -223,7 +223,9 @@ def test_a_row_of_a_batch_has_the_score_of_the_row_alone_under_any_cache(cache: 
     assert how == ("judges" if options["judge"] == "best" else "ignores")
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         alone, size = sampler.score([prompt], [answer]), len(answer)
-        assert torch.equal(alone.log_q[0], together.log_q[row, :size]) and not together.log_q[row, size:].any()
+        # a matrix product of other rows may round another last bit, which no token of theirs shows
+        assert torch.allclose(alone.log_q[0], together.log_q[row, :size], rtol=0, atol=1e-14)
+        assert not together.log_q[row, size:].any()
         assert alone.steps() == together.steps(row)
         assert [alone.nfe[0], alone.computed[0]] == [together.nfe[row], together.computed[row]]
 

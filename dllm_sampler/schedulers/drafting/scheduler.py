@@ -51,7 +51,7 @@ class Drafting(RunAhead):
         branches = self.branches(most)
         draft = self.drafted(canvas, carry, max((branch.depth for branch in branches), default=0))
         query = draft.candidates(query, branches)
-        return query if self.draws else replace(query, candidates=replace(query.candidates, step=None))
+        return query if self.draws else replace(query, candidates=query.candidates._replace(step=None))
 
     def drafted(self, canvas: Canvas, carry: Round, depth: int) -> Draft:
         """Draft the next `depth` steps by the last predictions, as far as they lead."""
