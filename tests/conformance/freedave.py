@@ -98,7 +98,7 @@ class Noted(PublishedFreeDave):
             return query
         kept = max(1, int((live & open_).sum()))
         live, step = (None if one is None else one[:, :kept] for one in (drafts.live, drafts.step))
-        return replace(query, ids=query.ids[:, :kept], candidates=replace(drafts, live=live, step=step))
+        return replace(query, ids=query.ids[:, :kept], candidates=drafts._replace(live=live, step=step))
 
     @override
     def commits_next(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
