@@ -15,7 +15,7 @@ from torch import Tensor
 from dllm_sampler import Canvas, Context, Query, Scheduler, Traits, UserError, config, published, schedulers
 from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.cache.store_pass import StorePass
-from dllm_sampler.check.promises import Aged, Scrambled
+from dllm_sampler.check.promises import Aged, Asked, Scrambled
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import ForwardRequest
@@ -202,7 +202,7 @@ def test_every_wrapper_is_checked() -> None:
             if module.name != "__main__" and not module.name.startswith("test_"):
                 importlib.import_module(f"{package.__name__}.{module.name}")
     found = {one for one in subclasses(Around) if one.__module__.startswith(("dllm_sampler", *packages))}
-    assert found - {Aged, Scrambled} == set(WRAPPERS)  # by these the check looks at traits
+    assert found - {Aged, Asked, Scrambled} == set(WRAPPERS)  # by these the check looks at traits
 
 
 @wrappers
