@@ -104,4 +104,4 @@ def test_every_link_of_the_site_leads_somewhere(site: Path) -> None:
             assert target.is_file() or (target / "index.html").is_file(), f"{page}: {link}"
             seen += 1
     assert seen > 1000
-    assert (site / "source" / "dllm_sampler" / "cache" / "dual.py.txt").is_file()
+    assert (site / "source" / "dllm_sampler" / "cache" / "d2.py.txt").is_file()
