@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -35,15 +34,12 @@ Usage: dllm-train train=NAME [train.FIELD=VALUE ...]
 
   dllm-train train=sft train.model=llada-8b train.data=mine.jsonl train.output_dir=my-llada
   dllm-sample model=my-llada chat=true "..."
-  dllm-train train=mini train.output_dir=my-mini
   dllm-train train=sft train.max_steps=4000 train.report_to=tensorboard train.bf16=true
   accelerate launch --num_processes 4 -m dllm_sampler.training.cli train=sft ...
-  dllm-train train=filter train.model=my-mini train.output_dir=my-mini
-  dllm-sample model=my-mini scheduler=learn2pd "sort: Dan, Ada, Cal"
 
 Each trainer is a Trainer of transformers: any field of its TrainingArguments can be set.
-Checkpoints are saved on the way. The same command with train.resume=true resumes from
-the last one, and comes to the same losses. What is finished is never written to.
+The same command with train.resume=true resumes from the last checkpoint, and comes to the
+same losses. What is finished is never written to.
 """
 ENDING = """
 dllm-train --help train=NAME lists the fields of one: defaults, and what they mean.
@@ -52,7 +48,11 @@ Flags: -h, --help   --version   --config-dir DIR
 Exit status: 0, or 2 after a mistake in the input (a message on stderr), or
 130 after Ctrl-C.
 """
-_FIELD = re.compile(r"train\.([\w.]+)=")  # a plain override; + and ~ are left to Hydra
+
+
+_FIELD = re.compile(r"train\.(\w+)[\w.]*=")  # a plain override; + and ~ are left to Hydra
+# A path, a name: Hydra's grammar has its own ideas of commas and brackets.
+_LITERAL = re.compile(r"train\.(model|output_dir|data\.path|data\.test)=(?!null\Z|['\"{])")
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,11 @@ class Command:
     settings: dict[str, Any]  # of its YAML, with what was typed
     threads: int | str
 
-    def run(self) -> Path:
-        """Train, and return the file or folder of the result."""
-        from dllm_sampler.training.command import Front  # takes seconds to import
+    def run(self) -> None:
+        """Train, and print the file or folder of the result."""
+        from accelerate import PartialState  # these take seconds to import
+
+        from dllm_sampler.training.command import Front
 
         settings = dict(self.settings)
         resume = settings.pop("resume", False)
@@ -84,23 +86,29 @@ class Command:
         if not sys.stderr.isatty():  # a bar is for a terminal; in a file it would be a line a step
             settings.setdefault("disable_tqdm", True)
         front = Front.of(self.name, settings, self.threads)
-        folder = settings["output_dir"]
         try:
             with redirect_stdout(sys.stderr):  # where transformers prints its log
-                return self.target.command(front, resume)
+                path = self.target.command(front, resume)
         except SafetensorError as error:
             raise NotWrittenError(
-                f"{folder} cannot be written ({first_line(error)}). Check the path, the disk and the permissions."
+                f"{settings['output_dir']} cannot be written ({first_line(error)}). Check the path, the disk and the"
+                " permissions."
             ) from None
         except UserError:
             raise
         except Exception as error:  # what transformers and accelerate refuse, and the hub
-            module = type(error).__module__.partition(".")[0]
-            refused = isinstance(error, ValueError | ImportError) and module == "builtins"
-            if refused or module.startswith(("httpx", "huggingface_hub")):
-                advice = "Change this setting." if refused else "Check the network and your access to the hub."
-                raise UserError("option-range", f"train={self.name}: {first_line(error)}. {advice}") from error
+            reason, module = f"train={self.name}: {first_line(error)}", type(error).__module__.partition(".")[0]
+            if isinstance(error, ImportError):  # of DeepSpeed, for example
+                said = f"train={self.name} needs a package that is not installed ({first_line(error)}). Install it."
+                raise UserError("package-missing", said) from error
+            if isinstance(error, ValueError) and module == "builtins":
+                raise UserError("option-range", f"{reason}. Change this setting.") from error
+            if module in ("httpx", "huggingface_hub"):
+                said = f"{reason}. Check the network and your access to the hub."
+                raise UserError("hub-unreachable", said) from error
             raise
+        if PartialState().is_main_process:
+            show(str(path))
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -121,16 +129,14 @@ def read(words: Sequence[str]) -> Command:
     kept = list[str]()
     for word in words:
         if match := _FIELD.match(word):
-            path = match[1].split(".")
-            if path[0] not in defaults:
+            if match[1] not in defaults:
                 known = [*(key for key in defaults if key != "_target_"), *_arguments()]
-                if path[0] not in known:
-                    raise unknown(f"field of train={name}", path[0], known, "See dllm-train --help train=" + name)
-                kept.append(f"++{_to_the_letter(word, defaults)}")
-                continue
+                if match[1] not in known:
+                    raise unknown(f"field of train={name}", match[1], known, "See dllm-train --help train=" + name)
+                word = f"++{word}"
         elif not re.match(r"train=|threads=|[+~]{1,2}train\.", word):
             raise UserError("option-syntax", f"'{word}' is not train.FIELD=VALUE. See dllm-train --help.")
-        kept += _replacing(_to_the_letter(word, defaults), defaults)
+        kept += _as_hydra(word)
     tree = compose.composition(TRAIN, kept).tree
     check_threads("threads", tree["threads"])
     settings = dict(tree["train"])
@@ -173,9 +179,7 @@ def _run(words: list[str]) -> int:
     elif "--version" in words:
         print(f"dllm-train {__version__}")
     else:
-        found = read(words).run()
-        if os.environ.get("RANK", "0") == "0":  # of processes that train together one says it
-            show(str(found))
+        read(words).run()
     return 0
 
 
@@ -189,34 +193,20 @@ def _help(name: str) -> None:
     say(console, "The other fields are those of transformers' TrainingArguments, and any of them can be set.")
 
 
-def _to_the_letter(word: str, defaults: Mapping[str, Any]) -> str:
-    """Return a path or a name as a string of Hydra's grammar, which has its own ideas of commas and brackets.
+def _as_hydra(word: str) -> list[str]:
+    """Return overrides by which Hydra reads a word as it is meant.
 
-    `train.data=FILE` is short for `train.data.path=FILE`.
+    Paths and names are taken to the letter. `train.data=FILE` is short for `train.data.path=FILE`, and
+    `train.FIELD={...}` replaces a mapping, where Hydra would merge both.
     """
     key, _, value = word.partition("=")
     if key == "train.rewards":  # names of functions have colons, which Hydra takes for those of a mapping
-        return re.sub(r"(?<=\w):(?=[^\W\d])", r"\:", word)
-    if value == "null" or value.startswith(("{", "'", '"')):
-        return word
-    data = defaults.get("data")
-    if isinstance(data, Mapping) and "path" in data and key in ("train.data", "train.data.path", "train.data.test"):
-        return f"{'train.data.path' if key == 'train.data' else key}={quoted(value)}"
-    literal = key == "train.output_dir" or (key == "train.model" and isinstance(defaults.get("model"), str))
-    return f"{key}={quoted(value)}" if literal else word
-
-
-def _replacing(word: str, defaults: Mapping[str, Any]) -> list[str]:
-    """Return overrides by which `train.FIELD={...}` means these settings alone, where Hydra would merge them."""
-    if not (match := _FIELD.match(word)) or not word.partition("=")[2].startswith("{"):
-        return [word]
-    node: Any = defaults
-    for key in match[1].split("."):
-        if not isinstance(node, Mapping) or key not in node:
-            return [word]  # an unknown field
-        node = node[key]
-    # what is null cannot be deleted, and a field of it cannot be overridden
-    return [f"~{word.partition('=')[0]}", f"+{word}"] if isinstance(node, Mapping) else [f"++{word}"]
+        word = re.sub(r"(?<=\w):(?=[^\W\d])", r"\:", word)
+    if value.startswith("{") and key.startswith("train."):
+        return [f"~{key}", f"+{word}"]
+    if key == "train.data":
+        word = f"train.data.path={value}"
+    return [f"{word.partition('=')[0]}={quoted(value)}" if _LITERAL.match(word) else word]
 
 
 if __name__ == "__main__":

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from torch import nn
 
 from dllm_sampler import config
 from dllm_sampler.cli import threads
 from dllm_sampler.cli.terminal import written
-from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.inputs.metrics import Metric
@@ -47,7 +47,7 @@ class Front:
     """
 
     name: str
-    model: Any
+    model: Any = None
     data: Mapping[str, Any] = field(default_factory=dict)
     tasks: Mapping[str, float] = field(default_factory=dict)
     held_out: int | None = None
@@ -57,14 +57,13 @@ class Front:
     settings: Mapping[str, Any] = field(default_factory=dict)
     threads: int | str = AUTO
 
-    FIELDS = ("model", "data", "tasks", "held_out", "lora", "rewards", "prompts")
-
     @classmethod
     def of(cls, name: str, settings: Mapping[str, Any], threads: int | str = AUTO) -> Front:
-        """Return the settings of a YAML of `conf/train`, checked as far as they are not the trainer's."""
-        own = {key: value for key, value in settings.items() if key in cls.FIELDS}
-        rest = {key: value for key, value in settings.items() if key not in cls.FIELDS}
-        found = cls(name, **{"model": None, **config.check(f"train={name}", cls, own)}, settings=rest, threads=threads)
+        """Return the settings of a YAML of `conf/train`. Those that are not the trainer's are checked."""
+        known = ("model", "data", "tasks", "held_out", "lora", "rewards", "prompts")
+        own = config.check(f"train={name}", cls, {key: settings[key] for key in known if key in settings})
+        rest = {key: value for key, value in settings.items() if key not in own}
+        found = cls(name, **own, settings=rest, threads=threads)
         _ = found.peft_config
         return found
 
@@ -80,16 +79,7 @@ class Front:
 
     def arguments(self, kind: type[Any], **changes: Any) -> Any:
         """Return the arguments of a trainer, each field checked."""
-        try:
-            return kind(**config.check(f"train={self.name}", kind, {**self.settings, **changes}))
-        except UserError:
-            raise
-        except ImportError as error:  # of DeepSpeed, for example
-            said = f"train={self.name} needs a package that is not installed ({first_line(error)}). Install it."
-            raise UserError("package-missing", said) from None
-        except (ValueError, TypeError) as error:  # what transformers refuses
-            said = f"train={self.name}: {first_line(error)}. Change this setting."
-            raise UserError("option-range", said) from None
+        return kind(**config.check(f"train={self.name}", kind, {**self.settings, **changes}))
 
     def sampler(self, args: Any, dtype: str | None = None, **options: Any) -> Sampler:
         """Return a sampler of the model, and set the threads of torch for it."""
@@ -108,13 +98,12 @@ class Front:
     ) -> tuple[list[Example], list[Example]]:
         """Return examples to learn from and to measure on, of the data or of mini's tasks.
 
-        answers: each must have one
+        answers: each example must have an answer
         most: held-out examples at most, if `held_out` is None
-        count: of mini's tasks, if not as many as the steps take
+        count: examples of mini's tasks. None chooses as many as the steps take
         """
         if self.source.path is not None:
-            processes = args.world_size
-            train, held = self.source.load(args.seed, self.held_out, answers, most=most, processes=processes)
+            train, held = self.source.load(args.seed, self.held_out, answers, most)
             return train[: self.prompts], held
         size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
         number = count or self.prompts or max(args.max_steps, 1) * size
@@ -123,15 +112,14 @@ class Front:
     @property
     def deciding(self) -> dict[str, Any]:
         """The settings that the data of a run, and the answers that it collects, depend on."""
-        known = {**self.settings, **vars(self), **{f"data.{key}": value for key, value in vars(self.source).items()}}
-        return {name: known[name] for name in known if name in DECIDING or name.startswith("data.")}
+        known = {**self.settings, **vars(self)}
+        return {name: known[name] for name in known if name in DECIDING} | {
+            f"data.{name}": value for name, value in vars(self.source).items()
+        }
 
     def begin(self, folder: Path, resume: bool, finished: bool, begun: object) -> None:
-        """Refuse a folder that has a finished run, or has `begun` one.
-
-        One that has begun may go on with `resume`, if the deciding settings are the same.
-        """
-        if not _is_first():  # of processes that train together one looks
+        """Refuse a folder with a finished run, or one that has `begun` unless it resumes with the same settings."""
+        if not PartialState().is_main_process:  # it may write there before the others look
             return
         if finished:
             raise UserError("run-finished", f"{folder} has a finished run. Choose another train.output_dir.")
@@ -150,7 +138,7 @@ class Front:
 
     def record(self, folder: Path) -> None:
         """Write the deciding settings into the folder of a run that has passed its checks."""
-        if _is_first():
+        if PartialState().is_main_process:
             files.make_folder(folder)
             files.write(folder / RUN, json.dumps(self.deciding, indent=1) + "\n")
 
@@ -181,8 +169,3 @@ def last_checkpoint(folder: str) -> str | None:
     """Return the last whole checkpoint in the folder of a run. Returns None if there is none."""
     found = [file.parent for file in Path(folder).glob("checkpoint-*/trainer_state.json")]  # the file is written last
     return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
-
-
-def _is_first() -> bool:
-    """Return True in the first of processes that train together."""
-    return os.environ.get("RANK", "0") == "0"

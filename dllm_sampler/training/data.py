@@ -25,7 +25,7 @@ from dllm_sampler.models.mini_tokenizer import vocabulary
 from dllm_sampler.training.masked import Pair
 
 JSON = (".jsonl", ".json")
-TABLES = {".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+TABLES = (".csv", ".parquet", ".arrow")
 WHOLE = "train"  # the split of what has no splits
 ANSWERS = ("completion", "answer")  # names of the column, the first as TRL calls it
 
@@ -53,7 +53,7 @@ class Row:
     """An example in tokens: one row of a batch."""
 
     number: int  # in the data set; together with the step it seeds all that is drawn for the row
-    example: Example | None
+    example: Any  # an `Example`, or None
     prompt: Sequence[int]
     answer: Sequence[int] = ()  # ends in an end token
 
@@ -121,22 +121,21 @@ class Data:
     metric: str = "exact_match"
 
     def load(
-        self, seed: int, held_out: int | None, answers: bool, *, most: int = 64, processes: int = 1
+        self, seed: int, held_out: int | None, answers: bool, most: int = 64
     ) -> tuple[list[Example], list[Example]]:
         """Read all examples, and return those to learn from and those to measure on.
 
         held_out: examples to measure on. None chooses a tenth of the examples, or all of `test`, but at most `most`
-        answers: each must have one
-        processes: held-out examples must be as many
+        answers: each example must have an answer
         """
         assert self.path is not None
-        metric = Metric("train.data.metric", self.metric)
-        train, held = self._examples(self.path, self.split, answers), list[Example]()
+        metric, held = Metric("train.data.metric", self.metric), list[Example]()
+        train = self._examples(self.path, self.split, answers)
         if self.test is not None:
             held = self._examples(*((self.test, WHOLE) if _is_file(self.test) else (self.path, self.test)), answers)
         shuffled = Random(f"{seed}/held").sample(held or train, len(held or train))
         if held_out is None:
-            held_out = min(most, len(shuffled) if held else max(processes, len(shuffled) // 10))
+            held_out = min(most, len(shuffled) if held else max(1, len(shuffled) // 10))
         kept = shuffled[:held_out]
         if self.test is None:  # a prompt that is there twice is held out twice
             known = {repr(one.prompt) for one in kept}
@@ -147,24 +146,19 @@ class Data:
                 f"train.data={self.path} has {len(shuffled)} examples, and train.held_out={held_out} leaves none to"
                 " learn from. Add examples, or name a file to measure on as train.data.test.",
             )
-        if len(kept) < min(most, processes):
-            raise UserError(
-                "option-range",
-                f"Held-out examples: {len(kept)}, but each of the {processes} processes needs one."
-                " Raise train.held_out, add examples to measure on, or use fewer processes.",
-            )
         for example in kept if answers else ():
             metric.check(example.answer, example.where)
         return train, kept
 
     def _examples(self, path: str, split: str, answers: bool) -> list[Example]:
-        file = expanded("train.data", path)
+        option = "train.data" if path == self.path else "train.data.test"
+        file = expanded(option, path)
         if _is_file(path) and (split != WHOLE or self.subset is not None):
-            said = f"train.data={path} is a file. Use train.data.test, not train.data.split or train.data.subset."
+            said = f"{option}={path} is a file. Use train.data.test, not train.data.split or train.data.subset."
             raise UserError("option-not-applicable", said)
         if file.is_file() and not _is_file(path):
             endings = ", ".join((*JSON, *TABLES))
-            raise UserError("file-name", f"train.data={path} has another ending than {endings}. Rename or convert it.")
+            raise UserError("file-name", f"{option}={path} has another ending than {endings}. Rename or convert it.")
         try:
             if file.suffix in JSON:
                 with file.open(encoding="utf-8") as opened:
@@ -176,16 +170,15 @@ class Data:
         except Exception as error:  # whatever datasets, the network or the disk raise
             reason = getattr(error, "strerror", None) or first_line(error)
             named = path if _is_file(path) else f"{path}, split {split}"
-            option = "train.data" if path == self.path else "train.data.test"
             raise UserError("file-unreadable", f"Cannot read {option}={named} ({reason}). Check the path.") from None
         if not lines:
-            raise UserError("nothing-to-learn", f"train.data={path} has no examples. Name another file or split.")
+            raise UserError("nothing-to-learn", f"{option}={path} has no examples. Name another file or split.")
         return [self.example(where, line, answers) for where, line in lines]
 
     def _table(self, file: Path, split: str) -> Any:
         """Return the rows of a table or a data set. No code of it is run."""
         if file.suffix in TABLES:
-            return datasets.load_dataset(TABLES[file.suffix], data_files=str(file), split=WHOLE)
+            return datasets.load_dataset(file.suffix[1:], data_files=str(file), split=WHOLE)
         if (file / "dataset_info.json").is_file() and split == WHOLE:
             return datasets.load_from_disk(str(file))
         if (file / "dataset_dict.json").is_file():
@@ -206,13 +199,13 @@ class Data:
             )
         names = ANSWERS if self.answer is None else (self.answer,)
         answer: Any = next((given[name] for name in names if given.get(name) is not None), None)
-        if chat is None and not _is_chat(prompt):
+        if chat is not None or _is_chat(prompt):
+            prompt = inputs.prompt({"messages": prompt if chat is None else chat}, where)
+        else:
             prompt = inputs.prompt({"prompt": prompt}, where)
             prompt = inputs.as_chat(prompt) if self.chat else prompt
-        else:
-            prompt = inputs.prompt({"messages": prompt if chat is None else chat}, where)
-            if chat is not None and prompt[-1]["role"] == "assistant":  # pyright: ignore
-                prompt, answer = prompt[:-1], prompt[-1]["content"]  # pyright: ignore
+        if chat is not None and prompt[-1]["role"] == "assistant":  # pyright: ignore
+            prompt, answer = prompt[:-1], prompt[-1]["content"]  # pyright: ignore
         if _is_chat(answer) and len(answer) == 1:
             answer = answer[0].get("content")
         if is_whole(answer):  # a column of numbers in a table
@@ -236,32 +229,18 @@ def _is_chat(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes examples: the prompt as the sampler reads it, and an answer that ends in an end token."""
+    """An encoder of examples: the prompt as the sampler reads it, and an answer that ends in an end token."""
 
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec
-    most: int  # tokens of a prompt with its answer
-
-    def __call__(self, example: Example) -> Pair:
-        """Return the tokens of prompt and answer."""
-        prompt, answer = self.pair(example)
-        if len(prompt) + len(answer) > self.most:
-            raise UserError(
-                "example-too-long",
-                f"{example.where} has {len(prompt) + len(answer)} tokens of prompt and answer, and there is room for"
-                f" {self.most}. Raise max_length up to the model's context, or set longer=drop to leave such examples"
-                " out.",
-            )
-        return prompt, answer
 
     def prompt(self, example: Example, new_tokens: int | None) -> list[int]:
         """Return the tokens of a prompt that leaves room for `new_tokens`. With None it may be of any length."""
         spec = replace(self.spec, max_positions=sys.maxsize) if new_tokens is None else self.spec
-        return prompts.encode_one(
-            example.prompt, self.tokenizer, spec, new_tokens or 1, f"the prompt of {example.where}"
-        )
+        named = f"the prompt of {example.where}"
+        return prompts.encode_one(example.prompt, self.tokenizer, spec, new_tokens or 1, named)
 
-    def pair(self, example: Example) -> Pair:
+    def __call__(self, example: Example) -> Pair:
         """Return the tokens of prompt and answer, however many these are."""
         prompt, answer, where = self.prompt(example, None), example.answer, f"the answer of {example.where}"
         if isinstance(answer, list):  # token ids stay as they are: a target may write the mask token, too

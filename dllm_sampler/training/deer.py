@@ -84,14 +84,13 @@ class DeerTrainer(MaskedDiffusionTrainer):
     config: ClassVar[type[DiffusionConfig]] = DeerConfig
     uniform: ClassVar[bool] = False
 
-    def rows(self, args: Any) -> tuple[list[Row], list[Row]]:
-        """Check the model and the separator, and encode prompts and answers."""
-        if self.trained.spec.attention == "causal_context":
-            raise UserError(
-                "model-not-trainable", f"train.model={self.trained.named} has a causal context. Use another."
-            )
-        self._after = separator_ids(self.trained.spec, self.trained.tokenizer, args.separator)
-        return super().rows(args)
+    def prepare(self) -> None:
+        """Check the model and the separator."""
+        spec, named = self.trained.spec, self.trained.named
+        if spec.attention == "causal_context":
+            raise UserError("model-not-trainable", f"train.model={named} has a causal context. Use another.")
+        self._after = separator_ids(spec, self.trained.tokenizer, self.args.separator)
+        super().prepare()
 
     def loss_of(self, model: nn.Module, some: list[Row], dice: Dice) -> Tensor:
         """Return the mean loss of some rows."""
@@ -129,7 +128,7 @@ class DeerTrainer(MaskedDiffusionTrainer):
         separator_ids(spec, tokenizer, args.separator)
         plain = SpeculativeSampler(start, target, draft_length=0)
         longest = min(spec.max_positions, plain.spec.max_positions)
-        encode = Encoder(tokenizer, replace(spec, max_positions=longest), longest)
+        encode = Encoder(tokenizer, replace(spec, max_positions=longest))
         prompts = [encode.prompt(one, args.new_tokens) for one in examples]
         front.record(folder)
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.training.data import Example, Row
+from dllm_sampler.training.data import Row
 from dllm_sampler.training.masked import FLOOR, Dice, Rows, chunk, collate
 from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Positive, collected
 
@@ -103,34 +103,33 @@ class DistillTrainer(DiffusionTrainer):
     config: ClassVar[type[DiffusionConfig]] = DistillConfig
     most_held_out: ClassVar[int] = 200
 
-    def rows(self, args: DistillConfig) -> tuple[list[Row], list[Row]]:
-        """Check and encode the prompts, and the length of the active block."""
+    def prepare(self) -> None:
+        """Check the length of the active block."""
         spec, size = self.trained.spec, self.trained.spec.block_length
-        if spec.attention == "block_causal" and args.block_length != size:
+        if spec.attention == "block_causal" and self.args.block_length != size:
             said = f"train.model={self.trained.named} needs block_length={size}. Set train.block_length={size}."
             raise UserError("model-not-trainable", said)
-        return super().rows(args)
 
     def train(self, *given: Any, **named: Any) -> Any:
         """Answer the prompts, unless a run before this one did, and train on what is kept."""
-        asked = [*zip(self.examples, self.train_rows, strict=True)]
-        pairs = collected(Path(self.args.output_dir) / ANSWERS, asked, self._answer)
+        pairs = collected(Path(self.args.output_dir) / ANSWERS, self.train_rows, self._answer)
         if not pairs:
-            raise UserError("nothing-to-learn", f"none of the {len(asked)} answers is right. Give more prompts.")
+            said = f"none of the {len(self.train_rows)} answers is right. Give more prompts."
+            raise UserError("nothing-to-learn", said)
         self.train_dataset = [Row(at, None, *pair) for at, pair in enumerate(pairs)]
         return super().train(*given, **named)
 
-    def _answer(self, asked: list[tuple[Example, Row]], seeds: range) -> list[Any]:
+    def _answer(self, rows: list[Row], seeds: range) -> list[Any]:
         """Return prompts and the model's own answers in tokens. One that is not learned from is None."""
         self._move_model_to_device(self.trained, self.args.device)
-        answers = self.answered(self.sampler(**self.args.teacher), [one.prompt for one, _ in asked], [*seeds])
+        answers = self.answered(self.sampler(**self.args.teacher), [row.example.prompt for row in rows], [*seeds])
         found = []
-        for (example, row), answer in zip(asked, answers, strict=True):
+        for row, answer in zip(rows, answers, strict=True):
             ids = answer.tokens[: answer.length].tolist()
-            kept = example.right(answer.text or "", ids, self.metric) == 1 if self.args.keep else answer.complete
+            right = self.args.keep and row.example.right(answer.text or "", ids, self.metric) == 1
             assert answer.trace is not None
             tokens = answer.trace.decoded[0].tolist() if self.args.tail else ids
-            found.append((row.prompt, tokens) if kept else None)
+            found.append((row.prompt, tokens) if right or (answer.complete and not self.args.keep) else None)
         return found
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:

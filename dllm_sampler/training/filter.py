@@ -218,7 +218,7 @@ class FilterTrainer(Trainer):
         reference = front.sampler(args, **plugins)
         tokenizer, spec = reference.tokenizer, reference.denoiser.spec
         assert tokenizer is not None
-        encode = Encoder(tokenizer, spec, spec.max_positions)
+        encode = Encoder(tokenizer, spec)
         for one in (*train, *held):
             encode.prompt(one, args.new_tokens)
         limits = args.new_tokens, args.block_length, args.answer_batch_size

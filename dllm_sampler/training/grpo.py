@@ -128,21 +128,19 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
         if self.args.max_steps <= 0:
             self.args.max_steps = self.args.num_iterations * math.ceil(
-                self.args.num_train_epochs * len(self.examples) / size
+                self.args.num_train_epochs * len(self.train_rows) / size
             )
         self.train_dataset = [*islice(self._stream(size), self.args.max_steps * size)]
 
-    def rows(self, args: TrajectoryGRPOConfig) -> tuple[list[Row], list[Row]]:
-        """Check and encode the prompts, the sampler, and the rewards on two right answers."""
-        train, held = super().rows(args)
+    def prepare(self) -> None:
+        """Check the sampler, and the rewards on two right answers."""
         some = self.examples[:2]
         texts = [one.answer if isinstance(one.answer, str) else "" for one in some]
         tokens: Any = self.trained.tokenizer(texts, add_special_tokens=False)
         columns = {"completion_ids": [*tokens["input_ids"]], **columns_of(some)}
         for name, (reward, _) in self._rewards.items():
             rewards.call(name, reward, [one.prompt for one in some], texts, columns)
-        check(self.sampler(**args.rollout))
-        return train, held
+        check(self.sampler(**self.args.rollout))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         """Return the rows in their order, which is that of the steps."""
@@ -184,7 +182,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         for number, (items, counts) in enumerate(parts, 1):
             chunk = view.chunk(items).to(self.trained.spec.device)
             synced = number == len(parts) or self.is_fsdp_enabled
-            with nullcontext() if synced else self.accelerator.no_sync(model), self.attention():
+            with nullcontext() if synced else self.accelerator.no_sync(model):
                 logprob, _ = chunk.score(model)
                 loss, found = goal.loss(chunk, logprob, args.epsilon, args.beta)
                 self.accelerator.backward(loss if counts else 0 * loss)
@@ -199,7 +197,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
 
     def _roll_out(self, model: nn.Module, some: list[Row]) -> Rollout:
         args, group = self.args, self.args.num_generations
-        examples = [row.example for row in some if row.example is not None]
+        examples = [row.example for row in some]
         seeds = [Random(self.seed_of("rollout", row.number, at)).getrandbits(48) for row in some for at in range(group)]
         result = Result.stack(self.answered(self.rollouts, [one.prompt for one in examples], seeds, group))
         repeated = [example for example in examples for _ in range(group)]

@@ -5,7 +5,7 @@ A bidirectional model sees the prompt and a masked answer, with one mask ratio t
 before it (block diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303). Blocks of a block-causal model are counted from
 the row's first token, and blocks in a causal context from the answer's, as the sampler counts them.
 
-Letters: B rows, L columns, Q tokens asked about in a row.
+Letters: B rows, L columns.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from random import Random
 import torch
 from torch import Tensor, nn
 
-from dllm_sampler.core import select
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.core.visibility import clean_and_noisy
 from dllm_sampler.errors import UserError
 from dllm_sampler.training.chunk import Chunk
 
@@ -47,7 +45,7 @@ class Rows:
 
     @property
     def share(self) -> Tensor:
-        """`[B, 1] float64` what each token counts in the mean over the tokens of an answer, then over the rows."""
+        """`[B, 1] float64` weight of each token in the mean over an answer's tokens, then over the rows."""
         return 1 / (self.answer.sum(1, keepdim=True).double() * len(self.ids))
 
     def some(self, rows: Tensor) -> Rows:
@@ -57,11 +55,10 @@ class Rows:
 
 
 def collate(pairs: Sequence[Pair], pad: int) -> Rows:
-    """Return (prompt, answer) pairs as a batch."""
-    length = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    ids = [[*prompt, *answer, *[pad] * (length - len(prompt) - len(answer))] for prompt, answer in pairs]
-    prompts = torch.tensor([len(prompt) for prompt, _ in pairs])
-    return Rows(torch.tensor(ids), prompts, torch.tensor([len(prompt) + len(answer) for prompt, answer in pairs]))
+    """Return (prompt, answer) pairs as a batch, padded with the token `pad`."""
+    lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
+    ids = [[*prompt, *answer, *[pad] * (max(lengths) - len(prompt) - len(answer))] for prompt, answer in pairs]
+    return Rows(torch.tensor(ids), torch.tensor([len(prompt) for prompt, _ in pairs]), torch.tensor(lengths))
 
 
 class Dice:
@@ -84,7 +81,7 @@ class Dice:
 
 @dataclass(frozen=True)
 class Masks:
-    """The hidden tokens of some rows, and what each counts in the loss."""
+    """The hidden tokens of some rows, and their weights in the loss."""
 
     hidden: Tensor  # [B, L] bool
     weight: Tensor  # [B, L] float64, 0 where nothing is hidden
@@ -117,7 +114,7 @@ def draw(
 ) -> list[Masks]:
     """Hide tokens of the answers, each by itself with probability p = (1 - floor) t + floor, t uniform on [0, 1].
 
-    The weights of a token divide by the length of its answer, by the rows, and by the draws.
+    A token's weight is divided by the length of its answer, the number of rows, and the number of draws.
 
     block: `[B, L]` of each column; each block has a ratio t. None gives each row one
     complementary: draw a second time, and hide the rest of the answer; p then ends at 1 - floor
@@ -137,27 +134,11 @@ def draw(
 
 
 def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec) -> Chunk:
-    """Return the forward that predicts the tokens `asked [B, L] bool`, some of those it sees as masks, `hidden`."""
+    """Return the forward that predicts the tokens `asked [B, L] bool`, where the `hidden [B, L]` are seen as masks."""
     assert spec.mask_id is not None
-    width = rows.ids.shape[1]
-    most = max(1, int(asked.sum(1).max()))
-    columns = select.columns(torch.cat([asked, torch.zeros_like(asked[:, :1])], 1), most)  # [B, Q]
-    there = columns < width
-    columns = torch.where(there, columns, rows.prompt[:, None])
-    noisy = rows.ids.masked_fill(hidden, spec.mask_id)
-    positions, keys = torch.arange(width).expand_as(noisy), rows.there
-    answers = columns - int(spec.shift)  # no answer begins in the first column
-    block = blocks(rows, spec)
-    if block is not None:
-        here = block.gather(1, columns)
-        if spec.seeds:  # the row before a block predicts its first token
-            answers = torch.where(block.gather(1, columns - 1) < here, columns - 1, columns)
-        # The row before a block is clean, as it is when the block is decoded.
-        answers = answers + torch.where(block.gather(1, answers) == here, width, 0)
-        keys = clean_and_noisy(block, keys, keys, causal=spec.attention == "causal_context")
-        noisy, positions = torch.cat([rows.ids, noisy], 1), torch.cat([positions] * 2, 1)
-    numbers, tokens = torch.arange(len(noisy)), rows.ids.gather(1, columns)
-    return Chunk(numbers, columns, there, tokens, noisy, positions, keys, answers, spec.mask_id)
+    noisy, number = rows.ids.masked_fill(hidden, spec.mask_id), torch.arange(len(rows.ids))
+    column = torch.arange(rows.ids.shape[1]).expand_as(noisy)
+    return Chunk.of(spec, number, rows.ids, noisy, asked, column, rows.there, blocks(rows, spec))
 
 
 def padded(pairs: Sequence[Pair], spec: ModelSpec, padding: str | int, most: int) -> Rows:
@@ -195,5 +176,5 @@ class MaskedLoss:
         block = blocks(rows, self.spec)
         draws = draw(rows, block, dice, complementary=self.complementary, inverse=self.inverse)
         rows = rows.some(torch.arange(len(rows.ids)).repeat(len(draws)))
-        masks = Masks(torch.cat([one.hidden for one in draws]), torch.cat([one.weight for one in draws]))
-        return weighted(network, chunk(rows, masks.hidden, masks.hidden, self.spec), masks.weight, self.spec)
+        hidden, weight = (torch.cat(each) for each in zip(*((one.hidden, one.weight) for one in draws), strict=True))
+        return weighted(network, chunk(rows, hidden, hidden, self.spec), weight, self.spec)

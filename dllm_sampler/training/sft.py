@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -48,50 +49,51 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
     uniform: ClassVar[bool] = True
     held_out_loss: ClassVar[bool] = True
 
-    def rows(self, args: Any) -> tuple[list[Row], list[Row]]:
-        """Check and encode prompts and answers. Too long ones may be dropped."""
-        spec = self.trained.spec
+    def prepare(self) -> None:
+        """Choose the loss and the padding."""
+        args, spec = self.args, self.trained.spec
         inverse = args.weight == "inverse"
         self.loss: MaskedLoss | UniformLoss = MaskedLoss(spec, args.complementary, inverse)
         self._held_loss: MaskedLoss | UniformLoss = MaskedLoss(spec, complementary=True, inverse=inverse)
         if spec.mask_id is None:
             if args.complementary:
-                raise UserError(
-                    "mask-token-missing",
-                    f"complementary needs a mask token, and {self.trained.named} has none. Remove it.",
-                )
+                said = f"complementary needs a mask token, and {self.trained.named} has none. Remove it."
+                raise UserError("mask-token-missing", said)
             self.loss = self._held_loss = UniformLoss(spec, args.self_conditioning, args.encoder)
         self.most = min(args.max_length or spec.max_positions, spec.max_positions)
         whole = spec.attention == "bidirectional" and not spec.encoder
         self._padding = args.padding or ("longest" if whole else "block")
         if self._padding == "block" and spec.block_length is None:
-            raise UserError(
-                "option-not-applicable", "padding=block needs a model with blocks. Give a number of tokens."
-            )
-        encode = Encoder(self.trained.tokenizer, spec, self.most)
-        before = len(self.examples) + len(self.held)
-        if args.longer == "drop":
-            self.examples, self.held = (self._short(some, encode) for some in (self.examples, self.held))
-            dropped = before - len(self.examples) - len(self.held)
-            if dropped:
-                say(f"dropped {counted(dropped, 'example')} of more than {counted(self.most, 'token')}")
-        if not self.examples:
-            raise UserError("nothing-to-learn", "longer=drop leaves no examples. Raise max_length.")
-        train, held = (
-            [Row(at, one, *encode(one)) for at, one in enumerate(some)] for some in (self.examples, self.held)
-        )
-        for row, example in zip(held, self.held, strict=True):
-            if len(row.answer) - 1 > args.new_tokens:
+            said = "padding=block needs a model with blocks. Give a number of tokens."
+            raise UserError("option-not-applicable", said)
+
+    def rows(self, some: Sequence[Example], held: bool = False) -> list[Row]:
+        """Check and encode prompts and answers. Too long ones may be dropped."""
+        encode, found = Encoder(self.trained.tokenizer, self.trained.spec), list[Row]()
+        for example in some:
+            prompt, answer = encode(example)
+            size = len(prompt) + len(answer)
+            if size > self.most and self.args.longer == "refuse":
                 raise UserError(
                     "example-too-long",
-                    f"the answer of {example.where} has {len(row.answer) - 1} tokens. Raise"
-                    f" new_tokens={args.new_tokens}.",
+                    f"{example.where} has {size} tokens of prompt and answer, and there is room for {self.most}. Raise"
+                    " max_length up to the model's context, or set longer=drop to leave such examples out.",
                 )
-            encode.prompt(example, args.new_tokens)
-        return train, held
-
-    def _short(self, some: list[Example], encode: Encoder) -> list[Example]:
-        return [one for one in some if sum(map(len, encode.pair(one))) <= self.most]
+            if size <= self.most:
+                found.append(Row(len(found), example, prompt, answer))
+        if len(found) < len(some):
+            say(f"dropped {counted(len(some) - len(found), 'example')} of more than {counted(self.most, 'token')}")
+        if not found and not held:
+            raise UserError("nothing-to-learn", "longer=drop leaves no examples. Raise max_length.")
+        for row in found if held else ():
+            if len(row.answer) - 1 > self.args.new_tokens:
+                raise UserError(
+                    "example-too-long",
+                    f"the answer of {row.example.where} has {len(row.answer) - 1} tokens. Raise"
+                    f" new_tokens={self.args.new_tokens}.",
+                )
+            encode.prompt(row.example, self.args.new_tokens)
+        return found
 
     def sampler(self, **settings: Any) -> Sampler:
         """Return a sampler of the model as it is now. Without a mask token it renoises."""

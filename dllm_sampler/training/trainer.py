@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +21,6 @@ from safetensors.torch import save as serialise
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
@@ -34,7 +33,7 @@ from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.options import SamplerOptions
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.data import Encoder, Row, check_tokenizer, examples
+from dllm_sampler.training.data import Encoder, Example, Row, check_tokenizer, examples
 from dllm_sampler.training.model import Model, Trainable
 
 Count = Annotated[int, Field(ge=1)]
@@ -45,7 +44,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass
 class Arguments(TrainingArguments):
-    """transformers' `TrainingArguments`. Fields besides these are checked by their types."""
+    """transformers' `TrainingArguments`. The fields that a subclass adds are checked by their types."""
 
     fsdp: bool | str | None = None  # pyright: ignore[reportIncompatibleVariableOverride] (transformers takes both)
     remove_unused_columns: bool = False
@@ -53,9 +52,8 @@ class Arguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        usual = {one.name for one in fields(TrainingArguments)}
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in usual}
-        config.check("", type(self), own)
+        own = {one.name for one in fields(self)} - {one.name for one in fields(TrainingArguments)}
+        config.check("", type(self), {name: getattr(self, name) for name in own})
 
 
 @dataclass
@@ -167,13 +165,13 @@ def say(text: str) -> None:
 
 
 def shared(items: Sequence[Any]) -> tuple[list[Any], range]:
-    """Return the items of this process, and their numbers, which are seeds: whichever process has an item."""
+    """Return the items of this process, and their numbers among all, which seed what is drawn for them."""
     numbers = range(PartialState().process_index, len(items), PartialState().num_processes)
     return [items[at] for at in numbers], numbers
 
 
 def collected(file: Path, items: Sequence[Any], answer: Callable[[list[Any], range], list[Any]]) -> list[Any]:
-    """Return what `answer` makes of the items without None, from a file if a run before this one has written it.
+    """Return `answer(items, numbers)` without None, or the content of `file` if an earlier run has written it.
 
     The processes share the items.
     """
@@ -225,8 +223,9 @@ class DiffusionTrainer(Trainer):
                 "train.dtype=bfloat16 rounds small updates of all weights away. Use it with train.lora, or set"
                 " train.bf16=true, which computes in bfloat16.",
             )
+        self.args = args
         self.examples = examples(train_dataset, self.answers, "train_dataset")
-        self.held = [] if eval_dataset is None else examples(eval_dataset, self.answers, "eval_dataset")
+        held = [] if eval_dataset is None else examples(eval_dataset, self.answers, "eval_dataset")
         self.trained = Trainable.load(
             model, args.dtype, peft_config, args.seed, uniform=self.uniform, tokenizer=processing_class
         )
@@ -238,13 +237,14 @@ class DiffusionTrainer(Trainer):
         self.copies: list[WeightCopy] = [self.average, *(one for one in callbacks if isinstance(one, WeightCopy))]
         for name in args.samplers:
             self.sampler(**getattr(args, name))  # a mistake in one shows here
-        self.train_rows, held_rows = self.rows(args)
+        self.prepare()
+        self.train_rows, self.held_rows = self.rows(self.examples), self.rows(held, held=True)
         super().__init__(
             model=self.trained,
             args=args,
             data_collator=lambda rows: {"rows": rows},
             train_dataset=self.train_rows,  # pyright: ignore[reportArgumentType] (a list is a data set by position)
-            eval_dataset=held_rows or None,  # pyright: ignore[reportArgumentType]
+            eval_dataset=self.held_rows or None,  # pyright: ignore[reportArgumentType]
             processing_class=self.trained.tokenizer,
             callbacks=[FiniteGradients(), *([self.average] if args.average else []), *callbacks],
             **options,
@@ -257,15 +257,13 @@ class DiffusionTrainer(Trainer):
         """Run `dllm-train` with the settings of `front`, and return the folder of the result."""
         return front.train(cls, resume)
 
-    def rows(self, args: Any) -> tuple[list[Row], list[Row]]:
-        """Check and encode all examples, and return rows to learn from and to measure on, before the first step."""
-        spec = self.trained.spec
-        encode = Encoder(self.trained.tokenizer, spec, spec.max_positions)
-        train, held = (
-            [Row(at, one, encode.prompt(one, args.new_tokens)) for at, one in enumerate(some)]
-            for some in (self.examples, self.held)
-        )
-        return train, held
+    def prepare(self) -> None:
+        """Check the settings against the model, before examples are encoded."""
+
+    def rows(self, some: Sequence[Example], held: bool = False) -> list[Row]:
+        """Check and encode examples to learn from, or to measure on if they are `held`."""
+        encode = Encoder(self.trained.tokenizer, self.trained.spec)
+        return [Row(at, one, encode.prompt(one, self.args.new_tokens)) for at, one in enumerate(some)]
 
     def sampler(self, **settings: Any) -> Sampler:
         """Return a sampler of the model as it is now."""
@@ -274,11 +272,6 @@ class DiffusionTrainer(Trainer):
     def seed_of(self, *parts: object) -> str:
         """Return a seed of what is drawn: of the run's seed and of anything."""
         return "/".join(map(str, (self.args.seed, *parts)))
-
-    def attention(self) -> AbstractContextManager[Any]:
-        """On a CPU the backward pass of torch's flash attention takes ten times as long in bfloat16 as products do."""
-        slow = self.args.bf16 and self.accelerator.device.type == "cpu"
-        return sdpa_kernel(SDPBackend.MATH) if slow else nullcontext()
 
     def note(self, figures: Mapping[str, float]) -> None:
         """Add figures to the next line of the log, which has their means over its steps and over the processes."""
@@ -316,16 +309,11 @@ class DiffusionTrainer(Trainer):
             logs |= {name: sum(one[name] for one in means) / len(means) for name in means[0]}
         super().log(logs, *given, **named)
 
-    def training_step(self, *given: Any, **named: Any) -> Tensor:
-        """Run forward and backward, which may run layers again, with the same kernels of attention."""
-        with self.attention():
-            return super().training_step(*given, **named)
-
     def evaluation_loop(self, *given: Any, metric_key_prefix: str = "eval", **named: Any) -> EvalLoopOutput:
         """Measure held-out examples: their loss, and right answers, forwards and tokens per forward of a sampler."""
-        with self.average.applied(), self.attention():
+        with self.average.applied():
             nothing: Any = None
-            found = EvalLoopOutput(nothing, None, {}, len(self.held))
+            found = EvalLoopOutput(nothing, None, {}, len(self.held_rows))
             if self.held_out_loss:
                 found = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
             measured = self.measured()
@@ -334,7 +322,8 @@ class DiffusionTrainer(Trainer):
 
     def measured(self) -> dict[str, float]:
         """Return right answers, forwards and tokens per forward on held-out prompts, those of all processes."""
-        mine, seeds = shared(self.held)
+        rows, seeds = shared(self.held_rows)
+        mine = [row.example for row in rows]
         answers = self.answered(self.sampler(**self.args.evaluation), [one.prompt for one in mine], [*seeds])
         known = [(one, answer) for one, answer in zip(mine, answers, strict=True) if one.answer is not None]
         right = [
@@ -342,7 +331,7 @@ class DiffusionTrainer(Trainer):
         ]
         counts = [sum(right), len(right), sum(one.nfe for one in answers), sum(one.length for one in answers)]
         total, count, nfe, tokens = (sum(some) for some in zip(*gather_object([counts]), strict=True))
-        found = {"nfe": nfe / len(self.held), "tokens_per_forward": tokens / nfe}
+        found = {"nfe": nfe / len(self.held_rows), "tokens_per_forward": tokens / nfe}
         return {"right": total / count, **found} if count else found
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -4,24 +4,24 @@ A trajectory is a sequence of transitions: forward s saw the state X^s and commi
 log-probability, the order of positions taken as given, is the sum over s and over i in U_s of log p(x_i | X^s)
 (CJ-GRPO, arXiv 2509.23924). States come from the trace's step map; those of many rows and steps share a forward.
 
-Letters: B rows of the trace, L its columns, T forwards' rows ("items"), n items of a chunk, Q tokens asked in an item.
+Letters: B rows of the trace, L its columns, T items (a state of a row each), n items of a forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from dllm_sampler.core import select
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import ChangingLength, HiddenMasks, ModelSpec, OwnInputs
-from dllm_sampler.core.visibility import block_causal, clean_and_noisy
+from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.errors import UserError
 from dllm_sampler.models.scorable import scorable
 from dllm_sampler.result import Trace
@@ -39,12 +39,12 @@ class Trajectories:
         spec: of the model.
         after_eos: tokens after a row's first end token count, too (published CJ-GRPO code computes the mask that drops
             them and does not use it).
-        single: one item per row with the whole answer masked, as diffu-GRPO scores it, in place of the states that
-            were; `blank [B, L]` are prompt tokens masked besides.
-        blocks: length of the blocks that were decoded, which a causal context alone asks about: of a sampler
-            `sampler.plugins.blocks.lookahead(max_new_tokens)`. There a finished block is read from left to right and an
-            open one as a whole. States of different blocks that have the same number inside their block share an item,
-            which takes two copies of the row.
+        single: one item per row with the whole answer masked, as diffu-GRPO scores it, in place of recorded states.
+        blank: `[B, L] bool` prompt tokens that `single` masks besides.
+        blocks: length of the decoded blocks, `sampler.plugins.blocks.lookahead(max_new_tokens)`. A causal context needs
+            it: there a finished block is read from left to right and an open one as a whole. States of different blocks
+            with the same number inside their block share an item, which takes two copies of the row.
+        drawn: `[B, L] bool` tokens of the transitions that `sample` has drawn. None stands for all.
     """
 
     trace: Trace
@@ -53,8 +53,7 @@ class Trajectories:
     single: bool = False
     blank: Tensor | None = None
     blocks: int | None = None
-    valid: Tensor = field(init=False)  # [B, L] bool tokens that count, each in one transition
-    weight: Tensor = field(init=False)  # [B, L] float64: 1 / (transitions of the row * tokens of the transition)
+    drawn: Tensor | None = None
 
     def __post_init__(self) -> None:
         trace = self.trace
@@ -65,21 +64,25 @@ class Trajectories:
             raise UserError("trace-not-scorable", said)
         if self.copied and self.blocks is None:
             raise UserError("option-missing", "this model's context is causal. Set blocks= to a length.")
-        column = torch.arange(trace.ids.shape[1])
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """`[B, L] bool` tokens that count, each in one transition."""
+        trace, column = self.trace, torch.arange(self.trace.ids.shape[1])
         valid = (column >= trace.origin) & (trace.step_map >= 0) & (trace.gone < 0)
         if not self.after_eos:
             ends = is_end(trace.ids, self.spec.eos_ids) & valid
             valid = valid & (ends.cumsum(1) - ends.long() == 0)
-        self._select(valid)
+        return valid if self.drawn is None else valid & self.drawn
 
-    def _select(self, valid: Tensor) -> None:
-        step = torch.zeros_like(self.trace.step_map) if self.single else self.trace.step_map.clamp(min=0)
+    @cached_property
+    def weight(self) -> Tensor:
+        """`[B, L] float64` 1 / (transitions of the row * tokens of the transition)."""
+        valid, step = self.valid, self.trace.step_map.clamp(min=0) * (not self.single)
         count = valid.new_zeros(len(valid), int(step.max()) + 1, dtype=torch.double)
         count.scatter_add_(1, step, valid.double())  # [B, S] tokens of each transition
         transitions = (count > 0).sum(1, keepdim=True)  # [B, 1]
-        weight = torch.where(valid, 1 / (transitions * count.gather(1, step)), 0)
-        object.__setattr__(self, "valid", valid)
-        object.__setattr__(self, "weight", weight)
+        return torch.where(valid, 1 / (transitions * count.gather(1, step)), 0)
 
     def sample(self, steps: int, dice: Dice) -> Self:
         """Draw at most `steps` transitions of each row, without replacement; weights count only those."""
@@ -87,30 +90,21 @@ class Trajectories:
         chance = dice.uniform(step.amax(1) + 1, int(step.max()) + 1)  # [B, S]
         there = torch.zeros_like(chance).scatter_add_(1, step.clamp(min=0), self.valid.double()) > 0
         rank = chance.masked_fill(~there, 2).argsort(1).argsort(1)
-        some = replace(self)
-        some._select(self.valid & (rank < steps).gather(1, step.clamp(min=0)))
-        return some
-
-    @property
-    def local(self) -> Tensor:
-        """`[B, L]` what items are told apart by: the step of each token, or its number inside its block."""
-        if self.single:
-            return torch.zeros_like(self.trace.step_map)
-        return self._inside if self.copied else self.trace.step_map
+        return replace(self, drawn=(rank < steps).gather(1, step.clamp(min=0)))
 
     @property
     def copied(self) -> bool:
         """True if items have a clean copy of the row before the noisy one."""
         return self.spec.attention == "causal_context"
 
-    @property
+    @cached_property
     def _block(self) -> Tensor:
         """`[B, L]` block of each column of a causal context; 0 is the prompt."""
         column = torch.arange(self.trace.ids.shape[1]).expand_as(self.trace.ids)
         assert self.blocks is not None
         return torch.where(column < self.trace.origin, 0, (column - self.trace.origin) // self.blocks + 1)
 
-    @property
+    @cached_property
     def _inside(self) -> Tensor:
         """`[B, L]` the step of each token counted from the first commit in its block."""
         step, block = self.trace.step_map, self._block
@@ -118,9 +112,16 @@ class Trajectories:
         first = first.scatter_reduce(1, block, torch.where(step >= 0, step, first), "amin")
         return torch.where(step >= 0, step - first.gather(1, block), -1)
 
+    @property
+    def _local(self) -> Tensor:
+        """`[B, L]` number of each token's item: its step, in a causal context counted inside its block."""
+        if self.single:
+            return torch.zeros_like(self.trace.step_map)
+        return self._inside if self.copied else self.trace.step_map
+
     def items(self) -> Tensor:
-        """`[T, 2]` row and number of each item that has a token, in order."""
-        return torch.stack([self.valid.nonzero()[:, 0], self.local[self.valid]], 1).unique(dim=0)
+        """Return `[T, 2]` row and number of each item that has a token, in order."""
+        return torch.stack([self.valid.nonzero()[:, 0], self._local[self.valid]], 1).unique(dim=0)
 
     def parts(self, batch_tokens: int) -> Sequence[Tensor]:
         """Return all items in groups for `chunk`: as many as `batch_tokens` columns hold, but one at least."""
@@ -132,47 +133,34 @@ class Trajectories:
         yield from map(self.chunk, self.parts(batch_tokens))
 
     def chunk(self, items: Tensor) -> Chunk:
-        """The forward of `items [n, 2]`."""
+        """Return the forward of `items [n, 2]`."""
         trace, (row, number) = self.trace, items.unbind(1)
-        column = torch.arange(trace.ids.shape[1])
-        begin = trace.begin[row, None]
-        step, ids = trace.step_map[row], trace.ids[row]
+        step, ids, real = trace.step_map[row], trace.ids[row], trace.real[row]
+        column, begin = torch.arange(ids.shape[1]), trace.begin[row, None]
         step_of = number[:, None].expand_as(step)  # [n, L] the step whose state each column belongs to
-        block = self._block[row] if self.copied else torch.zeros_like(step)
+        block, clean = None, None
         if self.copied:
+            block = self._block[row]
             first = (step - self._inside[row]).masked_fill(step < 0, 0)
             # every column of a block gets the block's first step, the prompt's columns in it too
             step_of = step_of + torch.zeros_like(step).scatter_reduce(1, block, first, "amax").gather(1, block)
         hidden = (column >= trace.origin) & (step >= step_of)
-        noisy = ids.masked_fill(hidden, trace.mask_id or 0)
         if self.blank is not None:
-            noisy = noisy.masked_fill(self.blank[row], trace.mask_id or 0)
-        real = trace.real[row]
+            hidden = hidden | self.blank[row]
+        noisy = ids.masked_fill(hidden, trace.mask_id or 0)
         seen = real & ((trace.gone[row] < 0) | (trace.gone[row] >= step_of))  # [n, L]
-        asked = self.valid[row] & (self.local[row] == number[:, None])
-        width = int(asked.sum(1).max())
-        columns = select.columns(torch.cat([asked, torch.zeros_like(asked[:, :1])], 1), width)  # [n, Q]
-        there = columns < len(column)
-        columns = torch.where(there, columns, trace.origin)
-        answers = torch.where(columns > begin, columns - 1, columns) if self.spec.shift or self.spec.seeds else columns
-        if self.spec.seeds:
-            answers = torch.where(block.gather(1, answers) < block.gather(1, columns), answers, columns)
+        asked = self.valid[row] & (self._local[row] == number[:, None])
         positions, keys = column - begin, seen
-        if trace.grid is not None:
-            keys = seen[:, None] & block_causal(positions, positions, trace.grid)
         if self.copied:
-            # Under a shift a block's first token is predicted by the row before the block, which is clean.
-            within = block.gather(1, answers) == block.gather(1, columns)
-            answers = answers + torch.where(within, len(column), 0)
-            context = noisy if self.single else ids
-            noisy, positions = torch.cat([context, noisy], 1), torch.cat([positions] * 2, 1)
-            keys = clean_and_noisy(block, real, seen, causal=True)
-            # Padding is before a causal row. It sees itself, at a position that exists: NaN would spread.
-            keys, positions = keys | torch.eye(keys.shape[1], dtype=torch.bool), positions.clamp(min=0)
-        tokens = ids.gather(1, columns)
-        found = Chunk(row, columns, there, tokens, noisy, positions, keys, answers, trace.mask_id or 0)
+            clean = noisy if self.single else ids, real
+        elif trace.grid is not None:
+            keys = seen[:, None] & block_causal(positions, positions, trace.grid)
+        found = Chunk.of(self.spec, row, ids, noisy, asked, positions, keys, block, clean)
+        if self.copied:  # padding is before a causal row. It sees itself, at a position that exists: NaN would spread
+            keys = found.keys | torch.eye(found.ids.shape[1], dtype=torch.bool)
+            found = replace(found, keys=keys, positions=found.positions.clamp(min=0))
         # Answers to one prompt begin with the same states, and often go on so.
-        return Chunk.merged(torch.cat([noisy, seen.long(), real.long(), begin], 1), found)
+        return found.merged(torch.cat([found.ids, seen.long(), real.long(), begin], 1))
 
     @torch.no_grad()
     def log_probabilities(
@@ -181,17 +169,19 @@ class Trajectories:
         """Return `[B, L]` on the CPU: log-probability of every token that counts, 0 elsewhere; without a gradient.
 
         The mask token is left out, as in the record. For a gradient score the `chunks` one after the other, and call
-        `backward` on each one's share of the loss before the next. `chunks`: those to score. None stands for all.
+        `backward` on each one's share of the loss before the next.
+
+        chunks: the forwards to score. None stands for all
         """
         spec = None if isinstance(model, nn.Module) else model.spec
         model = scorable(model)
         device = next(model.parameters()).device if spec is None else spec.device
-        found: Tensor | None = None
+        found = torch.zeros(self.trace.ids.shape)
         for chunk in self.chunks(batch_tokens) if chunks is None else chunks:
             values = chunk.to(device).score(model)[0].cpu()
-            found = values.new_zeros(self.trace.ids.shape) if found is None else found
+            found = found.to(values.dtype)
             chunk.scatter(values, found)
-        return torch.zeros(self.trace.ids.shape) if found is None else found
+        return found
 
 
 def check(sampler: Sampler) -> None:

@@ -327,7 +327,7 @@ def test_examples_end_once(tmp_path: Path) -> None:
     assert tokenizer is not None
     last = tokenizer.convert_tokens_to_ids("d")
     for known, end in ((spec, spec.eos_id), (spec.with_ends(last), last)):
-        _, answer = Encoder(tokenizer, known, 50)(Example("it", "ab", "cd"))
+        _, answer = Encoder(tokenizer, known)(Example("it", "ab", "cd"))
         assert answer[-1] == end and (spec.eos_id in answer) == (end == spec.eos_id)
 
 

@@ -25,8 +25,7 @@ def write(file: Path, lines: list[Any]) -> str:
 
 
 def load(path: str, held_out: int | None = 2, answers: bool = True, **more: Any) -> tuple[list[Example], list[Example]]:
-    limits = {name: more.pop(name) for name in ("most", "processes") if name in more}
-    return Data(**config.check("train.data", Data, {"path": path, **more})).load(0, held_out, answers, **limits)
+    return Data(**config.check("train.data", Data, {"path": path, **more})).load(0, held_out, answers)
 
 
 def test_what_is_held_out_is_never_learned(tmp_path: Path) -> None:
@@ -43,13 +42,6 @@ def test_without_a_number_a_tenth_is_held_out(size: int, held: int, tmp_path: Pa
     path = write(tmp_path / "d.jsonl", [{"prompt": str(n), "answer": "b"} for n in range(size)])
     assert [*map(len, load(path, held_out=None))] == [size - held, held]
     assert [*map(len, load(path, held_out=None, test=path))] == [size, min(size, 64)]
-
-
-def test_each_process_gets_an_example_to_measure_on(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", LINES)
-    assert len(load(path, None, processes=3)[1]) == 3
-    with refused("option-range: train.held_out"):
-        load(path, 2, processes=3)
 
 
 def test_the_forms_that_trl_reads() -> None:
@@ -114,7 +106,7 @@ def test_messages_and_chat_templates(tmp_path: Path) -> None:
     folder = tiny.write("sdar", tmp_path / "m")
     loaded = loading.load(folder, device="cpu")
     assert loaded.tokenizer is not None
-    encode = Encoder(loaded.tokenizer, loaded.denoiser.spec, 512)
+    encode = Encoder(loaded.tokenizer, loaded.denoiser.spec)
     chat = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes"},
@@ -129,7 +121,7 @@ def test_messages_and_chat_templates(tmp_path: Path) -> None:
     assert texts == {"1": ["u:Hi;a:Yes;u:?;a:", "No;<end>"], "2": ["u:0 + 1 = ?;a:", "1;<end>"]}
     loaded.tokenizer.chat_template = "{% if add_generation_prompt %}x{% endif %}{{ messages[-1].content }}"
     with refused("chat-template-failed: line 1"):
-        Encoder(loaded.tokenizer, loaded.denoiser.spec, 512)(found["1"])
+        Encoder(loaded.tokenizer, loaded.denoiser.spec)(found["1"])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +153,6 @@ def test_mistakes_in_the_data(lines: list[Any], settings: dict[str, Any], said: 
 @pytest.mark.parametrize(
     ("prompt", "answer", "said"),
     [
-        ("a" * 30, "b" * 20, "example-too-long: 51, 50"),
         ("€", "b", "text-outside-vocabulary: '€'"),
         ("a", "€", "text-outside-vocabulary: '€'"),
         ([1, 286], "b", "mask-token-given: 286"),
@@ -179,7 +170,7 @@ def test_mistakes_that_tokens_show(prompt: Any, answer: str, said: str, encoder:
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     loaded = loading.load(tiny.write("dream", tmp_path_factory.mktemp("m") / "m"), device="cpu")
     assert loaded.tokenizer is not None
-    return Encoder(loaded.tokenizer, loaded.denoiser.spec, 50)
+    return Encoder(loaded.tokenizer, loaded.denoiser.spec)
 
 
 def test_tokens_of_an_example(encoder: Encoder) -> None:
