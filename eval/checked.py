@@ -1,4 +1,4 @@
-"""Files of a run's folder, checked as they are read: they may have been edited, or cut."""
+"""Validation of the files of a run's folder, which may have been edited or cut off."""
 
 from __future__ import annotations
 
@@ -58,15 +58,17 @@ class About(TypedDict):
     """The fields of `run.json`.
 
     - `schema`: 2
-    - `name`, `choices`: the directory; the name of each group
-    - `config`: everything that decides about answers and times: `task` (with `canvas`, its length in tokens, and
-      `content`, a hash of the files that it names), `model`, the plug-ins with all fields, options
+    - `name`: the name of the run's directory
+    - `choices`: the chosen name in each group
+    - `config`: the settings that decide about answers and times: `task` (with `canvas`, its length in tokens, and
+      `content`, a hash of the files that it names), `model`, the plug-ins with all fields, and options
     - `samples`: number of samples of the complete run
-    - `score`, `dependency`: the grade that counts; `low`, `high` or null
-    - `refused`: the reason that it cannot run, or null
-    - `measures`: of all answers together, by name. Null until all are there, for a task without such measures, and for
-      a number that is not finite
-    - `environments`: what ran it, each once: versions, git commit (`+`: files differed), device, processor, platform
+    - `score`: the name of the grade that reports show first
+    - `dependency`: the task's `Task.dependency`: `low`, `high` or null
+    - `refused`: the reason that the configuration cannot run, or null
+    - `measures`: the task's measures of all answers together, by name. A measure that is not finite is null. The whole
+      field is null until the run is complete, and if the task has no such measures
+    - `environments`: each versions, git commit (`+` if files differed), device, processor and platform that ran samples
     """
 
     name: str
@@ -84,7 +86,11 @@ _ABOUT, _RECORD = TypeAdapter(About), TypeAdapter(Record)
 
 
 def about(file: Path, text: str) -> dict[str, Any]:
-    """Return the content of `run.json`, or raise `UserError` with the line that is wrong."""
+    """Return the validated content of `run.json`, given its path and text.
+
+    Raises:
+        UserError: the text is not JSON, has another schema, or has an invalid field.
+    """
     try:
         found = load_json(text)
     except ValueError as error:
@@ -93,7 +99,9 @@ def about(file: Path, text: str) -> dict[str, Any]:
             "run-damaged", f"{file}, line {line}: not JSON ({getattr(error, 'msg', error)}). {_AGAIN}"
         ) from error
     if isinstance(found, dict) and found.get("schema") != SCHEMA:
-        raise UserError("version-differs", f"{file.parent} is not a run of schema {SCHEMA}. Name another folder.")
+        raise UserError(
+            "version-differs", f"{file} has schema {found.get('schema')!r}, not {SCHEMA}. Name another folder."
+        )
     try:
         _ABOUT.validate_python(found, strict=True)
     except ValidationError as error:
@@ -102,22 +110,24 @@ def about(file: Path, text: str) -> dict[str, Any]:
 
 
 def differs(file: Path, name: str, found: object, wanted: object) -> NoReturn:
-    """Raise a UserError: a field of `run.json` is not what the task says."""
+    """Raise `UserError` because the field `name` of `run.json` is `found`, and the task gives `wanted`."""
     line = _line_of(file.read_text(encoding="utf-8"), name)
-    raise UserError("run-damaged", f"{file}, line {line}: `{name}` is {_short(found)}, not {_short(wanted)}. {_AGAIN}")
+    raise UserError(
+        "run-damaged", f"{file}, line {line}: `{name}` should be {_short(wanted)}, not {_short(found)}. {_AGAIN}"
+    )
 
 
 def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) -> Record:
-    """Return the sample in a whole line of a file.
+    """Return the sample in a line of a file.
 
     Args:
-        file: where it is, for messages.
-        number: of the line, from 1.
-        line: without its end.
-        run: content of `run.json`, if it exists.
+        file: the path of the file, for messages.
+        number: the number of the line, from 1.
+        line: the line without its line break.
+        run: content of `run.json`, or None if it does not exist.
 
     Raises:
-        UserError: it is not a sample of this run. The message names the line.
+        UserError: the line is not a sample of this run. The message has its number.
     """
     try:
         return parse(line, run)
@@ -126,15 +136,15 @@ def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) 
 
 
 def parse(line: bytes, run: Mapping[str, Any] | None) -> Record:
-    """Return the sample in a line.
+    """Return the sample in a line without its line break. `run` is the content of `run.json`, or None.
 
     Raises:
-        ValueError: it is not one. The message says what is wrong.
+        ValueError: the line is not a sample of this run. The message is a clause with the reason.
     """
     try:
         fields = load_json(line)
     except ValueError as error:
-        why = "its letters are not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "msg", error)
+        why = "the text is not UTF-8" if isinstance(error, UnicodeDecodeError) else getattr(error, "msg", error)
         raise ValueError(f"this is not JSON ({why})") from error
     if isinstance(fields, dict):
         if (schema := fields.pop("schema", None)) != records.SCHEMA:
@@ -148,41 +158,41 @@ def parse(line: bytes, run: Mapping[str, Any] | None) -> Record:
     size = found.canvas
     for name in ("tokens", "pieces", "step_map", "confidence"):
         if len(getattr(found, name)) != size:
-            raise ValueError(f"`{name}` should have {size} entries, as `canvas` says, not {len(getattr(found, name))}")
+            raise ValueError(f"`{name}` should have {size} entries (`canvas`), not {len(getattr(found, name))}")
     if found.answer > size:
-        raise ValueError(f"`answer` should be at most {size}, as `canvas` says, not {found.answer}")
+        raise ValueError(f"`answer` should be at most {size} (`canvas`), not {found.answer}")
     if any(step >= found.nfe for step in (*found.step_map, *(one[0] for one in found.revisions))):
-        raise ValueError(f"`step_map` and `revisions` should name forwards below {found.nfe}, as `nfe` says")
+        raise ValueError(f"`step_map` and `revisions` should have forwards below {found.nfe} (`nfe`)")
     if any(place >= size for _, place, _ in found.revisions):
-        raise ValueError(f"`revisions` should name positions below {size}, as `canvas` says")
+        raise ValueError(f"`revisions` should have positions below {size} (`canvas`)")
     if run is not None and found.index >= run["samples"]:
-        raise ValueError(f"`index` should be below {run['samples']}, the samples of run.json, not {found.index}")
+        raise ValueError(f"`index` should be below {run['samples']} (`samples` of run.json), not {found.index}")
     if run is not None and run["score"] not in found.scores:
-        raise ValueError(f"`scores` should have {run['score']}, which counts in run.json")
+        raise ValueError(f"`scores` should have {run['score']!r} (`score` of run.json)")
     return found
 
 
 def _line(text: str, error: ValidationError) -> int:
-    """Return the line of the field of a JSON object that is wrong."""
+    """Return the number of the line with the first invalid field of a JSON object."""
     place = error.errors()[0]["loc"]
     return _line_of(text, str(place[0])) if place else 1
 
 
 def _line_of(text: str, name: str) -> int:
-    """Return the line of a JSON object that has a field. Returns 1 if none has."""
+    """Return the number of the first line that begins with the field `name`. Returns 1 if no line does."""
     lines = enumerate(text.splitlines(), 1)
     return next((number for number, line in lines if line.lstrip().startswith(f'"{name}"')), 1)
 
 
 def _wrong(error: ValidationError) -> str:
-    """Return what is wrong with a JSON object in a sentence: of its first field that is."""
+    """Return a clause about the first invalid field of a JSON object."""
     one = error.errors()[0]
     name = ".".join(map(str, one["loc"]))
     if one["type"] == "missing":
         return f"`{name}` is missing"
     if one["type"] == "unexpected_keyword_argument":
         return f"`{name}` is unknown in a sample"
-    what = f"`{name}`" if name else "it"
+    what = f"`{name}`" if name else "the content"
     return f"{what} should be {expected(error)}, not {_short(one['input'])}"
 
 

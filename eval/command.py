@@ -28,11 +28,11 @@ from dllm_sampler.options import pages
 if TYPE_CHECKING:
     from dllm_sampler.eval.report.data import Comparison, Figures
 
-LONG = 40  # runs; a table of more says nothing
+LONG = 40  # most runs that the table has a row for; above, it has a row per configuration
 SURE = f"n: samples. {METHOD[0].upper()}{METHOD[1:]}."
 FRONT = (
-    "* Pareto front: no other configuration has a score and tokens/forward at least as high, and one of them higher;"
-    " intervals may overlap."
+    "* Pareto front: no other configuration is at least as good in both score and tokens/forward, and better in one."
+    " Intervals may overlap."
 )
 USAGE = """\
 Run samplers on tasks: every combination of the values that the words give.
@@ -55,13 +55,13 @@ Other groups and options are those of dllm-sample --help. dllm-eval --help task=
 or scheduler=NAME ..., explains one. Tasks of lm-evaluation-harness have a command of
 their own: python -m dllm_sampler.eval.lm_eval (docs/tasks.md).
 Flags: -h, --help   --version   --config-dir DIR   -m, --multirun (is always on)
-What cannot run is named at the end. Exit status: 0, or 2 after a mistake in the
-input and where nothing could run (a message on stderr), or 130 after Ctrl-C.
+Configurations that cannot run are listed at the end. Exit status: 0; 2 after a mistake
+in the input or if nothing could run (with a message on stderr); 130 after Ctrl-C.
 """
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run `dllm-eval`; returns its exit status."""
+    """Run `dllm-eval` and return its exit status."""
     given = list(sys.argv[1:] if words is None else words)
     return ending("dllm-eval", lambda: with_config_dir(given, _run), "interrupted. Rerun the command to resume.")
 
@@ -130,12 +130,15 @@ def _run(words: list[str]) -> int:
 
 
 def number(value: float | None, form: str, factor: float = 1, unit: str = "") -> str:
-    """Return a number as a cell of a table. Returns "" for None."""
+    """Return `factor * value` in the format `form` and its unit, as text for a table. Returns "" for None."""
     return "" if value is None else f"{factor * value:{form}}{unit}"
 
 
 def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, console: Console) -> None:
-    """Print the figures of all runs (of many only those of each configuration), and the reasons why some have none."""
+    """Print a table of the runs' figures, and the reason of each configuration that cannot run.
+
+    The table has a row per run, or a row per configuration over all tasks if there are more than `LONG` runs.
+    """
     if len(found) <= LONG:
         rows = [(m.label, task, run.figures) for m in comparison.methods for task, run in m.runs.items()]
     else:
@@ -197,7 +200,10 @@ def stopped(comparison: Comparison) -> Iterator[str]:
 
 
 def chosen_passes(names: Sequence[str], each: Sequence[Figures]) -> list[str]:
-    """Return the measures of several samples for a table: of pass@k and of pass@NFE the largest that all runs have."""
+    """Return the names of the pass measures to show: the largest k, the largest budget, and distinct answers.
+
+    A measure is shown only if all runs with several samples for each prompt have it.
+    """
     several = [figures for figures in each if any(name in figures for name in names)]
     shared = [name for name in names if all(name in figures for figures in several)]
     return list({name.rpartition("_")[0]: name for name in shared}.values())

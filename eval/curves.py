@@ -13,10 +13,11 @@ Point = tuple[float, float]
 
 
 def aup(points: Sequence[Point], best: float) -> float:
-    """Return accuracy under parallelism (d3LLM): the area under score in % over rate, bad scores weighted down.
+    """Return accuracy under parallelism (AUP, d3LLM): the area under the curve of weighted score (%) over rate.
 
-    Points more than 5 points of score below the slowest one are dropped, as the definition has it (its code refuses
-    them instead). A single point at rate 1 has its own score as area.
+    The weight of a score falls with its distance from `best`. The part below the slowest point's rate is unweighted, so
+    a single point at rate 1 has its own score as area. Points more than 5 percentage points of score below the slowest
+    point are dropped, as in d3LLM's definition. d3LLM's code raises an error instead.
 
     Args:
         points: in any order.
@@ -42,7 +43,7 @@ def pbx(points: Sequence[Point], least: float, *, interpolate: bool) -> float:
     Args:
         points: in any order.
         least: a score between 0 and 1 (0.8 for PB80).
-        interpolate: also between neighbouring points, on straight lines; nothing beyond the last one.
+        interpolate: also count rates between neighbouring points, on the straight line that joins them.
     """
     ordered = sorted(points)
     least -= 1e-9  # a mean of exactly that may come out a bit below
@@ -55,7 +56,7 @@ def pbx(points: Sequence[Point], least: float, *, interpolate: bool) -> float:
 
 
 def parallelizability(scores: Mapping[float, float]) -> float:
-    """Return ParallelBench's centre of mass over the tokens per step k: `sum k * score / sum score`, 0 if all fail."""
+    """Return ParallelBench's centre of mass over tokens per step k: `sum k * score / sum score` (0 if all fail)."""
     total = sum(scores.values())
     return sum(k * score for k, score in scores.items()) / total if total else 0.0
 
@@ -64,7 +65,7 @@ def adaptive_oracle(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[floa
     """Return ParallelBench's oracle: for each sample the fewest forwards that reach its best score.
 
     Args:
-        runs: one method at several settings; each run a sequence of (forwards, score), one per sample, same order.
+        runs: one run per setting of a method. A run has a pair (forwards, score) per sample, in the same order.
 
     Returns:
         Mean forwards, mean score.
@@ -74,7 +75,7 @@ def adaptive_oracle(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[floa
 
 
 def front(points: Mapping[str, Point]) -> set[str]:
-    """Return the names that no other point beats: at least as good in both, and better in one."""
+    """Return the names of the points that no other point beats: better in one value, and not worse in the other."""
 
     def beats(one: Point, other: Point) -> bool:
         return one != other and one[0] >= other[0] and one[1] >= other[1]

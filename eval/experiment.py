@@ -24,15 +24,21 @@ if TYPE_CHECKING:
 MARK = "Found by dllm-tune"
 ONE_PER_STEP = "one token per step"
 SLOW = f"no faster than {ONE_PER_STEP}"
-LONG = 40  # trials; a table of more says nothing
+LONG = 40  # most trials that the table has a row for
 
 
 @dataclass(frozen=True)
 class Found:
-    """Results of a configuration over all tasks."""
+    """Results of a configuration over all tasks.
+
+    chosen: the words that select it, besides those of every trial
+    score: mean over tasks, from 0 to 1
+    speed: the value of `tune.measure`
+    samples: number of samples of all tasks
+    """
 
     jobs: Sequence[Job]
-    chosen: Sequence[str]  # its words, besides those of every trial
+    chosen: Sequence[str]
     score: float
     speed: float
     samples: int
@@ -42,9 +48,10 @@ class Found:
 class Trial:
     """A configuration that a search tried.
 
-    words: what was chosen
-    score, speed: on the samples of the search; None if it cannot run
-    reason: why it does not qualify; empty if it does
+    words: the words that select it, besides those of every trial
+    score: on the samples of the search. None if it cannot run
+    speed: the value of `tune.measure` on these samples. None if it cannot run
+    reason: the reason that it does not qualify. Empty if it does
     """
 
     words: tuple[str, ...]
@@ -54,7 +61,11 @@ class Trial:
 
 
 def holds(found: Found, plain: Found, tuning: Tuning) -> str:
-    """Return why a configuration is not better than one token per step on the same samples. Returns "" if it is."""
+    """Return the reason that a configuration does not qualify, or "" if it does.
+
+    It qualifies if it is faster than `plain` and loses at most `tune.loss` points. `plain` is one token per step on the
+    same samples.
+    """
     return _reason(found.score, found.speed, plain, tuning)
 
 
@@ -66,7 +77,7 @@ def _reason(score: float, speed: float | None, plain: Found, tuning: Tuning) -> 
 
 
 def trials(study: Study, plain: Found, tuning: Tuning) -> list[Trial]:
-    """Return what a study tried, each configuration once, the best first.
+    """Return the configurations that a study tried, each once.
 
     Those that qualify come first, by speed; then those that do not, by score; then those that cannot run.
     """
@@ -92,22 +103,22 @@ def trials(study: Study, plain: Found, tuning: Tuning) -> list[Trial]:
 
 
 def smallest_loss(samples: Sequence[int]) -> float:
-    """Return the points of score that one wrong answer costs, from the samples of each task.
+    """Return the percentage points of score that one wrong answer costs in the largest task.
 
-    The score is the mean over tasks, so that an answer costs least in the largest task.
+    The score is the mean over tasks, so an answer costs least there. `samples` has the number of samples of each task.
     """
     return 100 / (len(samples) * max(samples))
 
 
 def too_few(samples: Sequence[int], tuning: Tuning) -> str:
-    """Return a warning if `tune.loss` is less than one wrong answer costs. Returns "" if it is not."""
+    """Return a warning if `tune.loss` is below `smallest_loss`. Returns "" otherwise."""
     least = smallest_loss(samples)
     if tuning.loss >= least - 1e-9:
         return ""
     more = f", or task.count={math.ceil(100 / (len(samples) * tuning.loss))}" if tuning.loss else ""
     return (
         f"tune.loss={tuning.loss:g} allows no additional wrong answer: with {sum(samples)} samples one costs"
-        f" {least:.2f} points. Set tune.loss={math.ceil(100 * least) / 100:g}{more} to allow one."
+        f" at least {least:.2f} points. Set tune.loss={math.ceil(100 * least) / 100:g}{more} to allow one."
     )
 
 
@@ -115,9 +126,9 @@ def show_trials(tried: Sequence[Trial], plain: Found, verdicts: Mapping[Sequence
     """Print a search as a table on standard output, the best configuration first.
 
     Args:
-        tried: of `trials`.
+        tried: the trials, the best first.
         plain: one token per step, on the samples of the search.
-        verdicts: what the samples that the search did not see say of those that qualify, by their words.
+        verdicts: the results of qualified trials on samples that the search did not see, by the trials' words.
         tuning: the search.
     """
     rows = [(t.words, t.score, t.speed, verdicts.get(t.words) or t.reason) for t in tried]
@@ -143,24 +154,25 @@ def _kind(result: str) -> str:
 
 
 def speed_of(tuning: Tuning) -> str:
-    """Return the measure of a search, in words."""
+    """Return the name of the search's measure in words."""
     return tuning.measure.replace("_", " ")
 
 
 def say(found: Found, tuning: Tuning) -> str:
-    """Score and speed, for a person."""
+    """Return score and speed as text for a message."""
     return f"{100 * found.score:.1f} % at {found.speed:.2f} {speed_of(tuning)}"
 
 
 def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen: str, none: str = "") -> str:
-    """Return the YAML file of the winner: what differs from the defaults.
+    """Return the text of a YAML file with the settings in which the winner differs from the defaults.
 
     Args:
         tuning: the search.
-        winner: what it chose.
-        fresh, plain: the winner, and one token per step, on the samples that confirm it.
-        unseen: how many of these the search has not seen.
-        none: a sentence that says that no configuration qualified; empty if one did.
+        winner: the chosen configuration, on the samples of the search.
+        fresh: the winner on the confirming samples.
+        plain: one token per step on the confirming samples.
+        unseen: a description of the confirming samples, from `Tuner.unseen`.
+        none: a clause that says that no configuration qualified. Empty if one did.
     """
     found = f"{say(fresh, tuning)} on {tasks_of(winner)}"
     told = f"{none} {ONE_PER_STEP}: {found}" if none else f"{found}; {ONE_PER_STEP}: {say(plain, tuning)}"
@@ -191,14 +203,14 @@ def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen
 
 
 def _fields(group: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are not the defaults of the choice."""
+    """Return the settings that differ from the defaults of `group=name`."""
     defaults = entry(group, name).settings
     changed = {key: value for key, value in given.items() if value != defaults.get(key)}
     return {key: value for key, value in changed.items() if key not in ("name", "_target_")}
 
 
 def tasks_of(found: Found) -> str:
-    """Return the tasks with what was set of them."""
+    """Return the names of the tasks, each followed by the values of its fields."""
     names = set()
     for job in found.jobs:
         fields = {key: value for key, value in job.task.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The directory of a run: written so that it can be cut off anywhere, and by several processes at once."""
+"""The directory of a run, which several processes may write to at once. An interruption loses no finished batch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class RunFolder:
     """The directory of a configuration in `output=FOLDER` of `dllm-eval`. Its name ends in a hash of `config`.
 
     `run.json` describes the run. A process appends samples to a file of its own, `part-*.jsonl`. When the last sample
-    is there, the parts become `samples.jsonl`, in order, at once. A line that was cut in the middle does not count. The
-    same command completes a folder whose `run.json` is lost or whose `samples.jsonl` was cut.
+    is there, the parts become `samples.jsonl`, in order, at once. An incomplete line does not count. Rerunning the
+    command completes a folder whose `run.json` is lost or whose `samples.jsonl` was cut off.
     """
 
     def __init__(self, path: Path):
@@ -41,7 +41,7 @@ class RunFolder:
         """Return the content of `run.json`, or None before it is written.
 
         Raises:
-            UserError: it is of another schema, or not what dllm-eval writes.
+            UserError: the file cannot be read, has another schema, or is invalid.
         """
         try:
             text = (self.path / ABOUT).read_text(encoding="utf-8")
@@ -54,13 +54,14 @@ class RunFolder:
         return checked.about(self.path / ABOUT, text)
 
     def begin(self, job: Job, device: str) -> None:
-        """Write down the run and its machine, also when a run resumes elsewhere.
+        """Write `run.json`, or add this machine to it when a run resumes.
 
-        A `samples.jsonl` that is not whole (cut, or left where `run.json` is lost) becomes a part like others: only
-        what is complete has that name.
+        An incomplete `samples.jsonl` (cut off, or without `run.json`) becomes a part, since that name is for a complete
+        run.
 
         Raises:
-            UserError: nothing can be written there.
+            NotWrittenError: the folder cannot be written.
+            UserError: `run.json` is invalid, or does not fit the job.
         """
         files.make_folder(self.path)
         with self._lock():
@@ -98,17 +99,17 @@ class RunFolder:
         files.write(self.path / ABOUT, json.dumps(about, indent=1, ensure_ascii=False))
 
     def reopen(self) -> None:
-        """Forget that it was refused: once, when a command starts. Its processes may find so again, in any order.
+        """Remove the reason of an earlier refusal. A command calls it once, before its processes start.
 
         Raises:
-            UserError: it cannot be read, or is of another schema.
+            UserError: `run.json` cannot be read, has another schema, or is invalid.
         """
-        with suppress(OSError):  # where nothing can be written `begin` says so
+        with suppress(OSError):  # if nothing can be written, `begin` raises the error
             if (found := self.about()) and found["refused"] is not None:
                 self.refuse(None)
 
     def refuse(self, reason: str | None) -> None:
-        """Note why this configuration cannot run."""
+        """Write the reason that this configuration cannot run to `run.json`. None removes it."""
         with self._lock():
             self._change(refused=reason)
 
@@ -119,24 +120,24 @@ class RunFolder:
 
     @property
     def complete(self) -> bool:
-        """True if every sample is there, put together, and `run.json` too.
+        """True if `run.json` exists and `samples.jsonl` has every sample.
 
         Raises:
-            UserError: a line is not a sample of this run.
+            UserError: `run.json` is invalid, or a line is not a sample of this run.
         """
         about = self.about()
         return about is not None and len(self._read([self.path / SAMPLES])) >= about["samples"]
 
     def records(self) -> list[Record]:
-        """Return the samples that are there, in order."""
+        """Return the finished samples in the order of their indices."""
         return [record for _, record in sorted(self._lines().items())]
 
     def done(self) -> set[int]:
-        """Return the indices of the samples that are there."""
+        """Return the indices of the finished samples."""
         return set(self._lines())
 
     def count(self) -> int:
-        """Return about how many samples are there: lines, without reading them."""
+        """Return the number of lines in all sample files. It is near the number of finished samples, and fast."""
         total = 0
         for file in (*self.path.glob(PART), self.path / SAMPLES):
             with suppress(FileNotFoundError, NotADirectoryError):
@@ -144,17 +145,17 @@ class RunFolder:
         return total
 
     def add(self, records: Iterable[Record]) -> None:
-        """Append the samples of a batch; once this returns they survive whatever happens.
+        """Append the samples of a batch to this process's part. They are on the disk when this returns.
 
         Raises:
-            NotWrittenError: for example, the disk is full. None of them is there then.
+            NotWrittenError: the samples cannot be written, for example because the disk is full. Then none is stored.
         """
         if self.part is None:
             self.part = self._new_part()
         files.append(self.part, "".join(_dump(record) for record in records))
 
     def finish(self, task: Task) -> bool:
-        """Put the parts together if all samples are there; returns whether they are."""
+        """Join the parts into `samples.jsonl` and return True if all samples are there. Else return False."""
         samples = task.samples()
         with self._lock():
             lines = self._lines()
@@ -170,7 +171,7 @@ class RunFolder:
         return True
 
     def tidy(self) -> None:
-        """Remove the parts of a complete run: a process may have been ended before it could."""
+        """Remove the parts of a complete run, which an interrupted process may have left."""
         for part in self.path.glob(PART):
             part.unlink(missing_ok=True)
         self.part = None
@@ -199,7 +200,7 @@ def _dump(record: Record) -> str:
 
 @cache
 def environment(device: str) -> dict[str, Any]:
-    """Return the versions, the commit of the code, and the machine."""
+    """Return an item of `environments` in `run.json`: versions, git commit, device, processor and platform."""
     import torch  # which readers of runs do not wait for
 
     packages = {}
@@ -234,7 +235,7 @@ def commit() -> str | None:
 
 
 def processor(device: str) -> str:
-    """Return the name of the processor."""
+    """Return the name of the GPU for a CUDA device, else of the CPU."""
     if device.startswith("cuda"):
         import torch
 

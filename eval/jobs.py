@@ -1,4 +1,7 @@
-"""From the words of a command line to configurations to run: Hydra's sweeps, and suites of these."""
+"""Configurations to run, from the words of a command line: Hydra's sweeps, and suites of sweeps.
+
+A word is one argument, for example `cache=none,dual`.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +39,17 @@ MOST_CONFIGURATIONS = 10_000  # of one sweep
 LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
 MOST_PROCESSES = 2**12
 MOST_SAMPLES = 2**12  # of a prompt
-# What changes no answer and no time, or only says where results go: a run is the same run with another of these.
+# Options that change no answer and no time, or only say where results go. They do not identify a run.
 ELSEWHERE = ("output", "report", "workers", "device")
-# Options that came later: with these values a run is the run that it was without them.
+# Options that were added later, with the values that leave the identity of an older run as it was.
 LATER = {
     "backend": "auto", "cuda_graph": False, "compile": False, "batching": "static", "guided": False,
     "stop_token_ids": None, "poll_every": 1, "samples": 1, "judge": "draw",
     "measure": "generation",
 }  # fmt: skip
-LATER_OF_MODEL = {"adapter": None}  # the same of settings of a model
-LATER_GROUPS = {"particles": "none"}  # the same of groups of plug-ins
-LATER_OF_SCHEDULER = {"position_temperature": 0.0}  # and of a scheduler
+LATER_OF_MODEL = {"adapter": None}  # the same for settings of a model
+LATER_GROUPS = {"particles": "none"}  # the same for groups of plug-ins
+LATER_OF_SCHEDULER = {"position_temperature": 0.0}  # the same for settings of a scheduler
 
 
 def _check_path(name: str, path: str | None) -> None:
@@ -56,32 +59,32 @@ def _check_path(name: str, path: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(options.Options):
-    """The options of `dllm-eval`, besides the plug-ins. Without `max_new_tokens` it is the task's."""
+    """The options of `dllm-eval` besides the plug-ins. The default of `max_new_tokens` is the task's."""
 
     chat: bool = option(False, "send each text prompt as a user's message, through the model's chat template")
     guided: bool = option(
-        False, "demand the form that the task gives for each answer: a regular expression, as by guide=regex"
+        False, "hold each answer to the regular expression that the task gives for it, through a guide"
     )
     measure: str = option(
         "generation",
-        "likelihood: in place of answering, score the task's right answers (docs/likelihood.md)",
+        "generation: answer the prompts; likelihood: score the task's right answers instead (docs/likelihood.md)",
         options.check_among("generation", "likelihood"),
     )
     output: str = option(
         "outputs/eval",
-        "folder with a run directory for each configuration; what is done there is not done again",
+        "folder with a run directory for each configuration; finished samples there are not run again",
         _check_path,
     )
-    oracle: bool = option(True, "also count the forwards that perfect knowledge of each answer would need")
+    oracle: bool = option(True, "also count the forwards that a sampler with knowledge of each answer needs")
     report: str | None = option(
         None, "FILE.html: write a report of all runs in the output folder at the end", _check_path
     )
     samples: int = option(
-        1, "answers to each prompt, each under a seed of its own: for pass@k", partial(check_count, most=MOST_SAMPLES)
+        1, "answers to each prompt, each with its own seed, for pass@k", partial(check_count, most=MOST_SAMPLES)
     )
     workers: int = option(
         1,
-        "processes that deal the samples out; they run where hydra/launcher says: joblib, here",
+        "number of processes that share the samples; hydra/launcher sets where they run (joblib: on this machine)",
         partial(check_count, most=MOST_PROCESSES),
     )
 
@@ -93,7 +96,9 @@ EVAL = App("dllm-eval", "eval", ("task", *config.GROUPS, "experiment"), Options)
 class Job:
     """One configuration to run.
 
-    choices: the name of each group; model, plugins, task: their settings; words: what described it
+    choices: the chosen name in each group
+    model, plugins, task: the settings of each
+    words: the command line of this configuration alone
     """
 
     options: Options
@@ -104,12 +109,16 @@ class Job:
     words: tuple[str, ...] = field(compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the task, which another process builds again: its class may be in the working directory."""
+        """Return the fields without cached values, so that another process builds the task again."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @cached_property
     def built_task(self) -> Task:
-        """The task itself."""
+        """The task, built from its settings, in `Asked` if it is the user's, and in `Repeated` for samples=N.
+
+        Raises:
+            UserError: a field has an invalid value.
+        """
         task = config.build("task", self.task)
         if task.count is not None and task.count < 1:
             raise UserError("option-range", f"task.count is {task.count}. Set at least 1.")
@@ -119,12 +128,12 @@ class Job:
 
     @property
     def max_new_tokens(self) -> int:
-        """The length of answers, by the options or else the task."""
+        """The length of the canvas in tokens: the option, or the task's if the option is not set."""
         return self.options.max_new_tokens or self.built_task.max_new_tokens
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Everything that makes this run another one than others, as JSON allows it."""
+        """The settings that identify this run, as a JSON object. All other runs differ in one of them."""
         given = asdict(self.options).items()
         said = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}
         if self.options.threads == options.AUTO:  # before it was written like this
@@ -147,28 +156,28 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of its directory: the choices, and a hash of the whole configuration."""
+        """The name of the run's directory: four of the choices, and a hash of `identity`."""
         chosen = "-".join(self.choices[group] for group in ("task", "model", "scheduler", "cache"))
         digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:12]
         return f"{re.sub(r'[^A-Za-z0-9._-]', '_', chosen)}-{digest}"
 
     @property
     def folder(self) -> Path:
-        """The folder of its results."""
+        """The path of the run's directory."""
         return Path(self.options.output).expanduser() / self.name
 
 
 def job(words: Sequence[str]) -> Job:
-    """Return one configuration.
+    """Return the configuration of words without sweeps.
 
     Raises:
-        UserError: an override that cannot be read, or names nothing there is.
+        UserError: a word cannot be parsed, names an unknown group, choice or field, or has an invalid value.
     """
     composed = composition(EVAL, words)
     model, plugins = parts(composed)
     task = composed.tree.pop("task", None)
     if not isinstance(task, dict):
-        raise UserError("option-missing", f"The task is missing. Add task=NAME: {', '.join(choices('task'))}.")
+        raise UserError("option-missing", f"The task is missing. Add task=NAME, one of {', '.join(choices('task'))}.")
     made_of = Options(**config.check("", Options, composed.tree))
     chosen = {group: str(composed.choices.get(group)) for group in ("task", *config.GROUPS)}
     chosen["guide"] = "+".join(guide["name"] for guide in plugins["guide"]) or "none"  # type: ignore[union-attr]
@@ -180,7 +189,10 @@ def job(words: Sequence[str]) -> Job:
 
 
 def variants(first: Job, words: Sequence[Sequence[str]]) -> list[Job]:
-    """Return the job with other fields of its task. Composing takes Hydra much longer, and changes nothing else."""
+    """Return a copy of the job for each list of words, which set fields of its task.
+
+    Composing each copy with Hydra would give the same and take much longer.
+    """
     found = []
     for combination in words:
         overrides = [parse(word) for word in combination]
@@ -193,7 +205,7 @@ def variants(first: Job, words: Sequence[Sequence[str]]) -> list[Job]:
 
 
 def of_hydra(word: str) -> bool:
-    """Return True if a word sets how Hydra runs, not what."""
+    """Return True if a word sets Hydra itself, for example `hydra/launcher=slurm`."""
     return word.lstrip("+~").startswith(("hydra/", "hydra."))
 
 
@@ -201,11 +213,13 @@ def jobs(words: Sequence[str]) -> list[Job]:
     """Return all configurations that the words describe, each once, in order.
 
     Raises:
-        UserError: as `job`, or an unknown suite.
+        UserError: `job` raises it for a combination, the suite is unknown, a word sets Hydra beyond its launcher, or
+            there are too many combinations.
     """
     for word in words:
         if of_hydra(word) and (not re.match(r"[+~]*hydra[/.]launch", word) or "_target_" in word):
-            raise UserError("option-reserved", f"{word} is Hydra's. Set hydra/launcher alone.")
+            known = "Use only hydra/launcher=NAME and hydra.launcher.FIELD=VALUE, but no _target_."
+            raise UserError("option-reserved", f"{word} sets Hydra itself. {known}")
     found: dict[str, Job] = {}
     for given in lines([word for word in words if not of_hydra(word)]):
         line = spelled_out(given)
@@ -220,9 +234,10 @@ def jobs(words: Sequence[str]) -> list[Job]:
 
 
 def lines(words: Sequence[str]) -> list[list[str]]:
-    """Return the words of each sweep: those of the suite, if any, except where the given ones replace them.
+    """Return the words of each sweep: the suite's, except those that given words replace, and the given words.
 
-    A task brings the suite of its own name, if there is one: a task of ours one of ours, the user's one of the user's.
+    Without suite=NAME, a task uses the suite of its own name, if there is one. A packaged task uses only a packaged
+    suite, and a user's task only a user's suite.
     """
     named = [word.partition("=")[2] for word in words if word.startswith("suite=")]
     words = [word for word in words if not word.startswith("suite=")]
@@ -247,10 +262,10 @@ def lines(words: Sequence[str]) -> list[list[str]]:
 
 
 def values(word: str) -> list[str]:
-    """Return a word for each of the values it gives to its key.
+    """Return one word KEY=VALUE for each value of a sweep.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the word cannot be parsed, has no values, or has too many.
     """
     key, _, value = word.partition("=")
     if key in LETTERS:
@@ -265,7 +280,7 @@ def values(word: str) -> list[str]:
         return [word]
     if isinstance(override.value(), Glob):
         if key not in EVAL.groups:
-            raise UserError("option-syntax", f"{word}: glob does not work for {key}. Write a,b.")
+            raise UserError("option-syntax", f"{word}: {key} is not a group, and glob needs one. Write {key}=A,B.")
         known = config.names(key)  # a pattern names no file of the user's
         names = override.value().filter(known)  # type: ignore[union-attr]
         if not names:
@@ -275,9 +290,9 @@ def values(word: str) -> list[str]:
     try:
         found = list(islice(override.sweep_string_iterator(), MOST_CONFIGURATIONS + 1))
     except (HydraException, ValueError) as error:  # an interval, which has no values of its own, or a step of 0
-        raise UserError("option-syntax", f"{word} has no values ({error}). Write a,b or range(0,9,3).") from None
+        raise UserError("option-syntax", f"{word} has no values ({error}). Write {key}=A,B or range(0,9,3).") from None
     if not found:
-        raise UserError("option-syntax", f"{word} has no values. Write a,b or range(0,9,3).")
+        raise UserError("option-syntax", f"{word} has no values. Write {key}=A,B or range(0,9,3).")
     _check_count(len(found), word)
     return [f"{override.get_key_element()}={one}" for one in found]
 
@@ -288,19 +303,19 @@ def _check_count(count: int, said: str) -> None:
 
 
 def _suite(name: str) -> dict[str, list[Any]]:
-    """Return a file of `conf/suite`: `sweeps`, a list of lists of words, and `common` words for all of them."""
+    """Return the content of a suite's file: `sweeps`, a list of lists of words, and `common`, words of all sweeps."""
     folder, _, file = f"suite/{name}".rpartition("/")
     suite = entry(folder, file).settings
     if unknown := [key for key in suite if key not in ("common", "sweeps")]:
         raise UserError(
             "config-invalid", f"suite={name} has the unknown key {unknown[0]!r}. Keep only common and sweeps."
         )
-    form = "[scheduler=threshold, 'scheduler.threshold=0.5,0.9']"
-    if not isinstance(suite.get("sweeps"), list) or not suite["sweeps"]:
-        raise UserError("config-invalid", f"suite={name} has no sweeps. Write a list of lists, as in sweeps: [{form}].")
-    for place, line in [("common", suite.get("common", [])), *(("a sweep", one) for one in suite["sweeps"])]:
+    form, sweeps = "[scheduler=threshold, 'scheduler.threshold=0.5,0.9']", suite.get("sweeps")
+    if not isinstance(sweeps, list) or not sweeps:
+        raise UserError("config-invalid", f"suite={name}: sweeps is {sweeps!r}. Write a list of lists, as in [{form}].")
+    for place, line in [("common", suite.get("common", [])), *(("a sweep", one) for one in sweeps)]:
         if not isinstance(line, list) or not all(isinstance(word, str) and "=" in word for word in line):
-            raise UserError("config-invalid", f"suite={name}: {place} is {line!r}. Give words, as in {form}.")
+            raise UserError("config-invalid", f"suite={name}: {place} is {line!r}. Give a list of words, as in {form}.")
     return suite
 
 

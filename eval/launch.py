@@ -1,4 +1,4 @@
-"""Where jobs are run: in this process, in worker processes of a Hydra launcher, or as one of accelerate's."""
+"""Execution of jobs in this process, in workers of a Hydra launcher, or in processes of `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -44,21 +44,25 @@ LAUNCHER = "hydra/launcher="
 
 
 def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict[str, str]:
-    """Run all jobs; returns why some cannot run, by name.
+    """Run all jobs, and return the reasons of those that cannot run, by the runs' names.
 
     Args:
         words: the command line that the jobs were made from.
         found: the jobs.
-        console: for the progress bars.
+        console: the console for progress bars.
     """
     workers = max(job.options.workers for job in found)
     named = any(word.startswith(LAUNCHER) and word != f"{LAUNCHER}basic" for word in words)
     if accelerated() is not None and (named or workers > 1):
-        raise UserError("options-conflict", "accelerate and workers exclude each other. Remove one.")
+        word = "hydra/launcher=NAME" if named else f"workers={workers}"
+        raise UserError("options-conflict", f"accelerate launch cannot be combined with {word}. Remove one of them.")
     alone = not named and workers == 1
     idle = [word for word in words if alone and of_hydra(word) and word != f"{LAUNCHER}basic"]
     if idle:
-        raise UserError("option-not-applicable", f"{idle[0]} does nothing alone. Set workers=N or hydra/launcher=NAME.")
+        raise UserError(
+            "option-not-applicable",
+            f"{idle[0]} has no effect with workers=1. Set workers=N above 1 or hydra/launcher=NAME, or remove it.",
+        )
     share = accelerated() or Share()
     if share.rank == 0:
         _open(found)
@@ -71,7 +75,7 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
 
 
 def _open(found: Sequence[Job]) -> None:
-    """Make the output folder, and forget who was refused before."""
+    """Make the output folder, and remove the reasons of earlier refusals."""
     output = Path(found[0].options.output).expanduser()
     files.make_folder(output)
     for job in found:
@@ -101,7 +105,10 @@ def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
 
 
 def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, named: bool) -> dict[str, str]:
-    """Run as many jobs of a launcher as there are workers: each runs its share of everything."""
+    """Run all jobs in the workers of Hydra's launcher: joblib, unless the words have `named` another.
+
+    Returns the reason of each refused run, by the run's name.
+    """
     said = [word for word in words if of_hydra(word) and word != f"{LAUNCHER}basic"]
     if not named:
         said.append(f"{LAUNCHER}joblib")
@@ -129,7 +136,7 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
             except RuntimeError as error:  # Hydra's, for a class outside of the packages of its plug-ins
                 raise UserError(
                     "target-invalid",
-                    f"hydra.launcher._target_ is not a launcher ({first_line(error)}). Set hydra/launcher=NAME.",
+                    f"hydra.launcher._target_ is not a launcher ({first_line(error)}). Correct the launcher's file.",
                 ) from error
             with _safe_path():
                 done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
@@ -148,9 +155,10 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
 
 @contextmanager
 def _safe_path() -> Iterator[None]:
-    """Keep processes that begin meanwhile from importing modules of the working directory by accident.
+    """Set PYTHONSAFEPATH, so that new processes do not import modules of the working directory by accident.
 
-    Launchers begin them as `python -c` and `python -m`, which look there first: a `random.py` would be Python's.
+    Launchers start `python -c` and `python -m`, which search that directory first. A `random.py` there would replace
+    Python's.
     """
     before = os.environ.get("PYTHONSAFEPATH")
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -163,7 +171,7 @@ def _safe_path() -> Iterator[None]:
 
 
 def _explain(error: Exception, said: Sequence[str], loader: Any) -> UserError:
-    """Return the error for a word about a launcher that Hydra does not know, with the nearest known one."""
+    """Return the error for a launcher that Hydra cannot load: an unknown name or setting, or a missing package."""
     text = first_line(error)
     key = re.search(r"Could not override '(.+?)'", text)
     chosen = next((word for word in said if word.startswith(LAUNCHER)), LAUNCHER)
@@ -172,7 +180,7 @@ def _explain(error: Exception, said: Sequence[str], loader: Any) -> UserError:
         names = [f"hydra.launcher.{name}" for name in launcher if name != "_target_"]
         return unknown("setting of Hydra", key[1], ["hydra/launcher", *names])
     if any(_absent(f"hydra_plugins.hydra_{name}_launcher") for name in ("joblib", "submitit")):
-        return UserError("package-missing", f"{text}. The launchers come with {installing('eval')}.")
+        return UserError("package-missing", f"{text}. Run {installing('eval')}, or correct {chosen}.")
     names = loader.get_group_options("hydra/launcher")
     if chosen.removeprefix(LAUNCHER) not in names:
         return unknown("hydra/launcher", chosen.removeprefix(LAUNCHER), names)
@@ -190,18 +198,19 @@ def _absent(module: str) -> bool:
 def run_all(
     jobs: Sequence[Job], share: Share, device: str, begin: Callable[[Job], None], progress: Callable[[int], None]
 ) -> dict[str, str]:
-    """Do what is missing of the jobs; returns why some cannot run, by name.
+    """Run the missing samples of all jobs, and return the reasons of jobs that cannot run, by the runs' names.
 
     Args:
-        jobs: in their order; neighbours of the same model share it.
-        share: the part of them that is for this process.
-        device: where the model lives.
+        jobs: the jobs, in order. Consecutive jobs with the same model load it once.
+        share: the place of this process among those that share the samples.
+        device: the device of the model.
         begin: called with each job before its samples.
-        progress: called with the number of samples that were just done.
+        progress: called with the number of samples that were just finished.
 
     Raises:
-        UserError: a job ended with an error of the code, such as a plug-in's, which is printed at once. All
-            other jobs are run before.
+        NotWrittenError: samples cannot be written. Later jobs are not run.
+        UserError: jobs failed with an exception, for example of a plug-in's code. Exceptions are printed at once, and
+            the error follows after all other jobs.
     """
     refused, failed = {}, []
     for number, job in enumerate(jobs):
@@ -227,18 +236,19 @@ def run_all(
         raise UserError(
             "run-failed",
             f"{runs} ended with an error that is printed above: {', '.join(failed)}."
-            " Correct its cause, then rerun the command to resume.",
+            " Correct the cause, then rerun the command to resume.",
         )
     return refused
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The job of a launcher: one worker's share of all jobs.
+    """The function that a launcher calls in each worker: it runs the worker's share of all jobs.
 
-    parent: the process that waits for it. None for a job that outlives the command, for example on a cluster
+    workers: number of workers
+    parent: the id of the process that waits for it. None for a job that outlives the command, for example on a cluster
     free: True if the user has not set torch's threads. joblib then sets them to the worker's share of the cores
-    config_dir: of the command's `--config-dir`
+    config_dir: the folder of the command's `--config-dir`, or None
     """
 
     jobs: tuple[Job, ...]
@@ -248,7 +258,7 @@ class Piece:
     config_dir: Path | None = None
 
     def __call__(self, cfg: Any) -> dict[str, str]:
-        """Run it; `cfg.worker` is the worker's number."""
+        """Run the share of worker `cfg.worker` (from 0), and return the reasons of refused runs by the runs' names."""
         if self.parent is not None:
             end_with(self.parent)
         for name in threads.VARIABLES if self.free else ():
@@ -261,7 +271,7 @@ class Piece:
 
 
 def end_with(parent: int) -> None:
-    """End this process when the one that started it has ended: it would go on to the end of its share."""
+    """Start a thread that ends this process after the process `parent` has ended."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -272,7 +282,7 @@ def end_with(parent: int) -> None:
 
 
 def device(found: Sequence[Job], local: int) -> str:
-    """Return the device of this process. `local` is its number on this machine.
+    """Return the device of this process. `local` is the process's number on this machine.
 
     Raises:
         UserError: the device does not exist.
@@ -284,7 +294,7 @@ def device(found: Sequence[Job], local: int) -> str:
 
 
 def accelerated() -> Share | None:
-    """Return this process's share under `accelerate launch`, or None if there is one process."""
+    """Return this process's share under `accelerate launch`, or None for a single process."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return Share(int(os.environ["RANK"]), world) if world > 1 and "RANK" in os.environ else None
 
@@ -297,17 +307,17 @@ def _state() -> Any:
 
 
 class _NoCallbacks:
-    """Hydra's callbacks, which do nothing."""
+    """A stand-in for Hydra's callbacks."""
 
     def on_job_start(self, **_: Any) -> None:
-        """Do nothing."""
+        pass
 
     def on_job_end(self, **_: Any) -> None:
-        """Do nothing."""
+        pass
 
 
 def bars(console: Console, shown: bool = True) -> Progress:
-    """Show a bar with the samples done, the time gone and the time to go."""
+    """Return a progress bar with the number of samples, the elapsed time and the estimated time left."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -323,7 +333,7 @@ def bars(console: Console, shown: bool = True) -> Progress:
 
 @contextmanager
 def watched(found: Sequence[Job], console: Console) -> Iterator[None]:
-    """Show a bar that follows what other processes write."""
+    """Show a progress bar of the samples that other processes write."""
     folders, over = [RunFolder(job.folder) for job in found], Event()
     with bars(console) as progress:
         every = progress.add_task("samples", total=sum(len(job.built_task.samples()) for job in found))

@@ -1,4 +1,4 @@
-"""Measures of a run, each under its own name, all derived from the counters of its samples."""
+"""Measures of a run, computed from the records of its samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ Of = Callable[[Sequence[Record]], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """A figure computed from the samples of a run, with its field of `summary` and its name in tables."""
+    """A figure computed from the samples of a run.
+
+    name: its key in `summary`; title: its name in tables; about: a description in one line
+    of: the function that computes it. It returns None if the samples do not have the figure
+    """
 
     name: str
     title: str
@@ -27,7 +31,7 @@ class Measure:
 
 
 MEASURES: list[Measure] = []  # in the order of tables
-SPEEDS: list[str] = []  # names of those that say how fast a configuration is: larger is better
+SPEEDS: list[str] = []  # names of the measures of speed: larger is faster
 
 
 def summary(
@@ -38,8 +42,8 @@ def summary(
     """Return every measure of a run by name, and the 95 % intervals of score and tokens per forward.
 
     Args:
-        records: its samples, at least one.
-        score: the name of the grade that counts, or what reads it.
+        records: the samples of the run, at least one.
+        score: the name of the grade that counts, or a function that returns it.
         prompts: the samples of each prompt, for intervals over prompts. None if each has one sample.
     """
     scores = [record.scores[score] if isinstance(score, str) else score(record) for record in records]
@@ -62,7 +66,7 @@ def summary(
 
 
 def _measure(title: str, about: str, speed: bool = False, name: str = "") -> Callable[[Of], Of]:
-    """Decorate what computes a measure from samples. The measure has the function's name, or else this one."""
+    """Register the decorated function as a measure, under `name` or else its own name. `speed` adds it to `SPEEDS`."""
 
     def add(of: Of) -> Of:
         MEASURES.append(Measure(name or of.__name__.removeprefix("_"), title, about, of))
@@ -73,7 +77,7 @@ def _measure(title: str, about: str, speed: bool = False, name: str = "") -> Cal
 
 
 def _mean_per_sample(name: str, title: str, about: str, value: Callable[[Record], float]) -> None:
-    """Add a measure that is the mean of a value of each sample."""
+    """Register the mean of `value` over samples as a measure."""
     _measure(title, about, name=name)(lambda records: fmean(map(value, records)))
 
 
@@ -92,17 +96,17 @@ def _total_seconds(records: Sequence[Record]) -> float:
 
 
 def _counted(records: Sequence[Record]) -> list[Record]:
-    """Return the samples of a published protocol in which it counts tokens and forwards."""
+    """Return the samples in which a published protocol counts tokens and forwards."""
     return [record for record in records if "protocol_tokens" in record.scores]
 
 
 def _fewest(records: Sequence[Record]) -> float | None:
-    """Return the oracle's forwards, or None unless every sample has them: a share of other samples differs."""
+    """Return the sum of the oracle's forwards, or None if a sample has none."""
     known = [record.oracle_nfe for record in records if record.oracle_nfe is not None]
     return float(sum(known)) if len(known) == len(records) else None
 
 
-@_measure("tokens / forward", "answer tokens, the end token included, over forwards", speed=True)
+@_measure("tokens / forward", "answer tokens, with the end-of-text token, over forwards", speed=True)
 def _answer_tokens_per_forward(records: Sequence[Record]) -> float:
     return _ratio((record.answer for record in records), (record.nfe for record in records))
 
@@ -114,7 +118,7 @@ def _canvas_tokens_per_forward(records: Sequence[Record]) -> float:
 
 @_measure(
     "tokens / forward (DiffusionGemma)",
-    "mean over samples of answer tokens, the end token included, over denoising forwards",
+    "mean over samples of answer tokens, with the end-of-text token, over denoising forwards",
     speed=True,
 )
 def _diffusion_gemma_tokens_per_forward(records: Sequence[Record]) -> float:
@@ -123,14 +127,14 @@ def _diffusion_gemma_tokens_per_forward(records: Sequence[Record]) -> float:
 
 @_measure(
     "tokens / forward (dInfer)",
-    "answer tokens without the end token, over forwards of the row; dInfer counts those of the batch",
+    "answer tokens without the end-of-text token, over forwards of the row; dInfer counts forwards of the batch",
     speed=True,
 )
 def _dinfer_tokens_per_forward(records: Sequence[Record]) -> float:
     return _ratio((record.answer - record.ended for record in records), (record.nfe for record in records))
 
 
-@_measure("mean tokens / forward (dInfer)", "the same, as the mean over samples", speed=True)
+@_measure("mean tokens / forward (dInfer)", "mean over samples of the figure before it", speed=True)
 def _dinfer_mean_tokens_per_forward(records: Sequence[Record]) -> float:
     return fmean((record.answer - record.ended) / max(1, record.nfe) for record in records)
 
@@ -145,28 +149,28 @@ def _d3llm_tokens_per_forward(records: Sequence[Record]) -> float | None:
     return _ratio(known, (record.nfe for record in records)) if len(known) == len(records) else None
 
 
-@_measure("TPF (protocol)", "tokens and forwards as the run's published protocol counts them: d3LLM's TPF")
+@_measure("TPF (protocol)", "tokens over forwards, as the run's published protocol counts them (d3LLM's TPF)")
 def _protocol_tokens_per_forward(records: Sequence[Record]) -> float | None:
     counted = _counted(records)
     tokens, forwards = ([one.scores[f"protocol_{name}"] for one in counted] for name in ("tokens", "forwards"))
     return _ratio(tokens, forwards) if counted else None
 
 
-@_measure("tokens / s (protocol)", "tokens as the run's published protocol counts them, over seconds: Fast-dLLM's")
+@_measure("tokens / s (protocol)", "tokens as the run's published protocol counts them, over seconds (Fast-dLLM)")
 def _protocol_tokens_per_second(records: Sequence[Record]) -> float | None:
     counted = _counted(records)
     tokens = [one.scores["protocol_tokens"] for one in counted]
     return _ratio(tokens, [_total_seconds(counted)]) if counted else None
 
 
-@_measure("#Steps (protocol)", "mean forwards per sample, as the run's published protocol counts them: dParallel's")
+@_measure("#Steps (protocol)", "mean forwards per sample, as the run's published protocol counts them (dParallel)")
 def _protocol_steps(records: Sequence[Record]) -> float | None:
     return _mean(record.scores.get("protocol_forwards") for record in records)
 
 
 @_measure(
     "tokens / full forward",
-    "answer tokens over positions computed, in forwards of the whole prompt and canvas",
+    "answer tokens over full forwards: positions computed, divided by the positions of prompt and canvas",
     speed=True,
 )
 def _answer_tokens_per_full_forward(records: Sequence[Record]) -> float:
@@ -175,14 +179,14 @@ def _answer_tokens_per_full_forward(records: Sequence[Record]) -> float:
 
 @_measure(
     "tokens / s",
-    "answer tokens over wall seconds without the oracle; a rule that takes tokens back pays for a transfer a step",
+    "answer tokens over wall seconds, without the oracle; a scheduler that remasks also has a transfer in each step",
     speed=True,
 )
 def _tokens_per_second(records: Sequence[Record]) -> float:
     return _ratio((record.answer for record in records), [_total_seconds(records)])
 
 
-@_measure("s / sample", "wall seconds of generating per sample")
+@_measure("s / sample", "wall seconds of generation per sample, without the oracle")
 def _seconds(records: Sequence[Record]) -> float:
     return _total_seconds(records) / len(records)
 
@@ -191,29 +195,29 @@ _mean_per_sample("nfe", "forwards", "mean per sample", lambda one: one.nfe)
 _mean_per_sample(
     "forwards_without_commit",
     "forwards without a commit",
-    "those that wrote no token: they stored, looked, or took back; mean per sample",
+    "forwards that committed no token, for example to fill the cache or to remask; mean per sample",
     lambda one: one.idle,
 )
 _mean_per_sample("rows", "positions computed", "mean per sample", lambda one: one.rows)
 _mean_per_sample(
     "full_forwards",
     "full forwards",
-    "positions computed, in forwards of the whole prompt and canvas, mean per sample",
+    "positions computed, divided by the positions of prompt and canvas; mean per sample",
     lambda one: one.full_equivalents,
 )
 
 
-@_measure("oracle's tokens / forward", "with perfect knowledge of these answers")
+@_measure("oracle's tokens / forward", "answer tokens over the forwards of a sampler that knows these answers")
 def _oracle_tokens_per_forward(records: Sequence[Record]) -> float | None:
     return None if (fewest := _fewest(records)) is None else _ratio((r.answer for r in records), [fewest])
 
 
-@_measure("share of the oracle", "forwards that perfect knowledge of these answers needs, over those made")
+@_measure("share of the oracle", "forwards of a sampler that knows these answers, over the forwards made")
 def _oracle_share(records: Sequence[Record]) -> float | None:
     return None if (fewest := _fewest(records)) is None else _ratio([fewest], (record.nfe for record in records))
 
 
-@_measure("valid", "share of answers of the form that the task or the guide asks for")
+@_measure("valid", "share of answers in the form that the task or the guide demands")
 def _validity(records: Sequence[Record]) -> float | None:
     said = [record.scores.get("valid", record.valid) for record in records]
     return _mean(said) if None not in said else None
@@ -231,13 +235,13 @@ def _perplexity(records: Sequence[Record]) -> float | None:
     return exp(min(nats, 700)) if len(known) == len(records) else None
 
 
-@_measure("recomputed", "positions computed over those of whole forwards")
+@_measure("recomputed", "positions computed, over the positions of as many forwards of the whole prompt and canvas")
 def _recompute_share(records: Sequence[Record]) -> float:
     whole = [record.nfe * (record.prompt_tokens + record.canvas) for record in records]
     return _ratio((record.rows for record in records), whole)
 
 
-_mean_per_sample("commits", "commits", "tokens written per sample, all", lambda one: one.commits)
+_mean_per_sample("commits", "commits", "commits per sample, including those that did not stay", lambda one: one.commits)
 _mean_per_sample(
     "revisions",
     "revisions",
@@ -245,21 +249,20 @@ _mean_per_sample(
     lambda one: sum(piece is not None for _, _, piece in one.revisions),
 )
 _mean_per_sample(
-    "answer_tokens", "answer tokens", "up to and with the first end token, per sample", lambda one: one.answer
+    "answer_tokens", "answer tokens", "per sample, with the first end-of-text token", lambda one: one.answer
 )
 _mean_per_sample(
     "tokens_after_end",
     "tokens after the end",
-    "committed after the first end token, per sample",
+    "tokens committed after the first end-of-text token, per sample",
     lambda one: one.after_end,
 )
 
 
 def _add_order(name: str, title: str, about: str, correlation: Callable[..., float | None], padding: bool) -> None:
-    """Add the mean correlation of commit steps with positions: 1 is left to right, -1 right to left.
+    """Register the mean correlation of positions and commit steps: 1 is left to right, -1 is right to left.
 
-    Args:
-        padding: include positions after the answer's end token.
+    `padding` includes the positions after the answer's end-of-text token.
     """
 
     def order(record: Record) -> float | None:
@@ -272,11 +275,11 @@ def _add_order(name: str, title: str, about: str, correlation: Callable[..., flo
 
 _add_order("kendall", "order (Kendall)", "tau-b of position and commit step inside answers", kendall, False)
 _add_order("spearman", "order (Spearman)", "rho of position and commit step inside answers", spearman, False)
-_add_order("kendall_padded", "order (Kendall, padded)", "tau-b with the padding", kendall, True)
-_add_order("spearman_padded", "order (Spearman, padded)", "rho with the padding", spearman, True)
+_add_order("kendall_padded", "order (Kendall, padded)", "tau-b over the whole canvas", kendall, True)
+_add_order("spearman_padded", "order (Spearman, padded)", "rho over the whole canvas", spearman, True)
 
 
-@_measure("peak memory, MiB", "the most of any batch: of the GPU, else of the process")
+@_measure("peak memory, MiB", "largest value of any batch: of the GPU, or of the process on a CPU")
 def _peak_memory(records: Sequence[Record]) -> float:
     return max(record.peak_memory for record in records) / 2**20
 

@@ -1,4 +1,4 @@
-"""The oracle: how few forwards would do, if every prediction that is already final could be told from the others."""
+"""The oracle: a scheduler that knows the answer and commits every correct prediction at once."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.result import Trace
 from dllm_sampler.stops.end_tokens import BlockStop, NoStop, PrefixStop, TruncateStop
 
-LEGAL_STOPS = (NoStop, BlockStop, PrefixStop, TruncateStop)  # they look at nothing but committed tokens
+LEGAL_STOPS = (NoStop, BlockStop, PrefixStop, TruncateStop)  # stops that read only committed tokens
 
 
 @dataclass(frozen=True)
 class Oracle(Scheduler):
-    """Commit the masks of the block whose candidate is the token of a known answer.
+    """A scheduler that commits the masks of the block whose candidate is the token of a known answer, the reference.
 
-    If no candidate is, the position that the reference committed first is written from the answer.
-    Every step commits one position at least that the reference spent a forward on, so it is never slower than one
-    commit per step. Positions that the reference left undecided, after its end token, stay so.
+    If no candidate is, it writes the answer's token at the position that the reference committed first. So every step
+    commits at least one position of the reference, and no more steps are needed than with one commit per step.
+    Positions that the reference never committed, after its end-of-text token, stay masked.
 
-    It is greedy: a token committed early, though right, can turn a neighbour's prediction wrong, and a step that
-    leaves it out could be the start of a shorter decoding. So its forwards are an upper bound on the fewest possible
-    ones, and what a rule that recognises final predictions and commits all of them would need.
+    The oracle is greedy: an early commit, though correct, can make a neighbour's prediction wrong. Its forwards are
+    therefore an upper bound on the fewest possible. A rule that recognises correct predictions and commits all of them
+    at once needs as many.
 
     Args:
         answer: `[B, N]` the reference's tokens, one row per prompt of the batch.
-        order: `[B, N]` the reference's forward that committed each, -1 for never.
+        order: `[B, N]` the reference's forward that committed each token. -1 if none did.
     """
 
     answer: Tensor
@@ -40,7 +40,7 @@ class Oracle(Scheduler):
 
     @staticmethod
     def of(*references: Trace) -> Oracle:
-        """Return the oracle of a batch whose answers are there, in one trace or several."""
+        """Return the oracle for the answers of finished traces, one row per answer."""
         answers, orders = [], []
         for trace in references:
             stands = torch.arange(trace.ids.shape[1]) < trace.end[:, None]  # what a stop cut off was not decoded
@@ -49,19 +49,19 @@ class Oracle(Scheduler):
         return Oracle(torch.cat(answers), torch.cat(orders))
 
     def bind(self, context: Context) -> Oracle:
-        """Take the answer to the model's device: no step should wait for it."""
+        """Return a copy with its tensors on the model's device, so that no step waits for a transfer."""
         device = context.spec.device
         return Oracle(self.answer.to(device), self.order.to(device))
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return no state. Refuses a batch that is not the reference's."""
+        """Return None as the state. Raises `UserError` if the answers have another shape."""
         given = (canvas.ids.shape[0], canvas.layout.longest)
         if given != tuple(self.answer.shape):
             rows, tokens = self.answer.shape
             raise UserError(
                 "length-mismatch",
                 f"The oracle is for {rows} answers of {tokens} tokens, and this batch has {given[0]} of {given[1]}."
-                " Make one by Oracle.of from the traces of this batch.",
+                " Make an oracle with Oracle.of from the traces of this batch.",
             )
 
     @override

@@ -29,7 +29,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def pass_at_nfe(costs: Sequence[int], correct: Sequence[bool], budgets: Sequence[int]) -> list[float]:
-    """Return the probability that samples of a budget include a correct one, for each budget.
+    """Return, for each budget of forwards, the probability that the samples it pays for include a correct one.
 
     Samples are drawn in random order until the next one would exceed the budget. The result is the exact mean over
     all orders. With equal costs c it is pass@k for k = budget // c.
@@ -63,7 +63,7 @@ def pass_at_nfe(costs: Sequence[int], correct: Sequence[bool], budgets: Sequence
 
 
 def distinct(records: Sequence[Record], score: str) -> int:
-    """Return the number of different correct answers: texts, or tokens where there is no tokenizer."""
+    """Return the number of different correct answers. Their texts are compared, or their tokens without a tokenizer."""
     right = [record for record in records if record.scores[score] >= 1]
     return len({tuple(record.graded.ids) if record.text is None else record.text.strip() for record in right})
 
@@ -71,8 +71,8 @@ def distinct(records: Sequence[Record], score: str) -> int:
 def passes(prompts: Sequence[Sequence[Record]], score: str) -> dict[str, float]:
     """Return the measures of a run with several samples for each prompt, each with the ends of its 95 % interval.
 
-    Intervals are over prompts. An answer is correct if its score is 1. k and the budgets are powers of two: the
-    budgets begin at the cheapest sample and end where the samples of some prompt would not use them up.
+    Intervals are over prompts. An answer is correct if its score is 1. k and the budgets are powers of two. The
+    budgets lie between the cost of the cheapest sample and the smallest total cost of a prompt's samples.
 
     Args:
         prompts: the samples of each prompt, equally many.
@@ -84,7 +84,7 @@ def passes(prompts: Sequence[Sequence[Record]], score: str) -> dict[str, float]:
     found: dict[str, float] = {}
 
     def add(name: str, values: Sequence[float], most: int = 1) -> None:
-        """Add a mean of values from 0 to `most`."""
+        """Add the mean of values from 0 to `most`, and its interval."""
         bounds = (most * bound for bound in interval([value / most for value in values]))
         found.update({name: fmean(values)} | {f"{name}_{end}": b for end, b in zip(BOUNDS, bounds, strict=True)})
 
@@ -107,11 +107,11 @@ def title(name: str) -> str:
 
 
 def about(name: str) -> str:
-    """Return one line about a measure."""
+    """Return a description of a measure in one line."""
     if name.startswith("pass_at_nfe_"):
-        return "share of prompts that samples that cost this many forwards together solve"
+        return "share of prompts that are solved by samples that cost at most this many forwards together"
     if name.startswith("pass_at_"):
-        return "share of prompts that this many samples solve"
+        return "share of prompts that are solved by one of this many samples"
     return "different correct answers to a prompt, mean over prompts"
 
 

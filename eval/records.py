@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SCHEMA = 2  # of a line of samples.jsonl
-TIMES = ("seconds", "batch", "peak_memory")  # what differs from run to run
+TIMES = ("seconds", "batch", "peak_memory")  # fields that differ from run to run
 
 
 # Types of fields, checked as a line is read.
@@ -35,32 +35,33 @@ class Record:
     Attributes:
         index: number of the sample. With `samples=N` the prompt's number, from 0, is `index` divided by N, rounded
             down.
-        seed: of the sample.
-        prompt: as the task has it.
+        seed: the seed of the sample's draws.
+        prompt: the task's prompt: text, messages or token ids.
         text: the answer. Null without a tokenizer.
         scores: every grade by name.
         complete: false if `max_steps` or a guide ended it early.
         prompt_tokens: length of the prompt.
         canvas: N.
-        answer: tokens up to and with the first end token.
-        ended: true if there is an end token.
-        text_tokens: of `text`, encoded again without special tokens. Null without a tokenizer.
-        nfe: forwards that it took part in.
+        answer: number of tokens up to and including the first end-of-text token.
+        ended: true if there is an end-of-text token.
+        text_tokens: number of tokens of `text`, encoded again without special tokens. Null without a tokenizer.
+        nfe: forwards that the sample took part in.
         rows: positions computed, over all forwards.
-        commits: tokens written, those that did not stay included.
-        oracle_nfe: forwards of a scheduler that knows the answer. Null if that is not defined.
+        commits: tokens committed, including those that did not stay.
+        oracle_nfe: fewest forwards found with knowledge of the answer. Null if none were counted.
         tokens: N ids.
-        pieces: N texts of these.
-        step_map: N numbers: the forward that committed the final token, from 0. -1: never.
-        confidence: N probabilities, to two digits, each in the state in which the token was committed. Their product
-            is not the answer's likelihood. Null: not finite.
-        revisions: `[forward, position, text]` of each commit that did not stay. With text null, the forward that took
-            it back.
-        seconds: of its whole batch. In flight, since the answer before it.
-        batch: samples in the batch. 1 in flight.
-        peak_memory: bytes of the GPU during the batch or flight, else of the process so far.
-        finish_reason: as in the lines of `dllm-sample`.
-        valid: true if the answer is what the guide wants. Null if no guide judges it.
+        pieces: N texts, one for each token.
+        step_map: N numbers: the forward (from 0) that committed the final token, or -1 if none did.
+        confidence: N probabilities, to two digits, each at the step that committed the token. Their product is not the
+            answer's likelihood. Null for a value that is not finite.
+        revisions: `[forward, position, text]` of each commit that did not stay. A remask adds an item with its own
+            forward and text null.
+        seconds: wall seconds of the sample's batch. With batching=in_flight, seconds since the previous answer.
+        batch: samples in the batch. 1 with batching=in_flight.
+        peak_memory: peak memory of the GPU, in bytes, since the batch (or a run in flight) began. On a CPU, that of the
+            process so far.
+        finish_reason: the reason that decoding ended, with the values of `dllm-sample`.
+        valid: true if the answer satisfies the guide. Null if no guide checks it.
         rejections: commits that the guide refused.
     """
 
@@ -96,30 +97,30 @@ class Record:
 
     @property
     def full_equivalents(self) -> float:
-        """Positions computed, in forwards over the whole prompt and canvas."""
+        """Positions computed, divided by the number of positions of prompt and canvas."""
         return self.rows / (self.prompt_tokens + self.canvas)
 
     @property
     def graded(self) -> Answer:
-        """The answer to grade: the text, and the tokens before the end token."""
+        """The answer to grade: the text, and the tokens before the end-of-text token."""
         return Answer(self.text or "", self.tokens[: self.answer - self.ended])
 
     @property
     def after_end(self) -> int:
-        """Number of tokens committed after the first end token."""
+        """Number of tokens committed after the first end-of-text token."""
         return sum(step >= 0 for step in self.step_map[self.answer :])
 
     @property
     def idle(self) -> int:
-        """Number of forwards that wrote no token of it: they stored, looked, or remasked.
+        """Number of forwards without a commit, for example to fill the cache or to remask.
 
-        Exact after revisions, too: a token is in the step map or among the revisions.
+        Commits that did not stay count as commits.
         """
         stood = {step for step in self.step_map if step >= 0}
         return self.nfe - len(stood | {step for step, _, piece in self.revisions if piece is not None})
 
     def line(self) -> dict[str, Any]:
-        """Return the record as JSON has it: what differs from run to run apart from the rest.
+        """Return the record as a JSON object. Fields that differ from run to run are in `times`.
 
         Raises:
             UserError: a grade is not finite.
@@ -141,7 +142,10 @@ def finite(value: float) -> float | None:
 
 
 def encoded_again(text: str | None, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
-    """Return the number of tokens of a text, without special ones. It may differ from the number decoded."""
+    """Return the number of tokens of a text that is encoded again, without special tokens, or None without a tokenizer.
+
+    The number may differ from the number of tokens that were decoded.
+    """
     if text is None or tokenizer is None:
         return None
     return len(tokenizer.encode(text, add_special_tokens=False))

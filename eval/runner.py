@@ -1,4 +1,4 @@
-"""Runs a configuration: what its directory does not have yet."""
+"""Generation and grading of the samples that a run's directory lacks."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Share:
-    """Place of this process among several, which share the batches out."""
+    """The place of this process among those that share the batches."""
 
     rank: int = 0
     world: int = 1
 
     def has(self, job: int, batch: int) -> bool:
-        """Return True if a batch of a job is for this process. The first batches of jobs go to different ones."""
+        """Return True if this process runs the batch. The first batches of successive jobs have different processes."""
         return (job + batch) % self.world == self.rank
 
 
 def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> str | None:
-    """Do what is missing of a job's share of samples; `order` is its place among the jobs.
+    """Run the missing samples of a job that are for this process. `order` is the number of the job among all.
 
     Returns:
-        Why the configuration cannot run; None if it can.
+        The reason that the configuration cannot run, or None if it can.
     """
     folder = RunFolder(job.folder)
     if folder.complete:
@@ -94,19 +94,19 @@ class Answered:
 
     sample: Sample
     answer: Answer
-    commits: int  # tokens written, those that did not stay included
-    revisions: Sequence[tuple[int, int, int | None]]  # forward, position, token or None: taken back
-    times: tuple[float, int, int]  # seconds, answers that these are of, bytes at the peak
+    commits: int  # tokens committed, including those that did not stay
+    revisions: Sequence[tuple[int, int, int | None]]  # forward, position, and token, or None for a remask
+    times: tuple[float, int, int]  # seconds, number of answers in that time, peak memory in bytes
 
     @staticmethod
     def of(sample: Sample, answer: Answer, times: tuple[float, int, int]) -> Answered:
-        """Record an answer without remasked tokens: the trace has the whole step map."""
+        """Return the sample of a scheduler that never revises. The step map of the trace then has all commits."""
         assert answer.trace is not None
         return Answered(sample, answer, int((answer.trace.generated >= 0).sum()), (), times)
 
 
 class Runner:
-    """A sampler for one job, and what turns its results into records."""
+    """A sampler for one job, with the conversion of its answers to records."""
 
     def __init__(self, job: Job, device: str):
         task, options = job.built_task, job.options
@@ -129,15 +129,16 @@ class Runner:
         laid_out(self.sampler.denoiser, self.sampler.kernels)
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(
-                "tokenizer-missing", f"task={job.choices['task']} needs a tokenizer, and the model has none. Add one."
+                "tokenizer-missing",
+                f"task={job.choices['task']} has text prompts, and the model no tokenizer.",
             )
         check_prompts(task, self._prompts, self.tokenizer, self.denoiser.spec, job.max_new_tokens)
 
     def records(self, batches: Sequence[Sequence[Sample]], done: Container[int]) -> Iterator[list[Record]]:
-        """Run the samples of some batches that are not `done`, by their indices; yields those that are ready.
+        """Run the samples whose index is not in `done`, and yield their records in groups.
 
         Raises:
-            NotFiniteError: the model returned NaN for a sample; the others have been yielded.
+            NotFiniteError: the logits of a sample were not finite. The records of all others have been yielded.
         """
         if self.job.options.measure == "likelihood":
             for batch in batches:
@@ -159,7 +160,10 @@ class Runner:
             raise bad
 
     def answered(self, batches: Sequence[Sequence[Sample]], done: Container[int]) -> Iterator[list[Answered]]:
-        """Answer without a record: as many samples at a time as the oracle takes together."""
+        """Yield the answers in groups that the oracle runs as a batch.
+
+        A static batch is answered whole, so its group also has samples that are in `done`.
+        """
         plugins = self.sampler.plugins  # each step is looked at: one batch at a time
         revises = plugins.scheduler.traits.revises and plugins.particles.count == 1
         if self.job.options.batching == "in_flight" and not revises:
@@ -198,7 +202,7 @@ class Runner:
         return [Answered.of(batch[answer.index], answer, times) for answer in answers]
 
     def _watched(self, batch: Sequence[Sample]) -> list[Answered]:
-        """Answer one batch whose scheduler takes tokens back, looked at after each step."""
+        """Answer one batch step by step, to record the commits that its scheduler revises."""
         begun, found = time.perf_counter(), []
         reset_memory(self.denoiser.spec.device)
         left = list(batch)
@@ -231,7 +235,9 @@ class Runner:
         form = self.job.built_task.form(sample)
         if form is None:
             raise UserError(
-                "option-not-applicable", f"guided=true: task={self.job.choices['task']} gives no form. Use task=formed."
+                "option-not-applicable",
+                f"guided=true needs a regular expression for each answer, and task={self.job.choices['task']} has none."
+                " Use task=formed, or remove guided=true.",
             )
         return form
 
@@ -245,9 +251,10 @@ class Runner:
         }
 
     def _oracle(self, answered: Sequence[Answered]) -> list[int | None]:
-        """Return the fewest forwards found that lead to these answers, with perfect knowledge of them.
+        """Return for each answer the fewest forwards found that lead to it, with knowledge of the answer.
 
-        What the scheduler did itself is one way to get there, so it is never more than that.
+        The number is at most that of the scheduler itself. Returns None for an answer that the oracle does not
+        reproduce, and for a sampler that it cannot replace.
         """
         stop = self.plugins["stop"]
         batch, answers = [one.sample for one in answered], [one.answer for one in answered]
@@ -264,9 +271,9 @@ class Runner:
                 **self.guides,
             )
             if is_random(oracle.plugins.guides):
-                return [None] * len(batch)  # a draw is not the same at another step
+                return [None] * len(batch)  # a draw differs at another step
             found = oracle.generate(self._prompts(batch), **self._settings(batch))
-        except UserError:  # the model or a plug-in has no place for it
+        except UserError:  # the model or a plug-in does not support the oracle
             return [None] * len(batch)
         fewest: list[int | None] = []
         for row, answer in enumerate(answers):
@@ -314,17 +321,17 @@ class Runner:
         )
 
     def _scored(self, sample: Sample) -> Record:
-        """Return the record of a right answer, as if it had been generated on the path that it was scored on.
+        """Return the record of a right answer as if the sampler had generated it, in the order in which it is scored.
 
         Raises:
-            UserError: the task has no right answer, or the sampler no exact likelihood.
+            UserError: the task has no right answer, or the sampler has no exact likelihood.
         """
         task, begun = self.job.built_task, time.perf_counter()
         answer = task.reference(sample)
         if answer is None:
             raise UserError(
                 "option-not-applicable",
-                f"measure=likelihood: task={self.job.choices['task']} gives no right answer. Use task=mini.",
+                f"measure=likelihood: task={self.job.choices['task']} has no right answers. Use another, as task=mini.",
             )
         reset_memory(self.denoiser.spec.device)
         (prompt,) = self._prompts([sample])
@@ -359,7 +366,7 @@ class Runner:
     def _kept(
         self, sample: Sample, text: str | None, grades: Mapping[str, float], tokens: list[int], **others: Any
     ) -> Record:
-        """Return the record of a sample. Other fields of `Record` are given by name."""
+        """Return the record of a sample. `others` are the remaining fields of `Record`."""
         return Record(
             index=sample.index,
             seed=self.job.options.seed + sample.index,
@@ -378,7 +385,7 @@ class Runner:
 
 
 def _model(job: Job, device: str) -> tuple[Denoiser, Any]:
-    """Load the model of a job: the test bed's, or the one that the configuration names."""
+    """Return the model of a job and its tokenizer, or None for the tokenizer of a test bed."""
     bed = job.built_task.denoiser()
     return (bed, None) if bed is not None else _loaded(json.dumps(job.model), job.options.dtype, device)
 
@@ -394,11 +401,11 @@ def _loaded(model: str, dtype: str, device: str) -> tuple[Denoiser, Any]:
 
 
 class History:
-    """Commits and revisions of each position, from one view of the canvas to the next."""
+    """The number of commits and the list of revisions of each row, from successive states of the canvas."""
 
     def __init__(self) -> None:
         self.commits: list[int] = []
-        self.revisions: list[list[tuple[int, int, int | None]]] = []  # forward, position, token or None: taken back
+        self.revisions: list[list[tuple[int, int, int | None]]] = []  # as in `Answered`
         self.before: tuple[Tensor, Tensor] | None = None
 
     def note(self, step: int, step_map: Tensor, tokens: Tensor) -> None:
@@ -419,7 +426,7 @@ class History:
 
 @contextmanager
 def numbered(samples: Sequence[Sample]) -> Iterator[None]:
-    """Name samples by their numbers in errors that name prompts by their place in a call."""
+    """Replace the places of prompts in a `RowError` by the numbers (from 1) of their samples."""
     try:
         yield
     except RowError as error:
@@ -434,17 +441,17 @@ def check_prompts(
     spec: ModelSpec,
     max_new_tokens: int,
 ) -> None:
-    """Refuse prompts from a file that the model cannot take, before any is answered.
+    """Check the prompts that come from a file before any is answered.
 
     Args:
-        task: samples that it makes itself are not looked at.
-        given: the prompts of samples, as the sampler gets them.
-        tokenizer: the model's.
-        spec: the model's.
+        task: the task. Samples without a source in a file are not checked.
+        given: returns the prompts of samples in the form that the sampler gets.
+        tokenizer: the model's tokenizer.
+        spec: the model's properties.
         max_new_tokens: length of the canvas after each prompt.
 
     Raises:
-        UserError: naming file, line, and what is wrong.
+        UserError: the model cannot take a prompt. The message has its file and line, and the reason.
     """
     sources = {sample.index: where for sample in task.samples() if (where := task.source(sample)) is not None}
     found = [sample for sample in task.samples() if sample.index in sources]
@@ -456,13 +463,13 @@ def check_prompts(
 
 
 def reset_memory(device: torch.device) -> None:
-    """Begin to measure the most memory in use. What a GPU used before does not count."""
+    """Reset the counter of peak memory of a GPU. Has no effect on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return bytes: the GPU's since the last reset, or the process's so far."""
+    """Return the peak memory in bytes: of the GPU since the last reset, else of the process (0 on Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

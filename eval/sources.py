@@ -1,4 +1,4 @@
-"""Files of the user's own that decide what a run does: code, schemas, grammars, filters."""
+"""The user's files that decide what a run does: code, schemas, grammars and filters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def files(group: str, settings: Any) -> list[Path]:
 
 
 def digest(found: Sequence[Path], more: str | None = None) -> str | None:
-    """Return a hash of what files hold, in this order, and of `more`: 16 hexadecimal digits, or None."""
+    """Return a hash (16 hexadecimal digits) of the contents of files and of `more`. Without files, return `more`."""
     if not found:
         return more
     whole = sha256()
@@ -59,7 +59,7 @@ def _files(group: str, value: Any) -> Iterator[Path]:
 def _code(name: str) -> list[Path]:
     """Return the file of `package.module:function` or `package.module.Class`, or all files of a local package.
 
-    Nothing is imported: a pattern may look like a name, too.
+    Nothing is imported, since a text such as a regular expression may look like a name.
     """
     module = name.partition(":")[0] if ":" in name else name.rpartition(".")[0]
     top, *rest = module.split(".")

@@ -1,4 +1,4 @@
-"""The space and the goal of a search: a file of `conf/tune`, checked before anything is tried."""
+"""The space and the goal of a search: a file of `conf/tune`, checked before the first trial."""
 
 from __future__ import annotations
 
@@ -19,45 +19,54 @@ from dllm_sampler.eval.measures import SPEEDS
 if TYPE_CHECKING:
     from optuna import Trial
 
-Check = Callable[[object], None]  # raises UserError where a knob cannot have the value
+Check = Callable[[object], None]  # raises UserError for a value that a field does not allow
 
-SEEDS = 2**32  # that optuna knows
-TRIALS = 10_000  # most of a search: each is an evaluation
+SEEDS = 2**32  # Optuna takes seeds below it
+TRIALS = 10_000  # most trials of a search: each is an evaluation
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The values of a knob: one of `values`, or a number from `low` to `high`."""
+    """The values of a knob (a searched field or option): one of `values`, or a number from `low` to `high`."""
 
     values: tuple[str | float | None, ...] = ()
     low: float = 0
     high: float = 0
     log: bool = False
     step: float | None = None
-    real: bool = True  # not whole numbers alone
+    real: bool = True  # fractions are allowed
 
     @staticmethod
     def of(where: str, given: object, check: Check) -> Domain:
-        """Read it from YAML.
+        """Return the domain that a value of YAML describes.
+
+        Args:
+            where: the name of the knob, for messages.
+            given: a list of values, or a mapping with `low` and `high`.
+            check: raises `UserError` for a value that the knob does not allow.
 
         Raises:
-            UserError: nothing can be chosen from it.
+            UserError: the value has another form, or contains a value that the knob does not allow.
         """
         if isinstance(given, list):
             if not given or not all(value is None or isinstance(value, str | int | float) for value in given):
-                raise UserError("option-type", f"{where} is {given!r}. Give a list of values.")
+                raise UserError("option-type", f"{where} is {given!r}. Give a list of texts, numbers or null.")
             for value in given:
                 check(value)
             return Domain(tuple(given))
         if not isinstance(given, Mapping) or not {"low", "high"} <= set(given) <= {"low", "high", "log", "step"}:
-            raise UserError("option-type", f"{where} is {given!r}. Give a list, or low and high.")
+            raise UserError("option-type", f"{where} is {given!r}. Give a list, or low, high (and log or step).")
         low, high, log, step = given["low"], given["high"], given.get("log", False), given.get("step")
         if not all(map(is_real, (low, high))):
             raise UserError("option-type", f"{where}: low and high are {low!r} and {high!r}. Give numbers.")
         if low > high:
             raise UserError("option-range", f"{where}: low={low} is above high={high}. Swap them.")
-        if not isinstance(log, bool) or (log and (low <= 0 or step is not None)):
-            raise UserError("option-range", f"{where}: log=true excludes step and low=0. Change one.")
+        if not isinstance(log, bool):
+            raise UserError("option-type", f"{where}: log is {log!r}. Set true or false.")
+        if log and low <= 0:
+            raise UserError("option-range", f"{where}: low is {low!r}, and log=true needs more than 0. Change one.")
+        if log and step is not None:
+            raise UserError("option-range", f"{where}: log=true excludes step={step!r}. Remove one.")
         if step is not None and (not is_real(step) or step <= 0):
             raise UserError("option-range", f"{where}: step is {step!r}. Set a number above 0.")
         check(low)
@@ -65,7 +74,7 @@ class Domain:
         return Domain((), low, high, log, step, _real(check) or not float(step or 1).is_integer())
 
     def choose(self, trial: Trial, name: str) -> str:
-        """Return the word of the command line for a value."""
+        """Let `trial` suggest a value for the parameter `name`, and return it as text for the command line."""
         if self.values:
             value = trial.suggest_categorical(name, self.values)
             return "null" if value is None else str(value)
@@ -81,26 +90,26 @@ Knobs = Mapping[str, Domain]
 
 @dataclass(frozen=True)
 class Space:
-    """Group -> choice -> its knobs, and the knobs of the options."""
+    """The choices of each searched group, with the knobs of each choice, and the knobs of options."""
 
     groups: Mapping[str, Mapping[str, Knobs]]
     options: Knobs
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Space:
-        """Read it from YAML.
+        """Return the space that `tune.space` describes.
 
         Raises:
-            UserError: something unknown, empty or of another form.
+            UserError: it is empty, has an unknown name, or has a value of another form.
         """
         if not given:
-            raise UserError("option-missing", "tune.space is empty. Name groups, as conf/tune/fast.yaml.")
+            raise UserError("option-missing", "tune.space is empty. Name groups, as in conf/tune/fast.yaml.")
         groups: dict[str, Mapping[str, Knobs]] = {}
         for group, choices in given.items():
             if group not in (known := (*config.GROUPS[1:], "options")):
                 raise unknown("group of tune.space", group, known)
             if not isinstance(choices, Mapping) or not choices:
-                form = "KNOB: [VALUE, ...]" if group == "options" else f"{group}: {{NAME: {{}}, ...}}"
+                form = "OPTION: [VALUE, ...]" if group == "options" else f"{group}: {{NAME: {{}}, ...}}"
                 raise UserError("option-type", f"tune.space.{group} is {choices!r}. Write {form}.")
             if group != "options":
                 groups[group] = {str(name): _knobs(group, str(name), knobs) for name, knobs in choices.items()}
@@ -109,11 +118,11 @@ class Space:
 
     @property
     def keys(self) -> list[str]:
-        """Options that a word must not set, since they are searched."""
+        """Groups and options that a word must not set, since they are searched."""
         return [*self.groups, *self.options]
 
     def choose(self, trial: Trial) -> list[str]:
-        """Return the words of a trial: a choice of each group, and values for the knobs of what is chosen."""
+        """Return the words of a trial: a choice of each group, and a value for each knob of the choices and options."""
         words = []
         for group, choices in self.groups.items():
             name = trial.suggest_categorical(group, list(choices))
@@ -129,12 +138,12 @@ class Tuning:
     """The fields of a file of `conf/tune`.
 
     Args:
-        name: of ./conf/experiment/NAME.yaml, which the winner is written to.
-        trials: configurations to try, those of earlier calls included.
-        loss: points of score, in %, that may be lost.
-        measure: what is made large, as tokens_per_second or answer_tokens_per_full_forward.
-        seed: of the search.
-        space: what may be chosen; a list of values, or low and high.
+        name: the winner is written to ./conf/experiment/NAME.yaml.
+        trials: number of configurations to try, including those of earlier calls.
+        loss: largest loss of score against one token per step, in percentage points.
+        measure: the measure of speed to maximise, for example tokens_per_second.
+        seed: seed of the search.
+        space: groups with their choices, and for each searched field a list of values, or low and high.
     """
 
     name: str = ""
@@ -159,7 +168,7 @@ class Tuning:
 
     @cached_property
     def choices(self) -> Space:
-        """`space`, checked."""
+        """The checked space of the search."""
         return Space.of(self.space)
 
     @property
@@ -171,7 +180,7 @@ class Tuning:
 def _knobs(group: str, name: str, given: object) -> Knobs:
     where, settings = f"tune.space.{group}.{name}", entry(group, name).settings
     if given is not None and not isinstance(given, Mapping):
-        raise UserError("option-type", f"{where} is {given!r}. Give knobs, as in {{KNOB: [VALUE, ...]}}, or {{}}.")
+        raise UserError("option-type", f"{where} is {given!r}. Give fields, as in {{FIELD: [VALUE, ...]}}, or {{}}.")
     found = {}
     for knob, domain in (given or {}).items():
         names = [field for field in settings if field != "_target_"]
@@ -200,7 +209,7 @@ def _option(knob: str, domain: object) -> Domain:
 
 
 def _real(check: Check) -> bool:
-    """Return True if a knob may be a fraction."""
+    """Return True if the check of a knob allows a fraction (0.5)."""
     try:
         check(0.5)
     except UserError:

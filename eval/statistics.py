@@ -15,7 +15,7 @@ Estimate = tuple[float, float, float]  # a mean, and the two ends of its 95 % in
 
 
 def wilson(right: float, count: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a share (Wilson 1927). `right` of `count` may sum scores from 0 to 1."""
+    """Return the 95 % score interval of a share (Wilson 1927). `right` may be a sum of `count` scores from 0 to 1."""
     if count == 0:
         return 0.0, 1.0
     share, weight = right / count, Z * Z / count
@@ -25,7 +25,10 @@ def wilson(right: float, count: int) -> tuple[float, float]:
 
 
 def bootstrap(above: Sequence[float], below: Sequence[float] | None = None) -> tuple[float, float]:
-    """Return the 95 % percentile interval of `sum(above) / sum(below)` over resampled pairs, or of the mean."""
+    """Return the 95 % percentile interval of `sum(above) / sum(below)` over resampled pairs.
+
+    Without `below` it is the interval of the mean of `above`.
+    """
     high = np.asarray(above, float)
     low = np.ones_like(high) if below is None else np.asarray(below, float)
     if len(high) == 0:
@@ -39,9 +42,9 @@ def bootstrap(above: Sequence[float], below: Sequence[float] | None = None) -> t
 def interval(scores: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of a mean of scores from 0 to 1.
 
-    Wilson's where all are 0 or 1, and where all are equal: resampling equal scores says nothing about others. A share
-    has the largest variance of all scores with its mean, so Wilson's interval is then too wide rather than too narrow.
-    Else the bootstrap's.
+    It is Wilson's if all scores are 0 or 1. It is also Wilson's if all scores are equal, since resampling equal scores
+    gives no width. Scores of 0 and 1 have the largest variance for a mean, so that interval is too wide rather than too
+    narrow. Otherwise it is the bootstrap's.
     """
     if all(score in (0, 1) for score in scores) or len(set(scores)) == 1:
         return wilson(sum(scores), len(scores))
@@ -49,10 +52,10 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
 
 
 def difference(one: Estimate, other: Estimate) -> Estimate:
-    """Return `one` less `other`, and its 95 % interval from theirs (MOVER; Newcombe's interval for two shares).
+    """Return `one` minus `other` with its 95 % interval, computed from the two intervals.
 
-    The two are taken as independent. Where the same prompts were answered they rarely are, and the interval is too
-    wide.
+    The method is MOVER, which for two shares is Newcombe's interval. It takes the two as independent. Answers to the
+    same prompts rarely are, and the interval is then too wide.
     """
     (mean, low, high), (its, least, most) = one, other
     return (

@@ -57,8 +57,8 @@ Usage: dllm-tune [tune=NAME] [tune.FIELD=VALUE ...] [NAME=VALUE ...]
   dllm-tune model=llada-8b tune.loss=2 tune.trials=100 tune.measure=tokens_per_second
 
 tune=NAME is a file of conf/tune, or ./conf/tune: what may be chosen, and the goal. Any other word is
-one of dllm-eval and holds for every trial. The search is kept in output=FOLDER: the same command goes
-on from there. The winner, confirmed on samples that the search did not see, is written to
+one of dllm-eval and holds for every trial. The search is kept in output=FOLDER: the same command resumes
+it. The winner, confirmed on samples that the search did not see, is written to
 ./conf/experiment/NAME.yaml, where all commands find it (--config-dir DIR names another folder).
 The fields of tune=fast, the default:
 """
@@ -72,15 +72,15 @@ class Tuner:
 
     Args:
         tuning: space and goal.
-        words: of dllm-eval, for every trial.
-        console: for the progress bar.
+        words: words of dllm-eval that hold for every trial.
+        console: the console for the progress bar.
     """
 
     def __init__(self, tuning: Tuning, words: Sequence[str], console: Console):
         for word in words:
             key = word.partition("=")[0].lstrip("+~")
             if key in tuning.choices.keys or (key := key.partition(".")[0]) in tuning.choices.keys:
-                raise UserError("options-conflict", f"{word}: tune.space has {key}, too. Remove one.")
+                raise UserError("options-conflict", f"{word}: tune.space also searches {key}. Remove one of them.")
         self.tuning, self.words, self.console = tuning, list(words), console
         self.base = jobs([*words, *REFERENCE])
         self.output = Path(self.base[0].options.output).expanduser()
@@ -89,12 +89,12 @@ class Tuner:
         self.device = device(self.base, 0)
 
     def search(self) -> str:
-        """Run what is missing of the search, and write the winner; returns a line that says what it is."""
+        """Run the missing trials, write the winner's file, and return a sentence about the winner."""
         from dllm_sampler.eval.launch import bars
 
         tuning = self.tuning
         if tuning.file.exists() and not (tuning.file.is_file() and MARK.encode() in tuning.file.read_bytes()):
-            raise UserError("file-overwrite", f"{tuning.file} is not from dllm-tune. Change tune.name.")
+            raise UserError("file-overwrite", f"{tuning.file} is not from dllm-tune. Set another tune.name.")
         with self.study() as study, bars(self.console) as progress:
             if few := too_few([len(job.built_task.samples()) for job in self.base], tuning):
                 self.console.print(f"dllm-tune: {few}", highlight=False, soft_wrap=True)
@@ -124,13 +124,18 @@ class Tuner:
 
     @cached_property
     def digest(self) -> str:
-        """The identity of this search."""
+        """A hash of the search's settings, apart from its name and number of trials, and of its jobs."""
         what = {**asdict(self.tuning), "trials": None, "name": None, "jobs": [job.identity for job in self.base]}
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
     @contextmanager
     def study(self) -> Iterator[Study]:
-        """Open the study in the output folder: an earlier call's if it was the same search, for this process alone."""
+        """Open the study of this search in the output folder, or create it. It stays locked for this process.
+
+        Raises:
+            NotWrittenError: the database cannot be written.
+            UserError: Optuna is missing, another process runs this search, or the database is damaged.
+        """
         try:
             import optuna
             from sqlalchemy.exc import OperationalError, SQLAlchemyError  # comes with Optuna
@@ -139,7 +144,7 @@ class Tuner:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         files.make_folder(self.output)
         file = self.output.resolve() / "study.db"
-        busy = f"another dllm-tune makes this search in {self.output}: wait until it is done, or choose another output"
+        busy = f"Another dllm-tune runs this search in {self.output}. Wait until it ends, or set another output=FOLDER."
         try:
             with files.locked(self.output / f".{self.digest}.lock", busy):
                 self._make(file)
@@ -156,7 +161,10 @@ class Tuner:
             raise NotWrittenError(f"{file} cannot be used ({reason}). Rerun the command to resume.") from error
 
     def _make(self, file: Path) -> None:
-        """Make the database at once: of one that was cut off Optuna makes one that holds a study several times."""
+        """Create the database in another file, and move it into place.
+
+        If its creation is interrupted, Optuna may later store a study several times.
+        """
         from optuna.storages import RDBStorage
 
         part = file.with_name(f".{file.name}.part")
@@ -176,8 +184,8 @@ class Tuner:
 
         Args:
             study: the search.
-            done: finished trials, which seed the proposal.
-            least: the lowest score accepted.
+            done: number of finished trials, which is added to the seed of the proposal.
+            least: the lowest score that is accepted.
         """
         import optuna
 
@@ -199,7 +207,7 @@ class Tuner:
         """Return the results of one token per step.
 
         Raises:
-            UserError: it cannot run, or scores nothing.
+            UserError: one token per step cannot run, or its score is 0.
         """
         found = self.measure(words, REFERENCE)
         if isinstance(found, str):
@@ -238,8 +246,8 @@ class Tuner:
             reference: one token per step, on the samples of the search.
 
         Returns:
-            The winner (`reference` if no configuration holds), its figures on the other samples, those of one token per
-            step, and what came of each configuration that qualified, by its words.
+            The winner (`reference` if no configuration holds), its results on the other samples, the results of one
+            token per step on them, and the result of each configuration that qualified, by its words.
         """
         tasks = [job.built_task for job in self.base]
         # another seed of the sampler, too: where the task's changes nothing, draws do
@@ -261,7 +269,7 @@ class Tuner:
         return reference, plain, plain, verdicts
 
     def unseen(self, fresh: Found) -> str:
-        """Return the numbers of samples that confirmed it, and of their prompts that the search had seen."""
+        """Return a description of the confirming samples: their number, and how many have prompts of the search."""
         seen = set(_prompts(self.base))
         old = sum(prompt in seen for prompt in _prompts(fresh.jobs))
         if old == fresh.samples:
@@ -288,13 +296,13 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
     """Return the search that the words describe, and the words for dllm-eval.
 
     Raises:
-        UserError: something unknown, or of a wrong type.
+        UserError: a word is unknown, is not allowed in a search, or has an invalid value.
     """
     for word in words:
         if "=" not in word and not word.startswith("~"):
             raise UserError("option-syntax", f"'{word}' is not NAME=VALUE. See dllm-tune --help.")
         if of_hydra(word) or word.startswith(("suite=", "report=", "workers=")):
-            raise UserError("option-not-applicable", f"{word} is for dllm-eval, not for a search. Remove it.")
+            raise UserError("option-not-applicable", f"{word} works with dllm-eval, but not in a search. Remove it.")
     own = [word for word in words if re.match(r"[+~]{0,2}tune[.=]", word)]
     settings = composition(TUNE, own).tree.get("tune") or {}
     rest = [word for word in words if word not in own]
@@ -309,12 +317,12 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
                 raise UserError("option-repeated", f"{word} has several values. Give one.")
     made = Tuning(**config.check("tune", Tuning, settings, whole=True))
     if made.name in config.names("experiment"):
-        raise UserError("choice-taken", f"tune.name={made.name} is the name of a recipe. Choose another.")
+        raise UserError("choice-taken", f"tune.name={made.name} is the name of a packaged experiment. Choose another.")
     return made, rest
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run `dllm-tune`; returns its exit status."""
+    """Run `dllm-tune` and return its exit status."""
     given = list(sys.argv[1:] if words is None else words)
     return ending("dllm-tune", lambda: with_config_dir(given, _run), "interrupted. Rerun the command to resume.")
 

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """One question.
+    """One prompt of a task.
 
-    index: its place in the task; its seed and name follow from it
+    index: its number in the task, from 0. The seed of its answer is the option `seed` plus this number
     prompt: text, chat messages, or (for test beds, which have no tokenizer) token ids
-    facts: what grading needs, as JSON allows it
+    facts: values that grading needs, as a JSON object
     """
 
     index: int
@@ -28,10 +28,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a sampler: text without special tokens, and the token ids after the prompt up to the first end.
+    """The answer of a sampler. `Task.together` gets only `text` and `ids`.
 
-    canvas: all token ids after the prompt; step_map: the forward that committed each; nfe: forwards
-    tokenizer: the model's. None if it has none. Only `Task.grade` gets these four.
+    text: the text without special tokens
+    ids: the token ids after the prompt, before the first end-of-text token
+    canvas: all token ids after the prompt
+    step_map: the forward (from 0) that committed each of `canvas`. -1 if none did
+    nfe: number of forwards
+    tokenizer: the model's tokenizer, or None if it has none
     """
 
     text: str
@@ -46,11 +50,11 @@ class Answer:
 class Task:
     """Samples and their grading. A subclass is a dataclass whose fields are its YAML in `conf/task/`.
 
-    `name` and `max_new_tokens` may be properties, where fields decide.
+    `name`, `score` and `max_new_tokens` may be properties that depend on fields.
 
     Args:
-        count: how many samples.
-        seed: of the samples: the same fields are the same samples on every machine.
+        count: number of samples.
+        seed: seed of the samples. Equal fields give equal samples on every machine.
     """
 
     name: ClassVar[str]
@@ -65,15 +69,15 @@ class Task:
         raise NotImplementedError
 
     def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str | Sequence[Any]:
-        """Return what the sampler gets for a sample. A task that fixes every token of a prompt returns token ids."""
+        """Return the prompt that the sampler gets. A task that fixes every token of a prompt returns token ids."""
         return sample.prompt
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Return measures of one answer by name, with `score`."""
+        """Return the grades of one answer by name. The name in the attribute `score` must be among them."""
         raise NotImplementedError
 
     def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Return measures that only all answers together have, by name."""
+        """Return measures of all answers together by name, for example a perplexity."""
         return {}
 
     def reference(self, sample: Sample) -> str | Sequence[int] | None:
@@ -81,14 +85,14 @@ class Task:
         return None
 
     def form(self, sample: Sample) -> str | None:
-        """Return the regular expression that every answer to a sample matches, right or wrong, if there is one."""
+        """Return the regular expression that every answer to a sample has to match, right or wrong, or None."""
         return None
 
     @property
     def content(self) -> str | None:
-        """A digest of further sources of samples and grading, for example of other files.
+        """A hash of sources other than the class's module and the files that fields name. None if there are none.
 
-        It is part of a run's identity. None if the class's module and the files that fields name are all.
+        It is part of a run's identity, so a changed source starts a new run.
         """
         return None
 
@@ -98,9 +102,9 @@ class Task:
 
     @property
     def dependency(self) -> Literal["low", "high"] | None:
-        """Dependency between the tokens of an answer (ParallelBench's question), if known."""
+        """Dependency between the tokens of an answer, as ParallelBench classifies tasks. None if unknown."""
         return None
 
     def denoiser(self) -> Denoiser | None:
-        """Return the model of a test bed, whose truth is known, or None for a task for any model."""
+        """Return the model of a test bed, whose law is known. Returns None for a task that takes any model."""
         return None

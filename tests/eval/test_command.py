@@ -82,7 +82,7 @@ def test_a_run_of_another_schema_is_refused_at_once(tmp_path: Path, capsys: pyte
     (old.path / "run.json").write_text('{"schema": 1}')
     (old.path / "samples.jsonl").touch()
     assert command.main(words) == 2
-    assert f"{old.path} is not a run of schema 2" in capsys.readouterr().err
+    assert f"{old.path}/run.json has schema 1, not 2. Name another folder." in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [old.path.name], "nothing was run before that"
 
 
@@ -121,7 +121,7 @@ def test_an_error_in_a_scheduler_ends_its_run_alone(
     assert sum(line.endswith(sentence) for line in said.splitlines()) == 1
     assert said.splitlines()[-1] == (
         f"dllm-eval: this run ended with an error that is printed above: {first.name}."
-        " Correct its cause, then rerun the command to resume."
+        " Correct the cause, then rerun the command to resume."
     )
     assert [RunFolder(job.folder).complete for job in jobs(words)] == [False, True]
     monkeypatch.undo()
@@ -171,7 +171,7 @@ def test_a_missing_launcher_is_named(
     for name in ("not_there", "not_there.launcher"):  # `find_spec` returns None, or raises for a missing parent
         monkeypatch.setattr("dllm_sampler.eval.launch.find_spec", lambda _, name=name: find_spec(name))
         assert command.main(["task.count=2", "hydra/launcher=unheard_of"]) == 2
-        assert "The launchers come with pip install -c constraints.txt -e '.[eval]'" in capsys.readouterr().err
+        assert "Run pip install -c constraints.txt -e '.[eval]'" in capsys.readouterr().err
 
 
 def test_missing_samples_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

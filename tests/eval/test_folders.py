@@ -224,7 +224,7 @@ def test_another_number_of_samples_than_the_task_has(copied: Path) -> None:
     place = _edit("run.json", 0, '"samples": 4', '"samples": 5')(copied)
     with pytest.raises(UserError) as error:
         evaluate(copied.parent)
-    assert str(error.value).startswith(f"{place}`samples` is 5, not 4")
+    assert str(error.value).startswith(f"{place}`samples` should be 4, not 5")
 
 
 def test_a_clock_that_goes_back(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_a_suite_of_ones_own_and_words_that_overrule_it(tmp_path: Path, monkeypa
         ("sweeps: [[scheduler=wino]]\ncommon: seed=1\n", "config-invalid"),
         ("- [scheduler=threshold]\n", "file-unreadable: conf/suite/mine.yaml"),
         ("sweeps:\n  - [wino\ncommon: 3\n", "file-unreadable: mine.yaml, ']', ':'"),
-        ("sweeps: wino\n", "config-invalid: no sweeps"),
+        ("sweeps: wino\n", "config-invalid: sweeps is 'wino'"),
         ("title: mine\nsweeps: [[scheduler=wino]]\n", "config-invalid: 'title'"),
     ],
 )

@@ -96,7 +96,7 @@ def test_one_search_at_a_time(here: Path, capsys: pytest.CaptureFixture[str]) ->
         assert tuning.main(words) == 2
         (trial,) = study.get_trials()
         assert trial.state.name == "RUNNING", "it was left alone"
-    assert f"another dllm-tune makes this search in {tuner.output}: wait until it is done" in capsys.readouterr().err
+    assert f"Another dllm-tune runs this search in {tuner.output}. Wait until it ends" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -153,12 +153,12 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
         (["tune.space.scheduler=threshold"], "tune.space.scheduler is 'threshold'. Write scheduler: {NAME: {}, ...}"),
         (["device=cuda:99"], "device=cuda:99"),
         (["tune.name=a/b"], "Use letters, digits, - and _"),
-        (["scheduler=wino"], "tune.space has scheduler, too"),
-        (["workers=2"], "is for dllm-eval"),
+        (["scheduler=wino"], "tune.space also searches scheduler"),
+        (["workers=2"], "works with dllm-eval, but not in a search"),
         (["temperature=0,1"], "temperature=0,1 has several values"),
         (["max_new_tokens=16,24"], "max_new_tokens=16,24 has several values"),
         (["seed=range(5,1)"], "seed=range(5,1) has no values"),
-        (["tune.name=fast-dllm"], "tune.name=fast-dllm is the name of a recipe"),
+        (["tune.name=fast-dllm"], "tune.name=fast-dllm is the name of a packaged experiment"),
         (["foo"], "'foo' is not NAME=VALUE"),
     ],
 )
@@ -320,16 +320,16 @@ def test_every_trial_is_shown_with_the_reason(
     none = "None of 6 configurations qualified: each loses more than 10 points, is no faster, or cannot run. One token"
     assert (none in said.out) is not holds and ("none of 6 configurations qualified" in file) is not holds
     # 4 samples: a wrong answer costs 25 points
-    warned = (
-        "tune.loss=10 allows no additional wrong answer: with 4 samples one costs 25.00 points. Set tune.loss=25, or"
-    )
-    assert f"{warned} task.count=10 to allow one." in said.err
+    warned = "tune.loss=10 allows no additional wrong answer: with 4 samples one costs at least 25.00 points."
+    assert f"{warned} Set tune.loss=25, or task.count=10 to allow one." in said.err
 
 
 def test_the_loss_that_one_answer_costs(here: Path) -> None:
     allowed = tuning.tuning([*WORDS])[0]
-    assert "60 samples one costs 1.67 points. Set tune.loss=1.67, or task.count=100" in too_few([60], allowed)
-    assert "60 samples one costs 1.67 points. Set tune.loss=1.67, or task.count=50" in too_few([30, 30], allowed)
+    assert "60 samples one costs at least 1.67 points. Set tune.loss=1.67, or task.count=100" in too_few([60], allowed)
+    assert "60 samples one costs at least 1.67 points. Set tune.loss=1.67, or task.count=50" in too_few(
+        [30, 30], allowed
+    )
     assert too_few([100], allowed) == too_few([50, 50], allowed) == ""
 
 
@@ -357,4 +357,4 @@ def test_a_file_of_the_user_is_not_overwritten(here: Path, capsys: pytest.Captur
         file.parent.mkdir(exist_ok=True)
         file.mkdir() if content is None else file.write_bytes(content)
         assert tuning.main(WORDS) == 2
-        assert "Change tune.name" in capsys.readouterr().err
+        assert "Set another tune.name" in capsys.readouterr().err

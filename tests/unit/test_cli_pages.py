@@ -233,9 +233,11 @@ def test_a_cache_s_page_opens_with_what_it_computes() -> None:
 def test_pages_of_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate(["--help", "task=mini", "cache=dual"]) == 0
     out = flat(capsys.readouterr().out)
-    assert "task.count=100 how many samples." in out and "python -m dllm_sampler.check cache=dual" in out
+    assert "task.count=100 number of samples." in out and "python -m dllm_sampler.check cache=dual" in out
     assert tune(["--help"]) == 0
-    assert "tune.loss=1.0 points of score, in %, that may be lost" in flat(capsys.readouterr().out)
+    assert "tune.loss=1.0 largest loss of score against one token per step, in percentage points" in flat(
+        capsys.readouterr().out
+    )
     assert evaluate(["--help", "task=minni"]) == train(["--help", "train=minni"]) == 2
     assert capsys.readouterr().err.count("did you mean 'mini'") == 2
 
