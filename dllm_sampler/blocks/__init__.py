@@ -1,1 +1,1 @@
-"""Where blocks end."""
+"""Rules that decide where blocks end."""

@@ -14,18 +14,18 @@ from dllm_sampler.core.values import Canvas, Query, Readout
 
 @dataclass(frozen=True)
 class AdaBlock(Blocks):
-    """End a block at the surest delimiter (for example a newline), if the model is sure enough of one.
+    """Blocks that end with the most confident delimiter (for example a newline), if it reaches a threshold.
 
-    Source: AdaBlock-dLLM, arXiv 2509.26432. The forward that opens a block also sizes it: among the positions of the
-    window whose predicted token is a delimiter the most confident one ends the block, inclusively, if its confidence
-    reaches the threshold; otherwise the block has `length` positions. The window is the published code's, a share of
-    the whole generation (the paper's grows with what is decoded).
+    Source: AdaBlock-dLLM, arXiv 2509.26432. The forward that opens a block also sizes it. Its candidates are the
+    positions of a window whose predicted token is a delimiter. The most confident one is the last position of the
+    block, if its confidence reaches the threshold. Otherwise the block has `length` positions. As in the published
+    code, the window is a share of the whole answer. In the paper it grows with the number of decoded tokens.
 
     Args:
-        delimiters: token ids; none: fixed blocks.
-        threshold: probability the delimiter must reach; above 1: fixed blocks.
-        length: of a block without a delimiter; may exceed the window.
-        window: share of the generation looked ahead.
+        delimiters: token ids. Without any, every block has `length` positions.
+        threshold: probability that the delimiter must reach. Above 1, every block has `length` positions.
+        length: positions of a block without a delimiter. It may exceed the window.
+        window: positions from the block's start in which a delimiter counts, as a share of the answer.
     """
 
     sizes_on_open: ClassVar[bool] = True

@@ -15,13 +15,13 @@ from dllm_sampler.errors import UserError
 
 @dataclass(frozen=True)
 class AscendingBlocks(Blocks):
-    """ASS's blocks: each later one is a single step of `scheduler=ascending` long.
+    """ASS's blocks: each block after the first is as long as one step of `scheduler=ascending`.
 
-    Source: ASS, arXiv 2509.23924. With S = floor(log2 G), the last block has 2^(S-1) + 1 + (G - 2^S) positions,
-    those before it 2^(S-2), 2^(S-3), ...; the first one takes what remains.
+    Source: ASS, arXiv 2509.23924. For G tokens let S = floor(log2 G). The last block has 2^(S-1) + 1 + (G - 2^S)
+    positions, and those before it have 2^(S-2), 2^(S-3) and so on. The first block has the remaining positions.
 
     Args:
-        count: blocks; at most S.
+        count: number of blocks, at most S.
     """
 
     sizes_on_open: ClassVar[bool] = True
@@ -31,12 +31,13 @@ class AscendingBlocks(Blocks):
     def __post_init__(self) -> None:
         check_count("blocks.count", self.count)
 
+    @override
     def ends(self, tokens: int) -> list[int]:
-        """Where the blocks of a generation of `tokens` end."""
         steps = tokens.bit_length() - 1
         if self.count > max(steps, 1):
             raise UserError(
-                "option-range", f"blocks.count={self.count} exceeds the {steps} blocks of {tokens} tokens. Lower it."
+                "option-range",
+                f"blocks.count={self.count} is too large for {tokens} new tokens. Set at most {max(steps, 1)}.",
             )
         later = [2 ** (steps - 1) + 1 + tokens - 2**steps, *(2 ** (steps - 2 - i) for i in range(self.count - 2))]
         sizes = list(reversed(later[: self.count - 1]))

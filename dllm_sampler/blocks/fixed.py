@@ -17,18 +17,18 @@ DEFAULT_LENGTH = 32  # LLaDA's
 class FixedBlocks(Blocks):
     """Consecutive blocks of equal length.
 
-    They are counted from the end of the prompt (LLaDA, arXiv 2502.09992), and for block-causal models (SDAR, arXiv
-    2510.06303; LLaDA2, arXiv 2512.15745), whose attention knows blocks too, from the row's first token: there the
-    prompt's last tokens may be the beginning of the first block. The last block is shorter where the generation ends
-    inside it; published block-causal samplers decode it to its end and drop what is too long.
+    They are counted from the end of the prompt (LLaDA, arXiv 2502.09992). For block-causal models (SDAR, arXiv
+    2510.06303; LLaDA2, arXiv 2512.15745) they are counted from the row's first token, as a rule. The prompt's last
+    tokens may then be the beginning of the first block. The last block is shorter if the answer ends inside it.
+    Published block-causal samplers decode it to its end and drop the surplus.
 
     Args:
         length: positions per block. By default the length the model was trained on, or 32 if that is not one length.
-        part: block-causal models only: decode each block in parts of this many positions, left to right. Each part
-            sees the whole block (Fast-dLLM v2's sub-blocks, arXiv 2509.26328). By default blocks are whole.
+        part: positions of the parts in which a block is decoded, left to right, for block-causal models only. Each part
+            sees the whole block (Fast-dLLM v2's sub-blocks, arXiv 2509.26328). By default blocks have no parts.
 
     Raises:
-        UserError: in `bind`, where the blocks cannot be cut into such parts.
+        UserError: in `bind`, if the model is not block-causal or `part` does not divide `length`.
     """
 
     length: int | None = None
@@ -39,12 +39,15 @@ class FixedBlocks(Blocks):
         check_count("blocks.length", self.length, optional=True)
         check_count("blocks.part", self.part, optional=True)
 
+    @override
     def bind(self, context: Context) -> Self:
-        """Take the model's own length and whether its attention knows blocks."""
         spec = context.spec
         length, causal = self.length or spec.block_length or DEFAULT_LENGTH, spec.attention == "block_causal"
         if self.part is not None and not causal:
-            raise UserError("blocks-incompatible", "blocks.part is for block-causal models. Set blocks.length alone.")
+            raise UserError(
+                "blocks-incompatible",
+                f"blocks.part={self.part} is for block-causal models, and this one is not. Set blocks.part=null.",
+            )
         if self.part is not None and length % self.part:
             raise UserError(
                 "option-range", f"blocks.part={self.part} does not divide blocks.length={length}. Set a divisor."

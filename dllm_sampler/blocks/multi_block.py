@@ -1,4 +1,4 @@
-"""Several blocks of one length are open at once."""
+"""Blocks of one length. Several may be open at once."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -17,29 +17,29 @@ from dllm_sampler.errors import UserError
 
 @dataclass(frozen=True)
 class MultiBlock(Blocks):
-    """Open the next block once a share of the last one is committed: blocks are decoded side by side.
+    """Blocks that are decoded side by side: the next one opens once a share of the last open one is committed.
 
-    Source: entropy-based multi-block decoding of d3LLM, arXiv 2601.07568 (`scheduler=entropy`); any rule that judges
-    positions one by one, for example a threshold, goes with it. The active block runs from the first block with masks
-    to the end of the last one that was opened. Each forward opens at most one, by the shares that the forward before
-    left, and commits at least one position of the first block with masks: the scheduler's best, if it chose none.
+    Source: entropy-based multi-block decoding of d3LLM, arXiv 2601.07568 (`scheduler=entropy`). Any rule that judges
+    positions one by one also works, for example a threshold. The active block runs from the first block with masks to
+    the end of the last open block. At most one block opens in a forward, by the shares committed before. Each forward
+    commits at least one position of the first block with masks. If the scheduler chose none, it is the best one.
 
-    d3LLM's `decoded_token_threshold` is not an argument: it only names the first full block with masks, which is the
-    first block with masks whatever the threshold.
+    d3LLM's `decoded_token_threshold` is not an argument. It only selects the first block with masks, whatever its
+    value.
 
     Args:
-        length: positions per block, counted from the answer's first one; the last block may be shorter.
-        add_threshold: share of the last open block that must be committed before the next one opens, above 0; 1: one
-            block at a time. The published evaluation has 0.1, its function's default is 0.5.
-        full_threshold: share of a block from which on each forward must commit a position of the next block too, as in
-            D2F, arXiv 2508.09192. By default only the first block with masks must get on.
+        length: positions per block, counted from the answer's first one. The last block may be shorter.
+        add_threshold: share of the last open block that must be committed before the next one opens, above 0. 1 opens
+            one block at a time. The published evaluation has 0.1, its function's default is 0.5.
+        full_threshold: committed share of a block from which on each forward must commit a position of the next block
+            too, as in D2F, arXiv 2508.09192. By default only the first block with masks must commit one.
 
     Raises:
-        UserError: in `bind`, for models whose attention knows blocks.
+        UserError: in `bind`, for models that do not see masks after the block.
     """
 
     several: ClassVar[bool] = True
-    judges_draws: ClassVar[bool] = True  # where the scheduler ranks nothing, confidence says what a block commits
+    judges_draws: ClassVar[bool] = True  # `progress` ranks by confidence if the scheduler ranks nothing
 
     length: int = 32
     add_threshold: float = 0.1
@@ -54,7 +54,9 @@ class MultiBlock(Blocks):
     def bind(self, context: Context) -> Self:
         if context.spec.attention != "bidirectional" or context.spec.encoder:
             raise UserError(
-                "blocks-incompatible", f"blocks={named(self)} opens several blocks of this model. Use blocks=fixed."
+                "blocks-incompatible",
+                f"blocks={named(self)} is for models that see the whole canvas, and this one does not. Use"
+                " blocks=fixed.",
             )
         return self
 
@@ -82,7 +84,7 @@ class MultiBlock(Blocks):
         return (after.stop > after.layout.first) & (_share(left, size) >= self.add_threshold)
 
     def full(self, canvas: Canvas) -> Tensor:
-        """Return `[B, N] bool` which blocks must get on, of all that an answer can have."""
+        """Return `[B, N] bool` blocks that must commit a position, of the N that an answer can have."""
         number, count = self.number(canvas, canvas.columns()), -(-canvas.layout.longest // self.length)
         if self.full_threshold is None:
             return arange(count, number.device) == self.number(canvas, canvas.frontier()[:, None])
@@ -98,7 +100,7 @@ class MultiBlock(Blocks):
         return ((columns - canvas.layout.first[:, None]) // self.length).clamp(0, last)
 
     def begins(self, canvas: Canvas, column: Tensor) -> Tensor:
-        """Return `[B]` where the block of `column [B]` begins."""
+        """Return `[B]` the first column of the block that contains `column [B]`."""
         return column - (column - canvas.layout.first) % self.length
 
     @override
@@ -114,5 +116,5 @@ class MultiBlock(Blocks):
 
 
 def _share(left: Tensor, size: Tensor) -> Tensor:
-    """Return the committed share of blocks of `size` positions with `left` masks. Empty blocks are committed."""
+    """Return the committed share of blocks of `size` positions with `left` masks. It is 1 for empty blocks."""
     return 1 - left.double() / size.clamp(min=1)

@@ -16,10 +16,10 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass(frozen=True)
 class Pipeline(MultiBlock):
-    """`MultiBlock` where the model does not see the masks of blocks that are not open yet: the canvas grows.
+    """Blocks that are decoded side by side as in `MultiBlock`, while the model does not see blocks that are not open.
 
     Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Once an end token is committed no more
-    blocks open; the open ones are decoded to their ends, and then the row ends.
+    blocks open. The open ones are decoded to their ends, and then the row ends.
 
     Args:
         length, add_threshold, full_threshold: see `MultiBlock`.
@@ -30,8 +30,8 @@ class Pipeline(MultiBlock):
     full_threshold: float = 0.95
     end_ids: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
 
+    @override
     def bind(self, context: Context) -> Self:
-        """Take the end tokens."""
         return with_bound_fields(super().bind(context), end_ids=context.spec.eos_ids)
 
     @override
@@ -45,5 +45,5 @@ class Pipeline(MultiBlock):
         return super().adds(after) & ~self.ended(after)
 
     def ended(self, after: Canvas) -> Tensor:
-        """Return `[B] bool` rows with an end token."""
+        """Return `[B] bool` rows with a committed end token."""
         return (is_end(after.ids, self.end_ids) & ~after.masked & ~after.layout.frozen).any(1)

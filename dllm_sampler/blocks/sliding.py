@@ -18,7 +18,7 @@ from dllm_sampler.errors import UserError
 
 @dataclass(frozen=True)
 class SlidingBlocks(Blocks):
-    """Let a step commit in a window over the first masks, which moves to the right as they are committed.
+    """A window over the first masks, in which a step may commit. It moves to the right as they are committed.
 
     Source: DSB, arXiv 2602.05992 (`greedy`; `constant` is `max_width=masks`), and DCD, arXiv 2601.02076
     (`until_end=true`). The window begins at the first mask. It ends after the last of its masks. A mask that is hard to
@@ -26,8 +26,8 @@ class SlidingBlocks(Blocks):
 
     Args:
         masks: number of masks in the window. The last windows of an answer have fewer.
-        max_width: columns of the window. None means no limit: a mask that waits leaves the window as wide as it takes.
-        until_end: the window ends before the first committed end token. A row ends when no mask is left before it.
+        max_width: most columns of the window. None means no limit, so that the window always has `masks` masks.
+        until_end: end the window before the first committed end token. A row ends when no mask is left before it.
 
     Raises:
         UserError: in `bind`, for models that do not see masks after the block.
@@ -44,8 +44,8 @@ class SlidingBlocks(Blocks):
         check_count("blocks.masks", self.masks)
         check_count("blocks.max_width", self.max_width, optional=True)
 
+    @override
     def bind(self, context: Context) -> Self:
-        """Take the end tokens."""
         if context.spec.attention != "bidirectional" or context.spec.encoder:
             raise UserError(
                 "blocks-incompatible",

@@ -1,4 +1,4 @@
-"""The base of all caches: the default layer on a pack, and the padded form for caches that drive layers themselves."""
+"""The base of caches: the default layer on a pack, and the padded form for caches that run the layers themselves."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from dllm_sampler.errors import UserError
 
 @dataclass(frozen=True)
 class PaddedPlan(Plan):
-    """The padded form of a request: each row has as many positions as the longest one.
+    """A plan in padded form: each row has as many positions as the longest one.
 
-    Caches that run the layers themselves use it. A filler costs as much as a position.
+    Caches that run the layers themselves use it. Padding costs as much as a position.
     """
 
     positions: Tensor = field(kw_only=True)  # [B, M] sorted columns, padded with L
-    # [B, L+1] or [B, M] bool: keys seen, or [B, M, ...] by position. None means all
+    # [B, L+1] bool: keys that all positions of the row see, or [B, M, L+1] by position. None means all
     keys: Tensor | None = field(kw_only=True)
     contiguous: bool = field(kw_only=True)  # positions are the columns 0..M-1 of every row
-    slots: Tensor | None = field(kw_only=True)  # [B*M] indices of the positions in a buffer of B*(L+1) columns
+    # [B*M] indices of the positions in a buffer of B*(L+1) columns. None if contiguous
+    slots: Tensor | None = field(kw_only=True)
 
 
 @dataclass
 class BaseCache(Cache):
-    """A cache that lacks only the choice of columns (`computes`): the default layer on a pack, and the padded form.
+    """A base class for caches that lacks only the choice of columns (`computes`).
 
     Attributes:
         uses_padded_plan: It runs the layers itself, on padded rows.
@@ -46,7 +47,7 @@ class BaseCache(Cache):
         keeps_noise: It serves masks as an earlier forward saw them. If false: It computes every mask that is seen.
         refreshes: The first forward of a block computes every column.
         supports_resize: It serves answers whose length changes.
-        causal: It serves block-causal models only.
+        causal: It serves models with block-causal attention or a causal context only.
     """
 
     uses_padded_plan: ClassVar[bool] = False
@@ -61,11 +62,13 @@ class BaseCache(Cache):
     memory: Any = field(init=False, default=None, repr=False, compare=False)  # see `Cache.memory`
     twin: Cache | None = field(init=False, default=None, repr=False, compare=False)
     live: bool = field(init=False, default=False, repr=False, compare=False)
-    forked: Plan | None = field(init=False, default=None, repr=False, compare=False)  # the last plan with `forks`
+    forked: Plan | None = field(
+        init=False, default=None, repr=False, compare=False
+    )  # the last one if its query `forks`
 
     @property
     def steady(self) -> bool:
-        """Flag: predictions depend on the canvas and the block's first forward alone, not on forwards in between."""
+        """True if predictions depend on the canvas and the block's first forward alone, not on forwards in between."""
         return False
 
     @override
@@ -163,7 +166,7 @@ class BaseCache(Cache):
     def padded(
         self, canvas: Canvas, wanted: ForwardRequest, head_rows: HeadRows, sees: Visible, entries: Tensor
     ) -> PaddedPlan:
-        """Return the padded form: whole rows if some row computes all of its columns, else as wide as the longest."""
+        """Return the padded form: all L columns if every live row computes all of its own, else the longest row's M."""
         whole = wanted.sizes.whole
         if whole:
             positions = canvas.columns()[:, :-1].expand(len(canvas.ids), -1)
@@ -187,11 +190,11 @@ class BaseCache(Cache):
         if self.stores and not spec.cacheable:
             yield f"{cache} cannot serve this model because its forward computes whole rows only. Use cache=none."
         if self.causal and spec.attention == "bidirectional":
-            yield f"{cache} is for block-causal models, and this one sees the whole canvas. Use cache=dual or none."
+            yield f"{cache} is for block-causal models, and this one sees every column. Use cache=dual or cache=exact."
         if self.stores and not self.causal and spec.attention != "bidirectional":
             yield (
-                f"{cache} is for models that see the whole canvas, and this one is block-causal. Use"
-                " cache=block_causal, which is exact, or cache=none."
+                f"{cache} is for models that see the whole canvas, and this model's attention is {spec.attention}."
+                " Use cache=exact or cache=none."
             )
         if context.blocks.hides and self.keeps_noise:
             yield (
@@ -223,7 +226,7 @@ class BaseCache(Cache):
             )
         if traits.drafts and not self.steady:
             yield (
-                f"{scheduler} predicts from drafts that may be rejected, and what {cache} stores would then differ."
+                f"{scheduler} predicts from drafts that may be rejected, and what {cache} stores depends on drafts."
                 " Use cache=dual, cache=prefix or cache=none."
             )
         if traits.has(SoftInputs) and self.stores and (self.uses_padded_plan or not self.steady):
@@ -251,19 +254,19 @@ def places(canvas: Canvas, positions: Tensor) -> Tensor:
 
 
 def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
-    """Return `[B, L+1] bool` committed columns that `edit` writes again or takes back. Their slots are void."""
+    """Return `[B, L+1] bool` columns whose committed tokens `edit` replaces or remasks. Their stored keys are void."""
     return written(canvas, query, edit) & ~canvas.masked
 
 
 def written(canvas: Canvas, query: Query, edit: Edit) -> Tensor:
-    """Return `[B, L+1] bool` columns that `edit` writes or takes back. They must be computed again."""
+    """Return `[B, L+1] bool` columns that `edit` commits or remasks. They must be computed again."""
     touched = edit.commit if edit.remask is None else edit.commit | edit.remask
-    # Fillers share the empty slot. No other position occurs twice.
+    # Padding repeats the empty slot. No other position occurs twice.
     return torch.zeros_like(canvas.masked).scatter(1, query.positions, touched)
 
 
 def take(stored: Tensor, columns: Tensor) -> Tensor:
-    """Return the rows `[B, M, ...]` at `columns [B, M]` of `stored [B, L, ...]`. A filler takes the last row."""
+    """Return `[B, M, ...]` rows of `stored [B, S, ...]` at `columns [B, M]`. Columns from S on take the last row."""
     at = columns.clamp(max=stored.shape[1] - 1)
     return stored.gather(1, at.view(*at.shape, *[1] * (stored.dim() - 2)).expand(*at.shape, *stored.shape[2:]))
 

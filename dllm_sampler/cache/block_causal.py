@@ -1,4 +1,4 @@
-"""The exact cache of block-causal models: finished blocks are stored once, only the current one is computed."""
+"""The exact cache of block-causal models: finished blocks are stored, and only the current one is computed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class BlockCausalCache(BaseCache):
 
     Source: SDAR, arXiv 2510.06303; block diffusion, arXiv 2503.09573. The keys and values of a block are final once a
     forward has seen all its tokens. Published code spends a forward on each finished block and one on the prompt. Here
-    the next block's first forward computes them, too. Blocks that are decoded in parts (`blocks.part`) are computed
-    whole. Under a logit shift (Fast-dLLM v2) the row before the block predicts the block's first position. It is
-    computed until that position is known.
+    the next block's first forward stores them. Blocks that are decoded in parts (`blocks.part`) are computed whole.
+    Under a logit shift (Fast-dLLM v2) the row before the block predicts the block's first position. That row is
+    computed until the position is known.
 
     In a causal context (Nemotron-Labs-Diffusion) the keys and values of a finished block change once it is context. The
     next block's first forward computes it again.
@@ -53,7 +53,9 @@ class BlockCausalCache(BaseCache):
     store_pass: StorePasses = "ride"
     token_causal: bool = False
 
-    clean: Tensor = field(init=False, repr=False, compare=False)  # [B] what is stored before this column is final
+    clean: Tensor = field(
+        init=False, repr=False, compare=False
+    )  # [B] stored keys and values before this column are final
 
     def __post_init__(self) -> None:
         if self.store_pass not in get_args(StorePasses):
@@ -63,13 +65,20 @@ class BlockCausalCache(BaseCache):
     @override
     def bind(self, context: Context) -> Cache:
         if self.store_pass == "separate" and context.spec.attention == "causal_context":
-            raise UserError("cache-incompatible", "cache.store_pass=separate is for block-causal models. Set ride.")
+            raise UserError(
+                "cache-incompatible",
+                "cache.store_pass=separate does not work with a model that has a causal context. Set"
+                " cache.store_pass=ride.",
+            )
         if self.token_causal and context.spec.attention == "causal_context":
-            raise UserError("cache-incompatible", "cache.token_causal=true is for block-causal models. Remove it.")
+            raise UserError(
+                "cache-incompatible",
+                "cache.token_causal=true does not work with a model that has a causal context. Remove it.",
+            )
         return super().bind(context)
 
     def around(self, scheduler: Scheduler) -> Scheduler:
-        """Return the scheduler, with forwards that only store if `store_pass` is `separate`."""
+        """Return the scheduler. If `store_pass` is `separate`, it also makes forwards that only store."""
         return StorePass(scheduler) if self.store_pass == "separate" else scheduler
 
     @override

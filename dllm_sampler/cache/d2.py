@@ -1,4 +1,4 @@
-"""d2Cache: each step computes the masks it will soon decide and the tokens that attention flows through."""
+"""d2Cache: each step computes the masks that are likely to be committed next, and the tokens most looked at."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class D2Cache(BaseCache):
-    """d2Cache: each forward computes the positions that matter most to it.
+    """d2Cache: each forward computes the masks with the best scores and the tokens with the most attention.
 
         computes   the best masks, the last commits, and the tokens most looked at
         reuses     all other positions, as they were last computed
         refreshes  nothing else, after a first forward of everything
 
     Source: d2Cache, arXiv 2509.23094, which decodes by `scheduler=certainty`. A mask is scored by its last known
-    confidence times the certainty density. The best `masks` are computed, those of the block first, out of as many
-    blocks as hold that many. The other tokens are a nucleus of the attention rollout, with mass `rollout`. The rollout
-    is the product over layers of attention mixed with the identity. Its column sums are the scores. Attention is the
-    mean over heads, and a row that is not computed looks at itself.
+    confidence times the certainty density. The `masks` best ones are computed, those of the active block first. They
+    are chosen from the active block and as many later ones as it takes to have `masks` masks. The other tokens are a
+    nucleus of the attention rollout, with mass `rollout`. The rollout is the product over layers of attention mixed
+    with the identity. Its column sums are the scores. Attention is the mean over heads, and a row that is not computed
+    looks at itself.
 
-    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it. A schedule's share
-    is cut to what is predicted. Each layer computes attention probabilities besides the attention, and holds L x L
-    numbers per row.
+    A mask that is not computed keeps its confidence for the choice, but no scheduler may commit it. A schedule that
+    asks for more commits gets fewer. Each layer also computes attention probabilities. The rollout takes L x L numbers
+    per row.
 
-    Four slips of the published code are not repeated. Its stored confidences are those of the first forward for good.
-    Masks that were not computed can be committed from empty logits. It rounds by the length of what is left of a block.
+    Four slips of the published code are not repeated. It never updates the confidences of the first forward. It can
+    commit masks that were not computed, from empty logits. It rounds to blocks by the length of the rest of a block.
     On Dream it computes the prompt's last row only with the first mask, even if the rollout chose it.
 
     Two more things differ. Published code fills the rows of a batch up to the same number of columns, by score. Here a
-    row computes in a batch what it computes alone. At the end of a block the code prefers masks of the block that is
-    full, and this class those of the next one.
+    row computes in a batch what it computes alone. When a block is full, the code prefers masks of that block, which
+    has none, and this class those of the next one.
 
     Args:
         masks: number of masks that are computed.
         rollout: attention mass of the other tokens. Above 0 at least one token is computed. 1 computes all tokens.
         sigma: width of the density's Gaussian in positions.
-        gap: columns between two chosen ones are computed, too, if these are at most `gap` apart. 0 adds none.
+        gap: columns between two chosen ones are computed, too, if the two are at most `gap` apart. 0 adds none.
     """
 
     uses_padded_plan: ClassVar[bool] = True
@@ -106,7 +107,7 @@ class D2Cache(BaseCache):
         return select.top(score, later & (column < until), torch.full_like(canvas.start, self.masks))
 
     def looked_at(self, seen: Tensor, among: Tensor) -> Tensor:
-        """Return `[B, L+1] bool` the nucleus of the rollout's sums over the rows `seen`, out of `among [B, L+1]`."""
+        """Return `[B, L+1] bool` columns of `among` with the most rollout from the rows `seen`, up to its share."""
         if self.rollout in (0, 1):
             return among & bool(self.rollout)
         mass = (seen[:, None].to(self.flow.dtype) @ self.flow)[:, 0]  # [B, L]
@@ -136,7 +137,7 @@ class D2Cache(BaseCache):
         return hidden + parts.mlp(hidden)
 
     def roll(self, weights: Tensor, positions: Tensor) -> None:
-        """Add a layer to the rollout, from attention `weights [B, H, M, S]` of the rows at `positions [B, M]`."""
+        """Multiply the rollout by a layer's attention `weights [B, H, M, S]` of the rows at `positions [B, M]`."""
         length = self.flow.shape[2]
         mean = weights.mean(1)[..., :length].to(self.flow.dtype)  # [B, M, L]
         own = take(self.flow, positions)

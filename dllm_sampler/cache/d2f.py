@@ -30,15 +30,16 @@ class D2FCache(BaseCache):
         refreshes  nothing
 
     Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. Keys and values of the prompt come from the
-    first forward. None are ever renewed. If a forward computes several candidates, those of the winner are stored. On
-    models with a logit shift (Dream) the forward also stores the row that predicts the next position. If it did not ask
-    about that position (for example under `random_order`), the row is computed again.
+    first forward. Stored keys and values never change. If a forward computes several candidates, those of the candidate
+    from which the step continues are stored. On models with a logit shift (Dream) the forward also stores the row that
+    predicts the next position. If it did not ask about that position (for example under `random_order`), the row is
+    computed again.
 
     Args:
         attention: columns that a token sees. `full`: all that are stored or computed, so stored values depend on the
             tokens after them at that time. `block_causal`, which D2F trains: the prompt, earlier blocks and its own
-            block. Nothing stored depends on later tokens then, so answers are those of forwards
-            that compute everything under this attention.
+            block. Stored values then do not depend on later tokens, so answers are those of forwards that compute
+            everything under this attention.
     """
 
     keeps_noise: ClassVar[bool] = False
@@ -47,8 +48,10 @@ class D2FCache(BaseCache):
 
     length: int = field(init=False, default=0, repr=False, compare=False)  # of a block
     stored: Tensor = field(init=False, repr=False, compare=False)  # [B] columns before this one are stored
-    rows: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # [B, D] of the column before that
-    kept: Tensor = field(init=False, repr=False, compare=False)  # [B] bool: `rows` has it from the last forward
+    rows: Tensor | None = field(
+        init=False, default=None, repr=False, compare=False
+    )  # [B, D] of the column before `stored`
+    kept: Tensor = field(init=False, repr=False, compare=False)  # [B] bool: the last forward has filled in `rows`
     made: tuple[Plan, Tensor] | None = field(init=False, default=None, repr=False, compare=False)  # of the last forward
 
     def __post_init__(self) -> None:

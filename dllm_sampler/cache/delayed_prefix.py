@@ -20,28 +20,29 @@ class DelayedPrefix(BaseCache):
     """d3LLM's cache: columns before the active block are stored some forwards after they are finished.
 
         computes   all columns that are not stored, and all while finished ones wait
-        reuses     columns before the block, delay forwards after they were finished
-        refreshes  all, every refresh_every forwards
+        reuses     columns before the block, `delay` forwards after they finished
+        refreshes  all, every `refresh_every` forwards
 
     Source: d3LLM, arXiv 2601.07568. The forward in which columns are due stores them, and later ones serve them. While
     finished columns wait, and in every `refresh_every`-th forward, the whole row is computed and the slots are renewed.
-    Columns that are due come first. A refresh commits like any other forward, so it costs no extra one. The prompt
-    counts as finished before the first forward.
+    The forward that stores columns is never such a refresh. A refresh commits like any other forward, so it costs no
+    extra one. The prompt counts as finished before the first forward.
 
     On models with a logit shift (Dream) the row that predicts the first position is computed, too. Published code
     leaves it out, so that this position reads the row that predicts its successor.
 
     Args:
-        delay: forwards between the one that finds columns finished and the one that stores them. 0 and 1 store the
-            prompt in the first forward. The published evaluation has 1 (Dream) and 2 (LLaDA).
-        refresh_every: forwards from one refresh to the next. By default only while columns wait. Published: 3 (LLaDA).
+        delay: forwards from the one that finds columns finished to the one that stores them. 0 and 1 store the prompt
+            in the first forward. The published evaluation has 1 (Dream) and 2 (LLaDA).
+        refresh_every: forwards from one refresh to the next. By default (null) rows are refreshed only while columns
+            wait. The published evaluation has 3 for LLaDA.
     """
 
     keeps_noise: ClassVar[bool] = False
 
     delay: int = 1
     refresh_every: int | None = None
-    since: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] forward that found it finished, or -1
+    since: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] see `found`
     edge: Tensor = field(init=False, repr=False, compare=False)  # [B] columns before it are stored
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class DelayedPrefix(BaseCache):
         self.edge = self._due(canvas, self.since)
 
     def found(self, canvas: Canvas) -> Tensor:
-        """Return `[B, L+1]` the forward that found each column finished. The next one counts. -1 means none."""
+        """Return `[B, L+1]` the number of the forward, up to the next, that found each column finished, or -1."""
         fresh = (self.since < 0) & (canvas.columns() < canvas.start[:, None])
         return torch.where(fresh, canvas.step[:, None] + 1, self.since)
 

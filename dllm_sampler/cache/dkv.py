@@ -26,23 +26,23 @@ class DelayedCache(BaseCache):
 
         computes   the masks of the canvas, and what the previous step committed
         reuses     all other tokens
-        refreshes  all, every refresh_every forwards
+        refreshes  all, every `refresh_every` forwards
 
     Source: dKV-Cache-Decode, -Prefill and -PD, arXiv 2505.15781. Keys and values change most when a mask turns into
     text. The first forward that sees a token as text stores them, and later ones use them. A token that is replaced or
-    taken back leaves the cache at once. Every mask is computed, so any rule that ranks masks sees fresh predictions.
+    remasked leaves the cache at once. Every mask is computed, so any rule that ranks masks sees fresh predictions.
     Schedulers that judge committed tokens by a new prediction (`editing`, `learn2pd`) get that of computed tokens only.
-    About half of the canvas is computed, so a small model at batch 1 may gain nothing.
+    Between refreshes about half of the answer is computed on average, so a small model at batch 1 may gain nothing.
 
     On a model with a logit shift row i predicts position i + 1. The row of a token is needed while its successor is a
-    mask. `un` keeps a row when its successor is committed, as in the paper's main figures. The row may be that of a
-    mask, and is served until a refresh. `un_right` keeps a row when both are committed, and scored higher in the paper
-    (GSM8K 77.71 against 76.34). The third variant, `right`, loses rows that masks need and is refused. The canvas's
-    last row predicts nothing and is kept once its own position is committed.
+    mask. `un` stores a row once its successor is committed, as in the paper's main figures. The row may still be that
+    of a mask, and is served until a refresh. `un_right` stores a row once both are committed, and scored higher in the
+    paper (GSM8K 77.71 against 76.34). The third variant, `right`, loses rows that masks need and is refused. The
+    canvas's last row predicts nothing and is stored once its own position is committed.
 
     Args:
-        refresh_every: forwards from one full one to the next. 1 never reuses. By default the paper's 8, or 4 under a
-            shift.
+        refresh_every: forwards from one full forward to the next. 1 never reuses. By default the paper's 8, or 4 under
+            a logit shift.
         mode: `decode` is the rule above. `prefill` computes the prompt once, and all else always. `pd` computes the
             prompt once, and all else as `decode`.
         per_block: count forwards from each block's opening, and make the second one full, too (the published LLaDA
@@ -62,7 +62,10 @@ class DelayedCache(BaseCache):
         check_count("cache.refresh_every", self.refresh_every, optional=True)
         check_choice("cache.mode", self.mode, Mode)
         if self.shift == "right":
-            raise UserError("options-conflict", "cache.shift=right hides rows that predict masks. Use un_right or un.")
+            raise UserError(
+                "options-conflict",
+                "cache.shift=right does not compute rows that predict masks. Set cache.shift to un or un_right.",
+            )
         if self.shift not in get_args(Shift):
             raise UserError("choice-unknown", f"cache.shift={self.shift!r} is unknown. Set un or un_right.")
 
@@ -98,7 +101,7 @@ class DelayedCache(BaseCache):
         self.kept = self._unneeded(canvas, text) & ~void & (self.kept | visible(canvas, query))
 
     def _unneeded(self, canvas: Canvas, text: Tensor) -> Tensor:
-        """Return `[B, L+1] bool` rows that need not be computed if `text [B, L+1]` is settled."""
+        """Return `[B, L+1] bool` rows that need not be computed if the tokens at `text [B, L+1]` are settled."""
         if not self.spec.shift:
             return text
         last = canvas.columns() == canvas.end[:, None] - 1

@@ -23,18 +23,18 @@ from dllm_sampler.errors import UserError
 class GreedyCache(BaseCache):
     """dKV-Cache-Greedy: only positions near the commits of a step are computed.
 
-        computes   commits of this step and the last, window masks at each new one
+        computes   commits of this step and the last, `window` masks at each new one
         reuses     all other positions as they were last computed, also masks
-        refreshes  all, every refresh_every forwards of a block
+        refreshes  all, every `refresh_every` forwards of a block
 
-    Source: dKV-Cache-Greedy, arXiv 2505.15781, published for LLaDA. Here it also works under a logit shift. Everything
-    else is served as it was last computed, also masks. The cost of a step does not grow with the canvas, but its
-    positions must be known before its forward, as with `scheduler=random_order`. As in the published code, a window
-    takes masks outwards from the position, left and right in turns, anywhere on the canvas.
+    Source: dKV-Cache-Greedy, arXiv 2505.15781, published for LLaDA. Here it also works under a logit shift. Between
+    refreshes the number of computed positions does not grow with the canvas. The positions that a step commits must be
+    known before its forward, as with `scheduler=random_order`. As in the published code, a window takes masks outwards
+    from the position, left and right in turns, anywhere on the canvas.
 
     Args:
-        refresh_every: forwards from one full one to the next, counted in each block. A block opens with a full one.
-            1 never reuses.
+        refresh_every: forwards from one full forward to the next, counted in each block. A block opens with a full
+            forward. 1 never reuses.
         window: masks around each position that is committed.
     """
 
@@ -54,7 +54,7 @@ class GreedyCache(BaseCache):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} must know before each forward what it commits, and"
-                f" scheduler={named(context.scheduler)} decides that by the forward's predictions. Use"
+                f" scheduler={named(context.scheduler)} decides that after seeing its predictions. Use"
                 " scheduler=random_order, or another cache, for example cache=dkv.",
             )
         return super().bind(context)
@@ -85,7 +85,7 @@ class GreedyCache(BaseCache):
         return chosen | self.due(canvas)[:, None]
 
     def _sure(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """Return `[B, L+1]` columns that are computed in any case, and the masks left for windows."""
+        """Return `[B, L+1] bool` columns that are computed without a window, and the masks left for windows."""
         ahead = self.ahead > 0
         if self.spec.shift:
             ahead = ahead | ahead.roll(-1, 1)  # the rows that predict

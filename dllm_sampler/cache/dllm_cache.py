@@ -24,41 +24,41 @@ STEP = 1e-12  # cosines are rounded to it: far above rounding errors of float64,
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalPlan(PaddedPlan):
-    """A plan of every column. Each layer computes those that are due."""
+    """A plan of all columns. Each layer computes those that are due."""
 
     prompt: Tensor  # [B, P] columns of the prompt, padded with L
     response: Tensor  # [B, G] columns of the response, padded with L
     begin: Tensor  # [B] first column of the response
     seen: Tensor  # [B, G] bool: response columns that exist
-    urgent: Tensor  # [B, G] bool: tokens that the last step replaced or took back
+    urgent: Tensor  # [B, G] bool: tokens that the last step replaced or remasked
     share: Tensor  # [B] number of response columns that are computed between two refreshes
     most: int  # the largest share
 
 
 @dataclass
 class IntervalCache(BaseCache):
-    """dLLM-Cache: between refreshes only the rows of the response are computed whose values moved most.
+    """dLLM-Cache: between refreshes only those response rows are computed whose values changed most.
 
-        computes   the part ratio of the response, where values moved most
+        computes   the share `ratio` of the response, where values changed most
         reuses     all other positions, with the outputs of their layers
         refreshes  the prompt, and more often the response: see the options
 
     Source: dLLM-Cache, arXiv 2506.06295. Each layer stores keys, values, attention output and feed-forward output of
-    every position, twice the memory of `dual`. Stored outputs are added to the residual stream of rows that are not
-    computed, so every position has a prediction, some of them partly old.
+    every position. That is twice the memory of `dual`, and more with grouped heads. Stored outputs are added to the
+    residual stream of rows that are not computed, so every position has a prediction.
 
     Between two refreshes of the response a layer computes all its values, which is cheap, and compares them with the
     stored ones. It computes the least similar rows. Of rows that changed equally, it takes the first. Tokens that were
-    replaced or taken back come before all others. The first layer is always computed, as in the published code. Under a
-    logit shift the prompt's last row belongs to the response, since it predicts the first token. Positions computed are
-    the mean over the layers, rounded up.
+    replaced or remasked come before all others. The first layer is always computed, as in the published code. Under a
+    logit shift the prompt's last row belongs to the response, since it predicts the first token. The reported number of
+    computed positions is the mean over the layers, rounded up.
 
     Args:
         prompt_every: forwards from one refresh of the prompt to the next, over the whole generation.
-        response_every: the same for the response.
-        ratio: share of the response computed in between. 0 computes nothing, 1 all of it.
-        guidance_every: forwards from one with the branch without prompt to the next, under classifier-free guidance.
-            Forwards in between reuse the difference of the branches. The first five forwards run both branches.
+        response_every: forwards from one refresh of the response to the next, over the whole generation.
+        ratio: share of the response computed between its refreshes. 0 computes nothing, 1 all of it.
+        guidance_every: forwards from one that runs the branch without prompt to the next, under classifier-free
+            guidance. Forwards in between reuse the difference of the branches. The first five forwards run both.
     """
 
     uses_padded_plan: ClassVar[bool] = True
@@ -68,7 +68,9 @@ class IntervalCache(BaseCache):
     response_every: int = 7
     ratio: float = 0.25
     guidance_every: int = 1
-    made: int = field(init=False, default=0, repr=False, compare=False)  # forwards, as many for all rows that run
+    made: int = field(
+        init=False, default=0, repr=False, compare=False
+    )  # forwards so far, the same for all rows that run
     fresh: tuple[bool, bool] = field(init=False, default=(True, True), repr=False, compare=False)  # prompt, response
     attended: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
     fed: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
@@ -139,7 +141,7 @@ class IntervalCache(BaseCache):
         return hidden
 
     def _due(self, index: int, parts: LayerParts, hidden: Tensor, plan: IntervalPlan) -> Tensor | None:
-        """Return `[B, R]` columns to compute in layer `index` of `hidden [B, L, D]`, padded with L. None if none is."""
+        """Return `[B, R]` columns of `hidden [B, L, D]` to compute in a layer, padded with L. None means no column."""
         assert self.slots is not None
         answer = plan.response
         prompt, response = self.fresh if index else (True, True)

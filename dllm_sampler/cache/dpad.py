@@ -22,27 +22,27 @@ Dropout = Literal["gaussian", "even", "uniform"]
 
 @dataclass
 class DPadCache(SuffixCache):
-    """Show a block a few masks after it, chosen by distance when it opens, around another cache.
+    """A wrapper that shows a block only a few masks after it, chosen by distance when the block opens.
 
     Source: DPad, arXiv 2508.14148. A mask at distance d after the block stays with probability
-    scale / sqrt(2 pi) * exp(-x^2 / 2). There x = sigma * d / (window - 1). From `window` on no mask stays. In the
-    paper `sigma`, `scale` and `window` are 4, 2, 256 (GSM8K, MATH), 3, 2.3, 512 (HumanEval) or 3, 2.3, 128 (MBPP). Its
-    early termination is `stop=block`.
+    scale / sqrt(2 pi) * exp(-x^2 / 2), where x = sigma * d / (window - 1). At a distance of `window` or more none
+    stays. In the paper `sigma`, `scale` and `window` are 4, 2, 256 (GSM8K, MATH), 3, 2.3, 512 (HumanEval) or 3, 2.3,
+    128 (MBPP). Its early termination is `stop=block`.
 
     The paper calls its choice deterministic. Its code draws it (`gaussian`), from a generator that all draws share.
     Here a draw depends on the row's seed and the block. The code wants a `window` no longer than the answer. Here it
     may be longer. Block-causal models, models that compute whole rows, and `stop=prophet` are refused.
 
     Args:
-        inner: the cache of the columns that are left: none, exact, prefix, dual, periodic_prefix, periodic_dual,
+        inner: the cache for the columns that stay: none, exact, prefix, dual, periodic_prefix, periodic_dual,
             vicinity, sparse, trailing or dkv. With none, every forward computes all columns that the block sees.
         dropout: how masks are chosen. `gaussian` draws. `even` keeps a mask if the sum of probabilities up to it
             reaches the next whole number. `uniform` draws `number` of them.
-        window: columns after the block. Some of them stay.
+        window: number of columns after the block from which masks are chosen.
         sigma: speed at which the probability falls with the distance.
         scale: factor of the probability.
-        number: columns that `uniform` keeps of the first `window`, each as likely as any other. If no more than these
-            are after the block, it keeps all of them.
+        number: number of columns that `uniform` keeps of the first `window`, each as likely as any other. If no more
+            than `number` are after the block, it keeps all of them.
     """
 
     dropout: Dropout = "gaussian"
@@ -82,7 +82,7 @@ class DPadCache(SuffixCache):
 
 @cache  # never freed: a recorded step (`engine/graphs.py`) reads the tensor at its address
 def _odds(near: int, window: int, sigma: float, scale: float, even: bool, device: torch.device) -> Tensor:
-    """Return `[near + 1] float64` probabilities to stay at each distance below `near`, and 0. `even` has 0 and 1."""
+    """Return `[near + 1] float64` probabilities to stay by distance. The last is 0. With `even` all are 0 or 1."""
     rate = sigma / max(window - 1, 1)
     odds = [scale / sqrt(2 * pi) * exp(-((rate * d) ** 2) / 2) for d in range(near)]
     if even:

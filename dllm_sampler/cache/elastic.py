@@ -25,21 +25,21 @@ from dllm_sampler.core.visibility import visible
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticPlan(PaddedPlan):
-    """A padded plan, with the columns whose attention the layers compare. A filler is the empty slot L."""
+    """A padded plan, with the columns whose attention the layers compare. Padding is L, the empty slot."""
 
     chosen: Tensor  # [B, L+1] bool: the planned positions as a set
     watched: Tensor  # [B, R] columns of the rows that predict the masks
     tracked: Tensor  # [B, T] columns of the tokens whose attention is compared
     known: Tensor  # [B, L+1] bool: decoded columns, which may be tracked next
     live: Tensor  # [B] bool: rows that are not finished
-    columns: Tensor  # [B] number of columns of the row
+    columns: Tensor  # [B] number of columns that the row sees
 
 
 @dataclass
 class ElasticCache(BaseCache):
     """Elastic-Cache: a sliding window is computed, and deep layers are refreshed where attention has moved.
 
-        computes   the window leftmost masks, the last commits, and tracked tokens
+        computes   the `window` leftmost masks, the last commits, and tracked tokens
         reuses     all other columns
         refreshes  deeper layers, once attention to tracked tokens has moved in one
 
@@ -49,12 +49,12 @@ class ElasticCache(BaseCache):
     the stored keys. If the cosine similarity is below `gamma`, all deeper layers compute every column, from stored
     inputs.
 
-    Only masks in the window are predicted and can be committed. A schedule's share is cut to them. Schedulers that need
+    Only masks in the window are predicted and can be committed, even if a schedule asks for more. Schedulers that need
     a prediction of every mask are refused. Memory is twice that of `dual`, and more with grouped heads.
 
     Published with `blocks=full`. Inside shorter blocks the window ends with the block. Masks after a committed
-    end-of-text token come last, as if the published code had dropped them. Each row of a batch decides for itself. A
-    layer is as wide as the widest row needs it, and stores what each row asked for.
+    end-of-text token come last. The published code drops them. Each row of a batch decides for itself. A layer is as
+    wide as the row that needs most, and stores for each row only what that row needs.
 
     The host waits for the device once per layer until a row refreshes, since that decides the shape of the next layer.
     This is the only cache that reads the device inside a step.
@@ -62,9 +62,9 @@ class ElasticCache(BaseCache):
     Args:
         gamma: similarity below which deeper layers are refreshed. -1 means never, 1 whenever attention has moved, and
             above 1 always.
-        window: leftmost masks that are predicted.
-        track: tokens tracked per layer.
-        block_caching: leave the masks after the window as they were last computed.
+        window: number of leftmost masks that are predicted.
+        track: number of tokens tracked per layer.
+        block_caching: reuse the masks after the window. If false, every forward computes them.
         full_every: steps from one whole forward to the next. 1 reuses nothing. By default only the first is whole.
     """
 
@@ -79,8 +79,8 @@ class ElasticCache(BaseCache):
     full_every: int | None = None
     inputs: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
     queries: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, H, Dh]
-    stale: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: tokens written since computed
-    tracked: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool
+    stale: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: written by the last step
+    tracked: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: tracked by some layer
     rope: Any = field(init=False, repr=False, compare=False)  # of all columns
     refresh_from: Tensor = field(init=False, repr=False, compare=False)  # [B] first layer refreshed by this forward
     wide: bool = field(init=False, repr=False, compare=False)  # this layer computes every column
@@ -104,7 +104,7 @@ class ElasticCache(BaseCache):
         return canvas.step == 0 if self.full_every is None else canvas.step % self.full_every == 0
 
     def ahead(self, canvas: Canvas) -> Tensor:
-        """Return `[B, L+1] bool` the window: the leftmost masks of the block, those after an end of text last."""
+        """Return `[B, L+1] bool` the window: the block's leftmost masks. Those after an end-of-text token come last."""
         masked = canvas.masked & canvas.in_block()
         ended = is_end(canvas.ids, self.spec.eos_ids) & ~canvas.masked & ~canvas.layout.frozen
         behind = ended.cumsum(1) > 0
@@ -185,7 +185,7 @@ class ElasticCache(BaseCache):
         return hidden
 
     def _begin(self, hidden: Tensor, rope: Any, plan: ElasticPlan) -> None:
-        """Prepare for the first layer of a forward, in which no layer or every layer is refreshed."""
+        """Prepare for the first layer of a forward: a whole one refreshes every layer, and others none so far."""
         self.wide = plan.contiguous
         self.refresh_from = torch.full_like(self.refresh_from, -1 if plan.contiguous else self.spec.num_layers)
         self.tracked = torch.zeros_like(self.tracked)
@@ -196,7 +196,7 @@ class ElasticCache(BaseCache):
             self.inputs = [hidden.new_zeros(shape) for _ in range(self.spec.num_layers)]
 
     def _write(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: ElasticPlan) -> None:
-        """Store `q [B, H, M, Dh]` and `k, v [B, Hkv, M, Dh]`. Of a wide layer, store what each row asked for."""
+        """Store `q [B, H, M, Dh]` and `k, v [B, Hkv, M, Dh]`. A wide layer stores only what each row needs."""
         assert self.slots is not None
         if not self.wide:
             self.slots.write(index, k, v, plan.slots)

@@ -14,9 +14,9 @@ from dllm_sampler.core.spec import AllColumns
 
 @dataclass
 class ExactCache(BaseCache):
-    """Use `block_causal` for block-causal models, and `none` for all others.
+    """The cache `block_causal` for block-causal models, and `none` for all others.
 
-    Under a scheduler that needs whole forwards (`wino`) it is `none` for block-causal models, too.
+    Under a scheduler that needs every column computed (`wino`) it is `none` for block-causal models, too.
     """
 
     stores: ClassVar[bool] = False

@@ -20,7 +20,7 @@ def once(canvas: Canvas, query: Query, spec: ModelSpec) -> Plan:
 
 @dataclass
 class NoCache(BaseCache):
-    """Compute every position in every step. Speed-ups of caches are relative to it."""
+    """No cache: every step computes every position. Speed-ups of caches are relative to this one."""
 
     stores: ClassVar[bool] = False
     keeps_noise: ClassVar[bool] = False

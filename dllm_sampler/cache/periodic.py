@@ -54,11 +54,11 @@ class PeriodicPrefix(_Periodic, PrefixCache):
 
         computes   all columns from the active block to the end
         reuses     all columns before it
-        refreshes  all, when a block opens, and after every narrow forwards
+        refreshes  all, when a block opens, and after `every` narrow forwards
 
     Source: dInfer, arXiv 2510.08666. The extra forward commits like any other. Narrow forwards are counted over the
     whole generation, and a block still opens with a refresh. dInfer makes a narrow forward even after a refresh that
-    filled the block. Here it is left out.
+    filled the block. Here that forward is left out.
 
     Args:
         every: narrow forwards from one refresh to the next. By default only opening blocks refresh.
@@ -71,7 +71,7 @@ class PeriodicDual(_Periodic, DualCache):
 
         computes   the active block
         reuses     all other columns
-        refreshes  all, when a block opens, and after every narrow forwards
+        refreshes  all, when a block opens, and after `every` narrow forwards
 
     Source: dInfer, arXiv 2510.08666. See `PeriodicPrefix`.
 

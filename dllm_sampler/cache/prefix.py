@@ -12,7 +12,7 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class PrefixCache(WindowCache):
-    """Fast-dLLM's prefix cache: what is before the active block is reused.
+    """Fast-dLLM's prefix cache: the columns before the active block are reused.
 
         computes   all columns from the active block to the end
         reuses     all columns before it, as the block's first forward saw them
@@ -22,7 +22,7 @@ class PrefixCache(WindowCache):
     and refreshes every slot.
 
     On models with a logit shift (Dream) the row that predicts the block's first position is recomputed, too. Published
-    code starts at the block and commits that position by force.
+    code starts at the block and commits that position in the first forward, whatever its confidence.
     """
 
     keeps_noise: ClassVar[bool] = False

@@ -21,9 +21,9 @@ Anchor = Literal["both", "last", "window"]
 class SlidingCache(BaseCache):
     """A cache for windows that slide: the active block and the columns next to it are computed.
 
-        computes   the active block, before columns left of it, after columns right
+        computes   the active block, `before` columns left and `after` right of it
         reuses     all other columns
-        refreshes  all, after every commits
+        refreshes  all, after `every` commits
 
     Source: DSB, arXiv 2602.05992, and DCD, arXiv 2601.02076. With `anchor=last` and `before=2`, `after=2` is DCD's
     `dual-delay2`, and `after=null` its `prefix-delay2`. Made for `blocks=sliding`. With other blocks it refreshes when
@@ -34,19 +34,19 @@ class SlidingCache(BaseCache):
 
     Args:
         before: columns before the block that are computed. DSB has 24 for LLaDA and 4 for Dream.
-        after: columns after it. None means all that follow.
-        every: commits from one refresh to the next. With 1 every forward computes everything. DSB has the masks of a
-            window.
-        anchor: column that `before` counts from. `window`: the block's first one. `last`: where the block began in the
-            forward before, so that tokens are computed again once they are committed. Never before the answer. `both`:
-            `before` columns before the block, and at least all that it has just left (DSB).
+        after: columns after the block that are computed. None means all that follow.
+        every: commits from one refresh to the next. With 1 every forward computes everything. DSB has the number of
+            masks in a window.
+        anchor: column that `before` counts from. `window`: the block's first one. `last`: the block's first one in the
+            last forward, so that tokens are computed again once they are committed. Both stay inside the answer.
+            `both`: `before` columns before the block, and at least all that it has just left (DSB).
     """
 
     before: int = 24
     after: int | None = 0
     every: int = 32
     anchor: Anchor = "both"
-    left: Tensor = field(init=False, repr=False, compare=False)  # [B] masks before the last refresh
+    left: Tensor = field(init=False, repr=False, compare=False)  # [B] number of masks that the last refresh saw
     was: Tensor = field(init=False, repr=False, compare=False)  # [B] start of the block in the last forward
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class SlidingCache(BaseCache):
         return torch.maximum(anchor - self.before, canvas.layout.first) - shift
 
     def end(self, canvas: Canvas) -> Tensor:
-        """Return `[B]` the end of what a forward computes between two refreshes."""
+        """Return `[B]` the end of the columns that a forward computes between two refreshes."""
         return canvas.end if self.after is None else torch.minimum(canvas.stop + self.after, canvas.end)
 
     @override

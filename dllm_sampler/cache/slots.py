@@ -13,7 +13,8 @@ from dllm_sampler.core.spec import ModelSpec
 class Slots:
     """Keys and values of every column, in one buffer per layer that is written in place.
 
-    Buffers of zeros are made on first use, so a generation that takes over another's (`engine/graphs.py`) has none.
+    Buffers of zeros are made on first use, so a generation that takes over another's buffers (`engine/graphs.py`) makes
+    none.
     """
 
     def __init__(self, spec: ModelSpec, batch: int, columns: int):
@@ -41,7 +42,7 @@ class Slots:
 
     @property
     def untouched(self) -> bool:
-        """Flag: no buffer was made yet."""
+        """True if no buffer was made yet."""
         return not {"keys", "values"} & vars(self).keys()
 
     def take(self, other: Slots, rows: Tensor) -> None:
@@ -74,5 +75,5 @@ class Slots:
                 flat.index_copy_(0, slots, fresh.flatten(0, 1).to(buffer.dtype))
 
     def read(self, index: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Return views `[B, Hkv, columns, Dh]` of the keys and values of layer `index`."""
+        """Return views `[B, Hkv, columns, Dh]` of the first `columns` keys and values of layer `index`."""
         return self.keys[index][:, :columns].transpose(1, 2), self.values[index][:, :columns].transpose(1, 2)

@@ -23,13 +23,13 @@ from dllm_sampler.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePlan(PaddedPlan):
-    """A padded plan, with the masks by which layers choose keys."""
+    """A padded plan, with the boolean tensors by which layers choose the keys that they store."""
 
     due: Tensor  # [B] bool: rows that compute and see every column
     sorts: Tensor | None  # [B] bool: rows that choose their keys in this forward. None if no row can
     seen: Tensor  # [B, L+1] bool: columns that exist, and whose keys this forward does not compute
     fresh: Tensor  # [B, M] bool: computed positions that exist
-    block: Tensor  # [B, M] bool: those that are computed in every forward
+    block: Tensor  # [B, M] bool: positions that every forward of the block computes
 
 
 @dataclass
@@ -37,20 +37,21 @@ class SparseCache(DualCache):
     """Sparse-dLLM: around the active block only the keys that it looks at are kept.
 
         computes   the active block
-        reuses     the part keep of the keys around it, chosen in each layer
-        refreshes  all, in the delay + 1 forwards that begin a block
+        reuses     the share `keep` of the keys around it, chosen in each layer
+        refreshes  all, in the `delay` + 1 forwards that begin a block
 
     Source: Sparse-dLLM, arXiv 2508.02558. A block begins with `delay` + 1 whole forwards. In the last one each layer
-    scores the keys outside the block by their product with the block's mean query, averaged over heads. Scores are
-    pooled over neighbours, without the block's. The best share stays in memory, and the rest is dropped until the next
-    block opens. Of equal scores, which pooling often makes, the lower position comes first.
+    scores the keys outside the block by their product with the block's mean query, averaged over heads. A key's score
+    becomes the maximum over its `kernel` neighbours outside the block. The share `keep` with the best scores is stored,
+    and the rest is dropped until the next block opens. Of equal scores, which pooling often makes, the lower position
+    comes first.
 
-    Slots hold the kept keys only, so memory is about `keep` of that of `dual`. A whole forward also holds the keys of
-    one layer.
+    Slots hold the kept keys only, so memory is about `keep` times that of `dual`. A whole forward also holds the keys
+    of one layer.
 
     Args:
-        keep: share of the keys outside the block that stay, rounded down. 1 is the dual cache.
-        kernel: number of neighbours pooled, which is odd. 1 pools nothing.
+        keep: share of the keys outside the block that stay, rounded down. With 1 and `delay=0` this is the dual cache.
+        kernel: number of neighbours that share a maximum, which is odd. 1 leaves scores as they are.
         delay: whole forwards after the one that opens the block. The last one chooses.
     """
 
@@ -66,7 +67,7 @@ class SparseCache(DualCache):
         check_count("cache.delay", self.delay, 0)
         if isinstance(self.kernel, bool) or not isinstance(self.kernel, int) or self.kernel < 1 or self.kernel % 2 == 0:
             raise UserError(
-                "option-range", f"cache.kernel={self.kernel!r} is not an odd number of positions. Set for example 3."
+                "option-range", f"cache.kernel={self.kernel!r} is not a positive odd number. Set for example 3."
             )
 
     @override
@@ -133,7 +134,7 @@ class SparseCache(DualCache):
         return torch.cat([keys.to(k.dtype), k], 2), torch.cat([values.to(v.dtype), v], 2), mask
 
     def sort(self, index: int, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> None:
-        """Choose the keys that layer `index` keeps, by its queries `[B, H, M, Dh]`. Keys are `[B, Hkv, M, Dh]`."""
+        """Choose the `k, v [B, Hkv, M, Dh]` that layer `index` stores, by its queries `q [B, H, M, Dh]`."""
         assert self.slots is not None and plan.sorts is not None
         score = importance(q, k, plan.block)  # [B, M]
         rest = plan.fresh & ~plan.block
@@ -147,7 +148,12 @@ class SparseCache(DualCache):
 
 
 def importance(q: Tensor, k: Tensor, block: Tensor) -> Tensor:
-    """Return `[B, M]` products of the keys `[B, Hkv, M, Dh]` with the mean of `q [B, H, M, Dh]` over `block [B, M]`."""
+    """Return `[B, M]` scores: the products of `k [B, Hkv, M, Dh]` with the block's mean query, averaged over heads.
+
+    Args:
+        q: `[B, H, M, Dh]` queries.
+        block: `[B, M] bool` positions of the block.
+    """
     weight = block.to(q.dtype)[:, None, :, None]
     mean = (q * weight).sum(2) / weight.sum(2).clamp(min=1)  # [B, H, Dh]
     mean = mean.unflatten(1, (k.shape[1], -1)).mean(2)  # [B, Hkv, Dh]: heads of a group share their keys
@@ -155,7 +161,7 @@ def importance(q: Tensor, k: Tensor, block: Tensor) -> Tensor:
 
 
 def best(score: Tensor, among: Tensor, count: Tensor, kernel: int) -> Tensor:
-    """Return `[B, M] bool` the `count [B]` best of `among`, by the highest score of `kernel` neighbours in `among`."""
+    """Return `[B, M] bool` the `count [B]` best of `among`, by the best `score` of `kernel` neighbours in `among`."""
     order = select.columns(F.pad(among, (0, 1)), among.shape[1])  # [B, M]: `among` without gaps
     close = F.pad(score, (0, 1), value=-torch.inf).gather(1, order)
     pooled = F.max_pool1d(close[:, None], kernel, 1, kernel // 2)[:, 0]

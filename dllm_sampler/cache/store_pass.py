@@ -15,10 +15,10 @@ from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class StorePass(Around):
-    """Add a forward that stores the prompt, if it has a full block, and one that stores each finished block.
+    """A scheduler around another one, with a forward that stores the prompt and one that stores each finished block.
 
-    Source: SDAR's published loop, arXiv 2510.06303. These forwards commit nothing, and the inner scheduler does not see
-    them.
+    Source: SDAR's published loop, arXiv 2510.06303. A prompt without a full block is not stored. These forwards commit
+    nothing, and the inner scheduler does not see them.
 
     Args:
         inner: the scheduler of all other forwards.
@@ -84,9 +84,9 @@ class StorePass(Around):
     def _counted(
         canvas: Canvas, over: Tensor, left: Tensor, made: Tensor, begun: Tensor
     ) -> tuple[Canvas, Tensor, Tensor]:
-        """Return the canvas as the inner scheduler counts its steps, `[B]` rows that store a block, `[B]` that idle.
+        """Return the canvas with the inner scheduler's steps, `[B] bool` rows that store a block, and rows that idle.
 
-        A row idles if its forward only stores, either a block or the prompt.
+        A row idles if its forward only stores a block or the prompt. The arguments are the first parts of the carry.
         """
         assert canvas.layout.grid is not None
         prefilled = canvas.grid_line(begun, canvas.layout.grid.length) > 0

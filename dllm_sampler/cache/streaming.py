@@ -14,13 +14,13 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class StreamingCache(SuffixCache):
-    """Show a block the first `window` masks after it and the last of the canvas, around another cache.
+    """A wrapper that shows a block the first `window` masks after it and the last masks of the canvas.
 
-    Source: Streaming-dLLM, arXiv 2601.17917, which has it around `prefix`. Its threshold is `scheduler=streaming`, its
-    early exit `stop=block`. Its `window` is 96 to 192 for LLaDA-1.5 and 32 for Dream.
+    Source: Streaming-dLLM, arXiv 2601.17917, where the inner cache is `prefix`. Its threshold is `scheduler=streaming`,
+    its early exit `stop=block`. Its `window` is 96 to 192 for LLaDA-1.5 and 32 for Dream.
 
     Args:
-        inner: the cache of the columns that are left, as in `cache=dpad`.
+        inner: the cache for the columns that stay. It may be the same ones as in `cache=dpad`.
         window: columns right after the block that stay. 0 keeps none.
         tail: last columns of the canvas that stay, too. They show the model how long the answer may be.
     """

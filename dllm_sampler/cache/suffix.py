@@ -1,4 +1,4 @@
-"""The base of caches that leave masks far after the block out of forwards, around another cache."""
+"""The base of wrappers that leave masks after the block out of the forwards of another cache."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dllm_sampler.errors import UserError
 
 @dataclass
 class SuffixCache(Cache, ABC):
-    """Leave most masks after the block out of its forwards. The inner cache does everything else.
+    """A wrapper that leaves masks after the block out of its forwards. The inner cache does everything else.
 
-    Masks are chosen when a block opens (`keeps`), until it is over. The others do not exist for the block: they are not
-    queries, and nothing attends to their keys. They keep their columns and come back for later blocks. Given tokens
-    after the block stay. A block that its first forward shortens (`Blocks.sizes_on_open`) also keeps the columns that
-    this forward took for a part of it.
+    The masks that stay are chosen when a block opens (`keeps`), until it is over. The others do not exist for the
+    block: they are not queries, and nothing attends to their keys. They keep their columns and come back for later
+    blocks. Given tokens after the block stay. If the first forward shortens a block (`Blocks.sizes_on_open`), the
+    columns that it cut off stay, too.
 
     Args:
-        inner: the cache of the columns that are left.
+        inner: the cache for the columns that stay.
     """
 
     inner: Cache = field(default_factory=PrefixCache)
@@ -69,8 +69,8 @@ class SuffixCache(Cache, ABC):
         if not isinstance(inner, BaseCache) or (inner.keeps_noise and not inner.refreshes):
             raise UserError(
                 "cache-incompatible",
-                f"cache={named(self)} shows other masks to each block, and cache.inner={named(self.inner)} does not"
-                " compute all of them when a block opens. Set cache.inner to prefix, dual or none.",
+                f"cache={named(self)} shows each block other masks, and cache.inner={named(self.inner)} does not"
+                " compute them all when a block opens. Set cache.inner to prefix, dual or none.",
             )
         return replace(self, inner=inner)
 
@@ -118,7 +118,7 @@ class SuffixCache(Cache, ABC):
         """Yield reasons why no inner cache can serve the model, the blocks or the scheduler."""
         spec, cache = context.spec, f"cache={named(self)}"
         if spec.attention != "bidirectional":
-            yield f"{cache} hides masks after the block, and this block-causal model sees none. Use cache=block_causal."
+            yield f"{cache} hides masks after the block, and this block-causal model never sees them. Use cache=exact."
         if not spec.cacheable:
             yield f"{cache} leaves masks out of the forward, and this model computes whole rows only. Use cache=none."
         if context.blocks.slides:

@@ -17,9 +17,9 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass
 class TrailingCache(BaseCache):
-    """APD's recompute window: columns some way before the first mask are reused.
+    """APD's recompute window: columns at least `window` before the first mask are reused.
 
-        computes   columns less than window before the first mask, and all after it
+        computes   columns less than `window` before the first mask, and all after
         reuses     all columns before these
         refreshes  nothing
 
@@ -30,7 +30,7 @@ class TrailingCache(BaseCache):
     Args:
         window: number of columns. 1 recomputes each token once after its commit. 0 serves it as the mask that it was.
             On models with a logit shift (Dream) the row that predicts the first mask is always recomputed. Published
-            code lacks it at 0.
+            code does not recompute it with 0.
     """
 
     keeps_noise: ClassVar[bool] = False

@@ -15,18 +15,19 @@ from dllm_sampler.core.values import Canvas
 class VicinityCache(BaseCache):
     """dInfer's vicinity refresh: the active block and the columns near it are recomputed.
 
-        computes   the active block, before columns left of it, after columns right
+        computes   the active block, `before` columns left and `after` right of it
         reuses     all other columns, as the block's first forward saw them
         refreshes  all, when a block opens
 
     Source: dInfer, arXiv 2510.08666. Keys and values change most near new tokens, so the window
-    `[start - before, stop + after)` is recomputed. With two zeros it is `dual`. A generation begins with `warmup`
-    forwards of the whole row. dInfer's 4 store nothing, and one more fills its cache, so `warmup=5` makes as many. Its
-    iteration smoothing, which mixes a mask's input with the expected embedding, is not implemented.
+    `[start - before, stop + after)` is recomputed. With `before=0`, `after=0` and `warmup=0` it is `dual`. A generation
+    begins with `warmup` forwards of the whole row. dInfer's 4 store nothing, and one more fills its cache, so
+    `warmup=5` makes as many. Its iteration smoothing, which mixes a mask's input with the expected embedding, is not
+    implemented.
 
     Args:
-        before: columns left of the block. On models with a logit shift (Dream) at least one is recomputed.
-        after: columns right of it.
+        before: columns left of the block that are recomputed. At least one on models with a logit shift (Dream).
+        after: columns right of the block that are recomputed.
         warmup: whole forwards at the beginning of a generation. The first forward of a block is always whole.
     """
 

@@ -1,4 +1,4 @@
-"""Guides, which decide about tokens: from which logits they are chosen, or which of them a step may commit."""
+"""Guides, which rewrite the logits that tokens are chosen from, or refuse tokens that a step would commit."""
 
 from dllm_sampler.guides.end_tokens import EndTokens
 from dllm_sampler.guides.forms.regular import Choices, JsonSchema, Regex

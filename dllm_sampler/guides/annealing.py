@@ -15,11 +15,11 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass(frozen=True)
 class LinearTemperature(Guide):
-    """Sample from, and measure, softmax(logits / t) with t = low + (high - low) (steps - age) / steps.
+    """A temperature t = low + (high - low) (steps - age) / steps that tokens are drawn and confidence is measured with.
 
     Args:
-        low: temperature that the block's last step approaches.
-        high: temperature of the forward that opens a block.
+        low: temperature from the block's forward number `steps` on, counted from 0.
+        high: temperature of the forward that opens a block (age 0).
         steps: forwards planned for a block.
     """
 

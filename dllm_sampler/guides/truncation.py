@@ -28,7 +28,7 @@ class _Rewrite(Guide):
 
 @dataclass(frozen=True)
 class Temperature(_Rewrite):
-    """Sample tokens from softmax(logits / value) instead of taking the best one.
+    """A guide that samples tokens from softmax(logits / value) instead of taking the best one.
 
     Args:
         value: the temperature. 0 is greedy.
@@ -57,11 +57,11 @@ class Temperature(_Rewrite):
 
 @dataclass(frozen=True)
 class TopK(_Rewrite):
-    """Choose among the k best tokens only. Ties with the k-th one stay.
+    """A guide that keeps only the k best tokens, and those equal to the k-th one.
 
     Args:
         k: number of tokens.
-        measured: read confidence from the truncated distribution (Dream).
+        measured: read confidence from the truncated distribution (Dream) instead of the model's own (LLaDA).
     """
 
     truncates: ClassVar[bool] = True
@@ -79,11 +79,11 @@ class TopK(_Rewrite):
 
 @dataclass(frozen=True)
 class TopP(_Rewrite):
-    """Choose among the fewest best tokens whose probabilities sum to more than p (the nucleus).
+    """A guide that keeps only the fewest best tokens whose probabilities sum to more than p (the nucleus).
 
     Args:
         p: probability mass that stays. The token that crosses it stays, too.
-        measured: read confidence from the truncated distribution (Dream).
+        measured: read confidence from the truncated distribution (Dream) instead of the model's own (LLaDA).
     """
 
     truncates: ClassVar[bool] = True

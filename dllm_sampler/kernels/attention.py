@@ -1,9 +1,9 @@
 """Attention of a pack: the queries of all rows, one after the other, over stored and fresh keys.
 
 The heads that share a key head are packed into one tile of queries, so keys and values are read once for all of them.
-Where queries are few, the keys of a row are dealt to several programs, and a second kernel adds up (flash decoding).
-Nothing is written but the answer: `qkv_rope` writes the slots. Who sees whom is decided elsewhere
-(`core/visibility.py`): a kernel compares columns with the bound of each entry, and knows no shadows.
+If queries are few, the keys of a row are split among several programs, and a second kernel combines their sums (flash
+decoding). Only the output is written: `qkv_rope` writes the slots. `core/visibility.py` decides what an entry sees. The
+kernel compares columns with the bound of each entry, and does not support shadow rows.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ def packed_attention(
 ) -> Tensor:
     """Return attention output `[T, H, Dh]` of a pack: T entries of a whole batch, sorted by row, segment and column.
 
-    q: `[T, H, Dh]`, rotated
-    k, v: `[T, Hkv, Dh]`, the entries' own keys and values (fresh ones). Without them they are in their slots already
-    slots: keys and values `[B, L+1, Hkv, Dh]`, the last one empty. Without them nothing is stored
-    bounds: int64 `[B+1]`: row b has the entries bounds[b]..bounds[b+1]-1; those from bounds[B] on are fillers
-    columns: int64 `[T]`, of the entries
-    end: integers `[B]`, columns from here on are hidden; default: L
-    until: int64 `[T]`, first column that each entry does not see, at most the row's `end`, which is the default
-    segment: integers `[T]`; a fresh key is seen by entries of its own row and segment. Default: by those of its row
-    unread: bool `[B, L+1]`, stored columns that no entry sees: fresh keys replace them, or they are hidden
-    stored: stored keys are seen. False for a forward that computes every column
-    longest: a row has no more entries than that; default T
-    scale: of the scores; default `Dh ** -0.5`
-    splits: programs that share the keys of a row; default: enough to fill the GPU
+    The output is 0 for an entry that sees nothing and for a filler. A slot that no entry sees is not read.
 
-    An entry that sees nothing answers zeros, and so does a filler. A slot that no entry sees is not read.
+    Args:
+        q: `[T, H, Dh]` rotated queries.
+        k, v: `[T, Hkv, Dh]` keys and values of the entries (fresh ones). None if the slots have them already.
+        slots: keys and values `[B, L+1, Hkv, Dh]`. The last slot is empty. None if no forward stores any.
+        bounds: `[B+1] int64`. Row b has the entries bounds[b]..bounds[b+1]-1. Those from bounds[B] on are fillers.
+        columns: `[T] int64` columns of the entries.
+        end: `[B]` columns from here on are hidden. The default is L.
+        until: `[T] int64` first column that each entry does not see, at most the row's `end`, which is the default.
+        segment: `[T]` integers. An entry sees fresh keys of its own row and segment only. By default of its row.
+        unread: `[B, L+1] bool` stored columns that no entry sees: fresh keys replace them, or they are hidden.
+        stored: stored keys are seen. False for a forward that computes every column.
+        longest: upper bound on the entries of a row. The default is T.
+        scale: factor of the scores. The default is `Dh ** -0.5`.
+        splits: programs that share the keys of a row. By default enough to fill the GPU.
     """
     entries, heads, size = q.shape
     batch, out = len(bounds) - 1, torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -98,7 +99,7 @@ LINES = 8
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
-    """Return the tensor, made contiguous."""
+    """Return the tensor, contiguous, and in float32 instead of bfloat16 for Triton's interpreter."""
     if tensor is None:
         return None
     if tensor.dtype == torch.bfloat16 and knobs.runtime.interpret:
@@ -112,22 +113,32 @@ def _processors(device: torch.device) -> int:
 
 
 def _places(block_m: int, warps: int, device: torch.device) -> int:
-    """Return how many programs a GPU runs at once, by the registers of the binaries for an H100."""
+    """Return the number of programs that a GPU runs at once, by the registers that they take on an H100."""
     return _processors(device) * (2 if warps > 4 else 5 if block_m == 16 else 3)
 
 
 def _splits(programs: int, tiles: int, places: int) -> int:
-    """Return how many programs share a row's `tiles` of keys.
+    """Return the number of programs that share a row's `tiles` of keys.
 
-    All of them run at once, if they are not more than the places without it. Each has two tiles or more, and none is
-    left without.
+    Each has at least one tile, and all but the last at least two.
+
+    Args:
+        programs: number of programs of the launch if none share keys.
+        places: number of programs that the GPU runs at once. Sharing does not exceed it.
     """
     wanted = max(1, min(places // programs, cdiv(tiles, 2), 32))
     return cdiv(tiles, cdiv(tiles, wanted))
 
 
 def tile(packed: int, size: int, itemsize: int, heavy: bool) -> tuple[dict[str, int], int, int]:
-    """Return blocks, warps and stages for `packed` queries per key head; heavy: fresh keys want registers too."""
+    """Return block sizes, warps and stages of the attention kernel.
+
+    Args:
+        packed: queries per key head in the longest row.
+        size: width of a head.
+        itemsize: bytes of a number.
+        heavy: there are fresh keys, which take registers.
+    """
     wide = itemsize > 2  # float32 is multiplied exactly, without tensor cores
     most = (32 if wide else 128) // (2 if heavy else 1)
     block_m = min(max(16, next_power_of_2(packed)), most)

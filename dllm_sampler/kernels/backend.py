@@ -25,12 +25,12 @@ Choice = Literal["auto", "triton", "torch"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Words in errors of the device, which torch would raise as well.
 LOST = ("illegal", "misaligned", "out of memory", "launch failure", "device-side assert", "timed out", "ECC")
-CAPABILITY = (8, 0)  # what the kernels are compiled and written for; older GPUs have no bfloat16
+CAPABILITY = (8, 0)  # least compute capability. Older GPUs have no bfloat16
 
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """The kernels of a transformer layer, see the modules of their names."""
+    """Kernels of a transformer layer, from the modules `attention`, `linear`, `norm`, `rope` and `swiglu`."""
 
     attention: Callable[..., Tensor]
     linear: Callable[..., Tensor]
@@ -41,12 +41,12 @@ class LayerKernels:
 
 @dataclass(frozen=True)
 class Backend:
-    """The kernels of one implementation; the first two have the signatures of those in `kernels.reference`."""
+    """The kernels of one implementation. `readout` and `head` have the signatures of those in `kernels.reference`."""
 
     name: Literal["triton", "torch"]
     readout: Callable[..., Readout]
     head: Callable[..., Readout]
-    layer: LayerKernels | None = None  # None: a layer's modules do it
+    layer: LayerKernels | None = None  # None: the modules of a layer compute it
 
 
 TORCH = Backend("torch", reference.readout, reference.head)
@@ -55,13 +55,15 @@ TORCH = Backend("torch", reference.readout, reference.head)
 def select(backend: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """Return the kernels for logits or weights of `dtype` on `device`.
 
-    backend: `torch`; `triton`; or `auto`, Triton's on a GPU of NVIDIA or AMD for the dtypes they know, else torch's
-
-    Where Triton's should run and cannot, torch's replace them, and one warning says why. The same holds for a single
+    If Triton's kernels cannot run, torch's replace them, and one warning gives the reason. The same holds for a single
     kernel that later fails to compile or to launch.
 
+    Args:
+        backend: `torch`, `triton` or `auto`. `auto` means Triton's on a GPU of NVIDIA or AMD with a dtype of `DTYPES`,
+            and torch's otherwise.
+
     Raises:
-        UserError: no such backend.
+        UserError: `backend` is unknown.
     """
     check_choice("backend", backend, Choice)
     if backend == "torch" or (backend == "auto" and (device.type != "cuda" or dtype not in DTYPES)):
@@ -90,7 +92,7 @@ def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < CAPABILITY:
         has, needed = (".".join(map(str, version)) for version in (capability, CAPABILITY))
-        return f"the GPU has compute capability {has}, they need {needed}"
+        return f"the GPU has compute capability {has}, and they need {needed}"
     return driver()
 
 
@@ -131,13 +133,13 @@ def _triton() -> Backend:
 
 
 def forget() -> None:
-    """Repeat warnings that were given, and try kernels that failed again."""
+    """Reset the warnings that were given and the kernels that failed, so that both are tried again."""
     for kept in (warn, driver, _triton):
         kept.cache_clear()
 
 
 def guarded(fused: Function, plain: Function) -> Function:
-    """Return a function that calls `fused`, or `plain` for arguments with which `fused` has failed."""
+    """Return a function that calls `fused`, or `plain` for arguments `alike` those with which `fused` has failed."""
     failed: set[Hashable] = set()
 
     @wraps(fused)
@@ -156,7 +158,7 @@ def guarded(fused: Function, plain: Function) -> Function:
 
 
 def alike(value: Any) -> Hashable:
-    """Return a key of arguments that need one compiled kernel: their types, and their sizes up to a power of two."""
+    """Return a key that is equal for arguments of one compiled kernel: types, and sizes up to a power of two."""
     if isinstance(value, Tensor):
         return value.dtype, tuple((size - 1).bit_length() for size in value.shape)
     if isinstance(value, dict):
@@ -169,7 +171,7 @@ def alike(value: Any) -> Hashable:
 
 
 def replaceable(error: Exception) -> bool:
-    """Return True if torch can do the work: the kernel fails, the device is fine, and nothing is recorded."""
+    """Return True if torch can replace the failed kernel: the device works, and no CUDA graph is being captured."""
     from triton.errors import TritonError
 
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -183,5 +185,5 @@ def replaceable(error: Exception) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if calling the module does more than its forward (offloading, sharding, a tool of the user's)."""
+    """Return True if a call of the module does more than its class's `forward`, for example offloading or sharding."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

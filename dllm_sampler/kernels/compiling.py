@@ -13,15 +13,15 @@ VERSIONS = 1024
 
 @cache
 def compiled(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method, for example of `Layer`, compiled for all objects. Sizes may vary."""
+    """Return the compiled form of a method, for example of `Layer`, for all objects and sizes."""
     return torch.compile(part)
 
 
 @cache
 def fullgraph(part: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a part of a step, compiled for each set of plug-ins and number of rows that a process meets.
+    """Return the compiled form of a part of a step. It has a version for each set of plug-ins and number of rows.
 
-    torch gives up after 8 versions of one function, which a sweep over schedulers soon has.
+    By default torch gives up after 8 versions of a function, and a sweep over schedulers soon needs more.
     """
     from torch._dynamo import config  # takes a second to load
 

@@ -1,4 +1,4 @@
-"""The two kernels of `attention`: running sums over tiles of keys (flash attention), and the sum of their parts."""
+"""The two kernels of `attention`: running sums over tiles of keys (flash attention), and the sum over programs."""
 
 # Pyright takes reductions for tuples, and scans for functions that never return.
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def _attend(query, key, value, allowed, scale, peak, total, acc):
-    """One tile of keys for one tile of queries: running maximum, sum and output."""
+    """Return the running maximum, sum and output of a tile of queries after one more tile of keys."""
     scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     scores = tl.where(allowed, scores, float("-inf"))
     highest = tl.maximum(peak, tl.max(scores, 1))
@@ -27,7 +27,7 @@ _ROWS = tl.constexpr(32)  # looked at together, by a warp
 
 @triton.jit
 def _place(bounds, batch, entries, tile, G: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the row of a tile of queries (`batch` for none), and its place there. Fillers go with the last row."""
+    """Return the row of a tile of queries (`batch` for none), and its number there. Fillers go with the last row."""
     row, before, counted = 0, 0, 0
     for start in range(0, batch, _ROWS):
         b = start + tl.arange(0, _ROWS)
@@ -48,7 +48,7 @@ def attention_kernel(
     G: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one row and of the G heads of one key head, for its part of the keys."""
+    """Attend with BLOCK_M queries of one row and of the G heads of one key head to this program's part of the keys."""
     head, split = tl.program_id(0), tl.program_id(1)
     b, tile = _place(bounds, batch, entries, tl.program_id(2), G, BLOCK_M)
     if b == batch:  # the host knows no more than how many tiles there are at most; these are the last programs
@@ -150,7 +150,7 @@ def attention_kernel(
 def combine_kernel(
     parts, peaks, totals, out, lines, splits, DH: tl.constexpr, BLOCK_D: tl.constexpr, LINES: tl.constexpr
 ):
-    """One program: LINES lines (row, query, head) of the output, added up over the parts of the keys."""
+    """Combine the parts of LINES lines of the output. A line is one head of one entry."""
     line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
     d = tl.arange(0, BLOCK_D)
     inside = (line < lines)[:, None] & (d[None] < DH)

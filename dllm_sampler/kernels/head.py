@@ -1,8 +1,7 @@
 """The language model's head and the readout in one: statistics of logits that are not stored.
 
 A program multiplies a tile of the weight with the selected rows, reduces the product in registers and writes nine
-numbers per row and tile. It saves most at vocabularies of 126464 tokens and more. With more than `MOST` rows a library
-multiplies, and `readout` reads the stored product.
+numbers per row and tile. With more than `MOST` rows a library multiplies, and `readout` reads the stored product.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -52,7 +51,7 @@ def head_kernel(
     D: tl.constexpr, V: tl.constexpr, MASK: tl.constexpr, DRAW: tl.constexpr, MEASURED: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One program: all rows, and one part of BLOCK_V tokens."""
+    """Reduce the logits of all rows at one part of BLOCK_V tokens."""
     row = tl.arange(0, BLOCK_R).to(tl.int64)[:, None]
     part = tl.program_id(0)
     inside = row < rows
@@ -85,7 +84,7 @@ def _part(
     logits, name, temperature, low, high, asked,
     V: tl.constexpr, MASK: tl.constexpr, MEASURED: tl.constexpr,
 ):  # fmt: skip
-    """Reduce logits `[R, n]` of tokens `name [1, n]` to a part like `reduce`; and the logits of the named tokens."""
+    """Return the part of logits `[R, n]` of tokens `name [1, n]`, as `reduce` does, and logits of tokens `asked`."""
     x = refine(logits, name, temperature, V, MASK, MEASURED)
     names = name + tl.zeros(x.shape, tl.int32)
     highest = tl.max(x, 1, keep_dims=True)
@@ -108,13 +107,14 @@ def _part(
 def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY) -> Readout:
     """Return `readout` of the logits `hidden @ weight.T`, which are not stored.
 
-    hidden: `[N, D]` bfloat16, float16 or float32, rows at any stride
-    weight: `[V, D]` contiguous, in the same dtype
-    sampling: as in `readout`
+    The product is summed in float32 (never in TF32), then rounded to the weight's dtype as a stored one would be.
+    Matrix units add in an order of their own, so a logit may differ from the stored one in its last place. The order
+    depends on the number of rows only (up to 16, 32, `MOST`, more).
 
-    Sums in float32 (never in TF32), then rounds to the weight's dtype as a stored product would be. Matrix units add
-    in an order of their own, so that a logit may differ from the stored one by its last place. The tile depends on the
-    number of rows (up to 16, 32, `MOST`, more), and so do the order of sums and their last places; nothing else does.
+    Args:
+        hidden: `[N, D]` bfloat16, float16 or float32, rows at any stride.
+        weight: `[V, D]` contiguous, in the same dtype.
+        sampling: as in `readout`.
     """
     rows, (vocab, width) = len(hidden), weight.shape
     sampling.check(hidden, vocab)
@@ -146,7 +146,7 @@ def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY) -> Readout
 
 
 def _stored(hidden: Tensor, weight: Tensor, sampling: Sampling) -> Readout:
-    """Multiply by the library, and read the product: `AT_ONCE` rows at a time."""
+    """Return `head` by a product that a library computes and stores, `AT_ONCE` rows at a time."""
     found = []
     for start in range(0, len(hidden), AT_ONCE):
         rows = slice(start, start + AT_ONCE)
@@ -162,10 +162,10 @@ def _stored(hidden: Tensor, weight: Tensor, sampling: Sampling) -> Readout:
 def tile(rows: int, size: int, draws: bool) -> tuple[dict[str, int], int]:
     """Return tile and warps for numbers of `size` bytes, and for a choice that draws or not.
 
-    The weight's way through memory is the limit: registers decide how many programs a multiprocessor holds, and so how
-    much of the weight is on its way. With up to 32 rows four and more on an H100 (three or four that draw), each with
-    two tiles of 16 KB. With more rows three programs, which eight warps of a greedy choice would make spill on a B200,
-    and four warps of a draw everywhere.
+    Reading the weight is the limit. Registers decide how many programs a multiprocessor holds, and so how many bytes
+    are in flight. With up to 32 rows an H100 holds four or more (three or four that draw), each with two tiles of
+    16 KB. With more rows it holds three. There a greedy choice with eight warps would spill on a B200, and a draw with
+    four warps on every GPU.
     """
     lines = 16 if rows <= 16 else 32 if rows <= 32 else MOST
     warps = 8 if size == 4 or (draws and lines == MOST) else 4

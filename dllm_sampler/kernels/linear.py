@@ -30,7 +30,7 @@ def linear_kernel(
     x, weight, scale, bias, out, rows, stride, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     ROWS: tl.constexpr, TALL: tl.constexpr, DEEP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One program: TALL outputs of ROWS rows.
+    """Compute TALL outputs of ROWS rows.
 
     The weight is the left factor: matrix units take 16 of its outputs at once, and as few rows as there are.
     """
@@ -55,14 +55,15 @@ def linear_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x @ (weight * scale).T + bias`, `[..., N]` in the dtype of `x`.
+    """Return `x @ (scale[:, None] * weight).T + bias`, `[..., N]` in the dtype of `x`.
 
-    x: `[..., K]` bfloat16, float16 or float32
-    weight: `[N, K] int8`, contiguous
-    scale: `[N]` float32, what an integer of each output is worth
-    bias: `[N]`, in the dtype of `x`
+    It sums in float32 (never in TF32), scales and rounds once.
 
-    Sums in float32 (never in TF32), scales and rounds once.
+    Args:
+        x: `[..., K]` bfloat16, float16 or float32.
+        weight: `[N, K] int8`, contiguous.
+        scale: `[N] float32` factor of the integers of each output.
+        bias: `[N]`, in the dtype of `x`.
     """
     outputs, inputs = weight.shape
     flat = x.reshape(-1, inputs)  # [R, K]
@@ -82,7 +83,7 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None)
 
 
 def linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute `linear` in torch. Integers are exact in every dtype, but their sums may exceed float16's range."""
+    """Compute `linear` in torch. In float16 the weight is scaled first, since sums of integers may exceed its range."""
     if x.dtype == torch.float16:
         return F.linear(x, (weight * scale[:, None]).to(x.dtype), bias)
     weight, flat = weight.to(x.dtype), x.reshape(-1, x.shape[-1])
@@ -96,8 +97,8 @@ def linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
 def tile(rows: int, outputs: int, size: int) -> dict[str, int]:
     """Return the tile for `rows` of numbers of `size` bytes.
 
-    Few outputs are dealt to more programs in lower tiles. One program has all inputs of an output, so no second kernel
-    adds parts up, and a row's sums do not depend on its batch.
+    With few `outputs` tiles are lower, so that there are more programs. One program has all inputs of an output, so no
+    second kernel adds parts up, and a row's sums do not depend on its batch.
     """
     tall = TALL if cdiv(outputs, TALL) >= PROGRAMS else TALL // 2
     return {"ROWS": 16 if rows <= 16 else 32, "TALL": tall, "DEEP": DEEP * 2 // size}

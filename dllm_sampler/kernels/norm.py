@@ -18,7 +18,7 @@ def norm_kernel(
     hidden, delta, weight, normed, residual, rows, stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows, each held in registers from the addition to the norm."""
+    """Add and normalise ROWS rows, each held in registers in between."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None]
     inside = (row < rows) & (column < WIDTH)
@@ -36,13 +36,15 @@ def norm_kernel(
 
 
 def norm(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """RMSNorm of `hidden + delta`, and that sum: `(normed, residual)`, both `[..., D]`.
+    """Return the RMSNorm of `hidden + delta`, and that sum: `(normed, residual)`, both `[..., D]`.
 
-    hidden: `[..., D]`, the stream, or the heads `[..., H, Dh]` of a per-head norm
-    weight: `[D]`, in the stream's dtype
-    delta: `[..., D]` to add first, in the stream's dtype. Without it `residual` is `hidden` itself
+    It reduces in float32 and rounds like `norm_reference`: after the sum, after the norm and after the weight.
 
-    Reduces in float32 and rounds like `norm_reference`: after the sum, after the norm and after the weight.
+    Args:
+        hidden: `[..., D]` residual stream, or the heads `[..., H, Dh]` of a per-head norm.
+        weight: `[D]`, in the dtype of `hidden`.
+        eps: added to the mean square.
+        delta: `[..., D]` to add first, in the dtype of `hidden`. Without it `residual` is `hidden` itself.
     """
     width = hidden.shape[-1]
     flat = hidden.reshape(-1, width)  # [R, D]
@@ -73,6 +75,9 @@ def norm_reference(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | N
 
 
 def tile(width: int) -> tuple[int, int, int]:
-    """Padded width, rows of a program, and warps: about 1024 numbers a program at least, 32 a thread at most."""
+    """Return padded width, rows of a program, and warps.
+
+    A program has at least 1024 numbers, and a thread at most 32 up to a width of 16384.
+    """
     block = next_power_of_2(width)
     return block, max(1, 1024 // block), min(16, max(4, block // 1024))

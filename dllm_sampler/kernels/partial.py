@@ -1,6 +1,6 @@
 """Shared parts of readout and head: the statistics of a part of the vocabulary, and of all parts together.
 
-Nine numbers describe a part. They keep what the best token leaves to the others, however little it is:
+Nine numbers describe a part. They keep the probability of all tokens but the best, however small it is:
 
     best       highest logit and its id, the lowest id among equals
     rest       sum of exp(x - best) over all others, so that a probability is 1 / (1 + rest)
@@ -44,7 +44,7 @@ NAMES = tl.constexpr(2)  # and ids: best, chosen
 
 @triton.jit
 def gumbel(low, high, ids):
-    """Return `noise.token_noise` of the two words of a key. It differs by the rounding of the logarithm."""
+    """Return `noise.token_noise` at `ids`, from the two words of a key. Only the logarithm's rounding differs."""
     bits = ids.to(tl.uint32) * 0x9E3779B9 + low
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
@@ -61,7 +61,7 @@ def gumbel(low, high, ids):
 
 @triton.jit
 def noises(low, high, ids):
-    """Return `gumbel` of words `[R, 1]` and ids `[R, n]`, by token if possible: whole tiles fill the registers."""
+    """Return `gumbel` of words `[R, 1]` and ids `[R, n]`, token by token if possible, since a tile fills registers."""
     if MAPS:
         return map_elementwise(gumbel, low, high, ids)
     return gumbel(low, high, ids)
@@ -69,14 +69,14 @@ def noises(low, high, ids):
 
 @triton.jit
 def words(keys, rows, inside):
-    """Return the two words of keys, as `gumbel` takes them."""
+    """Return the low and the high word of the keys of `rows`, as `gumbel` takes them."""
     key = tl.load(keys + rows, mask=inside, other=0)
     return (key & 0x7FFFFFFF).to(tl.uint32), ((key >> 32) & 0x7FFFFFFF).to(tl.uint32)
 
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """Return float32 rounded to the nearest number of DTYPE, ties to even."""
+    """Return `x` as float32, rounded to the nearest number of DTYPE, ties to even."""
     if INTERPRETED and tl.bfloat16 == DTYPE:  # by hand: the interpreter truncates
         bits = x.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -95,7 +95,7 @@ def refine(raw, ids, temperature, V: tl.constexpr, MASK: tl.constexpr, SCALED: t
 
 @triton.jit
 def floor(x):
-    """Replace -inf by `LOW`; NaN stays."""
+    """Return `x` with -inf replaced by `LOW`. NaN stays."""
     return tl.where(x < LOW, LOW, x)
 
 
@@ -117,7 +117,7 @@ def drawn(score, ids, logits):
 
 @triton.jit
 def reduce(best, best_id, rest, spread, second, chosen, chosen_id, chosen_logit):
-    """Reduce the n parts of each row, `[R, n]` each, to one: `[R, 1]` each."""
+    """Return the numbers `[R, 1]` of one part in place of the n parts of each row, `[R, n]` each."""
     top = tl.max(best, 1, keep_dims=True)
     at = tl.min(tl.where(best == top, best_id, BEYOND), 1, keep_dims=True)
     leads = (best == top) & (best_id == at)
@@ -164,7 +164,7 @@ def combine_kernel(
     rows, reals, names, token, confidence, margin, gap, entropy, logsumexp, current,
     PARTS: tl.constexpr, LANES: tl.constexpr, DRAW: tl.constexpr,
 ):  # fmt: skip
-    """One program combines the parts of one row. It sums in float32 and computes the statistics in float64."""
+    """Combine the parts of one row, with sums in float32 and statistics in float64."""
     row = tl.program_id(0).to(tl.int64)
     size = tl.cast(rows, tl.int64) * PARTS
     lane = tl.arange(0, LANES)[None]
@@ -206,7 +206,7 @@ def combine_kernel(
 
 
 def room(rows: int, parts: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate the buffers for the parts of `rows`: `[REALS, rows, parts]`, `[NAMES, rows, parts]`."""
+    """Allocate the buffers for the parts of each row: `[REALS, rows, parts]`, `[NAMES, rows, parts]`."""
     return (
         torch.empty(REALS.value, rows, parts, dtype=torch.float32, device=device),
         torch.empty(NAMES.value, rows, parts, dtype=torch.int32, device=device),
@@ -242,7 +242,7 @@ def empty(rows: int, device: torch.device, sampling: Sampling) -> Readout:
 
 
 def finish(sampling: Sampling, reals: Tensor, names: Tensor) -> Readout:
-    """Combine the parts of each row, which `room` allocated."""
+    """Return the statistics of each row, from its parts in the buffers that `room` allocated."""
     rows, parts = names.shape[1:]
     found = empty(rows, names.device, sampling)
     combine_kernel[(rows,)](

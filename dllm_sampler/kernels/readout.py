@@ -1,4 +1,4 @@
-"""From logits to token, confidence, margin, entropy and the like, reading the logits once."""
+"""A kernel that reads logits once and returns token, confidence, margin, entropy and other statistics."""
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
@@ -45,10 +45,10 @@ def readout_kernel(
     PART: tl.constexpr, LANES: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program reduces one part of a row.
+    """Reduce one part of a row.
 
-    It loads the whole part before it computes anything, since bytes in flight keep memory busy. It finds the best logit
-    first, so that no sum is rescaled: with more operations per logit arithmetic would be the limit.
+    A program loads the whole part before it computes anything, since bytes in flight keep memory busy. It finds the
+    best logit first, so that no sum is rescaled. With more operations per logit, arithmetic would be the limit.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     size = tl.cast(rows, tl.int64) * PARTS
@@ -121,18 +121,19 @@ def _over(x, reduction: tl.constexpr):
 
 
 def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
-    """Choose a token per row and measure how sure the model is, as `engine.readout.read` does, in one pass.
+    """Choose a token for each row and measure the model's confidence, in one pass over the logits.
 
-    logits: `[N, V]` bfloat16, float16 or float32, rows at any stride; not written
-    sampling: how to choose, and what to measure; by default the best token
+    Args:
+        logits: `[N, V]` bfloat16, float16 or float32, rows at any stride. They are not written.
+        sampling: how to choose, and what to measure. By default the best token is chosen.
 
     Returns:
-        `[N]` token, confidence, margin, gap, entropy, logsumexp, and current where `sampling` has it. A row with NaN,
-        with +inf or without a finite logit is NaN in every statistic; its token is in range and means nothing, and is 0
-        where no logit is finite.
+        `[N]` token, confidence, margin, gap, entropy, logsumexp, and current if `sampling` has it. A row with NaN, with
+        +inf or without a finite logit is NaN in every statistic. Its token is in range and has no meaning. It is 0 if
+        no logit is finite.
 
     Raises:
-        UserError: a temperature without keys, a token out of range, rows that are not contiguous.
+        UserError: see `Sampling.check`.
     """
     rows, vocab = logits.shape
     sampling.check(logits, vocab)

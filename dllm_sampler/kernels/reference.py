@@ -22,7 +22,7 @@ NEEDS = frozenset({"margin", "gap", "entropy", "logsumexp"})
 
 
 def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
-    """Compute `kernels.readout.readout` in torch. Stores a tempered copy of the logits."""
+    """Compute `kernels.readout.readout` in torch. It takes memory for a copy of the logits."""
     sampling.check(logits, logits.shape[1])
     logits = logits.clone()
     if sampling.mask_id is not None:
@@ -40,7 +40,7 @@ def readout(logits: Tensor, sampling: Sampling = GREEDY) -> Readout:
 
 
 def head(hidden: Tensor, weight: Tensor, sampling: Sampling = GREEDY) -> Readout:
-    """Compute `kernels.head.head` in torch. Stores the logits."""
+    """Compute `kernels.head.head` in torch. It takes memory for the logits."""
     sampling.check(hidden, weight.shape[0])
     return readout(F.linear(hidden, weight), sampling)
 
@@ -65,9 +65,10 @@ def attention(
 ) -> Tensor:
     """Compute `kernels.attention.packed_attention`, padded to the longest row. `splits` changes nothing.
 
-    It reads every slot: one that no entry sees must hold finite numbers.
+    It reads every slot, so a slot that no entry sees must contain finite numbers.
 
-    unseen: `[T]` the column of the canvas that a shadow does not see, see `Pack`
+    Args:
+        unseen: `[T]` the column of the canvas that a shadow does not see, see `Pack`. The others are as in the kernel.
     """
     entries, batch = len(q), len(bounds) - 1
     if not q.numel():

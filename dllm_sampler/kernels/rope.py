@@ -48,7 +48,10 @@ def _heads(
     TURN: tl.constexpr, DH: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Rotate heads first..first+BLOCK_H of one kind. A head is two halves that turn against each other, and a tail."""
+    """Add the bias, normalise and rotate BLOCK_H heads of queries, keys or values, from head `first` on.
+
+    The two halves of the first ROTARY dimensions rotate together. The tail of a head does not rotate.
+    """
     head = first + tl.arange(0, BLOCK_H)[:, None]
     half: tl.constexpr = ROTARY // 2
     d = tl.arange(0, HALF)[None]
@@ -90,7 +93,7 @@ def qkv_kernel(
     H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_H heads of queries, keys or values of one entry."""
+    """Compute BLOCK_H heads of queries, keys or values of one entry."""
     entry = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
@@ -131,17 +134,22 @@ def qkv_rope(
     places: Tensor | None = None,
     fresh: bool = True,
 ) -> Heads:
-    """Rotated queries `[T, H, Dh]`, rotated keys and values `[T, Hkv, Dh]` of the fused projection of a pack.
+    """Return rotated queries `[T, H, Dh]`, and rotated keys and values `[T, Hkv, Dh]`, of a pack's fused projection.
 
-    fused: `[T, (H + 2 Hkv) Dh]`: queries, keys, values
-    cos, sin: float32 `[T, R]` or `[1, 1, T, R]`, see `models.transformer.Rope`: the first R dimensions of a head turn
-    bias: `[(H + 2 Hkv) Dh]` that the projection left out; added in the stream's dtype, one rounding more than in it
-    q_weight, k_weight: `[Dh]`, norms of each head, with `eps`
-    slots: keys and values `[B, L+1, Hkv, Dh]`, written in place at `places`
-    places: int64 `[T]`, the slot of an entry as `row * (L+1) + column`; -1: it is stored nowhere
-    fresh: return keys and values too; without them attention reads the slots
+    It rounds like `qkv_rope_reference`: after bias, norm, weight and rotation.
 
-    Rounds like `qkv_rope_reference`: after bias, norm, weight and rotation.
+    Args:
+        fused: `[T, (H + 2 Hkv) Dh]` queries, keys, values.
+        cos, sin: float32 `[T, R]` or `[1, 1, T, R]`, see `models.transformer.Rope`. The first R dimensions of a head
+            rotate.
+        heads: H.
+        kv_heads: Hkv.
+        bias: `[(H + 2 Hkv) Dh]` that the projection has not added. Adding it here rounds once more.
+        q_weight, k_weight: `[Dh]` weights of the norms of each head.
+        eps: added to the mean square in these norms.
+        slots: keys and values `[B, L+1, Hkv, Dh]`, written in place at `places`.
+        places: `[T] int64` slot of each entry, `row * (L+1) + column`. Below 0 the entry is not stored.
+        fresh: return keys and values. If false, None is returned for both, and attention reads the slots.
     """
     entries, total = fused.shape
     size = total // (heads + 2 * kv_heads)
@@ -198,7 +206,7 @@ def qkv_rope_reference(
 
 
 def store(slots: Tensor, places: Tensor, fresh: Tensor) -> None:
-    """Write `fresh [T, ...]` at `places [T]` of `slots [B, L+1, ...]`, in place; nothing for places below 0."""
+    """Write `fresh [T, ...]` at `places [T]` of `slots [B, L+1, ...]`, in place. Places below 0 are left out."""
     flat, empty = slots.view(-1, *slots.shape[2:]), slots.shape[1] - 1
     nowhere = (places < 0).view(-1, *[1] * (fresh.dim() - 1))
     # What is stored nowhere goes to an empty slot, which keeps what it has.
@@ -206,7 +214,7 @@ def store(slots: Tensor, places: Tensor, fresh: Tensor) -> None:
 
 
 def tile(heads: int, kv_heads: int, size: int, rotary: int) -> dict[str, int]:
-    """Return the constants of the kernel, with the heads that a program has at once."""
+    """Return the constants of `qkv_kernel`. BLOCK_H is the number of heads of a program."""
     tail = next_power_of_2(size - rotary) if rotary < size else 0
     half = next_power_of_2(rotary // 2)
     block = max(1, min(next_power_of_2(heads), _NUMBERS // (2 * half + 3 * tail)))

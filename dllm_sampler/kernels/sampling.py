@@ -11,13 +11,14 @@ from dllm_sampler.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings to choose a token for each of N rows, and what to measure.
+    """Settings to choose a token for each of N rows, and to measure its probability.
 
-    mask_id: a token that is never chosen and has no probability. By default every token may be chosen
-    temperature: of the draw. 0 takes the best token, the lowest id among equals
-    measured: measure the distribution at the temperature, see `guides.Temperature`; otherwise the one without it
-    keys: `[N] int64`, `noise.key` of each row in the stream `TOKENS`; needed at a temperature
-    current: `[N] int64` tokens whose log-probability is measured too
+    Args:
+        mask_id: a token that is never chosen and has no probability. By default every token may be chosen.
+        temperature: divisor of the logits in a draw. 0 takes the best token, the lowest id among equals.
+        measured: measure the distribution at the temperature (see `guides.Temperature`) instead of the model's own.
+        keys: `[N] int64` `noise.key` of each row in the stream `TOKENS`. Needed at a temperature above 0.
+        current: `[N] int64` tokens whose log-probability is measured, too.
     """
 
     mask_id: int | None = None
@@ -28,24 +29,33 @@ class Sampling:
 
     @property
     def draws(self) -> bool:
-        """True if tokens are drawn."""
+        """True if tokens are drawn and not the best ones."""
         return self.temperature > 0
 
     def check(self, rows: Tensor, vocab: int) -> None:
-        """Refuse what no kernel can do with `rows [N, width]` and `vocab` tokens.
+        """Refuse settings and `rows [N, width]` that no kernel supports, for `vocab` tokens.
 
         Raises:
-            UserError: a temperature without keys, a token out of range, rows that are not contiguous.
+            UserError: the temperature is negative or not finite, or above 0 without keys, `mask_id` is outside the
+                vocabulary, or a row is not contiguous.
         """
         if not 0 <= self.temperature < float("inf"):
-            raise UserError("option-range", f"temperature is {self.temperature!r}. Set a number of at least 0.")
+            raise UserError("option-range", f"temperature is {self.temperature!r}. Set a finite number of at least 0.")
         if self.draws and self.keys is None:
-            raise UserError("option-missing", "A temperature above 0 needs keys. Give the noise.key of every row.")
+            raise UserError(
+                "option-missing",
+                f"temperature={self.temperature} needs keys. Pass keys with the noise.key of every row.",
+            )
         if self.mask_id is not None and not 0 <= self.mask_id < vocab:
-            raise UserError("token-outside-vocabulary", f"mask_id is {self.mask_id}. Set a token below {vocab}.")
+            raise UserError(
+                "token-outside-vocabulary", f"mask_id is {self.mask_id}. Set a token id from 0 to {vocab - 1}."
+            )
         if rows.dim() != 2 or rows.stride(1) != 1:
-            shape = f"{tuple(rows.shape)} {rows.stride()}"
-            raise UserError("shape-mismatch", f"The rows are {shape}. Give contiguous rows [N, width].")
+            raise UserError(
+                "shape-mismatch",
+                f"The tensor has shape {tuple(rows.shape)} and strides {rows.stride()}. Pass [N, width] with contiguous"
+                " rows.",
+            )
 
 
 GREEDY = Sampling()

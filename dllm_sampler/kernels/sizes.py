@@ -1,6 +1,6 @@
 """Sizes of launches.
 
-Triton types its functions of these names for kernels: pyright lets no launch compute with their results.
+Triton has functions of these names, but it types them for kernels, and pyright rejects their results in a launch.
 """
 
 
@@ -10,5 +10,5 @@ def cdiv(size: int, part: int) -> int:
 
 
 def next_power_of_2(size: int) -> int:
-    """Return the least power of two of at least `size`; 0 for 0."""
+    """Return the least power of two that is at least `size`. Returns 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0

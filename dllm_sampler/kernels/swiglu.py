@@ -17,7 +17,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit
 def swiglu_kernel(gate, up, out, width, gate_stride, up_stride, BLOCK: tl.constexpr):
-    """One program: BLOCK columns of one row."""
+    """Compute BLOCK columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -1,1 +1,1 @@
-"""When a row ends."""
+"""Rules that end rows early."""

@@ -19,14 +19,14 @@ Mode = Literal["resolved", "predicted"]
 class EndOfText(TruncateStop):
     """A cut of the canvas after the end of text: a committed end token, or a predicted one.
 
-    Source: End-of-Text prediction of Learn2PD, arXiv 2509.25188. `resolved` is the paper's rule: cut where an end
-    token is committed (as `TruncateStop`). `predicted` is the published code's: where a step commits none, also cut
-    after the mask most surely predicted to be one, anywhere on the canvas. The code sets no bound there, and can cut
-    after the very first forward: that is `min_conf=0`.
+    Source: End-of-Text prediction of Learn2PD, arXiv 2509.25188. `resolved` is the paper's rule. It cuts after a
+    committed end token, as `TruncateStop` does. `predicted` is the published code's rule. In a step that commits no end
+    token, it also cuts after the mask with the most confident predicted one, anywhere on the canvas. The code requires
+    no confidence (`min_conf=0`), and can cut after the first forward.
 
     Args:
         mode: `resolved` or `predicted`.
-        min_conf: probability a predicted end token must reach.
+        min_conf: probability that a predicted end token must reach. Only `predicted` uses it.
     """
 
     mode: Mode = "resolved"

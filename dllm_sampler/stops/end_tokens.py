@@ -1,4 +1,4 @@
-"""Stop at a committed end token; docs/schedulers.md compares the rules."""
+"""Stops at a committed end token. docs/schedulers.md compares the rules."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
@@ -17,7 +17,7 @@ from dllm_sampler.errors import UserError
 
 
 def first_of(chosen: Tensor) -> Tensor:
-    """Return `[B]` first true column of a `[B, L+1] bool` set, L + 1 where there is none."""
+    """Return `[B]` the first true column of `chosen [B, L+1] bool`, or L + 1 if no column is true."""
     size = chosen.shape[1]
     return torch.where(chosen, select.arange(size, chosen.device), size).amin(1)
 
@@ -47,7 +47,7 @@ def with_finish(edit: Edit, finish: Tensor) -> Edit:
 
 @dataclass(frozen=True)
 class BlockStop(_EosStop):
-    """A stop after a complete block that contains an end token. Everything after it becomes padding.
+    """A stop after a complete block that contains an end token. Everything after the block becomes padding.
 
     Raises:
         UserError: in `bind`, if several blocks are open at once, or a window slides.
@@ -72,7 +72,7 @@ class BlockStop(_EosStop):
 class PrefixStop(_EosStop):
     """A stop once an end token is committed and no mask remains before it. No token before it changes.
 
-    With a scheduler that takes tokens back (`edit.remask`), once the block is over.
+    With a scheduler that remasks tokens (`edit.remask`) the row stops only once its block is over.
     """
 
     @override
@@ -84,9 +84,9 @@ class PrefixStop(_EosStop):
 
 @dataclass(frozen=True)
 class TruncateStop(_EosStop):
-    """A cut of the canvas after a committed end token. Later masks vanish from the context.
+    """A cut of the canvas after a committed end token. The model no longer sees later masks.
 
-    Where the scheduler takes tokens back (`edit.remask`), once its block is over.
+    With a scheduler that remasks tokens (`edit.remask`) the canvas is cut only once the block is over.
     """
 
     cuts: ClassVar[bool] = True

@@ -14,19 +14,19 @@ from dllm_sampler.stops.end_tokens import PrefixStop, first_of
 
 @dataclass(frozen=True)
 class FillStop(PrefixStop):
-    """Write the (first) end token everywhere after a committed one. Stop once no mask remains before it.
+    """A stop that writes end tokens everywhere after a committed one, and ends the row once no mask is before it.
 
-    Source: the early stop of d3LLM, arXiv 2601.07568. The model sees end tokens where masks were (with `stop=truncate`
-    it sees nothing there). An end token that is committed farther left fills again. In the published code one forward
-    may still commit masks after an end token. With a scheduler that remasks (`edit.remask`), it fills once the block is
-    over.
+    Source: the early stop of d3LLM, arXiv 2601.07568. The model's first end token is written. The model sees end tokens
+    where masks were (with `stop=truncate` it sees nothing there). An end token that is committed farther left fills
+    again. In the published code one forward may still commit masks after an end token. With a scheduler that remasks
+    (`edit.remask`), it fills once the block is over.
     """
 
     fills: ClassVar[bool] = True
     predicts: ClassVar[bool] = False
 
-    def positions(self, canvas: Canvas) -> Tensor:
-        """See `Stop.positions`: an end token may be committed from the first mask on."""
+    @override
+    def positions(self, canvas: Canvas) -> Tensor:  # an end token may be committed from the first mask on
         return (canvas.columns() > canvas.frontier()[:, None]) & canvas.seen() & ~canvas.layout.frozen
 
     @override

@@ -16,18 +16,19 @@ from dllm_sampler.stops.end_tokens import with_finish
 
 @dataclass(frozen=True)
 class Prophet(Stop):
-    """Commit every mask at once when the best token is far above the second on the answer's positions.
+    """A stop that commits every mask at once, when the best token is far above the second on the answer's positions.
 
-    Source: Prophet, arXiv 2508.19982. The gap is between the two best logits, averaged over the region, masked or
-    not; the bound falls as decoding proceeds. It is judged only on forwards with fresh rows for the whole region and
-    every mask: under a dual cache those that open a block.
+    Source: Prophet, arXiv 2508.19982. The gap is between the two best logits, averaged over the positions of a region,
+    masked or not. It must reach a bound that falls as decoding proceeds. The stop acts only on forwards that predict
+    the whole region and every mask. Under a dual cache these are the ones that open a block.
 
     Args:
-        start: first position of the answer region inside the generation. By default the region is every mask.
-        length: positions of the region; those outside the generation do not count. Without any inside it never fires.
-        early, mid, late: bounds on the mean gap until a third, two thirds and the rest of the way.
-        steps: planned forwards, which make progress the step's number (from 1) over them, as published; None:
-            progress is the share of the generation already committed.
+        start: first position of the region, counted from the answer's first one. By default the region is every mask.
+        length: positions of the region, if `start` is set. Positions outside the answer do not count. If none is
+            inside, the stop never acts.
+        early, mid, late: least mean gap at a progress below 0.33, below 0.67, and from there on.
+        steps: planned forwards. Progress is then the step's number, from 1, divided by `steps`, as published. By
+            default (null) progress is the committed share of the answer.
     """
 
     fills: ClassVar[bool] = True
@@ -47,12 +48,12 @@ class Prophet(Stop):
             check_number(f"stop.{name}", getattr(self, name), least=-inf)
 
     @property
+    @override
     def needs(self) -> frozenset[str]:
-        """The gap."""
         return frozenset({"gap"})
 
     def region(self, canvas: Canvas) -> Tensor:
-        """Return `[B, L+1] bool` the answer's columns."""
+        """Return `[B, L+1] bool` columns of the region that is judged."""
         if self.start is None:
             return canvas.masked
         ahead = canvas.columns() - canvas.layout.first[:, None]
