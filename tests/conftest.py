@@ -50,6 +50,7 @@ def pytest_collection_finish() -> None:
     """Everything imported stays: the collector skips it from here on."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)
     gc.enable()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 
 import pytest
 
@@ -30,3 +32,13 @@ def released() -> Iterator[None]:
         pytest.skip("sglang is not installed: pip install --no-deps sglang")
     with importable(folder):
         yield
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """Errors that the test logs. Pytest's own plugin for logs costs a millisecond per test, and is off."""
+    handler = BufferingHandler(capacity=99)
+    handler.setLevel(logging.ERROR)
+    logging.getLogger().addHandler(handler)
+    yield handler.buffer
+    logging.getLogger().removeHandler(handler)

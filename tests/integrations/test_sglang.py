@@ -146,24 +146,22 @@ def test_a_prompt_may_hold_the_mask(registered: str, fdfo: bool) -> None:
 
 @pytest.mark.parametrize(("scheduler", "fdfo"), crossed(["threshold", "klass", "editing"], [True, False], together=0))
 def test_a_row_that_fails_ends_alone(
-    registered: str, scheduler: str, fdfo: bool, caplog: pytest.LogCaptureFixture
+    registered: str, scheduler: str, fdfo: bool, logged: list[logging.LogRecord]
 ) -> None:
     well = answers(server({"scheduler": scheduler}, fdfo).serve(requests(), [0, 0, 2, 1] if fdfo else None))
-    caplog.set_level(logging.ERROR)
     found = server({"scheduler": scheduler}, fdfo, broken="1").serve(requests(), [0, 0, 2, 1] if fdfo else None)
     assert [one.failed for one in found] == [False, True, False, False]
     assert [one.answer for one in found[2:]] == [answer for answer, _ in well[2:]] and found[0].answer == well[0][0]
-    (line,) = caplog.messages
-    assert "request 1 ends here: the model returned NaN or infinite logits" in line
+    (line,) = logged
+    assert "request 1 ends here: the model returned NaN or infinite logits" in line.getMessage()
 
 
 @pytest.mark.parametrize("fdfo", [True, False])
-def test_a_block_without_an_end_is_given_up(registered: str, fdfo: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_without_an_end_is_given_up(registered: str, fdfo: bool, logged: list[logging.LogRecord]) -> None:
     """Under `compat` the mask may be the model's choice for ever."""
-    caplog.set_level(logging.ERROR)
     found = server({"scheduler": "threshold", "compat": True}, fdfo, mask=50.0).serve([Request([5, 11], 9)])
     assert found[0].failed and found[0].forwards == LENGTH + 1
-    assert "request 0 ends here: its block is not decoded after the most forwards" in caplog.messages[0]
+    assert "request 0 ends here: its block is not decoded after the most forwards" in logged[0].getMessage()
 
 
 def test_a_state_is_kept_whole_while_the_batch_is_the_same(registered: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dllm_sampler import config
+from dllm_sampler.check import __main__ as command
 from dllm_sampler.check.__main__ import main
 from dllm_sampler.cli.main import main as sample
 from tests.sampling import each, few
@@ -64,14 +65,16 @@ ASKS_ALL = """return Edit(readout.token[:, 0], commit), carry
         return Query.window(canvas)"""
 
 
+TOYS = command.TOYS
 TRIED = {"cache": ["none", "exact"], "blocks": ["fixed"], "stop": ["none", "prefix"], "guide": ["none"]}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the YAML of a scheduler. Few other plug-ins are tried (`TRIED`), which saves time."""
+    """A directory with the YAML of a scheduler. Few other plug-ins and networks are tried, which saves time."""
     names = config.names
     monkeypatch.setattr(config, "names", lambda group: TRIED.get(group) or names(group))
+    monkeypatch.setattr(command, "TOYS", ("llada", "causal"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "rule_of_mine", raising=False)
     (tmp_path / "own" / "scheduler").mkdir(parents=True)
@@ -85,7 +88,10 @@ def run(folder: Path, line: str, *words: str, traits: str = "") -> int:
 
 
 @few("line", BROKEN)
-def test_what_is_broken_is_said(folder: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_broken_is_said(
+    folder: Path, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "TOYS", TOYS)
     assert run(folder, line) == 1
     lines = capsys.readouterr().out.splitlines()
     said = [one for one in lines if one.startswith("FAILED")]
