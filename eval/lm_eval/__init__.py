@@ -1,1 +1,1 @@
-"""lm-evaluation-harness with our sampler as its model: `python -m dllm_sampler.eval.lm_eval`, its own arguments."""
+"""A model for lm-evaluation-harness that answers with a sampler: `python -m dllm_sampler.eval.lm_eval`."""

@@ -16,7 +16,7 @@ from dllm_sampler.eval.lm_eval.settings import harness
 
 @command("python -m dllm_sampler.eval.lm_eval")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the harness. Return 2 if `--model_args` are wrong."""
+    """Run the harness and return the exit status, which is 2 if `--model_args` are wrong."""
     given, before = list(sys.argv[1:] if arguments is None else arguments), sys.argv
     try:
         harness()

@@ -1,4 +1,4 @@
-"""Counts of tokens and forwards for each task, put into the harness's results: `dllm-report` reads them there."""
+"""Counts of tokens and forwards for each task, which `dllm-report` reads in the harness's results."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class Counter:
     - `tasks`: for each task that generates, `answers`, the sums `answer_tokens`, `canvas_tokens`, `forwards` and
       `seconds`, and `tokens_per_forward` with its 95 % interval (`_low`, `_high`)
 
-    tokens, forwards: of each answer, up to and with its first end token
-    canvas: tokens of all canvases
-    seconds: from one answer to the next, summed
+    tokens: the number of tokens of each answer, up to and including the first end-of-text token
+    forwards: the number of forwards of each answer
+    canvas: the sum of the canvas lengths, in tokens
+    seconds: the sum of the times between successive answers
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -35,7 +36,7 @@ class Counter:
     seconds: float = 0.0
 
     def add(self, tokens: int, forwards: int, canvas: int, seconds: float) -> None:
-        """Count an answer."""
+        """Count an answer with its tokens, its forwards, the length of its canvas in tokens, and its seconds."""
         self.tokens.append(tokens)
         self.forwards.append(forwards)
         self.canvas += canvas
@@ -58,10 +59,10 @@ class Counter:
 
 
 def counted(results: Any) -> Any:
-    """Return the harness's results with tokens per forward among the metrics of each task, and the device of the model.
+    """Add tokens per forward and forwards to the metrics of each task in the harness's results, and return the results.
 
-    The harness names the device that its command line names, `cuda:0` by default. Returns None for None, which the
-    harness's other processes have.
+    The device becomes the model's, since the harness writes that of its command line, by default `cuda:0`. None, the
+    value in other processes of the harness, is returned as it is.
     """
     if results is None or (ours := results["config"].get(KEY)) is None:
         return results

@@ -19,23 +19,23 @@ from dllm_sampler.errors import UserError
 
 
 def check(spec: ModelSpec) -> None:
-    """Refuse models whose likelihood is another quantity.
+    """Check that the estimate holds for a model.
 
     Raises:
-        UserError: no mask token, or block-causal attention.
+        UserError: the model has no mask token, or its attention is not bidirectional.
     """
     if spec.mask_id is None:
-        raise UserError("mask-token-missing", "Likelihoods need a mask token. Use generation tasks.")
+        raise UserError("mask-token-missing", "likelihood=bound needs a model with a mask token. Use generation tasks.")
     if spec.attention != "bidirectional":
         kind = "block-causal" if spec.attention == "block_causal" else "causal up to its active block"
         raise UserError(
             "model-not-scorable",
-            f"Likelihoods need a model that sees the whole text, and this one is {kind}. Use generation tasks.",
+            f"likelihood=bound needs a model that sees the whole text, and this one is {kind}. Use generation tasks.",
         )
 
 
 def masks(length: int, count: int, seed: int) -> Tensor:
-    """Draw `[count, length] bool` masks: their sizes are spread evenly over 1 ... length from a random start."""
+    """Draw masks `[count, length] bool`. Their sizes are spread evenly over 1 ... length from a random start."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.rand((), generator=generator, dtype=torch.float64) * length
     size = ((start + torch.arange(count) * length / count).floor().long() % length) + 1  # [count]

@@ -30,10 +30,10 @@ CANVAS = 256  # tokens of an answer where the task gives no limit
 
 
 class SamplerLM(LM):
-    """Answers with a `Sampler`. Likelihoods are exact under it, or bounds by Monte Carlo.
+    """A model of the harness that answers with a `Sampler`. Likelihoods are Monte Carlo bounds, or exact.
 
     Args:
-        max_batch_size: of the harness, unused: memory is the user's to plan.
+        max_batch_size: an argument of the harness that is ignored.
         given: `--model_args`, with the harness's own `batch_size` and `device` among them (see `Settings`).
     """
 
@@ -47,7 +47,7 @@ class SamplerLM(LM):
             {"name": s.pretrained, **s.model}, dtype=s.dtype, device=s.device, **s.plugins, **s.shortcuts
         )
         if self.sampler.tokenizer is None:
-            raise UserError("tokenizer-missing", f"{s.pretrained} has no tokenizer. Add its files.")
+            raise UserError("tokenizer-missing", f"pretrained={s.pretrained} has no tokenizer. Add its files.")
         self.tokenizer = self.sampler.tokenizer
         self._device = self.sampler.device
         self.drawing: dict[tuple[tuple[str, float], ...], Sampler] = {}
@@ -60,7 +60,7 @@ class SamplerLM(LM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> SamplerLM:
-        """Build the model. `--model_args` come before the harness's own arguments, which have defaults."""
+        """Build the model. `arg_dict` (`--model_args`) overrides `additional_config`, the harness's own arguments."""
         others = {key: value for key, value in (additional_config or {}).items() if value is not None}
         made = cls(**{**others, **arg_dict})
         size = threads.parameters(networks(made.sampler.denoiser))
@@ -69,20 +69,20 @@ class SamplerLM(LM):
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> SamplerLM:
-        """Build the model as `create_from_arg_obj` does, from a string."""
+        """Build the model with `create_from_arg_obj` from the text of `--model_args`."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer for the harness's cache of requests."""
+        """The name of the tokenizer in the harness's cache of requests."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the template's text, for the report."""
+        """Return the text of the chat template for the harness's results, or "" if none is applied."""
         return self.tokenizer.get_chat_template() if chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return messages as the model's prompt. It has the special tokens, so none are added later."""
+        """Return messages as a prompt in the chat template. It contains the special tokens, so none are added later."""
         if self.tokenizer.chat_template is None:
             raise UserError(
                 "chat-template-missing",
@@ -92,7 +92,7 @@ class SamplerLM(LM):
         return chat_text(chat_history, self.tokenizer, "a sample", add_generation_prompt)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the results say of the run: its settings, where it ran, and counts of each task."""
+        """Return fields for `config` of the results: the settings, the environment, and the counts of each task."""
         tasks = {name: counter.summary() for name, counter in self.counters.items()}
         tokens, forwards = (sum(one[name] for one in tasks.values()) for name in ("answer_tokens", "forwards"))
         ours = {"schema": SCHEMA, **self.settings.described(), "environment": environment(str(self._device))}
@@ -104,7 +104,7 @@ class SamplerLM(LM):
         }
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return texts cut at the stop strings. Answers do not depend on batches."""
+        """Return the texts of the answers, cut at the stop strings. They do not depend on the batch size."""
         answers: dict[int, str] = {}
         groups: dict[tuple[int, tuple[str, ...]], tuple[Sampler, list[int]]] = {}
         wanted = [self._request(dict(request.args[1])) for request in requests]
@@ -157,7 +157,7 @@ class SamplerLM(LM):
         return found
 
     def _request(self, kwargs: dict[str, Any]) -> tuple[Sampler, int, list[str]]:
-        """Return the sampler, canvas and stop strings that a generation request wants."""
+        """Return the sampler, the length of the canvas and the stop strings for the options of a request."""
         until = kwargs.get("until") or []
         until = [one for one in ([until] if isinstance(until, str) else until) if one]
         room = self.settings.max_new_tokens or int(kwargs.get("max_gen_toks") or CANVAS)
@@ -182,7 +182,8 @@ class SamplerLM(LM):
             return 0.0
         if len(answer) >= spec.max_positions:
             raise UserError(
-                "context-exceeded", f"{len(answer)} tokens exceed the context {spec.max_positions}. Shorten them."
+                "context-exceeded",
+                f"A text of {len(answer)} tokens exceeds the context, {spec.max_positions}. Shorten it.",
             )
         prompt = prompt[-(spec.max_positions - len(answer)) :]
         if s.likelihood == "exact":
@@ -191,7 +192,7 @@ class SamplerLM(LM):
         return likelihood.log_likelihood(self.sampler.denoiser, prompt, answer, s.mc_num, batch, s.seed)
 
     def _greedy(self, prompt: Sequence[int], answer: Sequence[int]) -> bool:
-        """Return True if one token per step, the surest first, gives the answer."""
+        """Return True if decoding one token per step, the most confident first, gives the answer."""
         if not answer:
             return True
         room = self.sampler.denoiser.spec.max_positions - len(answer)
@@ -199,23 +200,21 @@ class SamplerLM(LM):
         return result.trace.decoded[0].tolist() == list(answer)
 
     def _encode(self, text: str, room: int) -> list[int]:
-        """Return the token ids of a prompt, or its end if it is too long."""
+        """Return the token ids of a prompt. If it is too long, return the last ones that fit."""
         size = self.sampler.denoiser.spec.max_positions - room
         if size < 1:
-            raise UserError("context-exceeded", f"max_new_tokens={room} fills the model's context. Lower it.")
+            raise UserError("context-exceeded", f"max_new_tokens={room} fills the model's context. Set less.")
         return (self._plain(text) if self.templated else self._special(text))[-size:] or [self._first()]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Return the token ids of a context and of what follows. The border's spaces belong to what follows."""
+        """Return the token ids of a context and of its continuation. Spaces between both belong to the latter."""
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
         if not context:
             return [self._first()], self._plain(continuation)
         before = self._plain(context) if self.templated else self._special(context)
-        if (
-            before[-1] in self.tokenizer.all_special_ids
-        ):  # prompts end in a mark of their own: nothing is merged over it
+        if before[-1] in self.tokenizer.all_special_ids:  # nothing is merged over a special token
             return before, self._plain(continuation)
         whole = self._plain(context + continuation) if self.templated else self._special(context + continuation)
         return before, whole[len(before) :]
@@ -228,13 +227,13 @@ class SamplerLM(LM):
         return [self._first(), *ids] if self.settings.add_bos and ids[:1] != [self._first()] else ids
 
     def _first(self) -> int:
-        """Return the token before the beginning of a text."""
+        """Return the token that precedes a text: BOS, or the end-of-text token if there is none."""
         bos = self.tokenizer.bos_token_id
         return int(bos) if isinstance(bos, int) else self.sampler.denoiser.spec.eos_id
 
 
 def register() -> None:
-    """Make the model known to the harness, once."""
+    """Register the model with the harness, unless it is registered."""
     if NAME not in model_registry:
         model_registry.register(NAME)(SamplerLM)
 

@@ -1,4 +1,4 @@
-"""`--model_args` of the harness as our settings, every name and type checked."""
+"""Settings of a sampler from the harness's `--model_args`, with every name and type checked."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ class Settings(options.Options):
         likelihood: `bound` by Monte Carlo, or `exact` under the sampler's own settings (`Sampler.score`). One seed
             serves all requests, so that choices of equal length are compared under the same masks. Rolling
             likelihoods add up windows of the model's context.
-        mc_num: masks drawn for a likelihood; the standard deviation falls with its root.
-        mc_batch_size: masks per forward. None stands for `batch_size`.
-        check_greedy: report too if one token per step, greedily, would give the text of a likelihood (a forward for
-            each of its tokens). Without it the answer is no, and metrics that count it (LAMBADA's accuracy) are void.
-        add_bos: begin prompts with the tokenizer's BOS token where it does not do so itself (Dream's base
-            model).
-        plugins, model: for `Sampler.from_pretrained`.
+        mc_num: masks drawn for a likelihood. The standard error falls with the square root of their number.
+        mc_batch_size: masks per forward. None means `batch_size`.
+        check_greedy: report for each likelihood if greedy decoding, one token per step, gives the text. It takes a
+            forward per token. If false, the report is always no, and metrics that use it (LAMBADA's accuracy) are void.
+        add_bos: put the BOS token before prompts if the tokenizer does not (Dream's base model).
+        plugins, model: settings for `Sampler.from_pretrained`.
     """
 
     pretrained: str
@@ -56,12 +55,12 @@ class Settings(options.Options):
 
     @property
     def shortcuts(self) -> options.SamplerOptions:
-        """Options of the sampler that are not the defaults."""
+        """Options of the sampler that differ from their defaults."""
         given = self.of_sampler().items()
         return {name: value for name, value in given if value != DEFAULTS[name]}  # type: ignore[return-value]
 
     def described(self) -> dict[str, Any]:
-        """Return the choice of each group, and all settings that decide about answers, as `run.json` has them."""
+        """Return `choices` and `config` in the form of `run.json`: all settings that decide about answers."""
         model = {"path": self.pretrained, **self.model}
         choices = {"model": Path(self.pretrained).name}
         settings: dict[str, Any] = {"model": model, "max_new_tokens": self.max_new_tokens}
@@ -79,23 +78,23 @@ OWN = [name for name in DEFAULTS if name not in ("plugins", "model", "block_leng
 
 
 def harness() -> None:
-    """Refuse to begin without lm-evaluation-harness."""
+    """Raise `UserError` if lm-evaluation-harness is not installed."""
     if find_spec("lm_eval") is None:
         raise UserError("package-missing", f"This command needs lm-evaluation-harness. Run {installing('eval')}.")
 
 
 def parse(given: Mapping[str, Any]) -> Settings:
-    """Read the settings in `--model_args`.
+    """Return the settings that `--model_args` describe.
 
     A plug-in's field is written `scheduler.threshold=0.9`, or `threshold=0.9` where only one of the chosen plug-ins has
     it; `block_length` is `blocks.length`.
 
     Raises:
-        UserError: an unknown name (with the nearest), one that several have, or a value of the wrong type.
+        UserError: `pretrained` is missing, a name is unknown or ambiguous, or a value has the wrong type.
     """
     rest = {key: value for key, value in given.items() if value is not None}
     if "pretrained" not in rest:
-        raise UserError("option-missing", "model_args name no model. Write pretrained=mini, for example.")
+        raise UserError("option-missing", "--model_args has no pretrained=NAME. Add it, for example pretrained=mini.")
     chosen: dict[str, dict[str, Any]] = {group: {"name": str(rest.pop(group))} for group in PLUGINS if group in rest}
     named: dict[str, dict[str, Any]] = {
         group: chosen.get(group, {"name": default}) for group, default in _defaults().items()
@@ -124,7 +123,7 @@ def _defaults() -> dict[str, str]:
 
 
 def _place(key: str, named: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the plug-in that a field belongs to."""
+    """Return the group and the field that an argument such as `threshold` or `scheduler.threshold` names."""
     owned = {
         group: [name for name in config.entry(group, plugin["name"]).settings if name != "_target_"]
         for group, plugin in named.items()
@@ -136,7 +135,9 @@ def _place(key: str, named: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
         return group, name
     found = [group for group, names in owned.items() if key in names]
     if len(found) > 1:
-        raise UserError("option-ambiguous", f"model_args: {' and '.join(found)} have {key}. Write {found[0]}.{key}.")
+        raise UserError(
+            "option-ambiguous", f"--model_args: {' and '.join(found)} both have {key}. Write {found[0]}.{key}."
+        )
     if not found:
         fields_of = [name for names in owned.values() for name in names]
         raise unknown("model argument", key, [*OWN, "block_length", *PLUGINS, *MODEL, *fields_of])
@@ -144,7 +145,7 @@ def _place(key: str, named: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
 
 
 def _batch_size(value: Any) -> Any:
-    """Read the string `--batch_size` of the harness, which searches for the size itself if it is `auto`."""
+    """Return the harness's text `--batch_size` as a number. Raises `UserError` for `auto`."""
     if isinstance(value, str) and value.partition(":")[0] == "auto":
-        raise UserError("option-type", "batch_size=auto is not supported. Use --batch_size 8.")
+        raise UserError("option-type", f"batch_size={value} is not supported. Set a number, as in --batch_size 8.")
     return int(value) if isinstance(value, str) and value.isdecimal() else value

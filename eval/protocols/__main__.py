@@ -15,7 +15,7 @@ NAME = "python -m dllm_sampler.eval.protocols"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command and return its exit status."""
     parser = Parser(prog=NAME, description="Check published protocols and figures (docs/protocols.md).")
     add = parser.add_argument
     add("--install", action="store_true", help="install the packages that grading needs, in a folder of their own")
@@ -47,7 +47,7 @@ def check(file: str) -> None:
 
 
 def show(folder: Path) -> int:
-    """Print the lines that differ and the counts; return 1 if any line differs."""
+    """Print the lines that differ and the counts. Return 1 if a line differs, else 0."""
     try:
         print(f"packages: {packages.install()}", file=sys.stderr)
     except UserError as error:  # lines that need none are compared all the same

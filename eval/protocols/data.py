@@ -25,7 +25,7 @@ def load(kind: str, data: Data, split: str, given: str | None) -> list[Document]
     """Return the documents of a split.
 
     Args:
-        kind: the fields that they must have.
+        kind: the kind of task, which sets the fields that documents must have.
         data: the data set of the hub.
         split: `test` or `train`.
         given: a file with this split's documents, or a folder with a file for each split, in place of the hub's. The
@@ -42,10 +42,10 @@ def load(kind: str, data: Data, split: str, given: str | None) -> list[Document]
         if lacking:
             have = ", ".join(document)
             raise UserError(
-                "example-invalid", f"{where}: document {number} lacks `{lacking[0]}` (it has {have}). Name other data."
+                "example-invalid", f"{where}: document {number} lacks `{lacking[0]}` (it has {have}). Set task.data."
             )
     if not found:
-        raise UserError("samples-missing", f"{where} has no documents in split {split}. Name other data.")
+        raise UserError("samples-missing", f"{where} has no documents in split {split}. Set task.data to others.")
     return found
 
 
@@ -57,7 +57,7 @@ def _of_hub(data: Data, split: str) -> list[Document]:
     except Exception as error:  # of the network, the hub, or the cache
         raise UserError(
             "hub-unreachable",
-            f"The data set {data.path} is not on this machine, and the hub cannot be reached ({first_line(error)}). Run"
+            f"Cannot load the data set {data.path} from this machine or the hub ({first_line(error)}). Run"
             f" `hf download --repo-type dataset {data.path}` where there is a network, or set task.data=FOLDER.",
         ) from error
     return [dict(document) for part in parts for document in part]  # type: ignore[arg-type]
@@ -93,5 +93,8 @@ def _read(file: Path) -> Sequence[Document]:
     except (OSError, ValueError) as error:
         raise UserError("file-unreadable", f"{file} cannot be read: {first_line(error)}. Correct it.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError("file-invalid", f"{file} is not a list of documents. Write one JSON object per line.")
+        raise UserError(
+            "file-invalid",
+            f"{file} is not a list of JSON objects. Write one per line, or a list of them in a .json file.",
+        )
     return rows

@@ -43,7 +43,7 @@ def grade(cell: Cell, document: Document, text: str) -> Grade:
     Programs are run in a child process.
 
     Raises:
-        UserError: a package that the protocol needs is not installed.
+        UserError: a package that the protocol needs is not installed, or its grader failed.
     """
     if cell.kind == "gsm8k" and cell.extract == "lm-eval":
         return _by_filters(cell, document, text)
@@ -89,7 +89,7 @@ def _by_tests(cell: Cell, document: Document, text: str) -> Grade:
 
 
 def take_program(rule: str, document: Document, text: str) -> str:
-    """Return the program that an answer makes by a rule of `spec.VALUES`."""
+    """Return the program that a rule (`Cell.extract` or `Cell.script`) takes from an answer."""
     if rule == "raw":
         return text
     if rule == "after-prompt":
@@ -101,10 +101,10 @@ def take_program(rule: str, document: Document, text: str) -> str:
 
 
 def needed(cell: Cell) -> None:
-    """Check that grading can begin.
+    """Check that the packages for grading are installed.
 
     Raises:
-        UserError: a package is not installed; the message has the command that installs it.
+        UserError: a package is not installed. The message has the command that installs it.
     """
     if cell.extract in ("minerva", "opencompass-math-verify"):
         packages.located("math")
@@ -134,7 +134,7 @@ class _Minerva:
         )  # fmt: skip
 
     def ask(self, row: Mapping[str, str]) -> dict[str, Any]:
-        """Return the grades of one row."""
+        """Return the grades of one row, as `minerva.py` computes them. Raises `UserError` if the process fails."""
         assert self.child.stdin is not None and self.child.stdout is not None
         try:
             self.child.stdin.write(json.dumps(dict(row)) + "\n")
@@ -145,7 +145,8 @@ class _Minerva:
         if not line:
             self.errors.seek(0)
             reason = (self.errors.read().strip().splitlines() or ["it ended"])[-1]
-            raise UserError("function-failed", f"The grader of MATH stopped: {reason}. Run `{packages.INSTALL}` again.")
+            fix = f"Remove {packages.folder()} and run `{packages.INSTALL}`."
+            raise UserError("function-failed", f"The grader of MATH stopped: {reason}. {fix}")
         found = json.loads(line)
         if "error" in found:
             raise UserError(
@@ -178,7 +179,7 @@ def _last_number(document: Document, text: str) -> tuple[str, bool]:
 
 
 def _answer_is(document: Document, text: str) -> tuple[str, bool]:
-    """Apply the rule of LLaDA's copy for base models: a number after `The answer is` comes before the last number."""
+    """Apply the rule of LLaDA's copy for base models: a number after `The answer is` counts before the last one."""
     said = re.search(r"the answer is[:\s]*(-?\d+(\.\d+)?)", text, re.IGNORECASE)
     return _last_number(document, text if said is None else said[1])
 

@@ -47,17 +47,18 @@ def install() -> Path:
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
                 raise UserError(
-                    "package-missing", f"pip cannot install {' '.join(packages)}: {reason}. Check the network."
+                    "package-missing",
+                    f"pip cannot install {' '.join(packages)} ({reason}). Correct the cause and rerun.",
                 )
             (target / ".complete").touch()
     return folder()
 
 
 def located(name: str) -> Path:
-    """Return the folder of one entry of `PINNED`.
+    """Return the folder of the packages of an entry of `PINNED`.
 
     Raises:
-        UserError: it is not installed; the message has the command that installs it.
+        UserError: they are not installed. The message has the command that installs them.
     """
     target = folder() / name
     if not (target / ".complete").exists():  # pip may have been stopped
@@ -69,7 +70,7 @@ def lm_eval_tasks() -> Path:
     """Return the folder of tasks of the installed lm-evaluation-harness.
 
     Raises:
-        UserError: it is not installed.
+        UserError: the harness is not installed.
     """
     spec = find_spec("lm_eval")
     if spec is None or not spec.submodule_search_locations:
@@ -106,8 +107,8 @@ def load_definitions(file: Path, names: tuple[str, ...]) -> Mapping[str, Any]:
     Decorators and base classes are dropped, and so are imports that fail.
 
     Args:
-        file: of a pinned package.
-        names: of the definitions, with those that they call.
+        file: a file of a pinned package.
+        names: the names of the definitions, including those that they call.
     """
     space: dict[str, Any] = {"__name__": file.stem}
     for node in _tree(file).body:

@@ -63,7 +63,7 @@ def notice() -> str:
 
 @lru_cache(maxsize=1024)
 def passes(program: str, seconds: float = SECONDS) -> bool:
-    """Return True if a program ends in time without an error. The working directory is empty, and removed after it.
+    """Return True if a program ends in time without an error. Its working directory is empty and temporary.
 
     Raises:
         UserError: this machine cannot limit a program, so it was not run.

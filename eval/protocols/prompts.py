@@ -29,7 +29,8 @@ _ROLES = {"HUMAN": "user", "BOT": "assistant"}
 class Prompt:
     """A question as a harness asks it.
 
-    text: without a chat template; messages: with one, None if the protocol uses none
+    text: the prompt without a chat template
+    messages: the chat messages, or None if the protocol uses no chat template
     """
 
     text: str
@@ -75,7 +76,7 @@ def lm_eval_examples(path: str) -> list[Document]:
 
 
 def _as_0_4_8(example: Document) -> Document:
-    """Return the texts of a MATH example with two slips that later versions corrected."""
+    """Return the texts of a MATH example with two mistakes of version 0.4.8, which later versions correct."""
     texts = {key: example[key].replace("\\\\\n", "\\\n") for key in ("problem", "solution") if key in example}
     if texts.get("problem", "").endswith("{5-x}}$."):
         texts["problem"] += "}"
@@ -109,7 +110,7 @@ def stop_strings(cell: Cell) -> list[str]:
 
 
 def draws_examples(cell: Cell) -> bool:
-    """Return True if examples are drawn from the training split, others for each question."""
+    """Return True if examples are drawn from the training split, different ones for each question."""
     return (
         cell.lm_eval is not None
         and cell.shots > 0
@@ -120,16 +121,16 @@ def draws_examples(cell: Cell) -> bool:
 def build(cell: Cell, documents: Sequence[Document], train: Sequence[Document], where: str) -> Iterator[Prompt]:
     """Yield the prompt of each document.
 
-    Drawn examples are those of a single process that asks all documents in their order, however many processes run.
+    Examples are drawn as in a single process with all documents in order, also if several processes run.
 
     Args:
-        cell: the protocol.
+        cell: the task of the protocol.
         documents: the questions, from the first one.
         train: the training split. It may be empty if no examples are drawn.
         where: the source of the training split, as the user typed it.
 
     Raises:
-        UserError: it has fewer examples than are drawn.
+        UserError: the training split has fewer documents than a prompt has examples.
     """
     if cell.opencompass is not None:
         rounds = packages.read_template(
@@ -192,9 +193,9 @@ def cut_answer(cell: Cell, tokens: Sequence[int], tokenizer: PreTrainedTokenizer
     """Return the text that a protocol grades, and the text in which it counts tokens.
 
     Args:
-        cell: the protocol.
-        tokens: all that were generated.
-        tokenizer: the model's.
+        cell: the task of the protocol.
+        tokens: all generated token ids.
+        tokenizer: the model's tokenizer.
     """
     escaped = cell.escape and cell.answer != "cut-at-end-token"
     plain = cell.answer == "cut-without-special-tokens" or escaped

@@ -27,8 +27,8 @@ class Figure:
     model: the name on the hub without its owner; method: the decoding rule; cache: one of `CACHES`
     task, shots: as the source has them; gen_length, block_length: tokens, or `full` for no blocks
     settings: thresholds, temperature, chat template; accuracy: per cent
-    metric: the score that `accuracy` is, `(stated)` in the source or `(inferred)`
-    nfe, tpf, tps: forwards per question, tokens per forward, tokens per second; gpu: of `tps`
+    metric: the metric of `accuracy`, with `(stated)` if the source names it, else `(inferred)`
+    nfe, tpf, tps: forwards per question, tokens per forward, tokens per second; gpu: the GPU of `tps`
     source: work, table and commit; note: what breaks a comparison
     """
 
@@ -86,7 +86,7 @@ def parse(text: str) -> list[Figure]:
     """
     reader = csv.DictReader(text.splitlines())
     if sorted(reader.fieldnames or ()) != sorted(COLUMNS):
-        raise UserError("file-invalid", f"The columns are {reader.fieldnames}. Write {', '.join(COLUMNS)}.")
+        raise UserError("file-invalid", f"The file's columns are {reader.fieldnames}. Write {', '.join(COLUMNS)}.")
     found, seen = [], set()
     for number, row in enumerate(reader, 2):
         wrong = _wrong(row)
@@ -103,7 +103,7 @@ def parse(text: str) -> list[Figure]:
 
 
 def _wrong(row: Mapping[str, str]) -> str:
-    """Return what is wrong with a row, or an empty text."""
+    """Return a clause about the first mistake in a row. Returns "" if it has none."""
     if None in row or None in row.values():
         return "it has another number of cells than the head"
     for name in ("model", "method", "task", "source"):
@@ -130,13 +130,13 @@ def z_score(ours: float, asked: int, published: float, questions: int) -> float:
     """Return the difference of two accuracies in standard errors of a difference of two independent runs.
 
     With as many questions on both sides that is `(ours - published) / (√2 SE)`, where SE is √(p(1-p)/n). Greedy runs
-    answer the same questions, so that |z| is below 1 if the protocol is the same.
+    answer the same questions, so |z| is usually below 1 if the protocol is the same.
 
     Args:
         ours: our share of right answers, from 0 to 1.
-        asked: our questions.
+        asked: the number of our questions.
         published: the published share.
-        questions: those of the published run.
+        questions: the number of questions of the published run.
     """
     share = min(max(published, 0.5 / questions), 1 - 0.5 / questions)  # a share of 0 or 1 has an error, too
     return (ours - published) / math.sqrt(share * (1 - share) * (1 / questions + 1 / asked))

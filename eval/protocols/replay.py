@@ -91,7 +91,7 @@ def _cell(line: Line) -> Cell:
     """Return the cell of a line: its protocol, variant and kind of task, and the harness's task where that decides.
 
     Raises:
-        UserError: no protocol has it.
+        UserError: no protocol has such a cell.
     """
     variant, task = f"{line['protocol']}/{line['variant']}", str(line.get("lm_eval_task")).replace("_", "-")
     for name in spec.names():

@@ -6,17 +6,17 @@ import ast
 import warnings
 from collections.abc import Mapping
 
-LINES = 100  # of a text, that are looked at
+LINES = 100  # only these first lines of a text are read
 
 
 def sanitize(text: str, entry_point: str | None = None) -> str:
     """Return the imports and definitions of the longest part of a text that is Python.
 
-    Functions that return nothing are dropped, and so are expressions and tests. Of two definitions of a name the last
-    one stays, in the place of the first.
+    Functions without `return` are dropped, and so are statements other than imports, definitions and assignments. Of
+    two definitions of a name the last one stays, in the place of the first.
 
     Args:
-        text: what a model wrote.
+        text: the answer of a model.
         entry_point: only this function and what it refers to is returned. None returns all.
     """
     plain = text.replace("\t", "    ").replace("\r\n", "\n").replace("\r", "\n").strip() + "\n"
@@ -78,7 +78,7 @@ def _reachable(entry_point: str, defined: Mapping[str, ast.stmt]) -> set[str]:
 
 
 def _references(node: ast.AST) -> set[str]:
-    """Return names and attributes. What an attribute belongs to does not count."""
+    """Return the names and attributes in a node. For `a.b` it is only `b`."""
     found: set[str] = set()
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Name):

@@ -31,7 +31,8 @@ VALUES: Mapping[str, tuple[str | None, ...]] = {
 class Data:
     """A data set of the hub.
 
-    path: its name; subsets: its configurations, one after the other; first, stop: the rows that count
+    path: its name; subsets: its configurations, one after the other; split: the split with the questions
+    first, stop: the range of rows that are used
     """
 
     path: str
@@ -49,18 +50,18 @@ class Cell:
         variant: the part of the protocol that holds for some models, for example `fast-dllm-llada/instruct`.
         task: the name in the YAML.
         kind: gsm8k, minerva_math, humaneval or mbpp.
-        data: where its questions are.
+        data: the data set of its questions.
         lm_eval: the file of the task in lm-evaluation-harness, under `lm_eval/tasks`.
         opencompass: the file of the task in OpenCompass, under `opencompass/configs/datasets`.
         shots: examples before the question. lm-eval draws those of GSM8K for each question (seed 1234); other tasks
             have fixed ones.
         prompt: the question as Jinja, in place of the task's own.
         prefix: the beginning of the answer as Jinja.
-        wrap: the request inside other text: `{request}` stands for it.
-        chat: `none`; `wrapper-turn`: the whole request is one user turn; `lm-eval-turn`: the same by lm-eval, which
-            then draws twice for each question; `lm-eval-turns`, `opencompass-turns`: each example is a pair of turns.
+        wrap: a text around the request, with `{request}` in its place.
+        chat: `none`; `wrapper-turn`: the whole request is one user turn; `lm-eval-turn`: lm-eval makes that turn, and
+            draws examples twice for each question; `lm-eval-turns`, `opencompass-turns`: each example is two turns.
         bos: True if the tokenizer's BOS token is put before the text.
-        keep: the prompt's last tokens that are kept. None keeps all.
+        keep: the number of tokens that are kept at the end of the prompt. None keeps all.
         until: stop strings in place of the task's own.
         escape: True if the stop strings are stated and not applied.
         answer: `cut-with-special-tokens` and `cut-without-special-tokens` look for stop strings before or after special
@@ -68,14 +69,14 @@ class Cell:
         extract: `lm-eval`: its filters; `minerva`: both metrics of MATH; `raw`: the text is the program, so a code
             fence fails; `after-prompt`: prompt and text; `after-prompt-sanitized`: prompt and the definitions that the
             function needs from the first code fence; `opencompass-...`: its rules.
-        script: how a second script of the authors takes it. `sanitized` takes the inside of the code fence without
-            tests. None if the authors have no such script.
+        script: the rule by which a second script of the authors takes the program. `sanitized` takes the inside of the
+            code fence without tests. None if the authors have no such script.
         published: the metric of the published figure.
-        shows: `stated` or `inferred`: if a source says which metric was published.
+        shows: `stated` if a source names the published metric, else `inferred`.
         tokens: what counts as a token. `cut-text-again` encodes the cut text again; `generated` is all ids (both
             without end-of-text tokens); `whole-row` adds the prompt; `canvas` is everything.
-        skip: the questions at the beginning that tokens, forwards and seconds leave out.
-        length: new tokens.
+        skip: the number of first questions that counts of tokens, forwards and seconds leave out.
+        length: the length of the canvas in tokens.
         settings: words for the sampler that hold for every method.
     """
 
@@ -141,7 +142,7 @@ class Protocol:
 
 
 def names() -> list[str]:
-    """Return the names of the packaged protocols that are more than a list of settings."""
+    """Return the names of the packaged protocols that have variants. Others are plain suites."""
     return [name for name in config.names(GROUP) if "variants" in config.entry(GROUP, name).settings]
 
 
@@ -150,7 +151,7 @@ def load(name: str) -> Protocol:
     """Return a protocol: a packaged one, or the user's of `./conf/suite/protocol`.
 
     Raises:
-        UserError: there is none of this name, or its file has a field or a value that is unknown.
+        UserError: no protocol has this name, or its file has an unknown field or value.
     """
     entry = user_files.entry(GROUP, name)
     whole = dict(entry.settings)

@@ -30,12 +30,12 @@ class ProtocolTask(Task):
 
     Args:
         protocol: a file of `conf/suite/protocol`.
-        task: one of its tasks.
-        variant: the part of the protocol for some models. None stands for the first one.
+        task: a task of the protocol.
+        variant: the part of the protocol for some models. None means the first one.
         data: a file or folder in the data set's schema, in place of the hub's.
-        forwards: `all`, or `two-per-block`: each block counts two forwards at least.
+        forwards: `all`, or `two-per-block`, which counts the forwards with a commit in each block, but at least two.
         run_code: allow programs that the model wrote to run, in a child process with limits.
-        count: the number of questions, from the first. None stands for all.
+        count: the number of questions, from the first. None means all.
         seed: the questions do not depend on it.
 
     Raises:
@@ -66,7 +66,7 @@ class ProtocolTask(Task):
 
     @cached_property
     def cell(self) -> Cell:
-        """The task as the protocol states it."""
+        """The definition of the task in the protocol."""
         protocol = spec.load(str(self.protocol))
         variant = protocol.variant(None, self.variant)
         if (variant, self.task) not in protocol.cells:
@@ -75,17 +75,17 @@ class ProtocolTask(Task):
 
     @property
     def score(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The metric of the published figure."""
+        """The name of the metric of the published figure."""
         return self.cell.published
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Length of the canvas."""
+        """The length of the canvas in tokens."""
         return self.cell.length
 
     @cached_property
     def documents(self) -> Sequence[prompts.Document]:
-        """The questions."""
+        """The questions, as documents of the data set."""
         cell = self.cell
         return data.load(cell.kind, cell.data, cell.data.split, self.data)[: self.count]
 
@@ -122,7 +122,7 @@ class ProtocolTask(Task):
         return sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> Sequence[int]:
-        """Return the prompt's ids. Templates, BOS tokens and truncation are the protocol's."""
+        """Return the token ids of the prompt. The protocol sets the template, the BOS token and the truncation."""
         assert tokenizer is not None
         given: Any = sample.prompt
         name = self.source(sample)
@@ -134,7 +134,7 @@ class ProtocolTask(Task):
         return ids[-self.cell.keep :] if self.cell.keep else ids
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Return metrics by the harness's names. Tokens and forwards are counted as the protocol does."""
+        """Return the metrics by the harness's names, and the tokens and forwards that the protocol counts."""
         tokenizer, cell = answer.tokenizer, self.cell
         assert tokenizer is not None
         text, counted = prompts.cut_answer(cell, list(answer.canvas), tokenizer)

@@ -1,4 +1,4 @@
-"""From `suite=protocol/NAME task=... method=...` to the words of each run."""
+"""The words of each run of `suite=protocol/NAME task=... method=...`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_protocol(suite: str) -> bool:
 def lines(suite: str, words: Sequence[str]) -> list[list[str]]:
     """Return the words of each combination of models, tasks and methods.
 
-    Words of the command line come first: they replace those of the protocol and of the method.
+    Words of the command line replace those of the protocol and of the method.
 
     Raises:
         UserError: an unknown task, variant or method.
@@ -54,7 +54,7 @@ def lines(suite: str, words: Sequence[str]) -> list[list[str]]:
 
 
 def _override(words: Sequence[str], *others: Sequence[str]) -> list[str]:
-    """Return words without those that later ones replace, and the later ones but for the last list."""
+    """Return `words` and all of `others` but the last list, without the words that a later list replaces."""
     kept = list(words)
     for number, more in enumerate(others):
         keys = {word.partition("=")[0].lstrip("+~") for word in more}

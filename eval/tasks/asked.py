@@ -1,4 +1,4 @@
-"""A task of the user's own, asked with care: what it raises, or gives that cannot be, becomes one sentence."""
+"""A wrapper of a user's task: its exceptions and invalid results become a `UserError`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 
 
 class Asked:
-    """The task, with its methods checked; all else is the task's.
+    """A user's task with checked methods. All other attributes are those of the task.
 
     Args:
-        task: the user's.
-        name: as the user calls it.
+        task: the user's task.
+        name: the name of the task in task=NAME.
     """
 
     def __init__(self, task: Task, name: str):
@@ -27,16 +27,17 @@ class Asked:
         return getattr(self.task, name)
 
     def samples(self) -> Sequence[Sample]:
-        """Return the samples. They are asked for once.
+        """Return the samples. The task's method is called once.
 
         Raises:
-            UserError: it raised an error, or they are not samples.
+            UserError: the task raised an exception, or did not return a list of valid samples.
         """
         if self._samples is None:
             found = self._of("samples()", self.task.samples)
             if not isinstance(found, Sequence) or not found or not all(isinstance(one, Sample) for one in found):
                 raise UserError(
-                    "task-result", f"{self.called}: samples() returned {short(repr(found))}. Return a list of Sample."
+                    "task-result",
+                    f"{self.called}: samples() returned {short(repr(found))}. Return a list of at least one Sample.",
                 )
             for place, one in enumerate(found):
                 self._check(place, one)
@@ -46,7 +47,7 @@ class Asked:
     def _check(self, place: int, sample: Sample) -> None:
         if sample.index != place:
             raise UserError(
-                "task-result", f"{self.called}: sample {place + 1} has index {sample.index!r}. Set {place}."
+                "task-result", f"{self.called}: sample {place + 1} has index {sample.index!r}. Set index={place}."
             )
         given = sample.prompt
         ids = isinstance(given, Sequence) and not isinstance(given, str) and all(type(one) is int for one in given)
@@ -58,13 +59,13 @@ class Asked:
         try:
             json.dumps(given)
         except (TypeError, ValueError):
-            raise UserError("task-result", f"{self.called}: prompt {place + 1} is not JSON. Give text.") from None
+            raise UserError("task-result", f"{self.called}: prompt {place + 1} is not JSON. Use texts.") from None
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """Return the grades of an answer.
 
         Raises:
-            UserError: it raised an error, or the grades are not numbers with the task's `score` from 0 to 1 among them.
+            UserError: the task raised an exception, or the grades are not numbers with its `score` from 0 to 1.
         """
         given = self._of(f"grade() of sample {sample.index + 1}", lambda: self.task.grade(sample, answer))
         score = self.task.score
@@ -84,7 +85,7 @@ class Asked:
         """Return the measures of all answers together.
 
         Raises:
-            UserError: it raised an error, or gave no numbers.
+            UserError: the task raised an exception, or did not return numbers by name.
         """
         given = self._of("together()", lambda: self.task.together(samples, answers))
         try:

@@ -1,4 +1,4 @@
-"""Test beds as tasks: the model is part of the task, and it makes no error, so what goes wrong is the sampler's."""
+"""Test beds as tasks. The model is part of the task and exact, so all errors are the sampler's."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Ideal(Drawn):
     (`tests/tables/closed_form.py`).
 
     Args:
-        operation: shuffle, replace_random, ...
-        items: n; a latin square's side.
+        operation: a key of `LAWS` in `eval/testbeds/laws.py`, for example shuffle.
+        items: number of items, or the side of a latin square.
     """
 
     operation: str = "shuffle"
@@ -46,7 +46,7 @@ class Ideal(Drawn):
 
     @cached_property
     def law(self) -> Listed | Shuffle:
-        """The law of the results."""
+        """The law of the outcomes."""
         return LAWS[self.operation](self.items)
 
     @property
@@ -56,16 +56,16 @@ class Ideal(Drawn):
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Exactly the outcome."""
+        """The number of tokens of an outcome."""
         return self.law.length
 
     @property
     def dependency(self) -> Literal["low", "high"]:
-        """Dependency between tokens, by C(Y|X)."""
+        """`high` if the conditional total correlation C(Y|X) is above 0, else `low`."""
         return "high" if self.law.c_bits > 1e-9 else "low"
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Return the same prompt always. Only the sampler's seed differs."""
+        """Return the same prompt for every sample. Only the seeds of the draws differ."""
         return [0], {}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
@@ -83,13 +83,13 @@ class Ideal(Drawn):
 class Markov(Drawn):
     """Continuations of a Markov chain by a model that knows every posterior marginal exactly (arXiv 2602.19619).
 
-    What a sampler does to transitions shows over a set of answers (`together`). `task=markov` brings `suite=markov`:
-    every scheduler at several settings, at temperature 1 in one block without cache.
+    The errors in transitions are measured over all answers (`together`). `task=markov` implies `suite=markov`: every
+    scheduler at several settings, at temperature 1 in one block without cache.
 
     Args:
-        states: of the chain.
+        states: number of states.
         length: tokens after the first state.
-        concentration: of the Dirichlet law its rows are drawn from; small: peaked.
+        concentration: parameter of the Dirichlet law of the rows. A small one makes them peaked.
         chain: seed of the chain itself.
     """
 
@@ -106,8 +106,8 @@ class Markov(Drawn):
         if self.states < 2 or self.length < 1 or not self.concentration > 0:
             raise UserError(
                 "option-range",
-                f"task.states={self.states} task.length={self.length} task.concentration={self.concentration}. Set at"
-                " least 2, at least 1, and above 0.",
+                f"task.states={self.states} task.length={self.length} task.concentration={self.concentration} is out of"
+                " range. Set states to at least 2, length to at least 1, and concentration above 0.",
             )
 
     @cached_property
@@ -117,7 +117,7 @@ class Markov(Drawn):
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """All that the law has."""
+        """The number of tokens of the law."""
         return self.length
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
@@ -130,8 +130,8 @@ class Markov(Drawn):
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """Return `log_likelihood` (nats per token under the chain) and `score`.
 
-        The score is 1 for a typical likelihood, and falls by a factor of e for each nat above or below it. Too likely
-        is as wrong as too unlikely. Exact answers vary, too, so their score is below 1.
+        The score is 1 for a typical likelihood, and falls by a factor of e for each nat per token above or below it.
+        Exact answers vary, too, so their mean score is below 1.
         """
         ids = list(answer.ids)[: self.length]
         if len(ids) < self.length or any(one >= self.states for one in ids):
@@ -145,7 +145,7 @@ class Markov(Drawn):
         }
 
     def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Measure the distance of the answers from the chain (`chain.Distance`). Empty if an answer is cut."""
+        """Measure the distance of the answers from the chain (`chain.Distance`). Returns {} if one is cut."""
         rows = [(list(a.ids)[: self.length], int(s.facts["start"])) for s, a in zip(samples, answers, strict=True)]
         if any(len(ids) < self.length or max(ids) >= self.states for ids, _ in rows):
             return {}

@@ -17,7 +17,7 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 @dataclass
 class Drawn(Task):
-    """Sample i comes from (name, seed, i) alone."""
+    """A task that draws sample i from its name, its seed and i alone."""
 
     many: ClassVar[bool] = False  # several answers are right: C(Y|X) > 0
 
@@ -37,7 +37,7 @@ class Drawn(Task):
         ]
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Return the prompt of a sample, and what grading needs."""
+        """Return the prompt of a sample, and its facts for grading."""
         raise NotImplementedError
 
 

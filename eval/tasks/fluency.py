@@ -17,7 +17,7 @@ SILENT_H = re.compile(r"(?:hour|honest|honou?r|heir)", re.IGNORECASE)
 
 
 def fluency_proxy(text: str) -> float:
-    """Return 1 if a text has none of the damage that decoding in parallel does, else 0. It does not judge grammar.
+    """Return 1 if a text has no damage of the kinds that parallel decoding does, else 0. Grammar is not checked.
 
     Damage: an empty text, a word twice in a row, `a` where `an` belongs and the other way round, brackets or quotes
     that do not match, no capital at the start, no mark at the end, special tokens left over, three words three times.
@@ -61,15 +61,15 @@ def _balanced(text: str) -> bool:
 
 
 def check(grammar: str | None) -> None:
-    """Refuse a `grammar` field that cannot be served."""
+    """Raise `UserError` if LanguageTool cannot be used in the way that `grammar` names."""
     if grammar is not None:
         _tool(grammar)
 
 
 def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, float]]:
-    """Return the part of the score, and the measures: `fluency_proxy`, and `grammar` if LanguageTool is asked.
+    """Return the measure of writing that the score uses, and all measures by name.
 
-    grammar: None; `languagetool`, which starts a local one; or the URL of a server. The measure is 1 without findings.
+    They are `fluency_proxy`, and `grammar` if the field `grammar` is set: 1 if LanguageTool finds no mistake, else 0.
     """
     proxy = fluency_proxy(text)
     if grammar is None:
@@ -87,12 +87,11 @@ def _tool(grammar: str) -> Any:
     except ImportError:
         raise UserError(
             "package-missing",
-            "task.grammar needs LanguageTool. Run pip install language_tool_python (and Java), or remove it.",
+            "task.grammar needs LanguageTool. Run pip install language_tool_python (and Java), or set null.",
         ) from None
+    server = {} if grammar == "languagetool" else {"remote_server": grammar}
     try:
-        server = {} if grammar == "languagetool" else {"remote_server": grammar}
         return module.LanguageTool("en-US", **server)
     except Exception as error:  # no Java, no download, no server: each has a kind of its own
-        raise UserError(
-            "package-missing", f"LanguageTool does not start ({first_line(error)}). Install Java."
-        ) from error
+        fix = "Check the URL." if server else "Install Java."
+        raise UserError("package-missing", f"task.grammar={grammar} fails ({first_line(error)}). {fix}") from error

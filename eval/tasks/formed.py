@@ -1,4 +1,4 @@
-"""Answers whose form the prompt fixes: how many have it, and how many are right, with and without a guide on it."""
+"""Answers whose form the prompt fixes, to compare shares in the form and right, with and without a guide."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ NAMES = 5  # orders of more would make long expressions
 class Formed(Mini):
     """An operation of the shipped model, and the regular expression that every answer to the prompt must match.
 
-    The form of `latin` are all latin squares, of `shuffle` the prompt's names, at most five, in any order, of `json`
-    objects with the prompt's keys. It does not say which one is right. With `guided=true` a run demands it of each
-    answer.
+    For `latin` it matches all latin squares, for `shuffle` the prompt's names (at most five) in any order, and for
+    `json` objects with the prompt's keys. It also matches wrong answers. `guided=true` holds each answer to it.
 
     Args:
         operation: latin, shuffle or json.
@@ -46,7 +45,7 @@ class Formed(Mini):
         several = replace(self, count=4 * self.count)
         found = [one for one in Mini.samples(several) if str(one.prompt).count(",") < NAMES][: self.count]
         if len(found) < self.count:
-            raise UserError("option-range", f"task.count={self.count} exceeds the {len(found)} prompts. Lower it.")
+            raise UserError("option-range", f"task.count={self.count} exceeds {len(found)} usable prompts. Lower it.")
         return [replace(one, index=index) for index, one in enumerate(found)]
 
     @override
@@ -70,13 +69,13 @@ class Formed(Mini):
 
 @dataclass(frozen=True)
 class Demanded(Regex):
-    """The forms of a task's answers, as `guided=true` demands them."""
+    """The guide of `guided=true`, with the regular expressions of a task's answers."""
 
     stands_for: ClassVar[str] = "regex (of guided=true)"
 
 
 def _below(above: tuple[str, ...], rows: list[str]) -> list[tuple[str, ...]]:
-    """Yield the squares that begin with some rows."""
+    """Return the latin squares of side 4 that begin with the rows `above`."""
     if len(above) == 4:
         return [above]
     fits = [row for row in rows if all(a != b for other in above for a, b in zip(row, other, strict=True))]

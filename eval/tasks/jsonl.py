@@ -18,7 +18,7 @@ from dllm_sampler.inputs.metrics import Metric
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the file: its place, its prompt, its answer if it has one, and all its fields."""
+    """A line of the file: its file and number (`where`), its prompt, its answer or None, and all its fields."""
 
     where: str
     prompt: Prompt
@@ -62,7 +62,7 @@ class Jsonl(Task):
 
     @cached_property
     def lines(self) -> Sequence[Line]:
-        """The file's, at most `count`."""
+        """The lines of the file, at most `count`."""
         assert self.file is not None
         try:
             with expanded("task.file", self.file).open(encoding="utf-8") as opened:
@@ -76,7 +76,9 @@ class Jsonl(Task):
         lines = []
         for where, record in found[: self.count]:
             if not isinstance(record, dict):
-                raise UserError("example-invalid", f'{where} is not a sample. Write {{"prompt": ..., "answer": ...}}.')
+                raise UserError(
+                    "example-invalid", f'{where} is not a JSON object. Write {{"prompt": ..., "answer": ...}}.'
+                )
             lines.append(Line(where, prompt(record, where), record.get("answer"), record))
         return lines
 
@@ -89,7 +91,7 @@ class Jsonl(Task):
         return self.lines[sample.index].where
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Return `score`, and what else a metric of the user's own returns."""
+        """Return `score`, and the other values that the user's metric returns."""
         line = self.lines[sample.index]
         return self.judge.scores(
             answer.text, line.answer, prompt=line.prompt, ids=answer.ids, line=line.fields, where=line.where

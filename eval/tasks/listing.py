@@ -11,7 +11,7 @@ from dllm_sampler.eval.tasks.base import Answer
 
 
 def written(items: Sequence[str]) -> str:
-    """Return a list as prompts show it."""
+    """Return a list in the form that prompts show."""
     return "[" + ", ".join(f'"{item}"' for item in items) + "]"
 
 
@@ -23,7 +23,7 @@ def loose(text: str) -> list[str]:
 
 
 def strict(text: str) -> list[str] | None:
-    """Return what `loose` does if brackets, quotes and `, ` are as in prompts, else None."""
+    """Return the items of the last list in a text, or None unless it has exactly the form of `written`."""
     _, opened, rest = text.rpartition("[")
     inside, closed, _ = rest.partition("]")
     if not opened or not closed or not re.fullmatch(r'"[^"]*"(, "[^"]*")*', inside):
@@ -37,10 +37,11 @@ def mistakes(
     """Return the kinds of mistakes, each 0 or 1. Several may apply at once.
 
     Args:
-        found: the items that were read.
+        found: the items that were read from the answer.
+        answer: the answer.
         known: all items that may appear, as often as they may.
-        needed: those that must.
-        room: the tokens there were; an unfinished answer that used them all was cut, another one ended too early.
+        needed: the items that must appear.
+        room: the length of the canvas. An unfinished answer of this length is truncated, a shorter one ended too early.
     """
     unclosed = "]" not in answer.text.rpartition("[")[2]
     counts, allowed = Counter(found), Counter(known)

@@ -1,4 +1,4 @@
-"""The operations of the shipped model, on prompts that training never saw: ParallelBench's finding on a laptop."""
+"""The operations of the shipped model, on prompts that its training never saw."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def held_out_prompts(task: Operation, count: int, seed: int = 0) -> list[str]:
 
 
 def held_out_examples(task: Operation, seed: int) -> Iterator[tuple[str, str]]:
-    """Draw the same prompts without end, each with a right answer."""
+    """Yield the prompts of `held_out_prompts` without end, each with a right answer."""
     rng = Random(f"card/{task.name}" + f"/{seed}" * bool(seed))
     while True:
         yield draw_example(task.draw, rng, held=True)
@@ -52,21 +52,21 @@ class Mini(Task):
 
     @property
     def dependency(self) -> Literal["low", "high"]:
-        """See `Task.dependency`: whether several answers are right."""
+        """`high` if several answers to a prompt are right, else `low`."""
         return "high" if self.operation in MANY else "low"
 
     def samples(self) -> Sequence[Sample]:
-        """Return the card's prompts."""
+        """Return samples with the prompts of `held_out_prompts`."""
         prompts = held_out_prompts(TASKS[self.operation], self.count, self.seed)
         return [Sample(index, prompt) for index, prompt in enumerate(prompts)]
 
     def reference(self, sample: Sample) -> str:
-        """Draw the reference as the answers of training are drawn."""
+        """Return a right answer, drawn in the same way as the answers in training."""
         found = held_out_examples(TASKS[self.operation], self.seed)
         return next(answer for prompt, answer in found if prompt == sample.prompt)
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Return `exact_match`, and what is wrong with a list, each 0 or 1."""
+        """Return `exact_match`, and the kinds of mistakes in a list, each 0 or 1."""
         prompt = sample.prompt
         assert isinstance(prompt, str)
         right = TASKS[self.operation].check(prompt, answer.text)

@@ -11,7 +11,7 @@ from dllm_sampler.errors import UserError, first_line, installing
 
 
 def need(module: str, what: str) -> Any:
-    """Import a module of the extra `eval`."""
+    """Return a module of the extra `eval`. Raises `UserError` that `what` needs it if it is not installed."""
     try:
         return import_module(module)
     except ImportError:
@@ -40,13 +40,13 @@ def bleu(text: str, reference: str) -> float:
 
 
 def check_bert_score(wanted: bool) -> None:
-    """Refuse a task that asks for BERTScore where the package is missing."""
+    """Raise `UserError` if BERTScore is wanted and its package is not installed."""
     if wanted and find_spec("bert_score") is None:
         raise UserError("package-missing", "task.bert_score needs bert-score and 1.4 GB. Run pip install bert-score.")
 
 
 def bert_score(text: str, reference: str) -> float:
-    """Return F1 of BERTScore, English, 0 to 1."""
+    """Return the F1 of BERTScore for English texts, about 0 to 1."""
     try:
         scorer = _bert_scorer()
     except Exception as error:  # the hub's kinds of errors are many

@@ -24,9 +24,9 @@ class LatinSquare(Drawn):
     """Any latin square of given symbols.
 
     Args:
-        side: rows and columns.
-        compat: as published, a line counts as a row where the *set* of its cells is that of the symbols, so that one
-            with a cell too many passes.
+        side: number of rows and of columns.
+        compat: count a line as a row if the *set* of its cells is that of the symbols, as published. A line with
+            repeated cells then passes.
     """
 
     name = "latin_square"
@@ -42,11 +42,11 @@ class LatinSquare(Drawn):
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Room for a token per cell and one after it. 64 up to a side of 5."""
+        """The length of the canvas: two tokens for each cell, rounded up to a multiple of 32, at least 64."""
         return max(64, 32 * ceil(2 * self.side**2 / 32))
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Draw symbols, and an example with others."""
+        """Draw the symbols, and an example with other symbols."""
         shown, asked = (rng.sample(ascii_uppercase + digits, self.side) for _ in range(2))
         rows, columns = (rng.sample(range(self.side), self.side) for _ in range(2))
         square = "\n".join(",".join(shown[(row + column) % self.side] for column in columns) for row in rows)
@@ -99,7 +99,7 @@ class Sudoku(Drawn):
     """A sudoku of 4 by 4 cells with one solution.
 
     Args:
-        holes: cells to fill. Published: 4, later 8.
+        holes: number of cells to fill (published: 4, later 8).
     """
 
     name = "sudoku"

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Repeated:
-    """The task with `times` samples for each prompt, one after the other. Everything else is the task's.
+    """A task with several samples for each prompt. All other attributes are those of the inner task.
 
     Args:
-        task: the task.
+        task: the inner task.
         times: samples for each prompt. Sample i answers prompt `i // times`.
     """
 
@@ -37,29 +37,29 @@ class Repeated:
         return [replace(one, index=index) for index, one in enumerate(each)]
 
     def _of(self, sample: Sample) -> Sample:
-        """Return the task's own sample."""
+        """Return the sample of the inner task that a sample repeats."""
         return self._once[sample.index // self.times]
 
     def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str | Sequence[Any]:
-        """Return the prompt of the task's own sample."""
+        """Return the prompt of the repeated sample."""
         return self.task.prompt(self._of(sample), tokenizer)
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Return the grades of an answer to the task's own sample."""
+        """Return the grades of an answer to the repeated sample."""
         return self.task.grade(self._of(sample), answer)
 
     def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
-        """Return the task's measures of all answers."""
+        """Return the measures of all answers together from the inner task."""
         return self.task.together([self._of(sample) for sample in samples], answers)
 
     def reference(self, sample: Sample) -> str | Sequence[int] | None:
-        """Return the right answer to the task's own sample."""
+        """Return a right answer to the repeated sample, or None."""
         return self.task.reference(self._of(sample))
 
     def form(self, sample: Sample) -> str | None:
-        """Return the form of an answer to the task's own sample."""
+        """Return the regular expression of answers to the repeated sample, or None."""
         return self.task.form(self._of(sample))
 
     def source(self, sample: Sample) -> str | None:
-        """Return the source of the task's own sample."""
+        """Return the file and line of the repeated sample, or None."""
         return self.task.source(self._of(sample))

@@ -68,7 +68,7 @@ def _slots(rng: Random) -> dict[str, str]:
 
 
 def sentence(rng: Random) -> tuple[str, list[str]]:
-    """Draw a sentence, with the names, days and numbers that another wording would keep."""
+    """Draw a sentence, and the names and days in it, which a paraphrase should keep."""
     template, slots = rng.choice(SENTENCES), _slots(rng)
     kept = [slots[slot] for slot in ("a", "b", "day", "number") if f"{{{slot}}}" in template]
     return template.format(**slots), [word for word in kept if not word.isdigit()]

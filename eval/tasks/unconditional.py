@@ -42,8 +42,8 @@ class Unconditional(Task):
     repetition: read it with the entropy.
 
     Args:
-        count: how many samples.
-        seed: samples do not depend on it. Their draws depend on the option `seed`.
+        count: number of samples.
+        seed: has no effect on samples. Their draws depend on the option `seed`.
         length: tokens of a sample.
         begin: text before each sample, which is not measured. None: the tokenizer's BOS token.
         judge: a causal language model, FOLDER or ORG/NAME. Texts are encoded again with its tokenizer. None: no judge.
@@ -80,12 +80,12 @@ class Unconditional(Task):
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The length of a sample."""
+        """The length of a sample in tokens."""
         return self.length
 
     @property
     def dependency(self) -> Literal["high"]:
-        """The tokens of a text have to agree with one another."""
+        """`high`, since the tokens of a text have to agree with one another."""
         return "high"
 
     def samples(self) -> Sequence[Sample]:
@@ -108,7 +108,7 @@ class Unconditional(Task):
         return [int(bos)]
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Return `score` and the entropy of the tokens before the end token."""
+        """Return `score` and the entropy of the tokens before the end-of-text token."""
         if not answer.ids:
             return {"score": 0.0, "entropy": 0.0}
         return {"score": float(bool(answer.text.strip())), "entropy": entropy(answer.ids)}
@@ -194,7 +194,7 @@ class _Judge:
             return self.model(input_ids=torch.tensor([piece], device=self.model.device), output_hidden_states=True)
 
     def losses(self, text: str) -> list[float]:
-        """Return the loss of every token that follows another one in its piece, in nats."""
+        """Return the loss in nats of every token but the first of each piece."""
         found: list[float] = []
         for piece in pieces(self.tokenizer.encode(text, add_special_tokens=False), self.context):
             if len(piece) > 1:
@@ -203,6 +203,6 @@ class _Judge:
         return found
 
     def features(self, texts: Sequence[str]) -> np.ndarray:
-        """Return the last hidden state of the last token of each text that is not empty, as MAUVE has it."""
+        """Return the last hidden state of the last token of each text that is not empty, as MAUVE defines features."""
         each = [self.tokenizer.encode(text)[: self.context] for text in texts if text]
         return np.array([self._read(ids).hidden_states[-1][0, -1].float().cpu().numpy() for ids in each if ids])

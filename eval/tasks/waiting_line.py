@@ -32,7 +32,7 @@ class WaitingLine(Drawn):
     """A list of full names and what to do with it, after one example.
 
     Args:
-        items: lengths of the lists; sample i has the i-th of them, over and over.
+        items: lengths of the lists, which the samples take in turn.
         template: the user's message in your own words, with `{queue}` and, if the operation has them, `{word}` and
             `{index}`. By default ours.
     """
@@ -50,17 +50,19 @@ class WaitingLine(Drawn):
         try:
             whole = PLACE in self._message(PLACE, "", 0)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError("option-syntax", f"task.template has the unknown field {error}. Remove it.") from None
+            raise UserError(
+                "option-syntax", f"task.template fails ({error}). Use {{queue}}, {{word}} and {{index}}."
+            ) from None
         if not whole:
-            raise UserError("option-syntax", "task.template has no waiting line. Add {queue}.")
+            raise UserError("option-syntax", "task.template has no {queue}. Add it.")
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Room for the longest list: 32 tokens do for six names, in one-token-per-word vocabularies at least."""
+        """The length of the canvas: 32 tokens for lists of up to six names, else 128."""
         return 32 if max(self.items) <= 6 else 128
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Draw a queue and an example of any of the lengths."""
+        """Draw a queue, and an example with a queue of any of the lengths."""
         shown, right = self._case(rng, rng.choice(self.items))
         facts, _ = self._case(rng, self.items[index % len(self.items)])
         message = self._message(listing.written(facts["queue"]), facts["word"], facts["index"])
@@ -100,7 +102,7 @@ class WaitingLine(Drawn):
         return found == self.edit(queue, word, index)
 
     def needed(self, queue: list[str], word: str, index: int) -> Sequence[str]:
-        """Return the people that every right answer has."""
+        """Return the people that every right answer contains."""
         return self.edit(queue, word, index)
 
     def _case(self, rng: Random, n: int) -> tuple[dict[str, Any], list[str]]:
@@ -120,7 +122,7 @@ class WaitingLine(Drawn):
 
 
 class Copy(WaitingLine):
-    """The same list."""
+    """The list unchanged."""
 
     name = "copy"
     task = "Nobody has moved. Write the queue down once more, exactly as it is."
@@ -131,7 +133,7 @@ class Copy(WaitingLine):
 
 
 class Reverse(WaitingLine):
-    """From the last to the first."""
+    """The list from last to first."""
 
     name = "reverse"
     task = "It was written down the wrong way round. Turn it around, so that the last person becomes the first."
@@ -143,7 +145,7 @@ class Reverse(WaitingLine):
 
 @dataclass
 class Sort(WaitingLine):
-    """By last name.
+    """The list sorted by last name.
 
     Args:
         compat: grade by the whole name, first name first, as the published labels do, which contradicts the prompt.
@@ -160,13 +162,13 @@ class Sort(WaitingLine):
 
 
 class Shuffle(WaitingLine):
-    """Any other order."""
+    """The list in any other order."""
 
     name, many = "shuffle", True
     task = "To be fair to everyone, put the people in a random order. It must not be the order they have now."
 
     def edit(self, queue: list[str], word: str, index: int) -> list[str]:
-        """Shuffle the queue by a number."""
+        """Return an order other than that of the queue, drawn by `index`."""
         order, rng = list(queue), Random(f"{index}/{'/'.join(queue)}")
         while order == queue:
             rng.shuffle(order)
@@ -178,7 +180,7 @@ class Shuffle(WaitingLine):
 
 
 class ReplaceIndex(WaitingLine):
-    """A new person at a given position."""
+    """The list with a new person in place of the one at a given position."""
 
     name, adds = "replace_index", True
     task = "{word} takes the place of the person at position {index}. Positions count from 0."
@@ -189,13 +191,13 @@ class ReplaceIndex(WaitingLine):
 
 
 class ReplaceRandom(ReplaceIndex):
-    """A new person in anybody's place."""
+    """The list with a new person in place of any one."""
 
     name, many = "replace_random", True
     task = "{word} takes the place of one person. Pick that person at random."
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
-        """Return True if the answer is the queue with the new person where the answer has it first."""
+        """Return True if the answer is the queue with one person replaced by the new one."""
         at = found.index(word) if word in found else len(queue)
         return at < len(queue) and found == self.edit(queue, word, at)
 
@@ -205,7 +207,7 @@ class ReplaceRandom(ReplaceIndex):
 
 
 class InsertIndex(WaitingLine):
-    """A new person before a given position."""
+    """The list with a new person inserted at a given position."""
 
     name, adds = "insert_index", True
     task = (
@@ -214,7 +216,7 @@ class InsertIndex(WaitingLine):
     )
 
     def places(self, n: int) -> int:
-        """Include the position after the last."""
+        """Return the number of positions, including the one after the last person."""
         return n + 1
 
     @override
@@ -223,13 +225,13 @@ class InsertIndex(WaitingLine):
 
 
 class InsertRandom(InsertIndex):
-    """A new person anywhere."""
+    """The list with a new person inserted anywhere."""
 
     name, many = "insert_random", True
     task = "{word} joins the queue. Pick the position at random."
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:
-        """Return True if the answer without the new person, once, is the queue."""
+        """Return True if the answer is the queue once the new person is removed from it."""
         if word not in found:
             return False
         at = found.index(word)
@@ -237,7 +239,7 @@ class InsertRandom(InsertIndex):
 
 
 class RemoveIndex(WaitingLine):
-    """Without the person at a given position."""
+    """The list without the person at a given position."""
 
     name = "remove_index"
     task = "The person at position {index} leaves. Positions count from 0."
@@ -248,7 +250,7 @@ class RemoveIndex(WaitingLine):
 
 
 class RemoveRandom(RemoveIndex):
-    """Without anybody."""
+    """The list without any one person."""
 
     name, many = "remove_random", True
     task = "One person leaves. Pick that person at random."
@@ -258,5 +260,5 @@ class RemoveRandom(RemoveIndex):
         return any(found == self.edit(queue, word, at) for at in range(len(queue)))
 
     def needed(self, queue: list[str], word: str, index: int) -> Sequence[str]:
-        """Return nobody."""
+        """Return an empty list, since anybody may leave."""
         return []

@@ -22,7 +22,7 @@ class Writing(Drawn):
     """A task whose answers are prose.
 
     Args:
-        grammar: None: the score counts `fluency_proxy`; `languagetool` or a server's URL: it counts `grammar`.
+        grammar: `languagetool` or a server's URL: the score uses `grammar`. None: it uses `fluency_proxy`.
     """
 
     max_new_tokens = 64
@@ -41,7 +41,7 @@ class Words(Writing):
 
     Args:
         level: `easy`: words of one theme; `medium`: of two themes of one register; `hard`: each of another theme.
-        size: how many words.
+        size: number of words.
     """
 
     level: Literal["easy", "medium", "hard"] = "easy"
@@ -58,7 +58,7 @@ class Words(Writing):
         return f"words_{self.level}"
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Draw the words."""
+        """Draw words, and return a prompt that asks for a sentence with them."""
         if self.level == "hard":
             words = [rng.choice(THEMES[theme]) for theme in rng.sample(list(THEMES), self.size)]
         else:
@@ -71,7 +71,7 @@ class Words(Writing):
         return chat(task), {"words": words}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Return `score`: 1 if it is well written and has every word, as letters in a row (`throws` has `throw`)."""
+        """Return `score`: the measure of writing if the answer has every word (`throws` has `throw`), else 0."""
         words = sample.facts["words"]
         there = [word in answer.text for word in words]
         counts, measures = fluency.grammar_measures(answer.text, self.grammar)
@@ -85,7 +85,7 @@ class Words(Writing):
 
 @dataclass
 class FromTexts(Writing):
-    """A task on texts: our own, drawn from templates, or a file's.
+    """A task on texts that are drawn from templates, or read from a file.
 
     Args:
         file: JSON lines, each with the fields that the task reads (`text`; or `dialogue` and `summary`); sample i is
@@ -98,11 +98,11 @@ class FromTexts(Writing):
 
     @cached_property
     def lines(self) -> list[dict[str, str]]:
-        """The file's."""
+        """The objects on the lines of the file."""
         assert self.file is not None
         try:
             text = expanded("task.file", self.file).read_text("utf-8")
-            found = [json.loads(line) for line in text.splitlines() if line]
+            found = [(number, json.loads(line)) for number, line in enumerate(text.splitlines(), 1) if line]
         except UserError:
             raise
         except OSError as error:
@@ -113,13 +113,15 @@ class FromTexts(Writing):
             raise UserError(
                 "json-invalid", f"task.file={self.file} is not JSON lines ({error}). Correct it."
             ) from error
-        for number, line in enumerate(found, 1):
+        for number, line in found:
             for field in self.fields:
                 if not isinstance(line, dict) or not isinstance(line.get(field), str):
-                    raise UserError("example-invalid", f"line {number} of {self.file} has no '{field}'. Add a text.")
+                    raise UserError(
+                        "example-invalid", f"line {number} of {self.file}: '{field}' is not a text. Add one."
+                    )
         if not found:
             raise UserError("file-invalid", f"task.file={self.file} has no lines. Add some.")
-        return found
+        return [line for _, line in found]
 
     def samples(self) -> Sequence[Sample]:
         """Return the samples, at most as many as the file has."""
@@ -128,10 +130,10 @@ class FromTexts(Writing):
 
 @dataclass
 class Paraphrase(FromTexts):
-    """The same in other words.
+    """A sentence to say in other words.
 
     Args:
-        bert_score: measure BERTScore F1 against the sentence, and count it in the score.
+        bert_score: measure BERTScore F1 against the sentence, and use it in the score.
     """
 
     name = "paraphrase"
@@ -144,7 +146,7 @@ class Paraphrase(FromTexts):
         overlap.check_bert_score(self.bert_score)
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Draw a sentence, and the words that must not be lost (names, numbers)."""
+        """Draw a sentence, and the words that its paraphrase has to keep (names and days)."""
         if self.file is None:
             text, kept = texts.sentence(rng)
         else:
@@ -153,9 +155,9 @@ class Paraphrase(FromTexts):
         return chat(task), {"text": text, "kept": kept}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Return `score`: well written, times 1 - BLEU against the sentence, times what stands for the same meaning.
+        """Return `score`: the measure of writing, times 1 - BLEU against the sentence, times a measure of meaning.
 
-        That is BERTScore where it is asked for, else `kept`, the share of names and numbers that are still there.
+        The measure of meaning is BERTScore if `bert_score` is set, else `kept`, the share of names and days kept.
         """
         text, kept = str(sample.facts["text"]), list(sample.facts["kept"])
         counts, measures = fluency.grammar_measures(answer.text, self.grammar)
@@ -170,7 +172,7 @@ class Paraphrase(FromTexts):
 
 @dataclass
 class Summarise(FromTexts):
-    """A short dialogue in a sentence or two."""
+    """A summary of a short dialogue in one or two sentences."""
 
     name = "summarise"
     fields = ("dialogue", "summary")
@@ -190,7 +192,7 @@ class Summarise(FromTexts):
         return chat(task), {"summary": summary}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Return `score`: well written, times ROUGE-L against the reference."""
+        """Return `score`: the measure of writing, times ROUGE-L against the reference."""
         counts, measures = fluency.grammar_measures(answer.text, self.grammar)
         found = overlap.rouge(answer.text, str(sample.facts["summary"]))
         return {"score": counts * found["rouge_l"], **measures, **found}

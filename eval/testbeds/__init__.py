@@ -1,1 +1,1 @@
-"""Models whose joint law is known, so that what a sampler does to it can be measured by itself."""
+"""Models with a known joint law, so that the error of a sampler can be measured apart from that of a model."""

@@ -1,6 +1,6 @@
-"""A Markov chain as a law: its exact posterior marginals between known tokens, and how far samples are from it.
+"""A Markov chain as a law: its exact posterior marginals between known tokens, and the distance of samples from it.
 
-The question is that of arXiv 2602.19619: what does a sampler do to the transitions, given a model without error?
+The question is that of arXiv 2602.19619: how does a sampler change the transitions, given a model without error?
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from dllm_sampler.eval.testbeds.laws import UNKNOWN, normalised
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of a set of sequences from the chain. Each measure comes with that of as many exact samples.
+    """The distance of a set of sequences from the chain. Each floor is the measure of as many exact samples.
 
     kl, kl_floor: nats per transition, sum over states of their share times KL(counted || true). The expectation over
-        exact samples, about (free parameters) / (2 * transitions), is subtracted, so that exact samples are near 0;
-        the floor is the root mean square of what they show.
-    tv, tv_floor: the same with total variation, not corrected: the floor is the mean over exact samples.
-    gap: nats per token by which the sequences are less likely under the chain than its own. Negative if more likely.
-        Samples that are too likely are as wrong as unlikely ones.
+        exact samples, about (free parameters) / (2 * transitions), is subtracted, so that exact samples are near 0. The
+        floor is the root mean square over exact samples.
+    tv, tv_floor: sum over states of their share times the total variation. The floor is the mean over exact samples.
+    gap: nats per token by which the sequences are less likely under the chain than exact samples. It is negative if
+        they are more likely, which is as wrong.
+    gap_floor: the root mean square of the gap over exact samples.
     impossible: share of transitions that the chain never makes.
     """
 
@@ -73,17 +74,17 @@ class MarkovChain:
 
     @property
     def symbols(self) -> int:
-        """S."""
+        """The number of states S."""
         return len(self.rows)
 
     @cached_property
     def matrix(self) -> Tensor:
-        """`[S, S] float64`."""
+        """The transition probabilities `[S, S] float64`."""
         return torch.tensor(self.rows, dtype=torch.float64)
 
     @cached_property
     def stationary(self) -> Tensor:
-        """`[S]` the law of a state far from any known one."""
+        """The stationary law `[S]`: that of a state far from any known one."""
         system = torch.cat([self.matrix.T - torch.eye(self.symbols), torch.ones(1, self.symbols)]).double()
         target = torch.zeros(self.symbols + 1, 1, dtype=torch.float64)
         target[-1] = 1
@@ -103,7 +104,7 @@ class MarkovChain:
         return torch.stack(powers)
 
     def marginals(self, known: Tensor, before: Tensor) -> Tensor:
-        """Return what `Law.marginals` states. It depends on the nearest known tokens on both sides alone."""
+        """Return the law of each position, `[R, N, S]`, given the nearest known tokens (see `Law.marginals`)."""
         powers = self._powers.to(known.device)
         full = torch.cat([before[:, None], known], 1)  # [R, N + 1]
         place = torch.arange(full.shape[1], device=known.device)
@@ -129,14 +130,14 @@ class MarkovChain:
         return start, torch.stack(steps[1:], 1)
 
     def log_likelihood(self, ids: Tensor, before: Tensor) -> Tensor:
-        """Return `[R]` nats of `ids [R, N]` after `before [R]`."""
+        """Return the log-likelihood `[R]` in nats of `ids [R, N]` after `before [R]`."""
         full = torch.cat([before[:, None], ids], 1)
         return self.matrix[full[:, :-1], full[:, 1:]].log().sum(1)
 
     def distance(self, ids: Tensor, before: Tensor, *, repeats: int = 8, seed: int = 0) -> Distance:
         """Compare sequences `ids [R, N]` after `before [R]` with the chain.
 
-        repeats: how many sets of R exact sequences are drawn to compute the floors.
+        repeats: number of sets of R exact sequences that are drawn for the floors
         """
         exact = [self.sample(len(ids), seed + turn) for turn in range(repeats)]
         kl, tv, impossible = self._transitions(ids, before)

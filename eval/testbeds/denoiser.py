@@ -1,4 +1,4 @@
-"""A law as a model: what it says of a masked position is the exact conditional marginal."""
+"""A law as a model: its prediction for a masked position is the exact conditional marginal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dllm_sampler.models.denoiser import spent
 
 @dataclass(frozen=True)
 class LawDenoiser:
-    """Answers with the log-probabilities of a law, given all tokens that are not masks; the head is the identity.
+    """A model that returns the log-probabilities of a law, given all tokens that are not masks.
 
-    Behind the law's last position only end tokens come. The prompt may be any ids; the law sees its last one. Token
-    ids are the law's symbols, then the end token, then the mask.
+    After the law's last position only end-of-text tokens follow. The prompt may be any ids, and the law is given the
+    last one. Token ids are the law's symbols, then the end-of-text token, then the mask.
 
-    Greedy decoding breaks ties by the lower id, as everywhere; a temperature of 0.001 breaks them evenly.
+    Greedy decoding breaks ties by the lower id. A temperature of 0.001 breaks them evenly.
     """
 
     law: Law
@@ -29,7 +29,7 @@ class LawDenoiser:
 
     @property
     def spec(self) -> ModelSpec:
-        """Properties for the loop."""
+        """The properties of the model for the sampler."""
         eos, mask = self.law.symbols, self.law.symbols + 1
         return ModelSpec(
             vocab_size=mask + 1,
@@ -46,7 +46,7 @@ class LawDenoiser:
         )
 
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Return log-probabilities `[R, V]`, one row for each of `plan.head_rows`."""
+        """Return log-probabilities `[R, V]`, a row for each of `plan.head_rows`, and the computation spent."""
         (batch, candidates, _), spec, law = query.ids.shape, self.spec, self.law
         assert spec.mask_id is not None
         rows = canvas.ids[:, None].expand(-1, candidates, -1)  # [B, K, L+1]
@@ -68,5 +68,5 @@ class LawDenoiser:
         return plan.head_rows.pick(table.gather(2, at)), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Return the log-probabilities as a copy: the readout overwrites it."""
+        """Return a copy of the log-probabilities, which the readout overwrites."""
         return hidden.clone()

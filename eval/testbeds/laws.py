@@ -24,12 +24,12 @@ class Law(Protocol):
 
     @property
     def length(self) -> int:
-        """N."""
+        """The number of tokens N."""
         ...
 
     @property
     def symbols(self) -> int:
-        """S."""
+        """The number of symbols S."""
         ...
 
     def marginals(self, known: Tensor, before: Tensor) -> Tensor:
@@ -59,17 +59,17 @@ class Listed:
 
     @property
     def length(self) -> int:
-        """N."""
+        """The number of tokens N."""
         return len(self.outcomes[0])
 
     @property
     def symbols(self) -> int:
-        """S."""
+        """The number of symbols S."""
         return 1 + int(self.table.max())
 
     @cached_property
     def table(self) -> Tensor:
-        """`[M, N]`."""
+        """The outcomes `[M, N] int64`."""
         return torch.tensor(self.outcomes)
 
     @cached_property
@@ -91,17 +91,17 @@ class Listed:
 
     @cached_property
     def c_bits(self) -> float:
-        """Conditional total correlation: the least KL, in bits, of a product of marginals from the law."""
+        """Conditional total correlation in bits: KL(law || product of its marginals), the least of any product."""
         single = self.marginals(torch.full((1, self.length), UNKNOWN), torch.zeros(1))[0]
         return float(torch.special.entr(single).sum()) / log(2) - log2(len(self.outcomes))
 
 
 @dataclass(frozen=True)
 class Shuffle:
-    """Any order of 0 ... n-1, each as likely; or any but that of the input. For any n, nothing is listed.
+    """The uniform law over the orders of 0 ... n-1. No list of them is made, so n may be large.
 
-    n: items
-    moved: the input's own order is left out
+    n: number of items
+    moved: leave out the order of the input
     """
 
     n: int
@@ -109,12 +109,12 @@ class Shuffle:
 
     @property
     def length(self) -> int:
-        """N."""
+        """The number of tokens N."""
         return self.n
 
     @property
     def symbols(self) -> int:
-        """S."""
+        """The number of symbols S."""
         return self.n
 
     @override

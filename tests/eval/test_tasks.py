@@ -271,6 +271,9 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     assert [sample.facts["text"] for sample in task("paraphrase", file=str(path)).samples()] == ["One.", "Two."]
     with refused("example-invalid: line 1, 'dialogue'"):
         task("summarise", file=str(path)).samples()
+    path.write_text('{"dialogue": "A.", "summary": "S."}\n\n{"dialogue": "B."}\n')
+    with refused("example-invalid: line 3, 'summary'"):
+        task("summarise", file=str(path)).samples()
     with refused("file-unreadable: none"):
         task("paraphrase", file=str(tmp_path / "none")).samples()
     path.write_text("{")
@@ -293,7 +296,8 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grammar_counts_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tool:
         def __init__(self, language: str, remote_server: str | None = None):
-            assert (language, remote_server) == ("en-US", "http://localhost:1")
+            if remote_server != "http://localhost:1":
+                raise OSError("no connection")
 
         def check(self, text: str) -> list[str]:
             return ["a match"] if "bad" in text else []
@@ -304,6 +308,10 @@ def test_grammar_counts_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
     good, bad = (graded(words, sample, text) for text in ("the pine", "The bad pine."))
     assert (good["score"], good["grammar"], good["fluency_proxy"]) == (1, 1, 0)
     assert (bad["score"], bad["grammar"], bad["fluency_proxy"]) == (0, 0, 1)
+    with refused("package-missing: task.grammar=http://localhost:2, no connection, Check the URL"):
+        task("words_easy", grammar="http://localhost:2")
+    with refused("package-missing: task.grammar=languagetool, no connection, Install Java"):
+        task("words_easy", grammar="languagetool")
     fluency._tool.cache_clear()
 
 

@@ -54,7 +54,7 @@ def write(**parts: str) -> None:
 @each(
     ("part", "text", "said"),
     [
-        ("samples", "None", "samples() returned None. Return a list of Sample."),
+        ("samples", "None", "samples() returned None. Return a list of at least one Sample."),
         ("samples", "[]", "samples() returned []."),
         ("samples", '["a"]', "samples() returned ['a']."),
         ("samples", '[Sample(0, "a")] * 3', "sample 2"),

@@ -186,7 +186,12 @@ def test_mistakes_are_sentences(
         ("space: {scheduler: {threshold: {threshold: [a]}}}", "threshold is 'a'. Set a number"),
         ("space: {scheduler: {threshold: {threshold: {low: .9, high: .1}}}}", "low=0.9 is above high=0.1"),
         ("space: {scheduler: {threshold: {threshold: {low: a, high: b}}}}", "low and high are 'a' and 'b'"),
-        ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, log: true}}}}", "log=true"),
+        ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, log: true}}}}", "log=true needs more than 0"),
+        ("space: {scheduler: {threshold: {threshold: {low: 0.1, high: 1, log: 2}}}}", "log is 2. Set true or false"),
+        (
+            "space: {scheduler: {threshold: {threshold: {low: 0.1, high: 1, log: true, step: 0.1}}}}",
+            "excludes step=0.1",
+        ),
         ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, step: 0}}}}", "step is 0"),
         ("space: {scheduler: {fixed: {steps: {low: 1.5, high: 3}}}}", "steps is 1.5. Set a whole number"),
         ("space: {options: {block_lenth: [8]}}", "unknown option 'block_lenth', did you mean 'block_length'"),
