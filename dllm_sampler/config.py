@@ -31,6 +31,7 @@ GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide", "particles")
 BASES = {
     **{group: f"dllm_sampler.core.protocols:{group.title()}" for group in GROUPS[1:]},
     "task": "dllm_sampler.eval.tasks.base:Task",
+    "train": "transformers:Trainer",
 }
 CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id that has no YAML of its own
 
@@ -251,7 +252,7 @@ def plugin_class(owner: str, group: str, target: str) -> type:
 
     Args:
         owner: what an error calls the plug-in, as in `scheduler=threshold`.
-        group: `scheduler`, `blocks`, `stop`, `cache`, `guide` or `task`.
+        group: `scheduler`, `blocks`, `stop`, `cache`, `guide`, `task` or `train`.
         target: `package.module.Class`, as `core.functions.resolve` finds it.
 
     Raises:

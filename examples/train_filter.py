@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 
 from dllm_sampler import Sampler
-from dllm_sampler.models.filter import metadata_of
-from dllm_sampler.training.filter import FilterConfig, FilterTrainer, collect, write
+from dllm_sampler.models.filter import save
+from dllm_sampler.training.filter import FilterConfig, FilterTrainer, collect
 
 PROMPTS = [f"copy: {', '.join(names)}" for names in (["Ada"], ["Ada", "Ben"], ["Cal", "Ada", "Dan"], ["Ben", "Dan"])]
 
@@ -36,7 +36,7 @@ def main(words: list[str] | None = None) -> int:
     )  # fmt: skip
     trainer = FilterTrainer(args, *records)
     trainer.train()
-    write(folder / "filter.safetensors", trainer.best, metadata_of(reference.denoiser.spec, options.block))
+    save(folder / "filter.safetensors", trainer.best, reference.denoiser.spec, options.block)
     scheduler = {"name": "learn2pd", "filter": str(folder / "filter.safetensors")}
     sampler = Sampler.from_pretrained(options.model, scheduler=scheduler, blocks=blocks)
     return int(sampler.generate(PROMPTS[0], max_new_tokens=options.block).nfe[0])

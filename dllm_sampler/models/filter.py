@@ -1,14 +1,17 @@
 """Learn2PD's filter (arXiv 2509.25188): linear layers from a block's confidences to one logit per position."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialise
 from torch import Tensor
 from torch.nn.functional import linear
 
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import UserError
+from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import load_json
 
@@ -41,10 +44,17 @@ def find(path: str | None, spec: ModelSpec) -> Path:
     return spec.folder / FILE
 
 
-def metadata_of(spec: ModelSpec, block_length: int) -> dict[str, Any]:
-    """Return the metadata of a filter's file: the model and the blocks it was trained on."""
+def save(path: Path, layers: Layers, spec: ModelSpec, block_length: int) -> None:
+    """Write the layers of a filter, with the model and the block length that they are for, as `load` reads them."""
+    tensors = {
+        f"fc{i}.{name}": tensor.contiguous()
+        for i, layer in enumerate(layers, 1)
+        for name, tensor in zip(("weight", "bias"), layer, strict=True)
+    }
     shape = {"vocab_size": spec.vocab_size, "num_layers": spec.num_layers}
-    return {"schema": SCHEMA, "block_length": block_length, **shape}
+    facts = json.dumps({"schema": SCHEMA, "block_length": block_length, **shape})
+    # one entry: safetensors does not keep the order of several, and equal runs should give equal files
+    files.write(path, serialise(tensors, {"filter": facts}))
 
 
 def load(path: Path, spec: ModelSpec) -> Layers:

@@ -37,9 +37,16 @@ class Chunk:
 
     @staticmethod
     def of(
-        spec: ModelSpec, row: Tensor, ids: Tensor, noisy: Tensor, asked: Tensor, positions: Tensor, keys: Tensor,
-        block: Tensor | None = None, clean: tuple[Tensor, Tensor] | None = None,
-    ) -> Chunk:  # fmt: skip
+        spec: ModelSpec,
+        row: Tensor,
+        ids: Tensor,
+        noisy: Tensor,
+        asked: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        block: Tensor | None = None,
+        clean: tuple[Tensor, Tensor] | None = None,
+    ) -> Chunk:
         """Return the forward that predicts the tokens `asked [n, L] bool` of `ids [n, L]` from `noisy [n, L]`.
 
         positions, keys: `[n, L]` of the noisy rows

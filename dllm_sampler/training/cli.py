@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from safetensors import SafetensorError
 
+from dllm_sampler import config
 from dllm_sampler.cli import compose, user_files
 from dllm_sampler.cli.explain import LIMITS, listing
 from dllm_sampler.cli.help import check_topics
@@ -22,7 +23,6 @@ from dllm_sampler.cli.user_files import about
 from dllm_sampler.cli.words import quoted
 from dllm_sampler.core.checks import check_switch
 from dllm_sampler.errors import NotWrittenError, UserError, first_line, unknown
-from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.version import __version__
 from dllm_sampler.options import AUTO, check_threads
@@ -45,11 +45,8 @@ ENDING = """
 dllm-train --help train=NAME lists the fields of one: defaults, and what they mean.
 threads=N sets torch's threads on a CPU (auto: 1 for models below 20M parameters).
 Flags: -h, --help   --version   --config-dir DIR
-Exit status: 0, or 2 after a mistake in the input (a message on stderr), or
-130 after Ctrl-C.
+Exit status: 0, 2 after a mistake in the input (a message on stderr), 130 after Ctrl-C.
 """
-
-
 _FIELD = re.compile(r"train\.(\w+)[\w.]*=")  # a plain override; + and ~ are left to Hydra
 # A path, a name: Hydra's grammar has its own ideas of commas and brackets.
 _LITERAL = re.compile(r"train\.(model|output_dir|data\.path|data\.test)=(?!null\Z|['\"{])")
@@ -90,22 +87,20 @@ class Command:
             with redirect_stdout(sys.stderr):  # where transformers prints its log
                 path = self.target.command(front, resume)
         except SafetensorError as error:
-            raise NotWrittenError(
-                f"{settings['output_dir']} cannot be written ({first_line(error)}). Check the path, the disk and the"
-                " permissions."
-            ) from None
+            said = f"{settings['output_dir']} cannot be written ({first_line(error)})."
+            raise NotWrittenError(f"{said} Check the path, the disk and the permissions.") from None
         except UserError:
             raise
+        except ImportError as error:  # of DeepSpeed, for example
+            said = f"train={self.name} needs a package that is not installed ({first_line(error)}). Install it."
+            raise UserError("package-missing", said) from error
         except Exception as error:  # what transformers and accelerate refuse, and the hub
             reason, module = f"train={self.name}: {first_line(error)}", type(error).__module__.partition(".")[0]
-            if isinstance(error, ImportError):  # of DeepSpeed, for example
-                said = f"train={self.name} needs a package that is not installed ({first_line(error)}). Install it."
-                raise UserError("package-missing", said) from error
             if isinstance(error, ValueError) and module == "builtins":
                 raise UserError("option-range", f"{reason}. Change this setting.") from error
             if module in ("httpx", "huggingface_hub"):
-                said = f"{reason}. Check the network and your access to the hub."
-                raise UserError("hub-unreachable", said) from error
+                reason += ". Check the network and your access to the hub."
+                raise UserError("hub-unreachable", reason) from error
             raise
         if PartialState().is_main_process:
             show(str(path))
@@ -144,7 +139,7 @@ def read(words: Sequence[str]) -> Command:
     if not isinstance(folder := settings.get("output_dir"), str):
         raise UserError("option-type", f"train.output_dir is {folder!r}. Name a folder.")
     settings["output_dir"] = str(expanded("train.output_dir", folder))
-    return Command(name, _target(name, target), settings, tree["threads"])
+    return Command(name, config.plugin_class(f"train={name}", "train", target), settings, tree["threads"])
 
 
 def _arguments() -> list[str]:
@@ -152,16 +147,6 @@ def _arguments() -> list[str]:
     found: Any = find_spec("transformers")
     text = (Path(found.submodule_search_locations[0]) / "training_args.py").read_text(encoding="utf-8")
     return re.findall(r"^    (\w+): ", text[text.index("\nclass TrainingArguments") :], re.M)
-
-
-def _target(name: str, named: str) -> Any:
-    """Return the class that a YAML or a word names."""
-    cls: Any = resolve_callable(f"train={name}: _target_", named)
-    if not hasattr(cls, "command") or not hasattr(cls, "config"):  # asked before it is called
-        raise UserError(
-            "target-invalid", f"train={name}: _target_={named} has no config and command. Extend DiffusionTrainer."
-        )
-    return cls
 
 
 def _run(words: list[str]) -> int:
@@ -187,7 +172,7 @@ def _help(name: str) -> None:
     settings = user_files.entry("train", name).settings  # a mistake in the name shows here
     from dllm_sampler.training.command import Front
 
-    console, cls = Console(), _target(name, str(settings.get("_target_")))
+    console, cls = Console(), config.plugin_class(f"train={name}", "train", str(settings.get("_target_")))
     say(console, f"train={name}: {about('train', name)}")
     listing(console, "train", type("Fields", (Front, cls.config), {}), settings)
     say(console, "The other fields are those of transformers' TrainingArguments, and any of them can be set.")

@@ -18,8 +18,6 @@ from dllm_sampler.cli.terminal import written
 from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
 from dllm_sampler.host.reading import load_json
-from dllm_sampler.inputs.metrics import Metric
-from dllm_sampler.models import saving
 from dllm_sampler.options import AUTO
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.data import Data, Example, check_tokenizer, drawn
@@ -76,6 +74,11 @@ class Front:
     def peft_config(self) -> Any:
         """The configuration of the adapters, checked."""
         return lora_config(self.lora)
+
+    @property
+    def reward_options(self) -> dict[str, Any]:
+        """The rewards as arguments of a trainer. Empty if there are none."""
+        return {"reward_funcs": [*self.rewards], "reward_weights": [*self.rewards.values()]} if self.rewards else {}
 
     def arguments(self, kind: type[Any], **changes: Any) -> Any:
         """Return the arguments of a trainer, each field checked."""
@@ -141,28 +144,6 @@ class Front:
         if PartialState().is_main_process:
             files.make_folder(folder)
             files.write(folder / RUN, json.dumps(self.deciding, indent=1) + "\n")
-
-    def train(self, trainer: type[Any], resume: bool) -> Path:
-        """Build a trainer, train and save; return the folder."""
-        args = self.arguments(trainer.config)
-        folder, found = Path(args.output_dir), last_checkpoint(args.output_dir)
-        last = found if resume else None
-        args.eval_on_start = args.eval_on_start and last is None
-        train, held = self.examples(args, trainer.answers, trainer.most_held_out)
-        self.begin(folder, resume, saving.has_weights(folder), found or (folder / "answers.json").exists())
-        more: dict[str, Any] = {}
-        if self.rewards:
-            more = {"reward_funcs": [*self.rewards], "reward_weights": [*self.rewards.values()]}
-        made = trainer(
-            self.model, args=args, train_dataset=train, eval_dataset=held, peft_config=self.peft_config,
-            metric=Metric("train.data.metric", self.source.metric), **more,
-        )  # fmt: skip
-        self.choose_threads([made.trained], args.device)
-        self.record(folder)
-        made.train(resume_from_checkpoint=last)
-        made.save_model()
-        made.save_state()
-        return folder
 
 
 def last_checkpoint(folder: str) -> str | None:

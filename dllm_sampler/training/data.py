@@ -22,6 +22,7 @@ from dllm_sampler.inputs.metrics import Metric
 from dllm_sampler.models.mini_rewards import solved
 from dllm_sampler.models.mini_tasks import LESSONS, draw_example
 from dllm_sampler.models.mini_tokenizer import vocabulary
+from dllm_sampler.result import Answer
 from dllm_sampler.training.masked import Pair
 
 JSON = (".jsonl", ".json")
@@ -36,12 +37,13 @@ class Example:
 
     where: str  # the line it is from, or the task
     prompt: inputs.Prompt
-    answer: Any  # the right text, or its tokens. None if nobody says. Of mini's tasks one right answer of several
-    task: str = ""  # of mini's tasks
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of the line
+    answer: Any  # the right text, or its tokens. None if there is none. For mini's tasks one right answer of several
+    task: str = ""  # one of mini's tasks, if it is from there
+    fields: Mapping[str, Any] = field(default_factory=dict)  # all columns of the line
 
-    def right(self, text: str, ids: Sequence[int], metric: Metric) -> float:
+    def right(self, answer: Answer, metric: Metric) -> float:
         """Return how right an answer is, from 0 to 1."""
+        text, ids = answer.text or "", answer.tokens[: answer.length].tolist()
         if self.task:
             return float(solved(self.task, str(self.prompt), self.answer, text))
         given: dict[str, Any] = {"prompt": self.prompt, "ids": ids, "line": self.fields, "where": self.where}
@@ -60,17 +62,16 @@ class Row:
 
 def examples(rows: Iterable[Any], answers: bool, named: str) -> list[Example]:
     """Return the examples of all rows of a data set; examples stay as they are. `answers`: each must have one."""
-    found = [
-        row if isinstance(row, Example) else Data().example(f"row {number} of {named}", row, answers)
-        for number, row in enumerate(rows or ())
-    ]
+    data, found = Data(), [*enumerate(rows or ())]
     if not found:
         raise UserError("nothing-to-learn", f"{named} is empty. Give it at least one example.")
-    return found
+    return [
+        row if isinstance(row, Example) else data.example(f"row {at} of {named}", row, answers) for at, row in found
+    ]
 
 
 def columns_of(examples: Sequence[Example]) -> dict[str, list[Any]]:
-    """Return what rewards get of examples besides prompts, in columns: `task`, `answer`, and those of the data."""
+    """Return the columns that rewards get besides prompts: `task`, `answer`, and those of the data."""
     names = dict.fromkeys(name for one in examples for name in one.fields if name not in ("prompt", "prompts"))
     found = {name: [one.fields.get(name) for one in examples] for name in names}
     return found | {"task": [one.task for one in examples], "answer": [one.answer for one in examples]}

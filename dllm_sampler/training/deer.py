@@ -20,7 +20,7 @@ from dllm_sampler.training.command import Front, last_checkpoint
 from dllm_sampler.training.data import Encoder, Row
 from dllm_sampler.training.masked import Dice, Masks, Rows, chunk, collate, draw, weighted
 from dllm_sampler.training.sft import MaskedDiffusionConfig, MaskedDiffusionTrainer
-from dllm_sampler.training.trainer import Count, DiffusionConfig, Positive, collected
+from dllm_sampler.training.trainer import ANSWERS, Count, DiffusionConfig, Positive, collected
 
 
 def refine_masks(rows: Rows, dice: Dice, longest: int, alpha: float) -> Masks:
@@ -120,7 +120,7 @@ class DeerTrainer(MaskedDiffusionTrainer):
         if target is None:
             raise UserError("option-missing", "train.target is missing. Name a causal LM with the drafter's tokenizer.")
         examples, _ = front.examples(args, False, 0, args.answers)
-        file = folder / "answers.json"
+        file = folder / ANSWERS
         front.begin(folder, resume, saving.has_weights(folder / "drafter"), file.exists())
         start = front.sampler(args, args.dtype)
         tokenizer, spec = start.tokenizer, start.denoiser.spec

@@ -2,10 +2,10 @@
 
 Of each answer one block is active: what is before it is kept, and what is after it is masked. A random part of the
 block is masked in one sample and the rest in a second one. The loss of a sample is the mean cross-entropy of its masked
-tokens, plus a multiple of the mean entropy of those that are predicted rightly.
+tokens, plus a multiple of the mean entropy of the correct predictions among them.
 
 The published code writes the mask of one row over all rows of its batch and so needs batches of one; here rows are
-independent. Where the answer ends with a block the published draw of the block may be empty; here it is not.
+independent. If the answer ends with a block, the published draw of the block may be empty; here it is not.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from torch import Tensor, nn
 from dllm_sampler.errors import UserError
 from dllm_sampler.training.data import Row
 from dllm_sampler.training.masked import FLOOR, Dice, Rows, chunk, collate
-from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Positive, collected
+from dllm_sampler.training.trainer import ANSWERS, Count, DiffusionConfig, DiffusionTrainer, Number, Positive, collected
 
 FIGURES = ("cross_entropy", "entropy", "right_masks")  # of `certainty_loss`
-ANSWERS = "answers.json"  # in the folder of the run
 
 
 def split(rows: Rows, size: int, ratio: float, dice: Dice, *, aligned: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both parts of each row's active block, and what is after the block: `[B, L] bool` each.
-
-    The active block is one of the row's blocks of `size` with equal chances.
+    """Draw one of each row's blocks of `size`; return its two parts, and the columns after it, `[B, L] bool` each.
 
     ratio: share of the first part, drawn for each token by itself
     aligned: count blocks from the row's first token, as block-causal models do; else from the answer's
@@ -49,11 +46,11 @@ def split(rows: Rows, size: int, ratio: float, dice: Dice, *, aligned: bool = Fa
 def certainty_loss(
     logits: Tensor, ids: Tensor, masked: Tensor, temperature: float, mask_id: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return cross-entropy, entropy of what is right, and share that is right, `[B]` each; 0 where there is none.
+    """Return mean cross-entropy, mean entropy of correct predictions, and their share, `[B]` each; 0 if there are none.
 
     logits: `[B, L, V]`, row i predicts token i. The mask token is left out
     masked: `[B, L] bool` tokens that count
-    temperature: of the distribution whose entropy it is
+    temperature: divides the logits for the entropy
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     mask = torch.arange(logits.shape[-1], device=logits.device) == mask_id
@@ -79,7 +76,7 @@ class DistillConfig(DiffusionConfig):
     block_length: of the active block. None: the whole answer is active (Dream, which would unlearn its order)
     ratio: share of the active block that the first sample masks
     certainty: weight of the entropy; published: 2 for LLaDA, 1 for Dream
-    entropy_temperature: of the distribution whose entropy it is
+    entropy_temperature: divides the logits for the entropy
     """
 
     teacher: dict[str, Any] = field(default_factory=dict)
@@ -96,8 +93,7 @@ class DistillConfig(DiffusionConfig):
 class DistillTrainer(DiffusionTrainer):
     """Trains a model on its own answers, so that it predicts with certainty what it predicts rightly anyway.
 
-    Training begins with its answers to the prompts of `train_dataset`, by the weights as they are, which are kept in
-    `answers.json`. A run that resumes learns from the same ones.
+    The answers are sampled before training and kept in `answers.json`. A run that resumes learns from the same ones.
     """
 
     config: ClassVar[type[DiffusionConfig]] = DistillConfig
@@ -111,7 +107,7 @@ class DistillTrainer(DiffusionTrainer):
             raise UserError("model-not-trainable", said)
 
     def train(self, *given: Any, **named: Any) -> Any:
-        """Answer the prompts, unless a run before this one did, and train on what is kept."""
+        """Answer the prompts, unless an earlier run did, and train on the answers that are kept."""
         pairs = collected(Path(self.args.output_dir) / ANSWERS, self.train_rows, self._answer)
         if not pairs:
             said = f"none of the {len(self.train_rows)} answers is right. Give more prompts."
@@ -120,16 +116,15 @@ class DistillTrainer(DiffusionTrainer):
         return super().train(*given, **named)
 
     def _answer(self, rows: list[Row], seeds: range) -> list[Any]:
-        """Return prompts and the model's own answers in tokens. One that is not learned from is None."""
+        """Return (prompt, answer) in tokens for each row, or None if the answer is not learned from."""
         self._move_model_to_device(self.trained, self.args.device)
         answers = self.answered(self.sampler(**self.args.teacher), [row.example.prompt for row in rows], [*seeds])
         found = []
         for row, answer in zip(rows, answers, strict=True):
-            ids = answer.tokens[: answer.length].tolist()
-            right = self.args.keep and row.example.right(answer.text or "", ids, self.metric) == 1
+            kept = row.example.right(answer, self.metric) == 1 if self.args.keep else answer.complete
             assert answer.trace is not None
-            tokens = answer.trace.decoded[0].tolist() if self.args.tail else ids
-            found.append((row.prompt, tokens) if right or (answer.complete and not self.args.keep) else None)
+            tokens = answer.trace.decoded[0] if self.args.tail else answer.tokens[: answer.length]
+            found.append((row.prompt, tokens.tolist()) if kept else None)
         return found
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -29,7 +29,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
 from dllm_sampler.inputs.prompts import Prompt
-from dllm_sampler.models.filter import Layers, judge, metadata_of
+from dllm_sampler.models.filter import Layers, judge, save
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import lay_out
@@ -42,7 +42,7 @@ SLOPE, CENTRE = 40.0, 0.9
 
 
 class Records(NamedTuple):
-    """A model's predictions of a block, one row per forward: `[R, N]` each."""
+    """A model's predictions of a block, one row per forward and answer: `[R, N]` each."""
 
     known: Tensor  # float32 confidence of each position's candidate; 1 after the block's end
     final: Tensor  # bool: the candidate is the token of the reference
@@ -57,10 +57,10 @@ class Records(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay(Scheduler):
-    """Decode towards a known answer: commit every candidate that is right, and write down what was to be seen.
+    """A scheduler that decodes towards a known answer: it commits every candidate that is right, and keeps records.
 
-    Where no new candidate is right the rest of the block is written from the answer. The published procedure makes
-    one more forward there, which says the same again.
+    If no new candidate is right, the rest of the block is written from the answer. The published procedure makes one
+    more forward there, with the same predictions.
     """
 
     answer: Tensor  # [B, N] the reference of each row of the batch
@@ -90,10 +90,9 @@ class Replay(Scheduler):
 def collect(
     reference: Sampler, prompts: Sequence[Prompt], new_tokens: int, size: int, batch: int, folder: Path
 ) -> Records:
-    """Return the records of some prompts, those of each batch of answers from a file of the folder if it is there.
+    """Return the records of some prompts. Each batch has a file in the folder, which is read if it exists.
 
-    The processes share the batches of `batch` prompts; the records are the same however many there are.
-    `reference` decodes one token per step, in blocks of `size`.
+    The processes share the batches of `batch` prompts. `reference` decodes one token per step, in blocks of `size`.
     """
     state, names = PartialState(), [folder / f"{first}+{batch}.safetensors" for first in range(0, len(prompts), batch)]
     for at in tqdm(range(state.process_index, len(names), state.num_processes), folder.name, disable=None):
@@ -106,10 +105,7 @@ def collect(
 
 
 def replay(reference: Sampler, prompts: list[Prompt], new_tokens: int, size: int) -> Records:
-    """Return the training records of one batch.
-
-    First decode answers one token per step, then decode again towards these answers and record each step (`Replay`).
-    """
+    """Decode answers one token per step, decode again towards them by `Replay`, and return the records of that."""
     trace = reference.generate(prompts, max_new_tokens=new_tokens).trace
     towards = Replay(trace.ids[:, trace.origin :].to(reference.device), size)
     Sampler(
@@ -142,15 +138,14 @@ class FilterConfig(Arguments):
 class Filter(nn.Module):
     """A filter that starts as a threshold on each position's own confidence, and learns the difference.
 
-    Records are too few to find the steep rise just below 1 from random weights. Where they say nothing a threshold is
-    not a bad guess.
+    Records are too few to find the steep rise just below 1 from random weights.
     """
 
     def __init__(self, size: int, depth: int):
         super().__init__()
         scale = [1.0] * (depth - 1) + [SLOPE]
-        self._start = [(each * torch.eye(size), torch.zeros(size)) for each in scale]
-        self._start[-1] = self._start[-1][0], torch.full((size,), -SLOPE * CENTRE)
+        self._start = [(each * torch.eye(size), torch.full((size,), 0.0)) for each in scale]
+        self._start[-1][1].fill_(-SLOPE * CENTRE)
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size, size)) for _ in scale)
         self.offsets = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in scale)
 
@@ -183,13 +178,13 @@ class FilterTrainer(Trainer):
         self.can_return_loss = True
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *_: Any, **__: Any) -> Any:
-        """Return the mean cross-entropy of the filter, see `loss`."""
+        """Return the `loss` of the filter."""
         records = Records(**inputs)
         found = loss(model(records.known), records, self.args.committed, self.args.caution)
         return (found, {}) if return_outputs else found
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
-        """Return the figures, and keep the layers if they are the best so far."""
+        """Return the measured figures, and keep the layers if they are the best so far."""
         found = super().evaluate(*given, **named)
         if found["eval_loss"] < self.least:
             filter: Any = self.accelerator.unwrap_model(self.model)
@@ -202,10 +197,7 @@ class FilterTrainer(Trainer):
         """Collect records, train and save; return the filter's file.
 
         `filter.json` next to it has `settings`, `records` (forwards learnt from) and `validation_loss`. The folder
-        `records` is an interrupted run's.
-
-        Most of the time goes into the answers, which a run that resumes does not make again. Several processes answer a
-        batch of prompts each.
+        `records` is an interrupted run's, whose answers a run that resumes does not make again.
         """
         args = front.arguments(FilterConfig)
         path = Path(args.output_dir) / "filter.safetensors"
@@ -214,8 +206,7 @@ class FilterTrainer(Trainer):
             raise UserError("file-overwrite", f"{path} already exists. Choose another train.output_dir or remove it.")
         train, held = front.examples(args, False, cls.most_held_out)
         front.begin(records, resume, False, records.exists())  # the folder around it may be the model's
-        plugins: dict[str, Any] = {"scheduler": FixedSteps(), "blocks": FixedBlocks(args.block_length), "stop": "none"}
-        reference = front.sampler(args, **plugins)
+        reference = front.sampler(args, scheduler=FixedSteps(), blocks=FixedBlocks(args.block_length), stop="none")
         tokenizer, spec = reference.tokenizer, reference.denoiser.spec
         assert tokenizer is not None
         encode = Encoder(tokenizer, spec)
@@ -237,26 +228,15 @@ class FilterTrainer(Trainer):
             "validation_loss": trainer.least,
         }
         files.write(path.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
-        write(path, trainer.best, metadata_of(spec, args.block_length))
+        save(path, trainer.best, spec, args.block_length)
         shutil.rmtree(records)
         return path
 
 
-def write(path: Path, layers: Layers, facts: Mapping[str, Any]) -> None:
-    """Write a filter, and the facts about the model that it belongs to."""
-    tensors = {
-        f"fc{i}.{name}": tensor.contiguous()
-        for i, layer in enumerate(layers, 1)
-        for name, tensor in zip(("weight", "bias"), layer, strict=True)
-    }
-    # one entry: safetensors does not keep the order of several, and equal runs should give equal files
-    files.write(path, serialise(tensors, {"filter": json.dumps(facts)}))
-
-
 def loss(said: Tensor, records: Records, committed: bool, caution: float) -> Tensor:
-    """Return the mean cross-entropy of a filter's logits `said [R, N]`; a position that is not final weighs `caution`.
+    """Return the mean cross-entropy of a filter's logits `said [R, N]`. A position that is not final weighs `caution`.
 
-    committed: positions already committed count too
+    committed: positions that were already committed count, too
     """
     counts = (records.there if committed else records.open).to(records.known)
     counts = torch.where(records.final, counts, caution * counts)

@@ -16,7 +16,6 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
-from dllm_sampler.core.naming import named
 from dllm_sampler.errors import UserError
 from dllm_sampler.result import Result
 from dllm_sampler.training import policy, rewards
@@ -38,7 +37,6 @@ class TrajectoryGRPOConfig(DiffusionConfig):
     rollout: settings of the sampler; any that commits each position once, at a temperature
     likelihood: scores tokens by the state each was committed from (`trajectory`), or with all masked (`masked`)
     mask_prompt: share of the prompt that `masked` hides, drawn again for each iteration
-    transitions: score at most this many of each answer's. None scores all
     scale_rewards: divide advantages by their group's deviation (GRPO; not CJ-GRPO)
     after_eos: tokens after the first end token count too, as in the official code
     num_iterations: optimizer steps on the same answers
@@ -51,7 +49,6 @@ class TrajectoryGRPOConfig(DiffusionConfig):
     rollout: dict[str, Any] = field(default_factory=lambda: {"scheduler": "fixed", "temperature": 1.0})
     likelihood: Literal["trajectory", "masked"] = "trajectory"
     mask_prompt: Annotated[float, Field(ge=0, le=1)] = 0.0
-    transitions: Count | None = None
     scale_rewards: bool = False
     after_eos: bool = False
     num_iterations: Count = 1
@@ -110,19 +107,19 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         **named: Any,
     ):
         listed = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else [*reward_funcs]
-        found = [(one, rewards.find(one)) if isinstance(one, str) else (one.__name__, one) for one in listed]
-        weights = [1.0] * len(found) if reward_weights is None else reward_weights
-        if len(weights) != len(found):
-            raise UserError(
-                "length-mismatch", f"{len(found)} reward_funcs have {len(weights)} reward_weights. Give as many."
-            )
-        self._rewards = {name: (one, weight) for (name, one), weight in zip(found, weights, strict=True)}
+        weights = [1.0] * len(listed) if reward_weights is None else reward_weights
+        if len(weights) != len(listed):
+            said = f"{len(listed)} reward_funcs have {len(weights)} reward_weights. Give as many."
+            raise UserError("length-mismatch", said)
+        names = [one if isinstance(one, str) else one.__name__ for one in listed]
+        found = [rewards.find(one) if isinstance(one, str) else one for one in listed]
+        self._rewards = dict(zip(names, zip(found, weights, strict=True), strict=True))
         args = args or TrajectoryGRPOConfig("trained")
         self.reference = WeightCopy("reference", 0.0, args.ref_model_sync_steps)
         if args.beta and named.get("peft_config") is None:
             named["callbacks"] = [*named.get("callbacks", ()), self.reference]
         self._rollouts: dict[tuple[int, ...], Rollout] = {}
-        self._unscored, self._told_mismatch = 0, False
+        self._unscored = 0
         super().__init__(model, args, *given, **named)
         self.rollouts = self.sampler(**{**self.args.rollout, "entropy": True})
         size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
@@ -147,22 +144,18 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         return SequentialSampler(self.train_dataset)  # pyright: ignore[reportArgumentType]
 
     def _stream(self, size: int) -> Iterator[Row]:
-        """Yield the rows of one step after the other, each step's `num_iterations` times, shuffled in each epoch.
-
-        The number of a row is its place among those that are sampled.
-        """
+        """Yield the rows of each step `num_iterations` times, shuffled in each epoch and numbered by their place."""
         left, place = list[Row](), 0
         for epoch in count():
             left += Random(self.seed_of("epoch", epoch)).sample(self.train_rows, len(self.train_rows))
             while len(left) >= size:
-                some, left = left[:size], left[size:]
-                batch = [Row(place + at, row.example, row.prompt) for at, row in enumerate(some)]
-                place += size
+                batch = [replace(row, number=place + at) for at, row in enumerate(left[:size])]
+                left, place = left[size:], place + size
                 for _ in range(self.args.num_iterations):
                     yield from batch
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Sample and judge answers, or take those of the step before; then sum up gradients, forward by forward."""
+        """Sample and judge answers, or take those of the step before, and sum the gradients of each forward."""
         args, some = self.args, inputs["rows"]
         update, key = self.state.global_step % args.num_iterations, tuple(row.number for row in some)
         if update == 0:
@@ -192,7 +185,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
                 chunk.scatter(logprob.detach(), learner)
         self.note(figures)
         if update == 0:
-            self._note_mismatch(policy.mismatch(trace.logprob, learner, view.valid))
+            self.note(policy.mismatch(trace.logprob, learner, view.valid))
         return total
 
     def _roll_out(self, model: nn.Module, some: list[Row]) -> Rollout:
@@ -219,7 +212,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
     def _score(self, model: nn.Module, views: list[Trajectories]) -> list[Tensor]:
         """Return log-probabilities of each view, computed once if the views are the same."""
         model.eval()
-        alike = self.args.likelihood == "trajectory" and self.args.transitions is None
+        alike = self.args.likelihood == "trajectory"
         found = []
         for view in views[:1] if alike else views:
             chunks = (view.chunk(items) for items, _ in self.together(view.parts(self.args.batch_tokens)))
@@ -228,21 +221,20 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
 
     def _view(self, result: Result, key: tuple[int, ...], update: int) -> Trajectories:
         """Return the part of the answers that one update scores."""
-        args, spec = self.args, self.trained.spec
-        samples = range(args.num_generations)
-        dice = Dice([self.seed_of("view", number, at, update) for number in key for at in samples])
+        args, trace = self.args, result.trace
         blocks = self.rollouts.plugins.blocks.lookahead(args.new_tokens)
-        view = Trajectories(result.trace, spec, after_eos=args.after_eos, blocks=blocks)
-        if args.likelihood == "masked":
-            trace, column = result.trace, torch.arange(result.trace.ids.shape[1])
-            place = column - trace.begin[:, None]  # [B, L] in the row's own prompt
-            drawn = dice.uniform(trace.origin - trace.begin, len(column)).gather(1, place.clamp(min=0))
-            blank = (drawn < args.mask_prompt) & (place >= 0) & (column < trace.origin)
-            return replace(view, single=True, blank=blank)
-        return view if args.transitions is None else view.sample(args.transitions, dice)
+        view = Trajectories(trace, self.trained.spec, after_eos=args.after_eos, blocks=blocks)
+        if args.likelihood == "trajectory":
+            return view
+        dice = Dice([self.seed_of("view", number, at, update) for number in key for at in range(args.num_generations)])
+        column = torch.arange(trace.ids.shape[1])
+        place = column - trace.begin[:, None]  # [B, L] in the row's own prompt
+        drawn = dice.uniform(trace.origin - trace.begin, len(column)).gather(1, place.clamp(min=0))
+        blank = (drawn < args.mask_prompt) & (place >= 0) & (column < trace.origin)
+        return replace(view, single=True, blank=blank)
 
     def _report(self, scores: rewards.Scores, advantage: Tensor, result: Result, view: Trajectories) -> None:
-        """Note figures of the answers, and write sentences if something is wrong."""
+        """Note figures of the answers, and report rewards that failed."""
         step, there, entropy = self.state.global_step + 1, ~scores.total.isnan(), result.trace.entropy
         assert entropy is not None
         for trouble in scores.troubles:
@@ -250,31 +242,17 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         self._unscored = 0 if any(gather_object([bool(there.any())])) else self._unscored + 1
         if self._unscored == PATIENCE:
             raise UserError("nothing-to-learn", f"no answer in {PATIENCE} steps had a reward. See the lines above.")
-        flat = float((advantage.view(-1, self.args.num_generations) == 0).all(1).double().mean())
-        if flat == 1:
-            say(f"step {step}: the answers to each prompt have equal rewards, so there is nothing to learn")
+        flat = (advantage.view(-1, self.args.num_generations) == 0).all(1)
         known = scores.total[there]
         self.note(
             {
                 "reward": float(known.mean()) if len(known) else math.nan,
                 **{f"reward/{name}": mean for name, mean in scores.means.items()},
                 "unscored": int((~there).sum()),
-                "equal_groups": flat,
+                "equal_groups": float(flat.double().mean()),
                 "distinct": policy.distinct(result, self.args.num_generations),
                 "entropy": float(entropy[view.valid].double().mean()),
                 "rollout_nfe": float(result.nfe.double().mean()),
                 "rollout_tokens": float(result.lengths.double().mean()),
             }
-        )
-
-    def _note_mismatch(self, found: dict[str, float]) -> None:
-        """Note how far the policy that sampled is from the one that learns; say it once if it is more than rounding."""
-        self.note(found)
-        rounding = 5e-2 if self.args.bf16 else 1e-3  # mean distance of log-probabilities that is not worth a sentence
-        if self._told_mismatch or self.args.likelihood == "masked" or not found or found["ratio_log"] <= rounding:
-            return
-        self._told_mismatch = True
-        say(
-            f"step {self.state.global_step + 1}: the policy that samples is not the one that learns (rollout"
-            f" cache={named(self.rollouts.plugins.cache)}). Its importance ratios are in the log."
         )

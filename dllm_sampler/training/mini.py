@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,11 +38,11 @@ def corrupt(batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     rows, total = batch.ids.shape
     responses = total - batch.prompts  # [B]
     strata = torch.randperm(rows, generator=generator) + torch.rand(rows, generator=generator)  # [B]
-    count = (strata / rows * responses).floor().clamp(max=responses - 1) + 1  # [B]
+    number = (strata / rows * responses).floor().clamp(max=responses - 1) + 1  # [B]
     order = torch.rand(rows, total, generator=generator)  # [B, L]
     order.masked_fill_(torch.arange(total) < batch.prompts[:, None], 2)  # prompts come last and are never reached
-    masked = order.argsort(1).argsort(1) < count[:, None]  # [B, L]
-    return masked, (responses / count)[:, None]
+    masked = order.argsort(1).argsort(1) < number[:, None]  # [B, L]
+    return masked, (responses / number)[:, None]
 
 
 class _Stream(IterableDataset[Batch]):
@@ -51,10 +52,8 @@ class _Stream(IterableDataset[Batch]):
         self.pools, self.tokenizer = pools, tokenizer
 
     def __iter__(self) -> Iterator[Batch]:
-        pool = 0
-        while True:
+        for pool in count():
             yield from self.pools.batches(self.tokenizer, pool)
-            pool += 1
 
 
 @dataclass
@@ -95,17 +94,17 @@ class MiniTrainer(Trainer):
         network.init_weights(std=args.init_std, embedding_std=args.embedding_std, generator=generator)
         self.network, self._mask_id = network, self.tokenizer.get_vocab()[MASK]
         stream = _Stream(pools, self.tokenizer)
-        super().__init__(_Plain(network), args, lambda rows: vars(rows[0]), train_dataset=stream, **options)
+        # In a Sequential the network's configuration, which is not one of transformers, is hidden from the Trainer.
+        super().__init__(nn.Sequential(network), args, lambda rows: vars(rows[0]), train_dataset=stream, **options)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """Return nats per response token: the likelihood bound's estimate from one corruption of the batch."""
-        clean = Batch(inputs["ids"].cpu(), inputs["prompts"].cpu())
+        clean, device = Batch(inputs["ids"].cpu(), inputs["prompts"].cpu()), self.args.device
         generator = torch.Generator().manual_seed(self.args.seed * 2**32 + self.state.global_step)
         masked, weight = corrupt(clean, generator)
-        noisy = clean.ids.masked_fill(masked, self._mask_id).to(self.args.device)  # [B, L]
-        logits = model(noisy)[masked.to(self.args.device)]  # [masked tokens, V]
-        losses = F.cross_entropy(logits, clean.ids[masked].to(self.args.device), reduction="none")
-        weights = weight.expand_as(masked)[masked].to(self.args.device)
+        logits = model(clean.ids.masked_fill(masked, self._mask_id).to(device))[masked.to(device)]  # [masked tokens, V]
+        losses = F.cross_entropy(logits, clean.ids[masked].to(device), reduction="none")
+        weights = weight.expand_as(masked)[masked].to(device)
         return (losses * weights).sum() / (clean.ids.shape[1] - clean.prompts).sum()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -120,10 +119,8 @@ class MiniTrainer(Trainer):
         """Train from scratch or from the last checkpoint, and return the folder of the result."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError("processes-unsupported", "train=mini runs in one process. Start it without torchrun.")
-        whole = {**front.settings, "model": front.model, "data": front.data}
-        args = Front("mini", None, settings=whole).arguments(MiniConfig)
-        folder = Path(args.output_dir)
-        last = last_checkpoint(args.output_dir)
+        args = front.arguments(MiniConfig, model=front.model, data=front.data)
+        folder, last = Path(args.output_dir), last_checkpoint(args.output_dir)
         front.begin(folder, resume, saving.has_weights(folder), last)
         trainer = cls(args)
         front.choose_threads([trainer.network], args.device)
@@ -131,15 +128,3 @@ class MiniTrainer(Trainer):
         trainer.save_model()
         trainer.save_state()
         return folder
-
-
-class _Plain(nn.Module):
-    """A network without its configuration, which is not one of transformers."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.network = network
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return logits."""
-        return self.network(ids)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from dllm_sampler import config
-from dllm_sampler.errors import UserError, installing
+from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
-from dllm_sampler.models import huggingface, loading, saving
+from dllm_sampler.models import loading, saving
 from dllm_sampler.models import lora as adapters
 from dllm_sampler.models.adapter import has_adapter
 from dllm_sampler.models.denoiser import TransformerDenoiser
@@ -28,7 +27,8 @@ from dllm_sampler.models.uniform import UniformLM
 from dllm_sampler.sampler import Sampler
 
 T = TypeVar("T")
-Model = str | Path | Mapping[str, Any] | Sampler | PreTrainedModel
+Model = str | Path | Mapping[str, Any] | Sampler
+Settings = Mapping[str, Any] | None
 ADAPTER = "adapter"  # folder of the adapters, inside that of the run
 SHARED = "model.decoder.layers", "model.encoder.language_model.layers"  # of DiffusionGemma, with the same weights
 FROZEN = (".router.", "vision")  # of DiffusionGemma: as its public recipe has it, and texts alone are learned
@@ -50,13 +50,7 @@ class Trainable(nn.Module):
     adapter: Any
 
     def __init__(
-        self,
-        denoiser: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        named: str,
-        settings: Mapping[str, Any] | None = None,
-        lora: Any = None,
-        seed: int = 0,
+        self, denoiser: Any, tokenizer: Any, named: str, settings: Settings = None, lora: Any = None, seed: int = 0
     ):
         super().__init__()
         if not isinstance(denoiser, TransformerDenoiser | MaskedLMDenoiser | DiffusionGemmaDenoiser):
@@ -79,34 +73,22 @@ class Trainable(nn.Module):
 
     @classmethod
     def load(
-        cls,
-        model: Model,
-        dtype: str | None = "float32",
-        lora: Any = None,
-        seed: int = 0,
-        *,
-        uniform: bool = False,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        cls, model: Model, dtype: str | None = "float32", lora: Any = None, seed: int = 0, uniform: bool = False
     ) -> Self:
         """Load a model to train it.
 
-        model: as `Sampler.from_pretrained` takes it: a name, folder or hub id, or a dict with more settings. Or a
-            `Sampler`, or a masked language model of transformers, which are used as they are
+        model: as `Sampler.from_pretrained` takes it, or a `Sampler`, whose model is used as it is
         dtype: of the weights. None: as stored
-        uniform: take a model without a mask token, too
+        uniform: accept a model without a mask token
         """
-        named = str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)
         settings = None
-        if isinstance(model, Sampler | PreTrainedModel):
-            named = type(model).__name__
         if isinstance(model, Sampler):
-            denoiser, tokenizer = model.denoiser, model.tokenizer
-        elif isinstance(model, PreTrainedModel):
-            denoiser = None if tokenizer is None else huggingface.wrap(model, tokenizer)
+            named, denoiser, tokenizer = type(model.denoiser).__name__, model.denoiser, model.tokenizer
         else:
+            named = str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)
             settings = config.model(model)
-            adapted = has_adapter(loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code"))))
-            unfit = [name for name in UNTRAINABLE if settings.pop(name)] + ["adapter"] * adapted
+            folder = loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))
+            unfit = [name for name in UNTRAINABLE if settings[name]] + ["adapter"] * has_adapter(folder)
             unfit += ["causal_context=false"] if settings["causal_context"] is False else []
             if unfit:
                 said = f"train.model={named} has {unfit[0]}, for sampling only. Remove it, or merge an adapter."
@@ -116,12 +98,12 @@ class Trainable(nn.Module):
         if tokenizer is None:
             said = f"train.model={named} has no tokenizer. Add its files, or give it as processing_class."
             raise UserError("tokenizer-missing", said)
-        if not uniform and denoiser is not None and denoiser.spec.mask_id is None:
+        if not uniform and denoiser.spec.mask_id is None:
             raise UserError("mask-token-missing", f"train.model={named} has no mask token. Use train=sft.")
         return cls(denoiser, tokenizer, named, settings, lora, seed)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Return what the network does."""
+        """Return the logits of the network."""
         return self.network(*args, **options)
 
     @property
@@ -134,7 +116,7 @@ class Trainable(nn.Module):
         return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
 
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Keep the layers' inputs alone for the backward pass and compute the rest twice: less memory, more time."""
+        """Store only the inputs of layers for the backward pass, and compute the rest twice."""
         if isinstance(self.network, UniformLM):
             self.network.recompute()
         elif isinstance(self.network, Transformer):
@@ -150,17 +132,17 @@ class Trainable(nn.Module):
 
     @property
     def _no_split_modules(self) -> list[str]:
-        """The classes that accelerate's FSDP2 takes for layers. It asks for them before it spreads the weights."""
+        """The classes of layers, for accelerate's FSDP2."""
         if isinstance(self.network, UniformLM):
             return list(self.network.join_layers())
         return sorted({type(layer).__name__ for layer in _layers(self.network)})
 
     def tie_weights(self) -> None:
-        """Share weights that the model's configuration ties, after new tensors were assigned."""
+        """Share the weights that the model's configuration ties."""
         self.inner.tie_weights()
 
     def sampling(self, run: Callable[[], T]) -> T:
-        """Return what `run` does: it may sample from the model, in eval mode and with all weights of a sharded one."""
+        """Return `run()`, which may sample: the model is in eval mode, and a sharded one has all its weights."""
         training = self.training
         self.eval()
         try:
@@ -172,7 +154,7 @@ class Trainable(nn.Module):
             self.train(training)
 
     def _gathered(self, run: Callable[[], T]) -> T:
-        """Run with whole layers in each process: processes may then make different numbers of forwards."""
+        """Return `run()`, with whole layers in each process, so that numbers of forwards may differ."""
         layers: list[Any] = [one for one in self.modules() if isinstance(one, FSDPModule) and one is not self]
         for layer in layers:
             layer.set_reshard_after_forward(False, recurse=False)
@@ -186,33 +168,30 @@ class Trainable(nn.Module):
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """The model before training, where adapters learn."""
-        adapter: Any = self.adapter
-        adapter.disable_adapter_layers()
+        """Disable the adapters inside: the model is the one before training."""
+        self.adapter.disable_adapter_layers()
         try:
             yield
         finally:
-            adapter.enable_adapter_layers()
+            self.adapter.enable_adapter_layers()
 
     def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the checkpoint in its family's format, adapters merged, and apart the adapters alone.
+        """Write the checkpoint in its family's format, with adapters merged, and the adapters in a folder of their own.
 
-        state: all weights, where processes share them
+        state: all weights, if processes share them
         """
-        source = self.denoiser.folder
+        source, network = self.denoiser.folder, self.inner
         if source is None:
-            if not isinstance(self.inner, PreTrainedModel) or state is not None:
-                raise UserError(
-                    "model-not-found", "the model is from no checkpoint, so it has no format. Save it yourself."
-                )
-            network: Any = self.inner if self.adapter is None else adapters.merged(deepcopy(self.adapter))
+            if not isinstance(network, PreTrainedModel) or state is not None:
+                said = "the model is from no checkpoint, so it has no format. Save it yourself."
+                raise UserError("model-not-found", said)
+            network = network if self.adapter is None else adapters.merged(deepcopy(self.adapter))
             for part in (network, self.tokenizer):
-                files.write_folder(folder, part.save_pretrained)
+                files.write_folder(folder, part.save_pretrained)  # pyright: ignore
             return
         weight = str(self.spec.dtype).removeprefix("torch.")
         settings = self._settings or {"path": str(source), "mask_id": self.spec.mask_id, "dtype": weight}
         hub = None if Path(str(settings["path"])).expanduser().is_dir() else str(settings["path"])
-        network = self.inner
         if self.adapter is not None or state is not None:  # another one, in main memory
             denoiser, _ = loading.load(**settings, device=torch.device("cpu"))
             made = Trainable(denoiser, self.tokenizer, self.named, settings, self._lora, self._seed)
@@ -225,7 +204,7 @@ class Trainable(nn.Module):
 
 
 def _layers(network: nn.Module) -> Iterator[nn.Module]:
-    """Yield what the outermost lists of modules hold: the layers, in our networks and in those of transformers."""
+    """Yield the members of the outermost lists of modules: the layers, in all networks."""
     for child in network.children():
         if isinstance(network, nn.ModuleList) and not isinstance(child, nn.ModuleList):
             yield child
@@ -237,8 +216,6 @@ def lora_config(settings: Mapping[str, Any] | None) -> Any:
     """Return peft's configuration of adapters. Returns None for None."""
     if settings is None:
         return None
-    if find_spec("peft") is None:
-        raise UserError("package-missing", f"train.lora needs the package peft. Run {installing('train')}.")
     from peft import LoraConfig  # takes seconds to import
 
     return LoraConfig(**config.check("train.lora", LoraConfig, settings))

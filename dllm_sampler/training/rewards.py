@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,13 +74,12 @@ def judge(
             troubles.append(f"{error} The batch has no score.")
             total.fill_(torch.nan)
             continue
-        values = torch.tensor([0.0 if one is None else one for one in given], dtype=torch.float64)
         applies = torch.tensor([one is not None for one in given], dtype=torch.bool)
+        values = torch.tensor([one or 0.0 for one in given], dtype=torch.float64)
         bad = applies & ~values.isfinite()
         if bad.any():
             troubles.append(f"reward {name} is not finite for {int(bad.sum())} answers: these have no score")
         total += weight * torch.where(bad, torch.nan, values)
         judged |= applies
-        good = values[applies & ~bad]
-        means[name] = float(good.mean()) if len(good) else math.nan
+        means[name] = float(values[applies & ~bad].mean())  # NaN where it judged none
     return Scores(torch.where(judged, total, torch.nan), means, troubles)

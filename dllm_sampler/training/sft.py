@@ -42,7 +42,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
     """Hides tokens of right answers and makes the model predict them (LLaDA, arXiv 2502.09992; block diffusion,
     arXiv 2503.09573).
 
-    What is hidden of an answer depends on the seed, the step and the answer alone. Each example is a row of its own.
+    The hidden tokens of an answer depend on the seed, the step and its number in the data set alone.
     """
 
     config: ClassVar[type[DiffusionConfig]] = MaskedDiffusionConfig
@@ -101,10 +101,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         return super().sampler(**rule | settings)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *_: Any, **__: Any) -> Any:
-        """Return the mean over the rows of their losses.
-
-        A held-out row has two copies. Each hides the tokens that the other shows, the same ones every time.
-        """
+        """Return the mean loss of the rows. A held-out row always has the same two complementary masks."""
         some: list[Row] = inputs["rows"]
         step = self.state.global_step if model.training else "held"
         loss = self.loss_of(model, some, Dice([self.seed_of("noise", step, row.number) for row in some]))

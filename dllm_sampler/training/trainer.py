@@ -16,13 +16,12 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from pydantic import Field
-from safetensors.torch import load_file
-from safetensors.torch import save as serialise
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from dllm_sampler import config
@@ -30,12 +29,16 @@ from dllm_sampler.errors import NotFiniteError, UserError, unknown
 from dllm_sampler.host import files
 from dllm_sampler.inputs.metrics import Metric
 from dllm_sampler.inputs.prompts import Prompt
+from dllm_sampler.models import saving
+from dllm_sampler.models.huggingface import wrap
 from dllm_sampler.options import SamplerOptions
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
+from dllm_sampler.training.command import Front, last_checkpoint
 from dllm_sampler.training.data import Encoder, Example, Row, check_tokenizer, examples
 from dllm_sampler.training.model import Model, Trainable
 
+ANSWERS = "answers.json"  # in the folder of a run that learns from collected answers
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -90,12 +93,13 @@ class WeightCopy(TrainerCallback):
 
     name: of its file in each checkpoint
     decay: from 0 (the weights themselves) to below 1; about the last 1 / (1 - decay) steps count
-    every: steps between two of its moves; 0: it stays as the weights were before the first step
+    every: steps between two moves; 0: the copy stays as the weights were before the first step
     """
+
+    copies: dict[str, Tensor] | None = None  # None before training
 
     def __init__(self, name: str, decay: float = 0.0, every: int = 1):
         self.name, self.decay, self.every = name, decay, every
-        self.copies: dict[str, Tensor] | None = None  # None before training
 
     @torch.no_grad()
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -123,11 +127,11 @@ class WeightCopy(TrainerCallback):
         whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in spread.items()}
         if write and whole:
             tensors = {name: one.cpu().contiguous() for name, one in whole.items()}
-            files.write(folder / f"{self.name}.safetensors", serialise(tensors))
+            save_file(tensors, folder / f"{self.name}.safetensors")
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the copy's weights inside, if there is a copy."""
+        """Give the model the copy's weights inside, if there is a copy."""
         self._swap()
         try:
             yield
@@ -197,15 +201,15 @@ class DiffusionTrainer(Trainer):
     """
 
     config: ClassVar[type[DiffusionConfig]] = DiffusionConfig
-    uniform: ClassVar[bool] = False  # it knows models without a mask token
-    answers: ClassVar[bool] = True  # each example must have one
+    uniform: ClassVar[bool] = False  # True accepts models without a mask token
+    answers: ClassVar[bool] = True  # each example must have an answer
     held_out_loss: ClassVar[bool] = False  # held-out examples have a loss
-    most_held_out: ClassVar[int] = 64  # of `dllm-train`, where `held_out` is None
+    most_held_out: ClassVar[int] = 64  # most examples that `held_out=null` holds out
     args: Any  # the settings, of the class `config`
 
     def __init__(
         self,
-        model: Model,
+        model: Model | PreTrainedModel,
         args: DiffusionConfig | None = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
@@ -226,9 +230,9 @@ class DiffusionTrainer(Trainer):
         self.args = args
         self.examples = examples(train_dataset, self.answers, "train_dataset")
         held = [] if eval_dataset is None else examples(eval_dataset, self.answers, "eval_dataset")
-        self.trained = Trainable.load(
-            model, args.dtype, peft_config, args.seed, uniform=self.uniform, tokenizer=processing_class
-        )
+        if isinstance(model, PreTrainedModel):
+            model = Sampler(wrap(model, processing_class), tokenizer=processing_class)
+        self.trained = Trainable.load(model, args.dtype, peft_config, args.seed, self.uniform)
         self.metric = Metric("metric", metric) if isinstance(metric, str) else metric
         if self.examples[0].task:
             check_tokenizer(self.trained.tokenizer, self.trained.named)
@@ -253,9 +257,24 @@ class DiffusionTrainer(Trainer):
         self.can_return_loss = self.held_out_loss
 
     @classmethod
-    def command(cls, front: Any, resume: bool) -> Path:
-        """Run `dllm-train` with the settings of `front`, and return the folder of the result."""
-        return front.train(cls, resume)
+    def command(cls, front: Front, resume: bool) -> Path:
+        """Train and save with the settings of `dllm-train`, and return the folder of the result."""
+        args = front.arguments(cls.config)
+        folder, found = Path(args.output_dir), last_checkpoint(args.output_dir)
+        last = found if resume else None
+        args.eval_on_start = args.eval_on_start and last is None
+        train, held = front.examples(args, cls.answers, cls.most_held_out)
+        front.begin(folder, resume, saving.has_weights(folder), found or (folder / ANSWERS).exists())
+        trainer = cls(
+            front.model, args=args, train_dataset=train, eval_dataset=held, peft_config=front.peft_config,
+            metric=Metric("train.data.metric", front.source.metric), **front.reward_options,
+        )  # fmt: skip
+        front.choose_threads([trainer.trained], args.device)
+        front.record(folder)
+        trainer.train(resume_from_checkpoint=last)
+        trainer.save_model()
+        trainer.save_state()
+        return folder
 
     def prepare(self) -> None:
         """Check the settings against the model, before examples are encoded."""
@@ -270,7 +289,7 @@ class DiffusionTrainer(Trainer):
         return Sampler(self.trained.denoiser, tokenizer=self.trained.tokenizer, **settings)
 
     def seed_of(self, *parts: object) -> str:
-        """Return a seed of what is drawn: of the run's seed and of anything."""
+        """Return a seed made of the run's seed and some parts."""
         return "/".join(map(str, (self.args.seed, *parts)))
 
     def note(self, figures: Mapping[str, float]) -> None:
@@ -296,13 +315,12 @@ class DiffusionTrainer(Trainer):
         return found
 
     def together(self, items: Sequence[Any]) -> list[tuple[Any, bool]]:
-        """Return each item that takes a forward, with True. Processes that share the weights make as many forwards:
-        those with fewer items get their last one again, with False."""
+        """Return the items, with True. With fewer than another FSDP process they go on with the last, with False."""
         most = max(gather_object([len(items)])) if self.is_fsdp_enabled else len(items)
         return [(items[min(at, len(items) - 1)], at < len(items)) for at in range(most)]
 
     def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
-        """Add the figures of the steps since the last line, and hand the line on."""
+        """Log a line with the means of the figures that were noted since the last one."""
         if "loss" in logs:
             means = gather_object([{name: sum(some) / len(some) for name, some in self._figures.items()}])
             self._figures.clear()
@@ -310,7 +328,7 @@ class DiffusionTrainer(Trainer):
         super().log(logs, *given, **named)
 
     def evaluation_loop(self, *given: Any, metric_key_prefix: str = "eval", **named: Any) -> EvalLoopOutput:
-        """Measure held-out examples: their loss, and right answers, forwards and tokens per forward of a sampler."""
+        """Return the loss of held-out examples, and the figures of `measured`."""
         with self.average.applied():
             nothing: Any = None
             found = EvalLoopOutput(nothing, None, {}, len(self.held_rows))
@@ -321,21 +339,19 @@ class DiffusionTrainer(Trainer):
         return found
 
     def measured(self) -> dict[str, float]:
-        """Return right answers, forwards and tokens per forward on held-out prompts, those of all processes."""
+        """Return the share of right answers to all held-out prompts, forwards per answer, and tokens per forward."""
         rows, seeds = shared(self.held_rows)
         mine = [row.example for row in rows]
         answers = self.answered(self.sampler(**self.args.evaluation), [one.prompt for one in mine], [*seeds])
-        known = [(one, answer) for one, answer in zip(mine, answers, strict=True) if one.answer is not None]
-        right = [
-            one.right(answer.text or "", answer.tokens[: answer.length].tolist(), self.metric) for one, answer in known
-        ]
+        pairs = zip(mine, answers, strict=True)
+        right = [one.right(answer, self.metric) for one, answer in pairs if one.answer is not None]
         counts = [sum(right), len(right), sum(one.nfe for one in answers), sum(one.length for one in answers)]
         total, count, nfe, tokens = (sum(some) for some in zip(*gather_object([counts]), strict=True))
         found = {"nfe": nfe / len(self.held_rows), "tokens_per_forward": tokens / nfe}
         return {"right": total / count, **found} if count else found
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model in its family's own format; a checkpoint on the way has what learns in full precision."""
+        """Write the model in its family's own format. A checkpoint on the way has the learned weights alone."""
         if _internal_call and output_dir is not None:
             super().save_model(output_dir, _internal_call)
             for copy in self.copies:
@@ -350,9 +366,9 @@ class DiffusionTrainer(Trainer):
             self.push_to_hub(commit_message="Model save")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the state of a checkpoint: what does not learn stays out, and what is shared is written once."""
+        """Write the weights that learn into a checkpoint, each under one name."""
         state, learned = self.trained.state_dict() if state_dict is None else state_dict, self.trained.learned()
         super()._save(output_dir, {name: tensor for name, tensor in state.items() if name in learned})
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push nothing on the way: the hub gets the family's format, from `save_model` after training."""
+        """Push nothing on the way: the hub gets the family's format from `save_model`."""

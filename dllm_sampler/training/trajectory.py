@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from dllm_sampler.models.scorable import scorable
 from dllm_sampler.result import Trace
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.training.chunk import Chunk
-from dllm_sampler.training.masked import Dice
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,6 @@ class Trajectories:
         blocks: length of the decoded blocks, `sampler.plugins.blocks.lookahead(max_new_tokens)`. A causal context needs
             it: there a finished block is read from left to right and an open one as a whole. States of different blocks
             with the same number inside their block share an item, which takes two copies of the row.
-        drawn: `[B, L] bool` tokens of the transitions that `sample` has drawn. None stands for all.
     """
 
     trace: Trace
@@ -53,7 +50,6 @@ class Trajectories:
     single: bool = False
     blank: Tensor | None = None
     blocks: int | None = None
-    drawn: Tensor | None = None
 
     def __post_init__(self) -> None:
         trace = self.trace
@@ -73,7 +69,7 @@ class Trajectories:
         if not self.after_eos:
             ends = is_end(trace.ids, self.spec.eos_ids) & valid
             valid = valid & (ends.cumsum(1) - ends.long() == 0)
-        return valid if self.drawn is None else valid & self.drawn
+        return valid
 
     @cached_property
     def weight(self) -> Tensor:
@@ -83,14 +79,6 @@ class Trajectories:
         count.scatter_add_(1, step, valid.double())  # [B, S] tokens of each transition
         transitions = (count > 0).sum(1, keepdim=True)  # [B, 1]
         return torch.where(valid, 1 / (transitions * count.gather(1, step)), 0)
-
-    def sample(self, steps: int, dice: Dice) -> Self:
-        """Draw at most `steps` transitions of each row, without replacement; weights count only those."""
-        step = self.trace.step_map
-        chance = dice.uniform(step.amax(1) + 1, int(step.max()) + 1)  # [B, S]
-        there = torch.zeros_like(chance).scatter_add_(1, step.clamp(min=0), self.valid.double()) > 0
-        rank = chance.masked_fill(~there, 2).argsort(1).argsort(1)
-        return replace(self, drawn=(rank < steps).gather(1, step.clamp(min=0)))
 
     @property
     def copied(self) -> bool:

@@ -147,7 +147,7 @@ POLICY = ["num_generations=3", "rollout={temperature: 4.0}", "rewards={run:lette
 POLICY += ["ref_model_sync_steps=1"]
 TASKS = {
     "sft": ["padding=16", "average=0.5"],
-    "cjgrpo": [*POLICY, "average=0.5", "transitions=4"],
+    "cjgrpo": [*POLICY, "average=0.5"],
     "grpo": [*POLICY, "num_iterations=3", "save_steps=3"],
     "distill": ["prompts=8", "keep=false", "block_length=4", "teacher={}", "average=0.5"],
 }
