@@ -19,7 +19,7 @@ def load(*folders: str | PathLike[str]) -> Any:
         the columns.
 
     Raises:
-        UserError: a folder does not exist, or none has samples.
+        UserError: a folder does not exist, a file in it is invalid, or no run has samples.
     """
     from dllm_sampler.eval.report.data import read
     from dllm_sampler.eval.report.rows import rows

@@ -1,4 +1,4 @@
-"""`dllm-report`: a page and pictures of what runs found."""
+"""`dllm-report`: a page, pictures and tables of the results of runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PAGE, FIGURE = (".html", ".htm"), (".pdf", ".svg", ".png")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `dllm-report`; returns its exit status."""
+    """Run `dllm-report` and return its exit status."""
     parser = Parser(
         prog="dllm-report",
-        description="Make one HTML page, with its PNG files, of runs of dllm-eval; or a CSV file, or a figure.",
-        epilog="The page asks the network for nothing. With --csv or --figure it is made only if --output is given."
+        description="Make an HTML page with PNG files, a CSV file or a figure of runs of dllm-eval.",
+        epilog="The page loads nothing from the network. With --csv or --figure it is made only if --output is given."
         " Exit status: 0, or 2 after a mistake in the arguments.",
     )
     add = parser.add_argument
@@ -60,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(output: str, suffixes: Sequence[str] = PAGE) -> Path:
-    """Return the path of a page or a figure. Called before the work, so that a mistake does not wait for it.
+    """Return the path of a page or a figure. It is called before the work, so that a mistake shows at once.
 
     Raises:
-        UserError: it has none of the suffixes, nothing can be written there, or no picture can be drawn.
+        UserError: the file has another suffix or cannot be written, or matplotlib is not installed.
     """
     target = _target(output, suffixes)
     from dllm_sampler.eval.report.figure import require_matplotlib  # imports torch: a mistake does not wait for it
@@ -91,10 +91,10 @@ def write(
         output: the page's file.
         title: heading of the page.
         replays: samples of each run that can be watched on the page.
-        published: as in `write_figure`.
+        published: also draw published figures of the same model and task in the pictures.
 
     Raises:
-        UserError: nothing to report on, or nowhere to write it.
+        UserError: no run has samples, or a file cannot be written.
     """
     target = check(output)
     found = load(runs)
@@ -120,7 +120,7 @@ def write_figure(runs: Sequence[Path], output: str, published: bool = False) -> 
         published: also draw published figures of the same model and task.
 
     Raises:
-        UserError: nothing to show, another suffix than those of figures, or nowhere to write it.
+        UserError: no run has samples, or the file has another suffix or cannot be written.
     """
     target = check(output, FIGURE)
     found = load(runs)
@@ -132,10 +132,10 @@ def write_figure(runs: Sequence[Path], output: str, published: bool = False) -> 
 
 
 def write_csv(runs: Sequence[Path], output: str) -> None:
-    """Write a row for each configuration and task, to standard output for `-`; says the name of a file.
+    """Write a CSV file with a row for each configuration and task, and print its name. `-` is standard output.
 
     Raises:
-        UserError: nothing to report on, nowhere to write it, or it does not end in .csv.
+        UserError: no run has samples, or the file does not end in .csv or cannot be written.
     """
     if output == "-":
         show(text(rows(read(runs))).removesuffix("\n"))

@@ -33,24 +33,24 @@ class Run:
 
     about: Mapping[str, Any]
     records: Sequence[Record]
-    folder: Path = Path()  # the one that dllm-eval was told to write to
-    counted: harness.Result | None = None  # figures without samples, of lm-evaluation-harness
+    folder: Path = Path()  # output=FOLDER of dllm-eval
+    counted: harness.Result | None = None  # figures of lm-evaluation-harness, without samples
 
     @cached_property
     def figures(self) -> Figures:
-        """Every measure."""
+        """Every measure of the run by name."""
         if self.counted is not None and self.counted.figures is not None:
             return self.counted.figures
         return summary(self.records, self.about["score"], self.prompts) | self.passes | self.together
 
     @property
     def is_measured(self) -> bool:
-        """True if it has figures."""
+        """True if the run has figures."""
         return bool(self.records) or (self.counted is not None and self.counted.figures is not None)
 
     @property
     def samples(self) -> int:
-        """Samples that are there."""
+        """The number of finished samples."""
         return self.about["samples"] if self.counted is not None else len(self.records)
 
     @property
@@ -63,17 +63,17 @@ class Run:
 
     @property
     def together(self) -> Figures:
-        """The task's measures of all answers together, once all are there."""
+        """The task's measures of all answers together. Empty until the run is complete."""
         return self.about.get("measures") or {}
 
     @property
     def samples_per_prompt(self) -> int:
-        """Samples for each prompt, as the command asked for them."""
+        """The number of samples for each prompt: the option `samples`."""
         return int(self.about["config"].get("samples", 1))
 
     @cached_property
     def prompts(self) -> list[list[Record]]:
-        """The samples of each prompt."""
+        """A list of samples for each prompt."""
         found: dict[int, list[Record]] = {}
         for record in self.records:
             found.setdefault(record.index // self.samples_per_prompt, []).append(record)
@@ -81,7 +81,7 @@ class Run:
 
     @cached_property
     def passes(self) -> Figures:
-        """The measures of several samples for each prompt, over the prompts that have all of theirs."""
+        """The measures of `passes` over the prompts whose samples are all finished. Empty with one sample each."""
         whole = [prompt for prompt in self.prompts if len(prompt) == self.samples_per_prompt]
         if self.samples_per_prompt == 1 or not whole:
             return {}
@@ -89,12 +89,12 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
-        """All settings but the task's."""
+        """All settings except those of the task."""
         return {key: value for key, value in self.about["config"].items() if key != "task"}
 
     @property
     def missing(self) -> int:
-        """Samples that are not there yet."""
+        """The number of missing samples."""
         return self.about["samples"] - self.samples
 
 
@@ -103,26 +103,26 @@ class Method:
     """One configuration on all its tasks."""
 
     label: str
-    family: str  # the same for methods that differ in numbers alone
+    family: str  # the same for methods that differ only in numbers
     runs: Mapping[str, Run]  # by the task's label
     settings: Mapping[str, float] = field(default_factory=dict)  # the numbers that vary between methods
 
     @property
     def scheduler(self) -> str:
-        """Its scheduler's name."""
+        """The name of the scheduler."""
         return str(next(iter(self.runs.values())).about["choices"]["scheduler"])
 
     @property
     def cache(self) -> str:
-        """Its cache's name."""
+        """The name of the cache."""
         return str(next(iter(self.runs.values())).about["choices"]["cache"])
 
     def figures(self, tasks: Iterable[str]) -> Figures:
         """Return every measure over several tasks.
 
-        The score and the measures of several samples for each prompt are the mean of those of the tasks, whatever
-        their sizes. The bounds of their intervals follow from those of the tasks (MOVER). What a task says of all its
-        answers together is the mean over tasks, where each has it. All other measures are of all samples.
+        The score and the measures of `passes` are means over tasks, whatever the sizes of the tasks. Their intervals
+        follow from those of the tasks (MOVER). Measures of `together` are means over tasks, if all tasks have them. All
+        other measures are computed from all samples.
         """
         runs = [self.runs[task] for task in tasks]
         everything = [record for run in runs for record in run.records]
@@ -145,8 +145,9 @@ class Method:
 class Comparison:
     """All that a report is about.
 
-    methods: those with samples; tasks: label -> dependency; refused: label -> why; usual: plug-ins that labels leave
-    out
+    methods: the configurations with samples; tasks: the dependency of each task, by its label
+    refused: label and reason of each configuration that cannot run
+    usual: the plug-ins that labels leave out, by group
     """
 
     methods: Sequence[Method]
@@ -158,13 +159,13 @@ class Comparison:
 
     @property
     def unsaid(self) -> str:
-        """A sentence about what labels leave out; empty: nothing."""
+        """A sentence with the plug-ins that labels leave out, or "" if there are none."""
         said = ", ".join(f"{group}={name}" for group, name in self.usual.items())
         return f"Unless a label says otherwise: {said}." if said else ""
 
     @cached_property
     def views(self) -> dict[str, list[str]]:
-        """Which tasks are looked at together, by name: all, those of a group, each alone."""
+        """The tasks of each view by its name: all tasks, those of low or of high dependency, and each task alone."""
         found = {"all tasks": list(self.tasks)}
         for level in ("low", "high"):
             group = [task for task, dependency in self.tasks.items() if dependency == level]
@@ -174,7 +175,7 @@ class Comparison:
 
     @cached_property
     def figures(self) -> dict[str, dict[str, Figures]]:
-        """View -> method's label -> its measures; a method that lacks one of the tasks is left out."""
+        """The measures of each method in each view. A method that lacks a task of the view is left out."""
         return {
             view: {
                 method.label: method.figures(tasks)
@@ -186,7 +187,7 @@ class Comparison:
 
     @cached_property
     def together(self) -> list[str]:
-        """The names of what tasks say of all answers together."""
+        """The names of the tasks' measures of all answers together."""
         found = [run.together for method in self.methods for run in method.runs.values()]
         return list(dict.fromkeys(name for one in found for name in one))
 
@@ -199,8 +200,10 @@ class Comparison:
 
     @cached_property
     def reference(self) -> Method | None:
-        """One token per step: what the others are measured against, the best if there are several (a test bed's samples
-        are exact in one order, and not in another); None if it was not run."""
+        """The method with one token per step that others are compared with, or None if none was run.
+
+        Among several it is the best with scheduler `fixed`, since a test bed's samples may be exact in one order only.
+        """
         whole = self.figures["all tasks"]
         slow = [
             method
@@ -211,12 +214,12 @@ class Comparison:
         return max(plain or slow, key=lambda method: _number(whole[method.label]["score"]), default=None)
 
     def front(self, view: str, rate: str) -> set[str]:
-        """Return the methods that no other one beats in score and rate."""
+        """Return the labels of the methods on the Pareto front of score and `rate`."""
         found = self.figures[view]
         return front({label: (one[rate] or 0.0, _number(one["score"])) for label, one in found.items()})
 
     def oracle(self, view: str) -> tuple[float, float] | None:
-        """Return tokens per forward with perfect knowledge of the reference's answers, and their score."""
+        """Return the oracle's tokens per forward on the answers of `reference`, and their score, or None."""
         if self.reference is None:
             return None
         figures = self.figures[view].get(self.reference.label)
@@ -225,7 +228,7 @@ class Comparison:
 
     @cached_property
     def families(self) -> dict[str, list[Method]]:
-        """Methods that differ in numbers alone, where there are several."""
+        """Groups of at least two methods that differ only in numbers, by the name of their family."""
         found: dict[str, list[Method]] = {}
         for method in self.methods:
             if method.label in self.figures["all tasks"]:
@@ -234,12 +237,12 @@ class Comparison:
 
 
 def load(paths: Sequence[Path]) -> Comparison:
-    """Compare runs, in folders at any depth. Raises as `read` does."""
+    """Return the comparison of the runs that `read` finds under folders."""
     return compare(read(paths))
 
 
 def results_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the files under these folders that lm-evaluation-harness names so, each once."""
+    """Return the results files of lm-evaluation-harness under these folders, each once."""
     found = (file.resolve() for path in paths for file in sorted(files.under(path, harness.PATTERN)))
     return list(dict.fromkeys(found))
 
@@ -251,10 +254,12 @@ def run_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def read(paths: Sequence[Path]) -> list[Run]:
-    """Read runs, and folders of runs, at any depth; those that have no samples too. And what the harness wrote there.
+    """Return the runs under these folders, at any depth, also those without samples.
+
+    Results of lm-evaluation-harness count as runs, too.
 
     Raises:
-        UserError: there is none, or none has samples.
+        UserError: a folder does not exist, a file is invalid, or no run has samples.
     """
     for path in paths:
         try:
@@ -262,7 +267,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
         except (OSError, ValueError):  # a name that is too long, or has a NUL
             there = False
         if not there:
-            raise UserError("file-missing", f"The folder {path} does not exist. Name directories of dllm-eval.")
+            raise UserError("file-missing", f"The folder {path} does not exist. Name output folders of dllm-eval.")
     runs = []
     for folder in run_folders(paths):
         about = RunFolder(folder).about()
@@ -272,12 +277,12 @@ def read(paths: Sequence[Path]) -> list[Run]:
         runs += [Run(one.about, (), file.parent, one) for one in harness.results(file)]
     if not any(run.is_measured for run in runs):
         where = ", ".join(map(str, paths))
-        raise UserError("samples-missing", f"No samples are under {where}. Run dllm-eval.")
+        raise UserError("samples-missing", f"No samples are under {where}. Run dllm-eval, or name another folder.")
     return runs
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """Name runs by what differs between them, and put those of a configuration together."""
+    """Return the comparison of runs. Labels show what differs, and runs of a configuration form a method."""
     labels = named(runs)
     methods: dict[str, tuple[Label, dict[str, Run]]] = {}
     tasks: dict[str, str | None] = {}
@@ -344,7 +349,7 @@ LEFT_OUT = ("_target_", "name", "path", "content", "forwards")  # settings that 
 class Label:
     """The name of a run.
 
-    task: its task; method: all else; family: the same for methods that differ in numbers alone
+    task: the label of its task; method: that of all else; family: the same for methods that differ only in numbers
     settings: the numbers that vary, by their names in `method`
     """
 
@@ -383,12 +388,12 @@ def _tasks(runs: Sequence[Run]) -> list[str]:
 
 
 def choice(run: Run, group: str) -> str:
-    """Return what a group was set to. Runs of before have no word for groups that came later."""
+    """Return the name chosen in a group. An older run lacks groups that were added later, so it has their default."""
     return str(run.about["choices"].get(group, LATER_GROUPS.get(group)))
 
 
 def usual(runs: Sequence[Run]) -> dict[str, str]:
-    """Return plug-ins that labels leave out although they vary: more than three quarters have the same."""
+    """Return the plug-ins that labels leave out although runs differ: those of more than three quarters of the runs."""
     found = {}
     for group in GROUPS[1:]:
         (name, most), *others = Counter(choice(run, group) for run in runs).most_common()
@@ -449,7 +454,7 @@ def _names(known: Mapping[str, set[str]]) -> dict[str, str]:
 def _apart(runs: Sequence[Run], tasks: Sequence[str], labels: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the labels, with an addition to those that several runs of one task share.
 
-    It is the folder of the run, else the model's path, else the hash of the configuration.
+    It is the folder of the run, else the model's path, else the hash of the configuration, else all three.
     """
     here: dict[str, list[int]] = {}
     for place, (label, _) in enumerate(labels):
@@ -488,7 +493,7 @@ def _fields(config: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, A
 
 
 def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings of a plug-in or task by dotted names, without those that say where they come from."""
+    """Return settings of a plug-in or task by dotted names, without those in `LEFT_OUT`."""
     found = {}
     for key, value in settings.items():
         if key in LEFT_OUT:
@@ -498,7 +503,7 @@ def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each of them: `name`, and the values of the fields in which those of that name differ."""
+    """Return a label for each task: its `name`, and the values of fields in which tasks of this name differ."""
     known: dict[tuple[str, str], set[str]] = {}
     for one in settings:
         for key, value in one.items():

@@ -1,6 +1,6 @@
 """The figure of a report, drawn to be printed: score against speed, each configuration with its interval.
 
-Colour and fill say the scheduler, the marker says the cache. A line joins the settings of one method.
+Colour and fill show the scheduler, and the marker shows the cache. A line joins the settings of one method.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TITLES = {
 }
 COLUMN, PAGE, PANEL = 3.5, 7.0, 2.6  # inches: one column of a paper and both, and the height of a panel
 DPI = 200
-MANY = 15  # schedulers; the legend of more needs the page's width
+MANY = 15  # most schedulers in the legend of a narrow figure
 # Okabe and Ito's colours, which colour-blind readers can tell apart, with Tol's wine in place of yellow and black.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255")
 FILLS: tuple[Any, ...] = ("full", "none", "left", "top", "right", "bottom")  # a second round of colours is open ...
@@ -49,18 +49,18 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "dllm-report",  # the same runs give the same file
 }
 Entry = tuple[str, Any]  # of the legend: text and handle
-CROWD = 40  # points; of more than that only those of the front have a label
+CROWD = 40  # most points that all have a label; with more, only those of the front have one
 
 
 @dataclass(frozen=True)
 class Panel:
     """A part of the figure.
 
-    title: the task; empty if there is one part
+    title: the task, or "" for a panel of all tasks
+    figures: the measures of each method, by its label
+    rate: the measure of the horizontal axis
+    oracle: rate and score (0 to 1) of the oracle on the answers of one token per step, or None
     published: rate, score in % and name of published figures
-    figures: measures of each method, by its label
-    rate: the measure along the horizontal axis
-    oracle: rate and score with perfect knowledge of the answers of one token per step
     """
 
     title: str
@@ -80,12 +80,12 @@ class Panel:
 
     @property
     def front(self) -> set[str]:
-        """The methods that no other one beats."""
+        """The labels of the methods on the Pareto front."""
         return front(self.points)
 
 
 def require_matplotlib() -> None:
-    """Refuse to begin a run whose picture cannot be drawn."""
+    """Raise `UserError` if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise UserError("package-missing", f"The picture needs matplotlib. Run {installing('eval')}.")
 
@@ -93,7 +93,7 @@ def require_matplotlib() -> None:
 def draw(
     found: Comparison, form: str, rates: Sequence[str] = ("answer_tokens_per_forward",), published: bool = False
 ) -> bytes:
-    """Draw all methods, with a panel for each rate.
+    """Draw score against rate for all methods, with a panel for each rate. Return the bytes of the file.
 
     Tasks share a panel if each method has run all of them. Otherwise, and for several tasks with `published`, each task
     has its own panels.
@@ -116,7 +116,7 @@ def draw(
 
 
 def panels(found: Comparison, rates: Sequence[str], published: bool = False) -> list[Panel]:
-    """Return the parts of the figure; a rate that no method has is left out. Published figures are of one task."""
+    """Return the panels of the figure, without rates that no method has. Published figures are of a single task."""
     whole = len(found.figures["all tasks"]) == len(found.methods) and not (published and len(found.tasks) > 1)
     views = {"": "all tasks"} if whole else {task: task for task in found.tasks}
     made = []
@@ -195,7 +195,7 @@ def _interval(one: Figures, name: str, middle: float, factor: float = 1.0) -> li
 
 
 def lines(found: Comparison, points: Mapping[str, object]) -> list[list[Method]]:
-    """Return methods that differ in one swept setting, in the order of its values: the one with the most values."""
+    """Return groups of methods that differ only in the setting with the most values, in the order of these values."""
     groups: dict[tuple[Any, ...], list[Method]] = {}
     for method in found.methods:
         if method.label in points:
@@ -379,7 +379,7 @@ def _others(found: Comparison, looks: Mapping[str, Mapping[str, Any]], parts: Se
 
 
 def _legend(figure: Figure, *parts: list[Entry]) -> float:
-    """Put the legend below the panels, each part in rows of its own; return the inches that it takes."""
+    """Put the legend below the panels, each part in its own rows, and return its height in inches."""
     made = None
     for across in (6, 5, 4, 3, 2, 1):
         filled = [one for part in parts for one in part + [("", _handle(linestyle="none"))] * (-len(part) % across)]
@@ -405,7 +405,7 @@ def _legend(figure: Figure, *parts: list[Entry]) -> float:
 
 
 def _label(axes: Axes, found: Comparison, panel: Panel, looks: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the settings next to the points: of the front always, of others where there is room."""
+    """Write the settings next to the points where there is room, those of the front first."""
     from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 
@@ -420,13 +420,13 @@ def _label(axes: Axes, found: Comparison, panel: Panel, looks: Mapping[str, Mapp
     chosen = [method for method in found.methods if method.label in points]
     if len(chosen) > CROWD:
         chosen = [method for method in chosen if method.label in best]
-    here: dict[tuple[bool, int, int], list[Method]] = {}  # what lies at one place has one label
+    here: dict[tuple[bool, int, int], list[Method]] = {}  # points at the same place share a label
     for method in sorted(chosen, key=lambda method: (method.label not in best, -points[method.label][1])):
         x, y = pixels[method.label]
         here.setdefault((method.label in best, round(x / 3), round(y / 3)), []).append(method)
 
     def write(text: str, point: tuple[float, float], reach: float, **style: Any) -> Annotation | None:
-        """Write a text next to a point if there is room within `reach` points."""
+        """Write a text next to a point if there is room within `reach` typographic points. Else return None."""
         note = axes.annotate(text, point, xytext=(0, 0), textcoords="offset points", **style)
         note.set_in_layout(False)
         (x, y), own = axes.transData.transform(point), note.get_window_extent()
@@ -460,7 +460,7 @@ def _label(axes: Axes, found: Comparison, panel: Panel, looks: Mapping[str, Mapp
 
 
 def _text(method: Method, swept: Mapping[str, Sequence[str]], named: bool) -> str:
-    """Return the settings of a point, with the scheduler's name where its colour is not enough."""
+    """Return the values of the settings of a point, after the scheduler's name if it is `named`."""
     known = [f"{method.settings[name]:g}" for name in swept[method.scheduler] if name in method.settings]
     return " ".join([method.scheduler] * named + [", ".join(known)] * bool(known))
 

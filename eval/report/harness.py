@@ -1,4 +1,4 @@
-"""Results that lm-evaluation-harness wrote with our sampler as its model, read as runs."""
+"""Results of lm-evaluation-harness with this package's model, read as runs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Figures = dict[str, float | None]
 class Result:
     """One task of a results file.
 
-    about: what `run.json` of a run says
-    figures: every measure; None if the task has none
-    grades: the metrics that are not the score
+    about: the fields of `run.json`, filled from the results
+    figures: every measure by name, or None if the task has none
+    grades: the metrics besides the score, by name
     """
 
     about: Mapping[str, Any]
@@ -36,10 +36,10 @@ class Result:
 
 
 def results(file: Path) -> list[Result]:
-    """Return the tasks of a results file; none if another model wrote it.
+    """Return the tasks of a results file. The list is empty if the results are those of another model.
 
     Raises:
-        UserError: it cannot be read, or is not what the harness writes.
+        UserError: the file cannot be read, has another schema, or is not a results file of the harness.
     """
     try:
         content = file.read_bytes()
@@ -60,7 +60,7 @@ def results(file: Path) -> list[Result]:
     except OSError as error:
         raise UserError("file-unreadable", f"Cannot read {file} ({error.strerror}). Check its permissions.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("file-invalid", f"{file} is not of lm-evaluation-harness ({error!r}). Remove it.") from None
+        raise UserError("file-invalid", f"{file} is not of lm-evaluation-harness ({error!r}). Move it away.") from None
 
 
 def _result(task: str, found: Mapping[str, Any], ours: Mapping[str, Any], digest: str) -> Result:
@@ -140,13 +140,13 @@ def _figures(score: float, error: float | None, samples: int, counts: Mapping[st
 
 
 def pooled(each: Sequence[Figures]) -> Figures:
-    """Return the measures of several runs together, from those of each: for runs without single samples.
+    """Return the measures of several runs together, computed from the measures of each, without their samples.
 
-    Ratios are of sums. What needs single samples is None: intervals of ratios, correlations, the oracle.
+    Ratios are ratios of sums. Measures that need the samples are None: intervals of ratios, correlations, the oracle.
     """
 
     def total(*names: str) -> float | None:
-        """Return the sum over all samples of a mean per sample, or of a product of measures that is one."""
+        """Return the sum over runs of the number of samples times the named measures."""
         values = [[one["samples"], *(one[name] for name in names)] for one in each]
         return None if any(None in some for some in values) else sum(prod(some) for some in values)  # pyright: ignore
 

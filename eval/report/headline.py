@@ -8,18 +8,21 @@ from dllm_sampler.eval.curves import adaptive_oracle, aup, parallelizability, pb
 from dllm_sampler.eval.report.data import Comparison, Figures, Method
 from dllm_sampler.eval.statistics import Estimate, difference
 
-LOSS = 0.01  # of score, that still counts as being as good
+LOSS = 0.01  # largest loss of score that counts as being as good
 METHOD = "95 % intervals, Wilson's for right or wrong answers, else bootstrap"
 LEVELS = (0.9, 0.8, 0.7)  # of PBx
 
 
 def sentences(found: Comparison) -> list[str]:
-    """Return the best trade, what dependency between tokens costs, and how far the oracle is."""
+    """Return sentences on the best trade-off, the cost of dependency between tokens, and the distance to the oracle."""
     return [line for line in (best(found), dependency(found), room(found)) if line]
 
 
 def best(found: Comparison) -> str:
-    """Name the fastest method about as good as one token per step, or as the best one if no run has that."""
+    """Return a sentence on the fastest method that is about as good as one token per step.
+
+    It is compared with the best method if no run has one token per step.
+    """
     whole = found.figures["all tasks"]
     if not whole:
         return "No method was run on all tasks; the tasks are shown one by one."
@@ -58,7 +61,7 @@ def best(found: Comparison) -> str:
 
 
 def compare_forwards(fast: Figures, given: Figures) -> str:
-    """Compare the forwards of two methods."""
+    """Return a phrase that compares the forwards of two methods."""
     fewer = _of(given, "nfe") / max(_of(fast, "nfe"), 1e-9)
     if f"{fewer:.1f}" == "1.0":
         return "about as many forwards"
@@ -100,7 +103,7 @@ def dependency(found: Comparison) -> str | None:
 
 
 def room(found: Comparison) -> str | None:
-    """Return the distance of the best methods from perfect knowledge of the answers."""
+    """Return a sentence on the distance of the best methods to the oracle, or None without an oracle."""
     oracle, whole = found.oracle("all tasks"), found.figures["all tasks"]
     if oracle is None or found.reference is None:
         return None

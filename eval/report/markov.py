@@ -1,6 +1,6 @@
-"""The picture of `task=markov`: what each scheduler does to a known Markov chain, against forwards.
+"""The picture of `task=markov`: the error of each scheduler on a known Markov chain, against forwards.
 
-The model makes no error, so whatever the error is, the sampler made it (the question of arXiv 2602.19619).
+The model makes no error, so all of it is the sampler's (the question of arXiv 2602.19619).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dllm_sampler.eval.report.data import Comparison, Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLUMN = 8  # families: more colours look alike
+COLUMN = 8  # families in colour: more colours look alike
 MARKERS = "osv^DPX*"
 TICKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def drawn(found: Comparison) -> dict[str, bytes]:
-    """Draw each chain that was sampled whole. Return pictures by the word that their file names end in."""
+    """Draw each chain whose runs are complete. Return PNG files by the word that their names end in."""
     tasks = [task for task in found.tasks if curves(found, task)]
     return {f"markov{number or ''}": draw(curves(found, task)) for number, task in enumerate(tasks)}
 
@@ -77,7 +77,7 @@ def draw(families: dict[str, list[Run]]) -> bytes:
 def _line(families: dict[str, list[Run]], family: str, name: str) -> tuple[list[float], list[float]]:
     """Return forwards and errors of a family's runs, from the fastest on."""
     found = sorted((_of(run, "nfe"), _of(run, name)) for run in families[family])
-    if name == "transition_kl":  # exact samples lie around 0, below which a logarithm has no place
+    if name == "transition_kl":  # exact samples are near 0, which a logarithmic axis cannot show
         found = [(forwards, max(kl, _noise(families, name) / 3)) for forwards, kl in found]
     return [forwards for forwards, _ in found], [error for _, error in found]
 

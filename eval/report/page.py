@@ -1,4 +1,4 @@
-"""The report as one HTML file that asks the network for nothing."""
+"""The report as one HTML file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SHOWN = ("samples", "score", "score_low", "score_high", *(measure.name for measu
 
 
 def page(found: Comparison, title: str, replays: int) -> str:
-    """Return the whole page.
+    """Return the report as HTML.
 
     Args:
-        found: what it is about.
-        title: at its top.
-        replays: samples of each run that can be watched, those with the lowest score first.
+        found: the runs.
+        title: heading of the page.
+        replays: number of samples of each run that can be watched. Up to half of them are wrong answers.
     """
     parts = {name: (files("dllm_sampler.eval.report") / name).read_text(encoding="utf-8") for name in _PARTS}
     filled = {
@@ -49,18 +49,18 @@ _PARTS = ("page.html", "page.css", "page.js")
 
 
 def notes(found: Comparison) -> list[str]:
-    """Return what a reader must know to trust the figures."""
+    """Return notes on the figures: missing samples, runs that cannot run, and environments."""
     lines = []
     if found.missing:
         lines.append(
-            f"Unfinished: {counted(found.missing, 'sample')} still to come; the figures are of those that are there."
+            f"Unfinished: {counted(found.missing, 'sample')} missing; the figures are those of the finished samples."
         )
     if found.unsaid:
         lines.append(found.unsaid)
     lines += [f"No figures: {label}: {reason}" for label, reason in found.refused]
     whole = set(found.figures["all tasks"])
     lines += [
-        f"Not on all tasks, so only under its own: {method.label}."
+        f"Not run on all tasks, so only shown under its own: {method.label}."
         for method in found.methods
         if method.label not in whole
     ]

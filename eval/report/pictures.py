@@ -1,4 +1,4 @@
-"""The report's pictures as PNG files: the front, and what dependency between tokens costs."""
+"""The report's pictures as PNG files: the Pareto front, and the cost of dependency between tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOW, HIGH = "#2563eb", "#c2410c"
 
 
 def pictures(found: Comparison, published: bool = False) -> dict[str, bytes]:
-    """Draw every picture that the runs allow. Return them by the word that their file names end in."""
+    """Draw every picture that the runs allow. Return PNG files by the word that their names end in."""
     require_matplotlib()
     drawn = {}
     if found.methods:
@@ -28,7 +28,7 @@ def pictures(found: Comparison, published: bool = False) -> dict[str, bytes]:
 
 
 def dependency(found: Comparison) -> bytes:
-    """Score against tokens per forward, for tasks of low and of high dependency; families of settings as lines."""
+    """Draw a PNG file: score against canvas tokens per forward, for tasks of low and of high dependency."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")

@@ -16,7 +16,7 @@ from dllm_sampler.eval.protocols.spec import Cell
 from dllm_sampler.eval.report.data import Comparison, Run
 from dllm_sampler.eval.statistics import interval
 
-# How a method of the table begins, and the scheduler that it is.
+# Beginnings of methods in the table, and the scheduler of each.
 SCHEDULERS = {
     "one per step": "fixed", "entropy, one per step": "fixed", "fixed": "fixed", "threshold": "threshold",
     "entropy threshold": "entropy", "entropy multi-block": "entropy", "hierarchical": "hierarchical",
@@ -83,7 +83,7 @@ def _number(value: float | None) -> str:
 
 
 def beside(found: Comparison) -> list[Beside]:
-    """Return every published figure with the model, task, lengths and method of a run: one by one, and no average."""
+    """Return a row for each published figure with the model, task, lengths and method of a run."""
     made = []
     for method in found.methods:
         for task, run in method.runs.items():
@@ -100,7 +100,7 @@ def beside(found: Comparison) -> list[Beside]:
 
 
 def warnings(rows: Sequence[Beside]) -> list[str]:
-    """Return a sentence on figures that differ by more than chance, and the usual reasons."""
+    """Return a sentence on figures that differ by more than `DIFFERS`, with the usual reasons, in a list."""
     far = [row for row in rows if abs(row.z) > DIFFERS]
     if not far:
         return []

@@ -11,18 +11,18 @@ from typing import Any
 from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.report.data import GROUPS, Run, choice, leaves, named
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a text begins that spreadsheets take for a formula
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # beginnings of texts that spreadsheets take for a formula
 FIGURES = ("score", "score_low", "score_high", "answer_tokens_per_forward_low", "answer_tokens_per_forward_high")
 
 
 def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return a row for each run: names, figures, plug-ins, settings. All have the same columns in the same order.
 
-    The columns are `configuration` and `task` (as in the report), `dependency`, `samples` and `missing` (how many are
-    there, and how many are to come), `samples_per_prompt`, the measures, the mean of each other grade of the task
+    The columns are `configuration` and `task` (as in the report), `dependency`, `samples` and `missing` (the numbers of
+    finished and of missing samples), `samples_per_prompt`, the measures, the mean of each other grade of the task
     (`grade.error_missing`), the name of each group (`scheduler`, `cache` ...), each setting by the name it has on the
-    command line (`scheduler.threshold`), `folder`, and `refused` (why the run has no figures).
-    What a run does not have is None.
+    command line (`scheduler.threshold`), `folder`, and `refused` (the reason that it cannot run).
+    A value that a run does not have is None.
     """
     shown = (*FIGURES, *(measure.name for measure in MEASURES))
     found = []

@@ -178,7 +178,7 @@ def apart() -> Comparison:
 def test_tasks_that_nothing_ran_all_of() -> None:
     assert headline.sentences(apart()) == ["No method was run on all tasks; the tasks are shown one by one."]
     assert set(pictures(apart())) == {"front"}
-    assert "Not on all tasks, so only under its own: wino." in page(apart(), "Apart", 1)
+    assert "Not run on all tasks, so only shown under its own: wino." in page(apart(), "Apart", 1)
 
 
 def test_no_external_address() -> None:
