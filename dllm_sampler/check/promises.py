@@ -25,7 +25,7 @@ from dllm_sampler.errors import FAULTS, UserError
 from dllm_sampler.result import Commits, Result
 from dllm_sampler.sampler import Sampler
 
-TOKENS = 14
+TOKENS = 10
 GROUPS = ("scheduler", "cache", "blocks", "stop", "guide")
 EVERY = tuple(range(len(toys.PROMPTS)))
 

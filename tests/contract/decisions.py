@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_sampler import config
 from dllm_sampler.blocks.fixed import FixedBlocks
+from dllm_sampler.check.reads import no_host_reads
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
@@ -127,14 +128,20 @@ def scheduler(scene: Scene, name: str) -> Scheduler:
 
 
 def decision(scene: Scene, scheduler: Scheduler) -> int:
-    """Count the tensor operations of a scheduler's decision in the middle of a block."""
+    """Count the tensor operations of a scheduler's decision in the middle of a block.
+
+    Raises:
+        HostRead: a decision reads the device.
+    """
     scheduler = scheduler.bind(scene.context)
     canvas = scene.canvas()
     carry: Carry = scheduler.init(canvas)
     for _ in range(WARM):
-        query = scheduler.ask(canvas, carry)
+        with no_host_reads():
+            query = scheduler.ask(canvas, carry)
         seen = scene.read(scene.fresh(query), canvas, query, scheduler.needs)
-        edit, carry = scheduler.tell(canvas, query, seen, carry)
+        with no_host_reads():
+            edit, carry = scheduler.tell(canvas, query, seen, carry)
         edit = replace(edit, commit=edit.commit)  # makes a choice that the scheduler left open
         after = canvas.apply(query.positions, edit)
         canvas = after.advance(after.block_over(edit), scene.block, edit.finish)

@@ -10,10 +10,18 @@ from dllm_sampler.check.promises import check_reads
 from dllm_sampler.check.reads import HostRead, no_host_reads, watched_steps
 from dllm_sampler.schedulers.threshold import Threshold
 from tests import toys
-from tests.contract.cases import SILENT, Case, thinned
+from tests.contract.cases import SILENT, Case, met
+from tests.contract.test_overhead import ELSEWHERE
+from tests.sampling import sampled
 
 
-@pytest.mark.parametrize("case", thinned(SILENT))
+def reached(case: Case) -> list[tuple[str, object]]:
+    """Return what a case meets: all but its scheduler, whose decisions `test_overhead` watches if it can."""
+    own = [("scheduler", case.scheduler["name"])] if case.scheduler["name"] in ELSEWHERE else []
+    return [*met(case, ("cache", "blocks", "stop", "guide", "traits")), *own]
+
+
+@pytest.mark.parametrize("case", sampled(SILENT, reached, lambda case: case.id))
 def test_a_step_reads_nothing(case: Case) -> None:
     check_reads(case, [0, 1], max_steps=4)
 

@@ -39,7 +39,7 @@ class Rule(Scheduler):
 BROKEN = {
     "commit.any().item()": "A step reads the device: item(), bool(tensor) or int(tensor) (rule_of_mine.py, line 18, in",
     "commit &= readout.confidence[:, 0] >= readout.confidence.mean()": "A row of a batch differs from the row alone",
-    "commit &= False": "It does not end: row 0 has 14 masks after 14 forwards, and `bound` promises at most 14",
+    "commit &= False": "It does not end: row 0 has 10 masks after 10 forwards, and `bound` promises at most 10",
     "canvas.ids[:, 0] = 5": "The prompt of row 1 is [7, 1,",
     "commit.no_such_thing": "It raised AttributeError: 'Tensor' object has no attribute 'no_such_thing' (rule_of_mine",
     "return Edit(readout.token[:, 0] + 1000, commit), carry": "It commits token 10",
