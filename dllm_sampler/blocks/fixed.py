@@ -44,10 +44,7 @@ class FixedBlocks(Blocks):
         spec = context.spec
         length, causal = self.length or spec.block_length or DEFAULT_LENGTH, spec.attention == "block_causal"
         if self.part is not None and not causal:
-            raise UserError(
-                "blocks-incompatible",
-                f"blocks.part={self.part} is for block-causal models, and this one is not. Set blocks.part=null.",
-            )
+            raise UserError("blocks-incompatible", f"blocks.part={self.part} needs a block-causal model. Remove it.")
         if self.part is not None and length % self.part:
             raise UserError(
                 "option-range", f"blocks.part={self.part} does not divide blocks.length={length}. Set a divisor."

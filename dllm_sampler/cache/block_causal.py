@@ -64,17 +64,13 @@ class BlockCausalCache(BaseCache):
 
     @override
     def bind(self, context: Context) -> Cache:
-        if self.store_pass == "separate" and context.spec.attention == "causal_context":
-            raise UserError(
-                "cache-incompatible",
-                "cache.store_pass=separate does not work with a model that has a causal context. Set"
-                " cache.store_pass=ride.",
-            )
-        if self.token_causal and context.spec.attention == "causal_context":
-            raise UserError(
-                "cache-incompatible",
-                "cache.token_causal=true does not work with a model that has a causal context. Remove it.",
-            )
+        chosen = {
+            "cache.store_pass=separate": self.store_pass == "separate",
+            "cache.token_causal=true": self.token_causal,
+        }
+        for option in (name for name, is_set in chosen.items() if is_set):
+            if context.spec.attention == "causal_context":
+                raise UserError("cache-incompatible", f"{option} does not support a causal context. Remove it.")
         return super().bind(context)
 
     def around(self, scheduler: Scheduler) -> Scheduler:

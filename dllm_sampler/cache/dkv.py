@@ -62,10 +62,7 @@ class DelayedCache(BaseCache):
         check_count("cache.refresh_every", self.refresh_every, optional=True)
         check_choice("cache.mode", self.mode, Mode)
         if self.shift == "right":
-            raise UserError(
-                "options-conflict",
-                "cache.shift=right does not compute rows that predict masks. Set cache.shift to un or un_right.",
-            )
+            raise UserError("options-conflict", "cache.shift=right skips rows that predict masks. Set un or un_right.")
         if self.shift not in get_args(Shift):
             raise UserError("choice-unknown", f"cache.shift={self.shift!r} is unknown. Set un or un_right.")
 

@@ -75,9 +75,6 @@ def norm_reference(hidden: Tensor, weight: Tensor, eps: float, delta: Tensor | N
 
 
 def tile(width: int) -> tuple[int, int, int]:
-    """Return padded width, rows of a program, and warps.
-
-    A program has at least 1024 numbers, and a thread at most 32 up to a width of 16384.
-    """
+    """Return the padded width, the rows of a program (1024 numbers or more), and its warps."""
     block = next_power_of_2(width)
     return block, max(1, 1024 // block), min(16, max(4, block // 1024))

@@ -42,20 +42,12 @@ class Sampling:
         if not 0 <= self.temperature < float("inf"):
             raise UserError("option-range", f"temperature is {self.temperature!r}. Set a finite number of at least 0.")
         if self.draws and self.keys is None:
-            raise UserError(
-                "option-missing",
-                f"temperature={self.temperature} needs keys. Pass keys with the noise.key of every row.",
-            )
+            raise UserError("option-missing", f"temperature={self.temperature} needs keys. Pass each row's noise.key.")
         if self.mask_id is not None and not 0 <= self.mask_id < vocab:
-            raise UserError(
-                "token-outside-vocabulary", f"mask_id is {self.mask_id}. Set a token id from 0 to {vocab - 1}."
-            )
+            raise UserError("token-outside-vocabulary", f"mask_id is {self.mask_id}. Set an id from 0 to {vocab - 1}.")
         if rows.dim() != 2 or rows.stride(1) != 1:
-            raise UserError(
-                "shape-mismatch",
-                f"The tensor has shape {tuple(rows.shape)} and strides {rows.stride()}. Pass [N, width] with contiguous"
-                " rows.",
-            )
+            shape = f"shape {tuple(rows.shape)} and strides {rows.stride()}"
+            raise UserError("shape-mismatch", f"The tensor has {shape}. Pass [N, width] with contiguous rows.")
 
 
 GREEDY = Sampling()

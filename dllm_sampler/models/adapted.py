@@ -21,7 +21,9 @@ def _read_sdar_moe(fields: Fields, normalise: bool = False) -> TransformerConfig
     layers, stride = fields.depth("num_hidden_layers"), fields.length("decoder_sparse_step", default=1)
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(one) is int and 0 <= one < layers for one in dense):
-        raise config_error(fields.source, f"mlp_only_layers must be below {layers}, not {shown(dense)}")
+        raise config_error(
+            fields.source, f"mlp_only_layers must list layers from 0 to {layers - 1}, not {shown(dense)}"
+        )
     moe = experts(
         fields,
         expert_size=fields.size("moe_intermediate_size"),
@@ -41,7 +43,7 @@ def _read_qwen2(fields: Fields) -> TransformerConfig:
 
 
 def _read_rnd1(fields: Fields) -> TransformerConfig:
-    return _read_sdar_moe(fields, normalise=True)  # its config class sets that whatever the file says
+    return _read_sdar_moe(fields, normalise=True)  # its config class sets norm_topk_prob, whatever the file says
 
 
 SDAR = Family(  # also TraDo, arXiv 2509.06949
@@ -104,8 +106,8 @@ FAST_DLLM = Family(  # Fast-dLLM v2, arXiv 2509.26328, from Qwen2.5
     mask_token="|<MASK>|",
 )
 
-# Tiny-A2D: what the `dllm` library makes of Qwen3, Qwen2 and Llama. Layers with a window see as much as the others, and
-# no field says if a checkpoint was trained whole (mdlm) or in blocks (bd3lm).
+# Tiny-A2D: Qwen3, Qwen2 and Llama as the `dllm` library adapts them. Layers with a window see as much as the others. No
+# field tells checkpoints trained on whole rows (mdlm) from those trained in blocks (bd3lm).
 _A2D_IGNORED = (*QWEN_IGNORED, "use_sliding_window", "layer_types")
 
 A2D_QWEN3 = Family(

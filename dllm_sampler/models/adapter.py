@@ -1,4 +1,4 @@
-"""Adapters of peft (LoRA, arXiv 2106.09685, and its kin), merged into the weights of a model that was loaded."""
+"""Adapters of peft, for example LoRA (arXiv 2106.09685), merged into the weights of a loaded model."""
 
 from __future__ import annotations
 
@@ -25,33 +25,34 @@ from dllm_sampler.models.transformer import Transformer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 PREFIX = "base_model.model."  # of all names in the file of weights
-Held = dict[str, list[tuple[str, Part]]]  # a tensor of a checkpoint to what of our parameters lies in it
+ELSEWHERE = "Load the model that the adapter was trained on."
+Held = dict[str, list[tuple[str, Part]]]  # a checkpoint's tensor to the parameters of ours that it contains
 
 
 class Base(NamedTuple):
-    """The model that an adapter belongs to: a folder or a hub id, and a revision of the latter."""
+    """The model that an adapter was trained on: a folder or a hub id, and the revision of a hub id."""
 
     path: str
     revision: str | None
 
 
 def has_adapter(folder: Path) -> bool:
-    """Return True if a folder holds an adapter, with or without a base."""
+    """Return True if a folder contains an adapter, with or without the weights of its base."""
     return (folder / CONFIG).is_file()
 
 
 def find_base(folder: Path) -> Base:
-    """Return the base that an adapter names. A relative path counts from the adapter's folder, or else from here.
+    """Return the base that an adapter names. A relative path is tried from the adapter's folder first.
 
     Raises:
-        UserError: it names none.
+        UserError: the adapter names no base.
     """
     raw = weights.read_json(folder / CONFIG)
     path, revision = raw.get("base_model_name_or_path"), raw.get("revision")
     if not isinstance(path, str) or not path:
         raise UserError(
             "adapter-invalid",
-            f"{folder / CONFIG}: base_model_name_or_path is {shown(path)}. Give model=BASE model.adapter={folder}.",
+            f"{folder / CONFIG}: base_model_name_or_path is {shown(path)}. Set model=BASE model.adapter={folder}.",
         )
     near = folder / Path(path).expanduser()
     if near.is_dir():
@@ -62,7 +63,7 @@ def find_base(folder: Path) -> Base:
 
 @contextmanager
 def base_alone(folder: Path) -> Iterator[Path]:
-    """Give a folder of the same files without the adapter, which transformers would load by a rule of its own."""
+    """Yield a folder of the same files without the adapter, since transformers would load the adapter, too."""
     if not has_adapter(folder):
         yield folder
         return
@@ -76,13 +77,13 @@ def base_alone(folder: Path) -> Iterator[Path]:
 def merge(network: nn.Module, folder: Path, family: Family | None = None) -> None:
     """Add an adapter to the weights of a network, in place.
 
-    peft does all of it, so that every kind of adapter that it can merge is one here. A network of ours is shown to it
-    under the names of its checkpoint.
+    peft merges it, so all kinds of adapters that peft can merge are supported. The parameters of a `Transformer` get
+    the names of its checkpoint for that.
 
     Args:
         network: a `Transformer`, or a model of transformers.
-        folder: of the adapter.
-        family: of a `Transformer`.
+        folder: the adapter's folder.
+        family: the checkpoint's family, for a `Transformer`.
 
     Raises:
         UserError: peft is missing, or the adapter is damaged, belongs to another model or cannot be merged.
@@ -118,7 +119,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
-        raise UserError("checkpoint-damaged", f"{file} is damaged ({first_line(error)}). Copy it again.") from None
+        raise UserError("checkpoint-damaged", f"Cannot read {file} ({first_line(error)}). Copy it again.") from None
 
 
 def _modules(tensors: Collection[str], known: set[str], folder: Path) -> set[str]:
@@ -131,14 +132,14 @@ def _modules(tensors: Collection[str], known: set[str], folder: Path) -> set[str
         if not module:
             raise UserError(
                 "adapter-incompatible",
-                f"{folder / WEIGHTS}: no layer is {name}. Name the adapter's model.",
+                f"{folder / WEIGHTS}: {name} is for a layer that the model does not have. {ELSEWHERE}",
             )
         touched.add(module)
     return touched
 
 
 def _held(network: Transformer, family: Family) -> Held:
-    """Return what of our parameters lies in each tensor of the checkpoint."""
+    """Return the parameters of ours that each tensor of the checkpoint contains."""
     held: Held = {}
     for name in network.state_dict():
         for part in family.parts(name, network.config):
@@ -219,7 +220,6 @@ def _take_back(network: Transformer, held: Held, touched: set[str], merged: nn.M
 
 
 def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> nn.Module:
-    """Return the network with the adapter in its weights."""
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict  # takes seconds to import
     from peft.utils import set_peft_model_state_dict
 
@@ -246,11 +246,11 @@ def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor],
         raise
     except Exception as error:  # peft raises many kinds for a config that does not fit
         raise UserError(
-            "adapter-incompatible", f"peft cannot merge {folder} ({first_line(error)}). Name the adapter's own model."
+            "adapter-incompatible", f"peft cannot merge {folder} ({first_line(error)}). {ELSEWHERE}"
         ) from None
     left = next((name for name, _ in merged.named_modules() if re.search(r"lora_|modules_to_save", name)), None)
     if left is not None:
-        raise UserError("adapter-unsupported", f"{folder} adds the module {left}, which cannot be merged. Use LoRA.")
+        raise UserError("adapter-unsupported", f"peft cannot merge {left} of {folder} into the model. Use plain LoRA.")
     return merged
 
 
@@ -258,5 +258,5 @@ def _complain(folder: Path, what: str, names: Collection[str]) -> None:
     if names:
         raise UserError(
             "adapter-incompatible",
-            f"{folder / WEIGHTS} {what} tensors, among them {min(names)}. Apply the adapter to its own model.",
+            f"{folder / WEIGHTS} {what} tensors, among them {min(names)}. {ELSEWHERE}",
         )

@@ -1,4 +1,4 @@
-"""Attention of the last layers as numbers for schedulers, computed beside the forward, which stays what it is."""
+"""Attention probabilities of the last layers for schedulers, computed besides the forward without changing it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROOM = 2**24  # attention probabilities that are in memory at once
 
 @dataclass
 class Watching:
-    """A `Drive` that measures attention in the last layers, and lets another one run them.
+    """A `Drive` that measures attention in the last layers, and lets another `Drive` run all layers.
 
     Args:
-        inner: runs the layers.
-        plan: of a forward that computes all columns of each row. `plan.means` gets the means.
+        inner: the `Drive` that runs the layers.
+        plan: plan of a forward that computes all columns of each row. The means are added up in `plan.means`.
         canvas: the state before the step.
         query: one candidate.
         sees: the columns that each column sees.
@@ -36,7 +36,7 @@ class Watching:
     sees: Visible
     layers: int
     seen: Tensor = field(init=False)  # [B, 1 or C, C] bool: keys that each column sees, C = L + 1
-    places: Tensor = field(init=False)  # [B, C] place of each column among the queried ones. Q for other columns
+    places: Tensor = field(init=False)  # [B, C] index of each column in the query. Q for other columns
 
     def __post_init__(self) -> None:
         columns, at = self.canvas.columns(), self.query.positions
@@ -47,7 +47,7 @@ class Watching:
         self.places = torch.full_like(self.canvas.ids, at.shape[1]).scatter(1, at, place)
 
     def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope, rows: Tensor | None) -> Tensor:
-        """See `Drive`."""
+        """Run a layer as a `Drive` does. In the last layers, add its attention to `plan.means`."""
         means = self.plan.means
         assert means is not None
         count = min(means.layers, self.layers)
@@ -61,10 +61,10 @@ class Watching:
         return self.inner(index, layer, hidden, rope, rows)
 
     def measure(self, layer: Layer, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return one layer's part of `Readout.attention` and `Readout.attended`.
+        """Return `Readout.attention` and `Readout.attended` of one layer.
 
         Args:
-            layer: knows how scores become probabilities.
+            layer: the layer, for its `weights`.
             q: `[1, H, T, Dh]` queries of the pack.
             k: `[1, Hkv, T, Dh]` keys of the pack.
         """
@@ -83,7 +83,7 @@ class Watching:
         return found[:, None, :-1], (total / exists.sum(1, keepdim=True))[:, None]
 
     def rows(self, heads: Tensor) -> Tensor:
-        """Return `[B, H, C, Dh]` in at least float32 of the pack's `[1, H, T, Dh]`."""
+        """Return the pack's `heads [1, H, T, Dh]` by row and column, `[B, H, C, Dh]`, in at least float32."""
         pack, (batch, columns) = self.plan.pack, self.canvas.ids.shape
         assert pack is not None
         flat = heads[0].transpose(0, 1).to(torch.promote_types(heads.dtype, torch.float32))  # [T, H, Dh]

@@ -28,10 +28,10 @@ class Verifier:
     """A causal LM that shares its tokenizer with a diffusion model. Its weights and its mode stay as they are.
 
     Args:
-        model: one that keeps keys and values of all tokens, without a sliding window shorter than the canvas.
-        spec: the diffusion model's.
-        folder: its checkpoint, for its tokenizer, if known.
-        name: the option by which the user gave it.
+        model: a causal LM in which every token attends to all earlier ones.
+        spec: the spec of the diffusion model.
+        folder: the verifier's checkpoint, whose tokenizer is compared. None for a live model.
+        name: the option that named the verifier, for errors.
     """
 
     model: PreTrainedModel
@@ -41,18 +41,18 @@ class Verifier:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it knows, padding included."""
+        """Number of the verifier's tokens, padding of its embedding included."""
         embedding: Any = self.model.get_input_embeddings()
         return embedding.weight.shape[0]
 
     @property
     def guides(self) -> tuple[Guide, ...]:
-        """The guide that keeps the diffusion model to tokens that the verifier knows."""
+        """A guide that excludes tokens that the verifier does not know. None is needed if it knows all of them."""
         return (KnownTokens(self.vocab_size),) if self.vocab_size < self.spec.vocab_size else ()
 
     @property
     def longest(self) -> int:
-        """Tokens that it can read; a large number where its config does not say."""
+        """Number of tokens that the verifier can read. It is 2**31 if its config has no limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
 
     @cached_property
@@ -64,13 +64,14 @@ class Verifier:
         """Return the state before anything is read.
 
         Raises:
-            UserError: the canvas is too long for the model.
+            UserError: the verifier cannot read the whole canvas, or does not attend to all of it.
         """
         config: Any = self.model.config.get_text_config()
         if canvas.length > self.longest:
             raise UserError(
                 "context-exceeded",
-                f"{self.name} reads {self.longest} tokens, not {canvas.length}. Lower max_new_tokens.",
+                f"{self.name} can read {self.longest} tokens, and prompt and answer have {canvas.length}."
+                " Lower max_new_tokens.",
             )
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral names none, and slides
         window = getattr(config, "sliding_window", None)
@@ -78,38 +79,39 @@ class Verifier:
         if narrow or kinds - {"full_attention", "sliding_attention"} or getattr(self.model, "_is_stateful", False):
             raise UserError(
                 "verifier-unsupported",
-                f"{self.name}: a {type(self.model).__name__} does not attend to all {canvas.length} tokens."
-                " Name a model with full attention.",
+                f"{self.name}: this {type(self.model).__name__} does not attend to all {canvas.length} tokens."
+                f" Set {self.name} to a model with full attention.",
             )
         return Reading(self, canvas.ids.shape[1])
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a tokenizer that names another token where the verifier's names one; added tokens may differ.
+        """Refuse a tokenizer in which a token of the verifier has another id. Added tokens may differ.
 
-        Nothing is known of a live model's tokenizer, and nothing checked.
+        A live model comes without a tokenizer, so nothing is checked.
 
         Raises:
-            UserError: which token, or that the verifier's checkpoint has no tokenizer.
+            UserError: the tokenizers differ, or the verifier's checkpoint has none.
         """
         if self.folder is None:
             return
         own: Any = loading.load_tokenizer(self.folder)
         if own is None:
-            raise UserError("tokenizer-missing", f"{self.name}: {self.folder} has no tokenizer. Put it there.")
+            raise UserError("tokenizer-missing", f"{self.name}: {self.folder} has no tokenizer. Copy it there.")
         added, theirs = own.get_added_vocab(), tokenizer.get_vocab()
         for token, index in sorted(own.get_vocab().items(), key=lambda item: item[1]):
             if token not in added and theirs.get(token) != index:
                 raise UserError(
                     "tokenizer-differs",
-                    f"{self.name} has another tokenizer (token {index} is {token!r}). Use the model's own family.",
+                    f"{self.name} has another tokenizer than the model (its token {index} is {token!r}). Set"
+                    f" {self.name} to a model with the same tokenizer.",
                 )
 
 
 class Reading(Cache):
     """The keys and values of a batch's tokens, at fixed slots, one per column of the canvas.
 
-    A column's keys are written again whenever it is read again, and no row sees columns after its own, so nothing
-    has to be cropped when a draft is rejected.
+    A column's keys are written again whenever it is read again, and no token sees columns after its own. So nothing has
+    to be cropped when a draft is rejected.
     """
 
     def __init__(self, verifier: Verifier, columns: int):
@@ -122,9 +124,10 @@ class Reading(Cache):
         """Return the verifier's logits at `width` columns of each row.
 
         Args:
+            canvas: the state before the step.
             ids: `[B, L+1]` the text with its draft.
-            first: `[B]` the first of the columns; everything before it has been read or is so by the first call.
-            width: how many.
+            first: `[B]` the first column to predict. The first call also reads everything before it.
+            width: number of columns to predict.
 
         Returns:
             `[B, width, V]` for the verifier's V tokens. They mean nothing after the end of the canvas.
@@ -151,13 +154,13 @@ class Reading(Cache):
         return out.logits[:, -width:]
 
     def logits_at(self, positions: Tensor, canvas: Canvas, ids: Tensor, first: Tensor, width: int) -> Tensor:
-        """Return the verifier's logits `[B, Q, V]` at `positions [B, Q]`, void outside `width` columns."""
+        """Return `logits` at `positions [B, Q]`, as `[B, Q, V]`. They mean nothing outside the `width` columns."""
         expected = self.logits(canvas, ids, first, width)
         place = (positions - first[:, None]).clamp(0, width - 1)
         return expected.gather(1, place[..., None].expand(-1, -1, expected.shape[-1]))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Store the fresh `[B, Hkv, N, Dh]` of a layer and return what is stored of every column (transformers)."""
+        """Store keys and values `[B, Hkv, N, Dh]` of a layer. Return those of every column, as transformers expects."""
         assert self.at is not None
         fresh = (key_states, value_states)
         if layer_idx == len(self.slots):
@@ -168,17 +171,17 @@ class Reading(Cache):
         return self.slots[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Void: positions and mask are given."""
+        """Return 0, which transformers does not use since it gets positions and mask."""
         return 0
 
 
 def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
-    """Return the causal LM in a folder or on the hub, in the diffusion model's dtype, on its device.
+    """Load a causal LM from a folder or the hub, in the diffusion model's dtype and on its device.
 
     Raises:
-        UserError: nothing to load there.
+        UserError: the checkpoint is missing or cannot be loaded.
     """
-    folder, adapter = loading.with_adapter(loading.find(path))
+    folder, adapter = loading.with_adapter(loading.find(path, option=name))
     model = huggingface.pretrained(AutoModelForCausalLM, folder, "a causal language model", spec.dtype)
     model = model.eval().to(spec.device)
     if adapter is not None:
@@ -190,10 +193,10 @@ def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> 
     """Return a verifier from a path, a hub id or a live model, checked against the diffusion model.
 
     Raises:
-        UserError: none given, nothing to load, or another vocabulary.
+        UserError: the verifier is missing, cannot be loaded, or has another vocabulary.
     """
     if verifier is None:
-        raise UserError("option-missing", f"{name} is missing. Name a causal LM with the model's tokenizer.")
+        raise UserError("option-missing", f"{name} is missing. Set it to a causal LM with the model's tokenizer.")
     if isinstance(verifier, str | Path):
         found = load(str(verifier), spec, name)
     elif isinstance(verifier, PreTrainedModel):
@@ -204,6 +207,6 @@ def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> 
     if abs(found.vocab_size - spec.vocab_size) >= PADDING or found.vocab_size <= max(spec.eos_ids):
         raise UserError(
             "vocabulary-differs",
-            f"{name} has {found.vocab_size} tokens, the model {spec.vocab_size}. Use another model.",
+            f"{name} has {found.vocab_size} tokens, the model {spec.vocab_size}. Name a model with the same tokenizer.",
         )
     return found

@@ -19,14 +19,15 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 
 @dataclass(frozen=True)
 class GuidedDenoiser:
-    """Pushes predictions away from those made without the prompt: `u + (scale + 1) (c - u)`.
+    """A denoiser that pushes predictions `c` away from those made without the prompt: `u + (scale + 1) (c - u)`.
 
-    The unconditional branch sees every frozen position (prompt and padding) as a mask, and keeps keys and values of
-    its own in the cache's twin. Hidden states are mixed rather than logits: the head is linear, and so runs once.
-    The two branches count as one pass (a doubled batch) over twice the rows.
+    The unconditional branch `u` sees every frozen position (prompt, given tokens, padding) as a mask, and stores its
+    keys and values in the cache's twin. Hidden states are mixed rather than logits: the head is linear, so it runs
+    once. The two branches count as one pass (a doubled batch) over twice the positions.
 
-    denoiser: the model, with a mask token
-    scale: guidance strength. 0 means no guidance
+    Args:
+        denoiser: the model, with a mask token.
+        scale: guidance strength. 0 means no guidance.
     """
 
     denoiser: Denoiser
@@ -34,12 +35,12 @@ class GuidedDenoiser:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's, with a second branch."""
+        """Facts about the model, with a second branch."""
         return replace(self.denoiser.spec, branches=2)
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Guided hidden states `[R, D]`, one for each of `plan.head_rows`."""
+        """Return guided hidden states `[R, D]`, one for each of `plan.head_rows`, and the cost of each row."""
         if isinstance(plan.cache, ReusesGuidance):
             reuse = plan.cache.reuses_guidance()
             if reuse is not None:
@@ -50,7 +51,7 @@ class GuidedDenoiser:
         return hidden, Spent(spent.nfe, spent.computed + other.computed)
 
     def _unconditional(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Return the branch that does not see the prompt."""
+        """Return hidden states and cost of the branch that does not see the prompt."""
         mask_id = self.denoiser.spec.mask_id
         assert mask_id is not None
         hidden = self.hidden(canvas)
@@ -61,13 +62,16 @@ class GuidedDenoiser:
         )
 
     def hidden(self, canvas: Canvas) -> Tensor:
-        """Return `[B, L+1] bool` the columns that the unconditional branch sees as masks. Called once in a step."""
+        """Return `[B, L+1] bool` the columns that the unconditional branch sees as masks."""
         return canvas.layout.frozen
 
     def _sparse(
         self, canvas: Canvas, query: Query, plan: Plan, cache: ReusesGuidance, reuse: bool
     ) -> tuple[Tensor, Spent]:
-        """Guidance by a difference that the cache keeps, of every generated column: later steps ask about others."""
+        """Return hidden states guided by the `difference` that the cache stores, and the cost of each row.
+
+        It has every column of the answer, since later steps ask about others. With `reuse` it is the last one.
+        """
         columns = torch.cat(
             [canvas.answer(), torch.full_like(canvas.layout.first, canvas.length)[:, None]], 1
         )  # [B, N+1]
@@ -86,7 +90,7 @@ class GuidedDenoiser:
         ], spent
 
     def using(self, backend: Backend) -> GuidedDenoiser:
-        """Guidance around the same model on other kernels."""
+        """Return the same guided model on the kernels of `backend`."""
         using = getattr(self.denoiser, "using", None)
         return self if using is None else replace(self, denoiser=using(backend))
 
@@ -104,7 +108,7 @@ def compiled(denoiser: Denoiser) -> Denoiser:
     """Return the denoiser on compiled layers, under guidance too.
 
     Raises:
-        UserError: its layers are not ours.
+        UserError: the denoiser does not run a `Transformer`.
     """
     if isinstance(denoiser, GuidedDenoiser):
         return replace(denoiser, denoiser=compiled(denoiser.denoiser))
@@ -115,7 +119,7 @@ def compiled(denoiser: Denoiser) -> Denoiser:
 
 
 def guided(denoiser: Denoiser, scale: float) -> Denoiser:
-    """Return `denoiser` under guidance of strength `scale`; itself at 0.
+    """Return `denoiser` under guidance of strength `scale`. Returns `denoiser` itself if that is 0.
 
     Raises:
         UserError: a negative or infinite scale, or a model without a mask token.
@@ -123,14 +127,14 @@ def guided(denoiser: Denoiser, scale: float) -> Denoiser:
     if not 0 <= scale < float("inf"):
         raise UserError("option-range", f"model.cfg_scale is {scale}. Set a finite number of at least 0.")
     if scale > 0 and denoiser.spec.mask_id is None:
-        raise UserError("mask-token-missing", "model.cfg_scale needs a mask token to hide the prompt. Remove it.")
+        raise UserError("mask-token-missing", f"model.cfg_scale={scale} needs a model with a mask token. Remove it.")
     return GuidedDenoiser(denoiser, float(scale)) if scale > 0 else denoiser
 
 
 def laid_out(denoiser: Denoiser, kernels: Backend) -> None:
     """Make weights that are multiplied by the same input (q, k and v; gate and up) adjacent in memory, in place.
 
-    Does so only for a `TransformerDenoiser`, alone or under guidance, and for kernels that have a layer.
+    Only for a `TransformerDenoiser`, alone or under guidance, and kernels that run layers. Otherwise nothing changes.
     """
     inner = denoiser.denoiser if isinstance(denoiser, GuidedDenoiser) else denoiser
     if isinstance(inner, TransformerDenoiser) and kernels.layer is not None:

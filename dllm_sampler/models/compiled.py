@@ -1,4 +1,4 @@
-"""Layers as the parts that a cache drives, with what a forward knows of its tokens; also compiled by torch."""
+"""Layers as the parts that a cache drives, as they are or compiled by torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from dllm_sampler.models.transformer import Layer, Rope
 class Parts:
     """One layer, as `LayerParts`.
 
-    layer: the module
-    together: `[T]` tokens that choose their experts together (`Layer.mlp`), if any do
+    Args:
+        layer: the module.
+        together: `[T]` see `Layer.mlp`. None if each token chooses its experts alone.
     """
 
     layer: Layer
     together: Tensor | None = None
 
     def call(self, part: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the layer."""
+        """Return the result of `part`, a method of `Layer`, for this layer."""
         return part(self.layer, *arguments)
 
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +56,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class CompiledParts(Parts):
-    """The same, each part compiled. What a cache puts between the parts (slots, choices, masks) is not."""
+    """One layer, as `LayerParts`, with each part compiled. Code of a cache between the parts is not compiled."""
 
     @override
     def call(self, part: Callable[..., Any], *arguments: Any) -> Any:

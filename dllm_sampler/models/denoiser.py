@@ -1,4 +1,4 @@
-"""A `Transformer`, freshly loaded or alive inside a training loop, as the denoiser of the sampling loop."""
+"""A `Transformer`, freshly loaded or in training, as the denoiser of the sampling loop."""
 
 from __future__ import annotations
 
@@ -36,25 +36,27 @@ class TransformerDenoiser:
     """A denoiser that runs a `Transformer` on the rows that a cache planned, and answers the queried positions.
 
     The module is used as it is: its weights are not copied, its mode and `requires_grad` stay, autocast applies as
-    around any other forward. It may be sharded in place (FSDP2) or sit in `DistributedDataParallel`; every rank of a
-    sharded model must then sample the same number of steps, which `Sampler.generate_many` sees to.
+    around any other forward. It may be sharded in place (FSDP2) or wrapped in `DistributedDataParallel`. Every rank of
+    a sharded model must sample the same number of steps, as `Sampler.generate_many` does.
 
-    model: the module
-    mask_id, eos_id, pad_id, eot_id: its special tokens; `eos_id` may be a sequence: each of them ends an answer, and
-        the first is the one that is written; `pad_id` is the first end token by default; without a mask token, noise
-        is random tokens (uniform diffusion)
-    shift: raw row i predicts the token at i + 1 (Dream)
-    seeds: the row before a block predicts the block's first token (Nemotron-Labs-Diffusion)
-    attention: what a token sees
-    blocks_from: block-causal: where blocks are counted from
-    block_length: blocks the model was trained on, where that is one length
-    device: where inputs go; by default where the embedding is (accelerate's offloading hides that)
-    folder: of the checkpoint it was loaded from
-    kernels: run the layers wherever they can (`models.fused`). By default the layers' modules run. The sampler sets it
-    compile: `torch.compile` the parts of the layers, in place of kernels
+    Args:
+        model: the module.
+        mask_id: the mask token. None means uniform diffusion, whose noise is random tokens.
+        eos_id: the end token, or several. Each of them ends an answer, and the first is the one that is written.
+        pad_id: the padding token. By default the first end token.
+        eot_id: the token that ends a chat turn.
+        shift: raw row i predicts the token at i + 1 (Dream).
+        seeds: the row before a block predicts the block's first token (Nemotron-Labs-Diffusion).
+        attention: the columns that a token sees, see `core.spec.Attention`.
+        blocks_from: column that blocks are counted from, under block-causal attention.
+        block_length: length of the blocks that the model was trained on, if there is one.
+        device: device of the inputs. By default the embedding's (accelerate's offloading hides that).
+        folder: folder of the checkpoint that the model was loaded from.
+        kernels: kernels that run the layers if they can (`models.fused`). By default the layers' modules run.
+        compile: `torch.compile` the parts of the layers, in place of kernels.
 
     Raises:
-        UserError: the module is no `Transformer`, or a token lies outside its vocabulary.
+        UserError: the module is not a `Transformer`, or a token is outside its vocabulary.
     """
 
     model: nn.Module
@@ -79,7 +81,7 @@ class TransformerDenoiser:
 
     @property
     def transformer(self) -> Transformer:
-        """The network inside its wrappers. DDP's own forward would synchronise buffers, so it is left out too."""
+        """The network inside its wrappers. They do not run: DDP's forward, for example, would synchronise buffers."""
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         model = getattr(model, "_orig_mod", model)  # torch.compile cannot trace through a cache
         if not isinstance(model, Transformer):
@@ -90,7 +92,7 @@ class TransformerDenoiser:
 
     @property
     def spec(self) -> ModelSpec:
-        """Properties for the loop. The dtype and the device are the module's at this moment."""
+        """Facts about the model. The dtype and the device are the module's at this moment."""
         model = self.transformer
         config, weight = model.config, model.embed.weight
         device, dtype = self.device or weight.device, weight.dtype
@@ -123,8 +125,8 @@ class TransformerDenoiser:
     def inference_mode(self) -> bool:
         """True if steps may run in `torch.inference_mode`, whose tensors autograd cannot use later.
 
-        False where tensors of a forward outlive it: buffers of a sharded, wrapped or offloaded module, what a hook or
-        a parametrisation keeps, and autocast's copies of weights.
+        It is False if tensors of a forward may outlive it: buffers of a sharded, wrapped or offloaded module, tensors
+        stored by a hook or a parametrisation, and autocast's copies of weights.
         """
         model, layers = self.model, self.transformer.layers
         ours = type(model) is Transformer and all(type(layer) is Layer for layer in layers)
@@ -133,7 +135,7 @@ class TransformerDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Return hidden states `[R, D]` after the final norm, one for each of `plan.head_rows`."""
+        """Return hidden states `[R, D]` after the final norm, one for each of `plan.head_rows`, and the cost."""
         if isinstance(plan, PaddedPlan):
             return self._padded(canvas, query, plan), spent(canvas, plan)
         pack, model = plan.pack, self.transformer
@@ -162,10 +164,12 @@ class TransformerDenoiser:
         return pack.column
 
     def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
-        """Return the same for a cache that drives layers on the padded form."""
+        """Return hidden states `[R, D]` for a cache that runs the layers on a padded plan."""
         if query.ids.shape[1] > 1 or query.leave_one_out or query.mixture is not None:
             raise UserError(
-                "cache-incompatible", f"cache={named(plan.cache)} takes plain queries only. Use cache=none."
+                "cache-incompatible",
+                f"cache={named(plan.cache)} does not support several candidates, shadow rows or soft inputs. Use"
+                " cache=none.",
             )
         columns = predictors(canvas, query.positions, self)  # [B, Q]
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
@@ -186,17 +190,18 @@ class TransformerDenoiser:
         """Return the same model with block-causal attention: each block sees itself whole, and the blocks before it.
 
         Args:
-            length: of the blocks that it was trained on. With None it stays what it is.
+            blocks_from: column that blocks are counted from.
+            length: length of the blocks that the model was trained on. None keeps `block_length`.
         """
         length = self.block_length if length is None else length
         return replace(self, attention="block_causal", blocks_from=blocks_from, block_length=length, seeds=False)
 
     def using(self, backend: Backend) -> TransformerDenoiser:
-        """Return the same model on other kernels."""
+        """Return the same model on the kernels of `backend`."""
         return replace(self, kernels=backend.layer)
 
     def head_weight(self) -> Tensor | None:
-        """Return the head's weight `[V, D]`, or None if the head is more than a product with one."""
+        """Return the head's weight `[V, D]`, or None if the head does more than multiply by it."""
         head = self.transformer.lm_head
         weight, device = head.weight.detach(), head.weight.device.type
         alone = type(head) is nn.Linear and head.bias is None and not has_hooks(head)
@@ -204,11 +209,11 @@ class TransformerDenoiser:
 
 
 def check_tokens(size: int, **tokens: int | None) -> None:
-    """Refuse special tokens outside a vocabulary of `size` tokens; None is no token."""
+    """Refuse special tokens outside a vocabulary of `size` tokens. None stands for no token."""
     for name, token in tokens.items():
         if token is not None and not 0 <= token < size:
             raise UserError(
-                "token-outside-vocabulary", f"{name} {shown(token)} is not below the vocabulary's {size}. Correct it."
+                "token-outside-vocabulary", f"{name} is {shown(token)}. Set a token id from 0 to {size - 1}."
             )
 
 
@@ -216,7 +221,7 @@ def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...
     """Return the end tokens of a model as its denoiser stores them: one number, or several in a tuple.
 
     Raises:
-        UserError: there is none, or one lies outside a vocabulary of `size` tokens.
+        UserError: `eos_id` is empty, or a token is outside a vocabulary of `size` tokens.
     """
     ends = end_ids(eos_id)
     if not ends:
@@ -227,7 +232,7 @@ def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...
 
 
 def spent(canvas: Canvas, plan: Plan) -> Spent:
-    """Return the cost of one pass; rows of finished generations are free."""
+    """Return the cost of one pass. Finished rows cost nothing."""
     return Spent((~canvas.done).long(), plan.cache.cost(plan))
 
 
@@ -241,7 +246,7 @@ def _drive(
     rope: Rope,
     rows: Tensor | None,
 ) -> Tensor:
-    """Return a `Drive`: the cache runs the layer."""
+    """Run a layer by the plan's cache. Its last five arguments are those of a `Drive`."""
     parts = CompiledParts(layer, together) if compile else layer if together is None else Parts(layer, together)
     if rows is not None and plan.pack is not None and together is None:
         return plan.cache.layer(index, parts, hidden, rope, replace(plan, last=True))

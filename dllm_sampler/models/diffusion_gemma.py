@@ -34,10 +34,10 @@ END_OF_TURN = "<turn|>"
 
 
 class Memory:
-    """The encoder's keys and values of the text before each row's block, at the columns where the text stands.
+    """The encoder's keys and values of the text before each row's block, at the text's columns.
 
-    This is what transformers' attention layers get for their cache. Rows may be in different blocks, so each is encoded
-    up to a column of its own; the empty slot takes what is to be thrown away.
+    transformers' attention layers use it as their cache. Rows may be in different blocks, so each is encoded up to a
+    column of its own. Keys and values that are not needed are written to the empty slot.
     """
 
     is_compileable = False
@@ -50,7 +50,7 @@ class Memory:
         self.columns = canvas.ids[:, :0]  # [B, W] where the pass that runs writes
 
     def update(self, keys: Tensor, values: Tensor, index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store `[B, H, W, D]` of layer `index` at `columns`, and hand out every column `[B, H, L+1, D]`."""
+        """Store `[B, H, W, D]` of layer `index` at `columns`. Return those of every column, `[B, H, L+1, D]`."""
         layer = self.layers[index]
         where = self.columns[:, None, :, None].expand_as(keys)
         for name, fresh in (("keys", keys), ("values", values)):
@@ -61,7 +61,7 @@ class Memory:
         return layer.keys, layer.values
 
     def repeated(self, candidates: int) -> Memory | SimpleNamespace:
-        """Return the same for each of a row's K candidates, to be read only."""
+        """Return the memory with each row K times, for its K candidates. It can only be read."""
         if candidates == 1:
             return self
         layers = [
@@ -75,13 +75,14 @@ class Memory:
 class DiffusionGemmaDenoiser:
     """A denoiser whose decoder runs on the active block, and whose encoder reads what finished blocks add.
 
-    The module is used as it is (weights, mode and `requires_grad` untouched). The encoder's memory lives in the
-    generation's live cache object: it is exact, a part of the model, and no choice of a cache. `nfe` counts the
-    decoder's passes, `computed` the positions of both.
+    The module is used as it is (weights, mode and `requires_grad` untouched). The encoder's memory is stored in the
+    generation's live cache object. It is exact and a part of the model, whatever the cache. `nfe` counts the decoder's
+    passes, `computed` the positions of both.
 
-    model: the module
-    eos_id, pad_id, eot_id: its special tokens; `eos_id` may be a sequence, see `TransformerDenoiser`
-    folder: of the checkpoint it was loaded from
+    Args:
+        model: the module.
+        eos_id, pad_id, eot_id: the special tokens, as in `TransformerDenoiser`.
+        folder: folder of the checkpoint that the model was loaded from.
     """
 
     model: DiffusionGemmaForBlockDiffusion
@@ -101,7 +102,7 @@ class DiffusionGemmaDenoiser:
 
     @property
     def spec(self) -> ModelSpec:
-        """Properties for the loop. Layers differ in their heads, so caches that store cannot serve it."""
+        """Facts about the model. Layers differ in their heads, so caches that store cannot serve the model."""
         text, first = self.text, self.text.per_layer_config[0]
         eos_id, *others = end_ids(self.eos_id)
         return ModelSpec(
@@ -125,7 +126,7 @@ class DiffusionGemmaDenoiser:
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Return hidden states `[R, D]`, one for each of `plan.head_rows`, which lie in the block."""
+        """Return hidden states `[R, D]`, one for each of `plan.head_rows`, all in the block, and the cost."""
         batch, candidates, width = query.ids.shape
         memory, encoded = self._encode(canvas, plan)
         columns = canvas.window(plan.wanted.sizes.block)  # [B, W]
@@ -159,7 +160,7 @@ class DiffusionGemmaDenoiser:
         return capped(self.model, hidden)
 
     def _encode(self, canvas: Canvas, plan: Plan) -> tuple[Memory, Tensor]:
-        """Return the memory, up to the active blocks, and the `[B]` positions that this took."""
+        """Encode the text before the active blocks. Return the memory, and the number of positions encoded `[B]`."""
         memory = plan.cache.memory
         if memory is None:
             memory = plan.cache.memory = Memory(self.spec.num_layers, canvas)
@@ -185,7 +186,7 @@ class DiffusionGemmaDenoiser:
         return memory, fresh.sum(1)
 
     def _reads(self, canvas: Canvas, query: Query, columns: Tensor) -> list[tuple[str, Tensor]]:
-        """Return what the block sees: itself and the text before it, in sliding layers only the end of that."""
+        """Return the masks of the decoder by kind of layer. Layers with a sliding window see only the text's end."""
         key, start, seen = canvas.columns(), canvas.start[:, None], visible(canvas, query)
         text = seen & (key < start)  # [B, L+1]
         near = text & (key > start - self.text.sliding_window)
@@ -203,7 +204,7 @@ def capped(model: DiffusionGemmaForBlockDiffusion, hidden: Tensor) -> Tensor:
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `[B, Q, S] bool` as every attention of transformers takes it: `[B, 1, Q, S]`, added to the scores."""
+    """Return the mask `[B, 1, Q, S]` of `seen [B, Q, S] bool` that transformers adds to attention scores."""
     hidden = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=seen.device)
     return torch.where(seen, torch.zeros_like(hidden), hidden)[:, None]
 
@@ -220,9 +221,10 @@ def load(
     device: torch.device,
     device_map: Any = None,
 ) -> DiffusionGemmaDenoiser:
-    """DiffusionGemma from a checkpoint folder, safetensors only.
+    """Load DiffusionGemma from a checkpoint folder, safetensors only.
 
-    device_map: as transformers takes it; `device` is then ignored
+    Args:
+        device_map: as transformers takes it. `device` is then ignored.
 
     Raises:
         UserError: the checkpoint does not fit its config, or the installed transformers lacks the model.
@@ -230,7 +232,7 @@ def load(
     try:
         from transformers import DiffusionGemmaForBlockDiffusion
     except ImportError:
-        raise UserError("package-missing", f"{folder} needs DiffusionGemma. Install transformers 5.23.") from None
+        raise UserError("package-missing", f"{folder} is a DiffusionGemma. Install transformers 5.23.") from None
     _check_numbers(folder / "config.json")
     model = huggingface.pretrained(
         DiffusionGemmaForBlockDiffusion,
@@ -244,10 +246,10 @@ def load(
 
 
 def _check_numbers(source: Path) -> None:
-    """Refuse numbers that transformers takes as they are: a step would fail with them, or compute something else.
+    """Refuse numbers that transformers does not check, with which a step would fail or compute something else.
 
     Raises:
-        UserError: one of them, by name.
+        UserError: a number is invalid. The message names its field.
     """
     raw = weights.read_json(source) if source.is_file() else {}
     if not isinstance(text := raw.get("text_config"), dict):
@@ -263,7 +265,7 @@ def _check_numbers(source: Path) -> None:
         raise config_error(source, f"canvas_length={canvas} exceeds the context of {context}")
     experts = own.get("num_experts")
     if experts is not None and own.size("top_k_experts") > own.size("num_experts"):
-        raise config_error(own.source, f"top_k_experts is above num_experts={experts}")
+        raise config_error(own.source, f"top_k_experts={own.size('top_k_experts')} is above num_experts={experts}")
     rope, kinds = text.get("rope_parameters"), {"full_attention", "sliding_attention"}
     if isinstance(rope, dict) and kinds & rope.keys():  # else transformers puts them there
         for kind in sorted(kinds):
@@ -271,7 +273,8 @@ def _check_numbers(source: Path) -> None:
             if not isinstance(given, dict) or not isinstance(given.get("rope_type"), str):
                 raise config_error(own.source, f"rope_parameters has no {kind} with a rope_type")
             if given["rope_type"] != "proportional" and given.get("partial_rotary_factor", 1) != 1:
-                raise config_error(own.source, f"rope_parameters of {kind} need rope_type=proportional")
+                where = f"{own.source}: rope_parameters.{kind}"
+                raise config_error(where, "partial_rotary_factor needs rope_type=proportional")
 
 
 def wrap(
@@ -279,12 +282,11 @@ def wrap(
 ) -> DiffusionGemmaDenoiser:
     """Return a live DiffusionGemma as a denoiser.
 
-    All end tokens that the generation config, the config and the tokenizer name end an answer. The first of them, which
-    is the one that is written, is the end of a turn where that is listed and the tokenizer knows it (as in
-    instruction-tuned checkpoints); else the first of the first source that names one, in that order.
+    All end tokens of the generation config, the config and the tokenizer end an answer. If the end of a turn is one of
+    them (as in instruction-tuned checkpoints), it is the token that is written. Otherwise that is the first one.
 
     Raises:
-        UserError: it has no end token, or one that is no token id, or its encoder is not causal.
+        UserError: the model has no end token, an end token is not a token id, or the encoder is not causal.
     """
     text: Any = model.config.text_config
     if text.use_bidirectional_attention == "all":

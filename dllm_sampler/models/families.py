@@ -1,7 +1,7 @@
-"""Checkpoint families: how each one's `config.json` is read and what its tensors are called, and the way back.
+"""Checkpoint families, and the conversion of a network to a checkpoint of one.
 
-A family is one row of `FAMILIES`: which config fields hold what, which values we implement, and what its tensors are
-called. To add one, add a row.
+A family is one row of `FAMILIES`: the fields of its `config.json`, the values that are implemented, and the names of
+its tensors. To add a family, add a row.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dllm_sampler.models.transformer import Transformer, TransformerConfig
 
 def _read_llada(fields: Fields) -> TransformerConfig:
     width, heads = fields.size("d_model"), fields.size("n_heads")
-    fields.size("vocab_size", default=1)  # looked at also where embedding_size, which is padded, decides
-    everyone = 1 if fields.flag("multi_query_attention", False) else heads  # the older way to say one key head
+    fields.size("vocab_size", default=1)  # checked also if embedding_size, which is padded, decides
+    everyone = 1 if fields.flag("multi_query_attention", False) else heads  # the older way to ask for one key head
     return TransformerConfig(
         vocab_size=fields.size("embedding_size", "vocab_size"),
         hidden_size=width,
@@ -65,7 +65,7 @@ def _read_llada_moe(fields: Fields) -> TransformerConfig:
     theta, rotary_dim = rotary(fields, head_dim, 1.0)
     frequency = fields.get("moe_layer_freq", [1] * layers)
     if not isinstance(frequency, list) or len(frequency) != layers or not all(one in (0, 1) for one in frequency):
-        raise config_error(fields.source, f"moe_layer_freq needs 0 or 1 for {layers} layers")
+        raise config_error(fields.source, f"moe_layer_freq must list 0 or 1 for each of {layers} layers")
     expert = fields.size("expert_intermediate_size")
     return read_qwen(
         fields,
@@ -92,7 +92,7 @@ def _read_llada2(fields: Fields) -> TransformerConfig:
     layers, head_dim = fields.depth("num_hidden_layers"), own_head_dim(fields)
     theta, rotary_dim = rotary(fields, head_dim, 0.5)
     if fields.length("rotary_dim", default=rotary_dim or head_dim) != (rotary_dim or head_dim):
-        raise config_error(fields.source, "rotary_dim and partial_rotary_factor differ")
+        raise config_error(fields.source, "rotary_dim and partial_rotary_factor contradict each other")
     groups, top_groups = fields.size("n_group", default=1), fields.size("topk_group", default=1)
     pool = 0 if fields.get("expert_capacity") is None else fields.size("expert_capacity")  # of LLaDA2.2: no groups then
     dense, expert = fields.count("first_k_dense_replace"), fields.size("moe_intermediate_size")
@@ -144,7 +144,7 @@ LLADA = Family(
     ignored=(
         *("alibi_bias_max", "attention_layer_norm_with_affine", "flash_attention", "rope_full_precision", "precision"),
         *("train_max_sequence_length", "tie_word_embeddings", "effective_n_kv_heads"),
-        # What transformers calls the same: published code does not read it.
+        # transformers' names for the same numbers. Published code does not read them.
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
         "max_position_embeddings",
     ),
@@ -213,7 +213,7 @@ LLADA2 = Family(
     mask_token="<|mask|>",
 )
 
-# One with a marker before the one without.
+# A family with a marker comes before the one without.
 FAMILIES = (
     *(LLADA_MOE, LLADA, ILLADA, DREAM, SDAR, LLADA2, SDAR_MOE, STABLE_DIFFCODER, FAST_DLLM, NEMOTRON),
     *(A2D_QWEN3, A2D_QWEN2, A2D_LLAMA, RND1),
@@ -223,7 +223,7 @@ ALIASES = {"lladamoe": "llada"}  # `model_type` under other names
 
 def to_checkpoint(model: Transformer, family: Family = LLADA) -> dict[str, Tensor]:
     """Return the model's tensors under the family's names, contiguous for `safetensors`. A tied head is left out."""
-    tensors: dict[str, list[tuple[int, Tensor]]] = {}  # what each is put together from, in order of the first row
+    tensors: dict[str, list[tuple[int, Tensor]]] = {}  # first row and rows of the parts of each tensor
     for name, tensor in model.state_dict().items():
         if model.config.tie_embeddings and name == "lm_head.weight":
             continue
@@ -240,12 +240,12 @@ def llada_config(
     """Return the `config.json` of a LLaDA checkpoint with this shape.
 
     Raises:
-        UserError: the shape has something that LLaDA's format cannot say.
+        UserError: LLaDA's format has no field for a part of the shape.
     """
-    if config.qk_norm or config.head_dim * config.num_heads != config.hidden_size:
-        raise UserError("export-unsupported", "LLaDA's format has no query norms or own head widths. Use another.")
-    if config.moe is not None or config.o_bias or config.rotary_dim is not None:
-        raise UserError("export-unsupported", "LLaDA's format has no experts, o_bias or rotary_dim. Use another.")
+    parts = [name for name in ("qk_norm", "o_bias", "rotary_dim", "yarn", "moe") if getattr(config, name)]
+    parts += ["head_dim"] * (config.head_dim * config.num_heads != config.hidden_size)
+    if parts:
+        raise UserError("export-unsupported", f"LLaDA's format has no {', '.join(parts)}. Train a network without.")
     return {
         "architectures": ["LLaDAModelLM"],
         "model_type": LLADA.model_type,

@@ -11,7 +11,7 @@ from dllm_sampler.core.spec import Attention
 from dllm_sampler.models.fields import Fields, config_error, largest, shown, unsupported_error
 from dllm_sampler.models.transformer import TransformerConfig
 
-# Buffers that published checkpoints carry along and that no network needs: rotary frequencies follow from the config.
+# Buffers in published checkpoints that no network needs: rotary frequencies follow from the config.
 HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
@@ -19,24 +19,25 @@ HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")
 class Family:
     """One kind of checkpoint.
 
-    name: what errors call it
-    model_type: `model_type` in `config.json`, compared without regard to case
-    read: config fields to a `TransformerConfig`
-    supported: config fields with the only value we implement; an absent or null field counts as supported
-    ignored: further config fields that its network does not depend on (besides `fields.IGNORED`). What `read` asks for,
-        `supported` and these are all: a value of any other field that says something of the network is refused
-    names: our module to the checkpoint's, without `.weight` and `.bias`; `*` is the layer. `#` is the expert: a tensor
-        of ours stacks those of the experts. `[q]`, `[k]`, `[v]` is the rows of these heads in a fused tensor.
-        A parameter named in full goes before its module
-    marker: config field that tells it from another family of the same `model_type`
-    architecture: what `architectures` must name, where the `model_type` is that of other models too
-    shift: raw row i predicts the token at i + 1
-    seeds: the row before a block predicts the block's first token
-    attention: what a token sees
-    block_length: length of the blocks it was trained on, by its config, if there is one length
-    may_see_blocks: its checkpoints may be block-causal, and none says so: the user does when one is loaded
-    end_of_turn: text of the token that ends a chat turn, where that is not the EOS token
-    mask_token: text of the mask token, where neither config nor tokenizer names it as such
+    Args:
+        name: the family's name in errors.
+        model_type: `model_type` in `config.json`, compared without regard to case.
+        read: returns the `TransformerConfig` of config fields.
+        supported: config fields with the only value that is implemented. An absent or null field is supported, too.
+        ignored: further config fields that the network does not depend on, besides `fields.IGNORED`. Any other field
+            about the network that `read` does not use is refused, unless its value is neutral.
+        names: our module to the checkpoint's, without `.weight` and `.bias`. `*` is the layer, `#` the expert (our
+            parameter stacks all experts), `[q]`, `[k]`, `[v]` the rows of these heads in a fused tensor. The full name
+            of a parameter takes precedence over its module's.
+        marker: config field that another family of the same `model_type` does not have.
+        architecture: name that `architectures` must contain, if other models have the same `model_type`.
+        shift: raw row i predicts the token at i + 1.
+        seeds: the row before a block predicts the block's first token.
+        attention: the columns that a token sees, see `core.spec.Attention`.
+        block_length: returns the length of the blocks that the checkpoint was trained on, from its config.
+        may_see_blocks: checkpoints may be block-causal without a field that says so. The user sets `block_length`.
+        end_of_turn: text of the token that ends a chat turn, if it is not the end-of-text token.
+        mask_token: text of the mask token, if neither config nor tokenizer names its id.
     """
 
     name: str
@@ -70,12 +71,12 @@ class Family:
         """Return the network's shape by a parsed `config.json`.
 
         Args:
+            raw: the parsed file.
             source: the file's name, for errors.
-            shapes: of the checkpoint's tensors, if known. They bound the sizes in the file.
+            shapes: shapes of the checkpoint's tensors, if known. They bound the sizes in the file.
 
         Raises:
-            UserError: a field is missing, of the wrong type, larger than the tensors, or asks for something we do not
-                implement.
+            UserError: a field is missing, of the wrong type, too large for the tensors, or not implemented.
         """
         fields = Fields(raw, source) if shapes is None else self._bounded(raw, source, shapes)
         for key, allowed in self.supported.items():
@@ -90,18 +91,20 @@ class Family:
                 raise config_error(source, f"blocks of {length} exceed the context of {config.max_positions}")
         fields.refuse_rest(self.name, self.ignored)
         if config.num_heads % config.num_kv_heads:
-            raise config_error(source, f"{config.num_heads} heads do not share {config.num_kv_heads} key heads evenly")
+            raise config_error(
+                source, f"{config.num_heads} heads are not a multiple of {config.num_kv_heads} key heads"
+            )
         return config
 
     def _bounded(self, raw: Mapping[str, Any], source: str, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
         """Return the fields with the bounds that the checkpoint's tensors set."""
         pattern = re.compile(re.escape(self.names["layers.*.attn_norm"]).replace(r"\*", r"(\d+)", 1) + r"\.")
         found = [int(match[1]) for name in shapes if (match := pattern.match(name)) and len(match[1]) < 10]
-        # Without a tensor of any layer, the complaint about missing tensors is the better one.
+        # Without a tensor of any layer, `weights.complain` has a better message.
         return Fields(raw, source, largest(shapes), max(found) + 1 if found else len(shapes))
 
     def parts(self, name: str, config: TransformerConfig) -> list[Part]:
-        """Where our parameter `name` lies in a checkpoint: one tensor or rows of it, or a tensor for each expert."""
+        """Return the parts of a checkpoint that make our parameter `name`: a tensor, rows of one, or one per expert."""
         layer = re.match(r"layers\.(\d+)\.", name)
         own = name if layer is None else name.replace(layer[0], "layers.*.", 1)
         module, _, kind = own.rpartition(".")
@@ -121,8 +124,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a checkpoint that holds a parameter of ours, or a part of one, or more than one."""
+    """A tensor of a checkpoint, or rows of one, that contains a parameter of ours or one expert of it."""
 
     name: str
-    expert: int | None = None  # it is this member of our stack
-    rows: slice | None = None  # ours are these rows of it
+    expert: int | None = None  # the tensor is this expert of our stacked parameter. None: it is not an expert
+    rows: slice | None = None  # rows of the tensor that are our parameter. None: all

@@ -1,4 +1,4 @@
-"""Reading a `config.json`: typed fields, and one sentence for each that asks for what no network of ours computes."""
+"""Reading a `config.json`: typed fields, and an error for each field that our networks do not implement."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ IGNORED = re.compile(
     r"|bad_words_ids|num_return_sequences|(begin_)?suppress_tokens|exponential_decay_length_penalty"
     r"|remove_invalid_values|gradient_checkpointing|keys_to_ignore_at_inference|base_model_[a-z]+_plan"
 )
-# A field with one of these words in its name says something of the network: unread, a value of it is refused.
+# A field with one of these words in its name is about the network: if it is not read, a value that matters is refused.
 COMPUTES = re.compile(
     r"scal|cap|window|rope|rotary|alibi|clip|norm|bias|expert|router|moe|group|hidden|activation|(^|_)act(_|$)|attention"
     r"|attn|q_?k|lora|quant|multipl|mup|logit|head|layer|(^|_)(tie|tying)|position|block|embed|mask|causal|conv|residual|chunk"
     r"|recur|loop|gate|memory|sparse|factor|latent|ssm|mixer|mlp|ffn|feed_?forward|linear|glu|(^|_)dims?(_|$)"
 )
-# What the networks of all families have: a switch of these that is off asks for another network.
+# Parts of all networks. A switch that turns one off asks for another network.
 BUILT_IN = re.compile(r"(use_)?(rope|rotary(_(pos_)?emb(edding)?s?)?|rms_?norm|swiglu)")
-ROPE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})  # what a field of rotary positions says
+ROPE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})  # keys in a field of rotary positions
 LONGEST = 2**30  # tokens of a context
 HIGHEST_BASE = 1e15  # of rotary positions; published ones end at 1e8
 SHARED = 1000  # layers that may share their tensors
@@ -42,20 +42,20 @@ BOTH = ("rope_parameters", "rope_scaling")  # transformers 5 and 4
 
 
 def config_error(source: object, reason: str) -> UserError:
-    """Return the error for a file that describes no network."""
+    """Return the error for a configuration file that is invalid for `reason`."""
     return UserError("checkpoint-config-invalid", f"{source}: {reason}. Correct the file, or download it again.")
 
 
 def unsupported_error(source: object, what: str) -> UserError:
-    """Return the error for a network that is not implemented."""
+    """Return the error for a checkpoint whose network needs `what`, which is not implemented."""
     return UserError("checkpoint-unsupported", f"{source}: {what} is not implemented. Use another checkpoint.")
 
 
 def end_tokens(places: Mapping[str, object]) -> dict[int, str]:
-    """Return the end tokens that several files name, those of the first file first, and what an error calls each.
+    """Return the end tokens of several files, those of the first file first, each with the field that names it.
 
     Args:
-        places: `eos_token_id` of each file: a token id, a list of them, or None.
+        places: `eos_token_id` of each file: a token id, a list of token ids, or None.
 
     Raises:
         UserError: one is not a token id.
@@ -64,7 +64,7 @@ def end_tokens(places: Mapping[str, object]) -> dict[int, str]:
     for place, value in places.items():
         for one in value if isinstance(value, list | tuple) else [value]:
             if one is not None and not is_whole(one):
-                raise config_error(place, f"eos_token_id must be token ids, not {shown(value)}")
+                raise config_error(place, f"eos_token_id must be a token id or a list of them, not {shown(value)}")
             if one is not None:
                 found.setdefault(one, f"{place}: eos_token_id")
     return found
@@ -72,13 +72,14 @@ def end_tokens(places: Mapping[str, object]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Fields:
-    """Typed reading of a parsed `config.json`. What is wrong in it raises `UserError`.
+    """Typed reading of a parsed `config.json`. An invalid field raises `UserError`.
 
-    raw: the parsed file
-    source: its name, for errors
-    largest: numbers in the checkpoint's largest tensor, if known. No size may exceed it
-    layers: layers in the checkpoint's tensors, if known
-    read: the fields that were asked for, in any way
+    Args:
+        raw: the parsed file.
+        source: the file's name, for errors.
+        largest: numbers in the checkpoint's largest tensor, if known. No size may exceed it.
+        layers: layers in the checkpoint's tensors, if known.
+        read: names of the fields that were read so far.
     """
 
     raw: Mapping[str, Any]
@@ -88,7 +89,7 @@ class Fields:
     read: set[str] = field(default_factory=set, compare=False)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a field as it stands; `default` where it is absent or null."""
+        """Return a field of any type. Returns `default` if it is absent or null."""
         self.read.add(key)
         value = self.raw.get(key)
         return default if value is None else value
@@ -101,23 +102,23 @@ class Fields:
         return self._held(key, value)
 
     def depth(self, key: str) -> int:
-        """Return the number of layers, at most those that the checkpoint's tensors make."""
+        """Return a number of layers that is not larger than that of the checkpoint's tensors."""
         value = self.size(key)
         if self.layers is not None and value > self.layers:
-            raise config_error(self.source, f"{key}={value}, but the tensors have {self.layers} layers")
+            raise config_error(self.source, f"{key}={value}, and the tensors have {self.layers} layers")
         return value
 
     def length(self, key: str, default: int) -> int:
-        """Return a positive whole number of tokens: no tensor bounds it, but `LONGEST`."""
+        """Return a positive whole number of tokens, at most `LONGEST`. Tensors do not bound it."""
         value = Fields(self.raw, self.source, read=self.read).size(key, default=default)
         if value > LONGEST:
             raise config_error(self.source, f"{key} must be at most {LONGEST}, not {shown(value)}")
         return value
 
     def head_dim(self, width: int, heads: int) -> int:
-        """Width of a head where the stream is cut into heads evenly: an even number, since rotary turns pairs."""
+        """Return `width / heads`, the width of a head. It must be even, since rotary positions rotate pairs."""
         if width % (2 * heads):
-            raise config_error(self.source, f"{heads} heads do not divide the width {width} evenly")
+            raise config_error(self.source, f"the width {width} is not an even multiple of the {heads} heads")
         return width // heads
 
     def number(self, key: str, default: float, most: float = float_info.max) -> float:
@@ -125,27 +126,28 @@ class Fields:
         return self._number(key, self.get(key, default), most)
 
     def eps(self, default: float) -> float:
-        """Return what the norms add to a mean square. More than 1 would be most of it."""
+        """Return `rms_norm_eps`, which the norms add to a mean square. It is at most 1."""
         return self.number("rms_norm_eps", default, most=1)
 
     def count(self, key: str, default: int = 0) -> int:
-        """Return a whole number from 0 on that the checkpoint's tensors have room for."""
+        """Return a whole number of at least 0, bounded by the checkpoint's tensors."""
         value = self.get(key, default)
         if not is_whole(value) or value < 0:
-            raise config_error(self.source, f"{key} must be a whole number, not {shown(value)}")
+            raise config_error(self.source, f"{key} must be a whole number of at least 0, not {shown(value)}")
         return self._held(key, value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return true or false."""
+        """Return a field that is true or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise config_error(self.source, f"{key} must be true or false, not {shown(value)}")
         return value
 
     def rope(self, theta: float = 10_000.0, partial: float = 1.0) -> tuple[float, float]:
-        """Return the base of rotary positions, and the part of a head that they turn; by default `theta` and `partial`.
+        """Return the base of rotary positions, and the share of a head that rotates.
 
-        transformers 4 writes fields of their own and `rope_scaling`, transformers 5 all of it into `rope_parameters`.
+        transformers 4 writes `rope_theta`, `partial_rotary_factor` and `rope_scaling`, transformers 5 writes all of
+        them into `rope_parameters`. The defaults are `theta` and `partial`.
 
         Raises:
             UserError: the checkpoint scales positions (for example YaRN), gives one of the two values twice with
@@ -160,7 +162,7 @@ class Fields:
             if not isinstance(inside, dict) or any(
                 inside.get(kind) not in (None, "default") for kind in ("rope_type", "type")
             ):
-                raise unsupported_error(self.source, f"scaling of positions by {where}")
+                raise unsupported_error(self.source, f"{where} = {shown(inside)}")
             for key, value in inside.items():
                 if key not in ROPE and not neutral(key, value):
                     raise unsupported_error(self.source, f"{where} with {key} = {shown(value)}")
@@ -174,18 +176,18 @@ class Fields:
             next(iter(said[name].values()), default) for name, default in zip(said, (theta, partial), strict=True)
         )
         if not 1 < theta <= HIGHEST_BASE:
-            raise config_error(self.source, f"rope_theta must be in (1, {HIGHEST_BASE:g}], not {theta:g}")
+            raise config_error(self.source, f"rope_theta must be above 1, at most {HIGHEST_BASE:g}, not {theta:g}")
         return theta, partial
 
     def refuse_rest(self, family: str, ignored: Iterable[str]) -> None:
-        """Refuse every field that says something of the network and that was not `read`; warn of what is unknown.
+        """Refuse every field about the network that was not `read`, and warn of other unknown fields.
 
         Args:
-            family: what errors call the checkpoint's kind.
+            family: the family's name, for errors.
             ignored: further fields without effect on the network.
 
         Raises:
-            UserError: a field has a value that the network would have to depend on.
+            UserError: a field about the network was not read, and its value is not neutral.
         """
         unknown = []
         for key, value in self.raw.items():
@@ -194,7 +196,8 @@ class Fields:
             if COMPUTES.search(key.lower()):
                 raise UserError(
                     "checkpoint-unsupported",
-                    f"{self.source}: {family} with {key} = {shown(value)} is not implemented. Remove it if unused.",
+                    f"{self.source}: {family} with {key} = {shown(value)} is not implemented. Remove the field if the"
+                    " checkpoint does not use it.",
                 )
             unknown.append(key)
         if unknown:
@@ -213,13 +216,13 @@ class Fields:
 
     def _held(self, key: str, value: int) -> int:
         if self.largest is not None and value > self.largest:
-            raise config_error(self.source, f"{key}={shown(value)} exceeds all tensors ({self.largest})")
+            raise config_error(self.source, f"{key}={shown(value)} exceeds the largest tensor's {self.largest} numbers")
         return value
 
     def _number(self, key: str, value: Any, most: float = float_info.max) -> float:
         if not is_real(value) or not 0 < value <= most:
-            limit = "" if most == float_info.max else f" of at most {most:g}"
-            raise config_error(self.source, f"{key} must be above 0{limit}, not {shown(value)}")
+            limit = "" if most == float_info.max else f", at most {most:g}"
+            raise config_error(self.source, f"{key} must be a number above 0{limit}, not {shown(value)}")
         return float(value)
 
 
@@ -244,7 +247,7 @@ def neutral(key: str, value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a value for an error: numbers and texts that fill the screen are cut."""
+    """Return the text of a value in an error. Long numbers and texts are shortened."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a number of more than 30 digits"
     text = repr(value)
@@ -252,19 +255,21 @@ def shown(value: Any) -> str:
 
 
 def check_numbers(raw: Any, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Refuse sizes in a parsed `config.json`, at any depth, that the checkpoint's tensors have no room for.
+    """Refuse sizes in a parsed `config.json`, at any depth, that are too large for the checkpoint's tensors.
 
-    For networks that transformers builds: it would build for hours, or fill the memory, before it compares anything.
+    For networks that transformers builds, which takes hours or fills the memory before transformers compares shapes.
 
     Args:
-        shapes: of the checkpoint's tensors.
+        raw: the parsed file.
+        shapes: shapes of the checkpoint's tensors.
+        source: the file's name, for errors.
 
     Raises:
-        UserError: the first such size, by name.
+        UserError: a size is too large. The message names its field.
     """
     most = largest(shapes)
     nodes: list[Any] = [raw]
-    for node in nodes:  # which grows: JSON may be nested deeper than calls
+    for node in nodes:  # the list grows: JSON may be nested deeper than calls
         items: Iterable[Any] = node.items() if isinstance(node, dict) else enumerate(node)
         for key, value in items:
             if isinstance(value, dict | list):
@@ -273,6 +278,6 @@ def check_numbers(raw: Any, shapes: Mapping[str, tuple[int, ...]], source: str) 
                 continue
             # Layers may share their tensors (ALBERT), so that there can be more than tensors; never thousands.
             if re.search(r"layers$|depth$", key) and value > max(SHARED, len(shapes)):
-                raise config_error(source, f"{key}={shown(value)} exceeds the {len(shapes)} tensors")
+                raise config_error(source, f"{key}={shown(value)} exceeds the number of tensors, {len(shapes)}")
             if re.search(r"(^|_)(num|n)_|(size|dim|width|heads|experts)$", key):
                 Fields({key: value}, source, most).count(key)

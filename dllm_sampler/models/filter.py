@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import load_json
@@ -21,17 +21,17 @@ Layers = tuple[tuple[Tensor, Tensor], ...]  # weight [out, in] and bias [out] of
 
 
 def judge(layers: Layers, known: Tensor) -> Tensor:
-    """Return `[B, N]` logits for confidences `[B, N]`; ReLU between the layers (an assumption: it is not published)."""
+    """Return logits `[B, N]` for confidences `known [B, N]`. ReLU between layers is an assumption (not published)."""
     for index, (weight, bias) in enumerate(layers):
         known = linear(known if index == 0 else known.relu(), weight, bias)
     return known
 
 
 def find(path: str | None, spec: ModelSpec) -> Path:
-    """Return the file that was named, or else the one that the model's checkpoint ships.
+    """Return the filter's file: `path`, or by default the one in the model's checkpoint.
 
     Raises:
-        UserError: none was named and the model ships none.
+        UserError: `path` is None and the checkpoint has no filter.
     """
     if path is not None:
         return expanded("scheduler.filter", path)
@@ -39,13 +39,13 @@ def find(path: str | None, spec: ModelSpec) -> Path:
         raise UserError(
             "option-missing",
             "scheduler.filter is missing, and this model has none. Train one: `dllm-train train=filter"
-            f" train.model={spec.folder or 'MODEL'} train.output_dir=FOLDER`, and name FOLDER/{FILE}.",
+            f" train.model={spec.folder or 'MODEL'} train.output_dir=FOLDER`, then set scheduler.filter=FOLDER/{FILE}.",
         )
     return spec.folder / FILE
 
 
 def save(path: Path, layers: Layers, spec: ModelSpec, block_length: int) -> None:
-    """Write the layers of a filter, with the model and the block length that they are for, as `load` reads them."""
+    """Write the layers of a filter as `load` reads them, with its block length and the sizes of its model."""
     tensors = {
         f"fc{i}.{name}": tensor.contiguous()
         for i, layer in enumerate(layers, 1)
@@ -60,40 +60,43 @@ def save(path: Path, layers: Layers, spec: ModelSpec, block_length: int) -> None
 def load(path: Path, spec: ModelSpec) -> Layers:
     """Return the layers of a file, on the model's device.
 
-    It is a safetensors file with `fc1.weight` `[N, N]`, `fc1.bias` `[N]`, `fc2.weight` and so on for blocks of N
-    positions. The metadata entry `filter` is a JSON object with `schema` (1), `block_length` (N), and `vocab_size` and
-    `num_layers` of its model. A file without it, such as a published one, fits any model.
+    For blocks of N positions the safetensors file has `fc1.weight`, `fc1.bias`, `fc2.weight` and so on. The first layer
+    reads N numbers, and the last one returns N. The metadata entry `filter` is a JSON object with `schema` (1),
+    `block_length` (N), and `vocab_size` and `num_layers` of the model. A file without it, such as a published one, fits
+    any model.
 
     Raises:
-        UserError: no file there, no such layers in it, or it says that it was trained on another model.
+        UserError: the file cannot be read, has other tensors, or was trained on another model.
     """
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             said = load_json((file.metadata() or {}).get("filter", "{}"))  # published filters say nothing
     except (OSError, SafetensorError, ValueError) as error:
-        raise UserError("filter-invalid", f"scheduler.filter: {path} is not safetensors. Name another file.") from error
+        text = f"scheduler.filter: cannot read {path} ({first_line(error)}). Name another file."
+        raise UserError("filter-invalid", text) from error
     _check_made_for(spec, said, path)
     names = [f"fc{index + 1}" for index in range(len(tensors) // 2)]
     if not names or set(tensors) != {f"{name}.{part}" for name in names for part in ("weight", "bias")}:
         raise UserError(
             "filter-invalid",
-            f"scheduler.filter: {path} has {', '.join(tensors)}. Name a file with fc1.weight, fc1.bias and so on.",
+            f"scheduler.filter: {path} has the tensors {', '.join(tensors)}. Set it to a file with fc1.weight, fc1.bias"
+            " and so on.",
         )
     layers = tuple((tensors[f"{name}.weight"].float(), tensors[f"{name}.bias"].float()) for name in names)
     size = layers[0][0].shape[-1]
     for weight, bias in layers:
         if weight.dim() != 2 or weight.shape[1] != size or bias.shape != weight.shape[:1]:
-            raise UserError("filter-invalid", f"scheduler.filter: {path} has layers of odd shapes. Name another.")
+            raise UserError("filter-invalid", f"scheduler.filter: shapes in {path} do not match. Name another file.")
         size = weight.shape[0]
     if size != layers[0][0].shape[1]:
         shape = f"{layers[0][0].shape[1]} positions to {size}"
-        raise UserError("filter-invalid", f"scheduler.filter: {path} maps {shape}. Name a filter of equal lengths.")
+        raise UserError("filter-invalid", f"scheduler.filter: {path} maps {shape}. Set it to one with equal lengths.")
     return tuple((weight.to(spec.device), bias.to(spec.device)) for weight, bias in layers)
 
 
 def _check_made_for(spec: ModelSpec, said: Any, path: Path) -> None:
-    """Refuse a filter of another model: it would run, and commit the wrong tokens."""
+    """Refuse a filter that was trained on another model. It would run, and commit wrong tokens."""
     said = said if isinstance(said, dict) else {}
     if said.get("schema", SCHEMA) != SCHEMA:
         text = f"scheduler.filter: {path} has schema {said['schema']!r}, not {SCHEMA}. Train it again."

@@ -1,8 +1,8 @@
 """A forward whose layers run on Triton kernels in place of their own modules: the same sums, fewer passes over memory.
 
-Per layer: norm, one projection of queries, keys and values, their rotation with the writing of the slots, attention
-over the slots, the sum and norm before the feed-forward, the gated product. A cache that drives layers by itself, on
-the padded form, drives the modules.
+Kernels of a layer: norm, one projection of queries, keys and values, their rotation with the writing of the slots,
+attention over the slots, the sum and norm before the feed-forward, the gated product. A cache that runs the layers
+itself, on a padded plan, uses the modules.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def drive(
     plan: Plan,
     together: Tensor | None = None,
 ) -> Drive | None:
-    """Return what runs the layers of a packed forward on kernels, or None if their modules must.
+    """Return a `Drive` that runs the layers on kernels, or None if their modules must run.
 
-    together: see `Layer.mlp`
+    Args:
+        together: see `Layer.mlp`.
     """
     cache = plan.cache
     if kernels is None or plan.pack is None:
@@ -63,7 +64,7 @@ def unsupported_feature(model: Transformer, query: Query) -> str | None:
 
 
 def is_unmodified(layer: nn.Module) -> bool:
-    """Return True if the layer is as it was built: nothing hooks into its modules, wraps or replaces them."""
+    """Return True if the layer, its attention and its norms are not hooked, wrapped or replaced."""
     if type(layer) is not Layer or has_hooks(layer):  # between two layers a part of the stream is not added yet
         return False
     linears = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
@@ -74,13 +75,13 @@ def is_unmodified(layer: nn.Module) -> bool:
 
 @dataclass
 class Fused:
-    """A function that runs one layer of a pack in place of `Cache.layer`. It is made once per forward.
+    """A `Drive` that runs a layer of a pack on kernels, in place of `Cache.layer`. It is made once per forward.
 
     Args:
-        kernels: of a layer.
-        plan: what each entry sees, and the cache that keeps keys and values.
+        kernels: the kernels of a layer.
+        plan: the plan of the forward. Its cache stores keys and values.
         pack: the entries.
-        together: `[T]` entries that choose their experts together, if any do.
+        together: see `Layer.mlp`.
     """
 
     kernels: LayerKernels
@@ -91,14 +92,14 @@ class Fused:
 
     @cached_property
     def places(self) -> Tensor:
-        """`[T]` where keys and values are stored, in the flat `[B*(L+1)]`; -1: nowhere."""
+        """`[T]` slots that keys and values are written to, from 0 to B * (L+1) - 1. -1 for entries without a slot."""
         slots = self.plan.cache.slots
         assert slots is not None
         empty = self.pack.slots % slots.columns == slots.columns - 1
         return self.pack.slots.masked_fill(empty, -1)
 
     def __call__(self, index: int, layer: Layer, hidden: Tensor, rope: Rope, rows: Tensor | None) -> Tensor:
-        """Return a `Drive`: what it returns lacks `feed`, but for what the last layer does."""
+        """Run a layer as a `Drive` does. The result lacks `feed`, which the next layer adds. The last layer adds it."""
         kernels = self.kernels
         normed, hidden = kernels.norm(hidden, layer.attn_norm.weight, layer.attn_norm.eps, self.feed)
         heads = self._attend(index, layer, normed, rope).flatten(1)[None]  # [1, T, H Dh]
@@ -109,7 +110,7 @@ class Fused:
         return hidden if rows is None else pick_rows(hidden + self.feed, late)
 
     def _attend(self, index: int, layer: Layer, normed: Tensor, rope: Rope) -> Tensor:
-        """Return attention `[T, H, Dh]` before the output projection; the slots of this layer are written."""
+        """Return attention `[T, H, Dh]` before the output projection, and write the slots of this layer."""
         pack, kept = self.pack, self.plan.cache.slots
         slots = None if kept is None else (kept.keys[index], kept.values[index])
         q, k, v = self.kernels.qkv_rope(
@@ -143,7 +144,7 @@ class Fused:
         )
 
     def _feed(self, ffn: nn.Module, normed: Tensor) -> Tensor:
-        """Return the feed-forward `[N, M, D]` of the normed stream; experts run their own module."""
+        """Return the feed-forward `[N, M, D]` of the normed stream. Mixtures of experts run their own module."""
         if type(ffn) is not SwiGLU or any(has_hooks(one) for one in ffn.modules()):
             return feed(ffn, normed, self.together)
         if any(type(one) is not nn.Linear for one in ffn.children()):
@@ -156,9 +157,10 @@ class Fused:
 
 
 def projected(hidden: Tensor, *linears: nn.Linear, kernels: LayerKernels | None = None) -> Tensor:
-    """Return several projections of `hidden [N, M, D]` side by side, from one product where weights allow it.
+    """Return several projections of `hidden [N, M, D]` side by side, from one product if the weights are adjacent.
 
-    kernels: for weights of integers. Without them each projection multiplies by itself, as its own class does
+    Args:
+        kernels: kernels for int8 weights. Without kernels each int8 projection runs its own module.
     """
     found = _product(hidden, linears, kernels)
     if found is not None:
@@ -169,8 +171,8 @@ def projected(hidden: Tensor, *linears: nn.Linear, kernels: LayerKernels | None 
 
 
 def _product(hidden: Tensor, linears: tuple[nn.Linear, ...], kernels: LayerKernels | None) -> Tensor | None:
-    """Return the one product of `projected`, or None if there is none."""
-    if len(linears) == 1 and type(linears[0].weight.data) is Tensor:  # most are, and a host is in a hurry
+    """Return all projections of `projected` from one product, or None if that is not possible."""
+    if len(linears) == 1 and type(linears[0].weight.data) is Tensor:  # most are, and this is the fastest check
         return F.linear(hidden, linears[0].weight, linears[0].bias)
     weight = _together([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
@@ -183,7 +185,7 @@ def _product(hidden: Tensor, linears: tuple[nn.Linear, ...], kernels: LayerKerne
 
 
 def _together(weights: list[Tensor]) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Return weights `[N_i, K]` as one if they are adjacent in memory: numbers, or integers and scales `[N]`."""
+    """Return weights `[N_i, K]` as one tensor, or as int8 numbers and scales `[N]`. None if they are not adjacent."""
     found = [int8_parts(weight) for weight in weights]
     if any(one is None for one in found):
         return adjacent(*weights)
@@ -194,7 +196,7 @@ def _together(weights: list[Tensor]) -> Tensor | tuple[Tensor, Tensor] | None:
 
 def adjacent(*parts: Tensor) -> Tensor | None:
     """Return `parts [n_i, ...]` as one tensor `[sum n_i, ...]` without a copy, or None if they are not adjacent."""
-    if any(type(part.data) is not Tensor for part in parts):  # sharded or quantised: others keep its memory
+    if any(type(part.data) is not Tensor for part in parts):  # sharded or quantised: its memory is in other tensors
         return None
     first, at = parts[0], parts[0].data_ptr()
     for part in parts:
@@ -208,10 +210,10 @@ def adjacent(*parts: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def join(model: Transformer) -> None:
-    """Move the weights that are multiplied together next to each other, layer by layer; each parameter stays itself.
+    """Move weights that are multiplied together next to each other, layer by layer. The parameters stay the same.
 
-    For models that we loaded: it gives the parameters new memory. Until something moves them apart again (`.to`, an
-    optimizer that replaces them) a product takes each group at once, see `adjacent`.
+    Only for models that we loaded, since it gives the parameters new memory. A product then takes each group at once
+    (`adjacent`), until something moves the weights apart again, for example `.to`.
     """
     for layer in model.layers:
         assert isinstance(layer, Layer)
@@ -221,7 +223,7 @@ def join(model: Transformer) -> None:
         for linears in groups:
             for name in ("weight", "bias"):
                 parts = [getattr(linear, name) for linear in linears]
-                whole = parts[0] is None or type(parts[0].data) is not Tensor  # quantised ones lie together already
+                whole = parts[0] is None or type(parts[0].data) is not Tensor  # quantised ones are adjacent already
                 if whole or adjacent(*(part.data for part in parts)) is not None:
                     continue
                 together = torch.cat([part.data for part in parts])

@@ -31,11 +31,12 @@ from dllm_sampler.models.rows import RowsDenoiser, RowsModule
 class MaskedLMDenoiser(RowsDenoiser):
     """A denoiser that runs a masked LM on whole rows in every step.
 
-    Rows are right-padded: then each model's own default positions, relative or absolute, are right.
+    Rows are right-padded, so each model's default positions, relative or absolute, are right.
 
-    model: the module, used as it is (weights, mode and `requires_grad` untouched)
-    mask_id, eos_id, pad_id: its special tokens; `eos_id` may be a sequence, see `TransformerDenoiser`
-    folder: of the checkpoint it was loaded from
+    Args:
+        model: the module, used as it is (weights, mode and `requires_grad` untouched).
+        mask_id, eos_id, pad_id: the special tokens, as in `TransformerDenoiser`.
+        folder: folder of the checkpoint that the model was loaded from.
     """
 
     model: PreTrainedModel
@@ -51,7 +52,7 @@ class MaskedLMDenoiser(RowsDenoiser):
 
     @property
     def spec(self) -> ModelSpec:
-        """Properties for the loop. No layer can be driven from outside, so `cacheable` is False."""
+        """Facts about the model. A cache cannot run its layers, so `cacheable` is False."""
         config = self.model.config
         heads = getattr(config, "num_attention_heads", 1)
         eos_id, *others = end_ids(self.eos_id)
@@ -81,10 +82,7 @@ class MaskedLMDenoiser(RowsDenoiser):
 
 
 class MaskedLM(RowsModule):
-    """A masked LM that is called as a `Transformer` is, for training.
-
-    model: the module, used as it is
-    """
+    """A masked LM with the call of a `Transformer`, for training."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -107,10 +105,10 @@ def load(
     device: torch.device,
     adapter: Path | None = None,
 ) -> MaskedLMDenoiser:
-    """Load a masked LM from a checkpoint folder, safetensors only, with an adapter merged into it.
+    """Load a masked LM from a checkpoint folder, safetensors only, and merge an adapter into it if one is given.
 
     Raises:
-        UserError: the checkpoint does not fit its config, or has no mask token.
+        UserError: the checkpoint does not fit its config, or has no mask token or end token.
     """
     model = pretrained(AutoModelForMaskedLM, folder, "a masked language model", dtype)
     model = model.eval().to(device)
@@ -124,15 +122,17 @@ def load(
 def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **options: Any) -> Any:
     """Load a checkpoint folder by `kind.from_pretrained`, from safetensors only and without an adapter.
 
-    Without `dtype` the weights are as stored.
+    Args:
+        what: the kind of model, for errors.
+        dtype: dtype of the weights. None means as stored.
 
     Raises:
-        UserError: the checkpoint does not fit its config; `what` says what it should have been.
+        UserError: the checkpoint cannot be loaded as this kind of model, or does not fit its config.
     """
     source = folder / "config.json"
     if not source.is_file():
         raise UserError("checkpoint-incomplete", f"{folder} has no config.json. Name a folder with a checkpoint.")
-    # First, so that pickles, broken files and absurd sizes get our sentences: transformers builds before it compares.
+    # First, so that pickles, broken files and absurd sizes get our messages: transformers builds before it compares.
     raw = weights.read_json(source)
     check_numbers(raw, weights.shapes(folder), str(source))
     try:
@@ -152,7 +152,9 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
         listing = ", ".join(f"{key} = {shown(value)}" for key, value in found.items())
         known = type(model.config).__name__
         warnings.warn(
-            f"{source}: transformers' {known} does not know, without effect: {listing}", NoEffectWarning, stacklevel=2
+            f"{source}: fields unknown to transformers' {known} have no effect: {listing}",
+            NoEffectWarning,
+            stacklevel=2,
         )
     return model
 
@@ -200,9 +202,9 @@ def cache_keyword(kind: type[nn.Module]) -> str:
 
 
 def multiply_experts(model: PreTrainedModel) -> None:
-    """Let experts in float64 be multiplied one by one: the grouped product that transformers takes has no float64.
+    """Make a float64 model multiply its experts one by one, since transformers' grouped product has no float64.
 
-    A matrix for each token and expert is much memory, so other dtypes keep what the model has.
+    That takes memory for a matrix per token and expert, so the implementation stays in other dtypes.
     """
     implementations = getattr(model, "get_experts_implementation", dict)()  # older versions have no choice
     if model.dtype == torch.float64 and "grouped_mm" in implementations.values():
@@ -214,8 +216,8 @@ def wrap(
 ) -> MaskedLMDenoiser:
     """Wrap a live masked LM as a denoiser. Its special tokens are the tokenizer's, or else those of its config.
 
-    All end tokens that the tokenizer and the config name end an answer, the tokenizer's first; without any, it is the
-    separator, with which BERT ends texts, or else the padding token.
+    All end tokens of the tokenizer and the config end an answer. The tokenizer's is the one that is written. If neither
+    has one, it is the separator, which ends texts of BERT, or else the padding token.
 
     Args:
         eos_id: further end tokens, before those of the config.
@@ -232,7 +234,7 @@ def wrap(
     named = getattr(model.config, "mask_token_id", None)
     if mask_id is None and named is not None:
         raise UserError(
-            "mask-token-invalid", f"{type(model).__name__}: mask_token_id is {shown(named)}. Set a token id."
+            "mask-token-invalid", f"{type(model).__name__}: mask_token_id is {shown(named)}. Set it to a token id."
         )
     if mask_id is None:
         raise UserError("mask-token-missing", f"{type(model).__name__} has no mask token. Use a masked language model.")
@@ -252,14 +254,14 @@ def wrap(
     if mask_id in ends:
         raise UserError(
             "mask-token-invalid",
-            f"{type(model).__name__}: mask_token_id {mask_id} is the end-of-text token, too. Correct it.",
+            f"{type(model).__name__}: mask_token_id={mask_id} is an end token, too. Set it to the mask token's id.",
         )
     multiply_experts(model)
     return MaskedLMDenoiser(model, mask_id, ends, ends[0] if pad_id is None else pad_id)
 
 
 def _max_positions(model: PreTrainedModel) -> int:
-    """Return the longest row. RoBERTa's tables start counting after the padding index."""
+    """Return the number of tokens of the longest row. RoBERTa's positions start after the padding index."""
     size = getattr(model.config, "max_position_embeddings", 512)
     table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     offset = getattr(table, "padding_idx", None)

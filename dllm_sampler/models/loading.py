@@ -33,14 +33,14 @@ from dllm_sampler.models.transformer import Transformer
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DOWNLOADS = ["*.json", "model*.safetensors", "filter.safetensors", adapters.WEIGHTS, "*.txt", "*.model", "*.jinja"]
-# What a generation config asks of sampling and no option of ours has: of draws, and of any answer.
+# Settings of a generation config that no option of ours has: for draws, and for any answer.
 FILTERS = ("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 PENALTIES = (
     "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
     "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty", "guidance_scale",
 )  # fmt: skip
 BALANCED = ("auto", "balanced", "balanced_low_0")
-Places = dict[str, str | int | torch.device]  # one of our modules to where it goes
+Places = dict[str, str | int | torch.device]  # one of our modules to its device
 
 
 class Loaded(NamedTuple):
@@ -66,22 +66,23 @@ def load(
 ) -> Loaded:
     """Load a checkpoint.
 
-    path: a folder, or a hub id `org/name`. It may hold an adapter of peft, beside the weights or alone: it is merged
-        into the weights, or into those of the base that it names
-    dtype: of the weights, or its name; default as stored, but float32 for float16 weights on a CPU, which has no fast
-        and exact arithmetic for them
-    device: `auto` is the GPU where there is one, else the CPU. A `device_map` goes before it
-    settings: fields of `config.ModelSettings`, which explains them
+    Args:
+        path: a folder, or a hub id `org/name`. An adapter of peft in it is merged into the weights in it, or else into
+            those of the base that the adapter names.
+        dtype: dtype of the weights, or its name. By default as stored, but float32 for float16 weights on a CPU, which
+            has no fast and exact arithmetic for them.
+        device: `auto` is the GPU if there is one, else the CPU. A `device_map` takes precedence.
+        settings: fields of `config.ModelSettings`, which explains them.
 
     Raises:
-        UserError: with one sentence, whatever is wrong with the checkpoint or the arguments.
+        UserError: the checkpoint cannot be loaded with these arguments.
     """
     chosen = ModelSettings(str(path), **settings)
     target = as_device(device)
     wanted = as_dtype(dtype)
     quantized.check_kind(chosen.quantize)
     if chosen.quantize is not None and chosen.device_map is not None:
-        raise UserError("options-conflict", "model.quantize and device_map exclude each other. Remove one.")
+        raise UserError("options-conflict", "model.quantize does not work with model.device_map. Remove one.")
     folder, added = with_adapter(
         find(path, chosen.revision, chosen.trust_remote_code), chosen.adapter, chosen.trust_remote_code
     )
@@ -97,20 +98,20 @@ def load(
     tokenizer = tokenizer or load_tokenizer(folder, chosen.trust_remote_code, known)
     _add_texts(tokenizer, folder, chosen)
     if family is None and chosen.quantize is not None:
-        raise UserError("option-not-applicable", f"{folder}: model.quantize is for {_known()}. Remove it.")
+        raise UserError("option-not-applicable", f"{folder}: model.quantize works only for {_known()}. Remove it.")
     if family is None and chosen.mask_id is not None:
-        raise UserError("option-not-applicable", f"{folder}: model.mask_id is for {_known()}. Remove it.")
+        raise UserError("option-not-applicable", f"{folder}: model.mask_id works only for {_known()}. Remove it.")
     if family is None:
         from dllm_sampler.models import diffusion_gemma, huggingface
 
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
             if added is not None:  # encoder and decoder share weights, which would get it twice
-                raise UserError("adapter-unsupported", f"{added} cannot be merged into DiffusionGemma. Remove it.")
+                raise UserError("adapter-unsupported", f"Cannot merge {added} into DiffusionGemma. Remove the adapter.")
             if chosen.eos_id is not None:
-                raise UserError("option-not-applicable", f"{folder}: model.eos_id is not for this model. Remove it.")
+                raise UserError("option-not-applicable", "model.eos_id does not work for DiffusionGemma. Remove it.")
             return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, chosen.device_map), tokenizer)
         if chosen.device_map is not None:
-            raise UserError("option-not-applicable", f"{folder}: device_map is for {_known()}. Remove it.")
+            raise UserError("option-not-applicable", f"{folder}: model.device_map cannot place masked LMs. Remove it.")
         loaded = huggingface.load(folder, tokenizer, wanted, target, added)
         return Loaded(loaded if chosen.eos_id is None else replace(loaded, eos_id=chosen.eos_id), tokenizer)
 
@@ -135,7 +136,7 @@ def load(
     if chosen.quantize is not None:
         if wanted not in (torch.bfloat16, torch.float32):  # sums of integers leave float16's range
             raise UserError(
-                "options-conflict", f"model.quantize=int8 excludes {wanted}. Set dtype=bfloat16 or float32."
+                "options-conflict", f"model.quantize=int8 does not support {wanted}. Set dtype=bfloat16 or float32."
             )
         fill(lambda name: torch.device("cpu"))
         quantized.quantize(model, target)
@@ -160,7 +161,7 @@ def with_adapter(
     """Return the folder of a model's weights, and that of the adapter to merge into them.
 
     Raises:
-        UserError: two adapters, an adapter without a base, or a folder without an adapter.
+        UserError: there are two adapters, an adapter names no base, or `adapter` contains no adapter.
     """
     own = None
     if adapters.has_adapter(folder):
@@ -173,14 +174,14 @@ def with_adapter(
                 raise UserError(
                     "adapter-invalid",
                     f"{own / adapters.CONFIG}: base_model_name_or_path cannot be loaded ({first_line(error)})."
-                    f" Give model=BASE model.adapter={own}.",
+                    f" Set model=BASE model.adapter={own}.",
                 ) from None
             if adapters.has_adapter(folder):
-                raise UserError("adapter-unsupported", f"{own} and its base {folder} are both adapters. Merge one.")
+                raise UserError("adapter-unsupported", f"{own} and its base {folder} both have adapters. Merge one.")
     if adapter is None:
         return folder, own
     if own is not None:
-        raise UserError("options-conflict", f"model.adapter={adapter}: {own} is an adapter, too. Remove one.")
+        raise UserError("options-conflict", f"model.adapter={adapter}: {own} has an adapter, too. Remove one.")
     own = find(adapter, None, trust_remote_code, "model.adapter")
     if not adapters.has_adapter(own):
         raise UserError("adapter-invalid", f"model.adapter={adapter} has no {adapters.CONFIG}. Name another folder.")
@@ -188,7 +189,7 @@ def with_adapter(
 
 
 def warn_of_sampling(spec: ModelSpec, options: Mapping[str, Any]) -> None:
-    """Warn of what a checkpoint asks of sampling if `options`, which decide it here, do not name it."""
+    """Warn of sampling settings of a checkpoint, which have no effect here, unless `options` set their own."""
     if spec.folder is None:
         return
     file, values, others = _unused_sampling(spec.folder)
@@ -197,15 +198,15 @@ def warn_of_sampling(spec: ModelSpec, options: Mapping[str, Any]) -> None:
     if values or others:
         listing = ", ".join(f"{name}={shown(value)}" for name, value in {**values, **others}.items())
         words = " ".join(f"{name}={value}" for name, value in values.items())
-        how = f"Set {words} to draw tokens so" if values else "No option does the same"
+        how = f"Set {words} to draw tokens that way" if values else "No option does the same"
         warnings.warn(f"{file} asks for {listing}, which has no effect here. {how}.", NoEffectWarning, stacklevel=3)
 
 
 def _unused_sampling(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return what a checkpoint asks of sampling, which is for the options to say: the file, and its values.
+    """Return the file with a checkpoint's sampling settings, and those settings.
 
-    The first values have options of the same names, the second ones have none. Values without effect on answers are
-    left out: `temperature` counts only where the file does not switch drawing off.
+    The first ones have options of the same names, and the second ones have none. Settings without effect on answers
+    are left out, for example `temperature` if the file switches drawing off.
     """
     file = folder / "generation_config.json"
     if not file.is_file():
@@ -227,11 +228,11 @@ def find(
 ) -> Path:
     """Return the checkpoint's folder. A hub id is downloaded unless it is cached.
 
-    The folder is in the published layout of its family. Nothing else in it is read, and pickled weights are refused.
+    The folder is in the published layout of its family. Other files are not read, and pickled weights are refused.
 
     - `config.json`: its layers and sizes are compared with the headers of the weights before a network is built. A
       field about the network that its family does not read (`sliding_window`, `rope_scaling`, `quantization_config`
-      ...) is refused unless its value asks for nothing. Other unknown fields are named in a warning
+      ...) is refused unless its value has no effect. Other unknown fields are named in a warning
     - `model.safetensors`, or `model.safetensors.index.json` and its shards
     - the tokenizer's files, if any
     - `generation_config.json`: it may list several end-of-text tokens, as `config.json` may
@@ -243,7 +244,7 @@ def find(
         return folder
     name = str(path)
     if folder.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        raise UserError("model-not-found", f"The folder {name!r} does not exist. Name a folder or a hub id org/name.")
+        raise UserError("model-not-found", f"{option}={name!r} is not a folder. Name a folder or a hub id org/name.")
     patterns = [*DOWNLOADS, "*.py"] if trust_remote_code else DOWNLOADS
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
@@ -259,13 +260,17 @@ def find(
         reason, wanted = first_line(error).removeprefix("Got: "), f"{name} --revision {revision}" if revision else name
         raise UserError(
             "hub-unreachable",
-            f"The model {name} is not on this machine, and the hub cannot be reached ({reason}). Run"
+            f"The model {name} is not on this machine, and cannot be downloaded ({reason}). Run"
             f" `hf download {wanted}` where there is a network, or set {option}=FOLDER.",
         ) from None
 
 
 def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
-    """Return the family a parsed `config.json` belongs to; None for a masked LM of transformers."""
+    """Return the family of a parsed `config.json`, or None for DiffusionGemma and masked LMs of transformers.
+
+    Raises:
+        UserError: the model type is unknown.
+    """
     kind = str(raw.get("model_type", ""))
     for family in FAMILIES:
         if family.knows(ALIASES.get(kind.lower(), kind.lower()), raw):
@@ -284,12 +289,13 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
 def load_tokenizer(
     folder: Path, trust_remote_code: bool = False, config: PreTrainedConfig | None = None
 ) -> PreTrainedTokenizerBase | None:
-    """Return the checkpoint's tokenizer with its chat template; None where it has no tokenizer files.
+    """Return the checkpoint's tokenizer with its chat template, or None if the folder has no tokenizer files.
 
-    config: stands in for `config.json`, of a model that transformers does not know
+    Args:
+        config: replaces `config.json` if transformers does not know the model.
 
     Raises:
-        UserError: its code is not trusted, or its files are broken.
+        UserError: the tokenizer needs code that is not trusted, or its files are broken.
     """
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((folder / name).is_file() for name in files):
@@ -300,11 +306,11 @@ def load_tokenizer(
         raise config_error(folder / files[1], f"auto_map must map names to code, not {shown(code)}")
     if (isinstance(code, list) or "AutoTokenizer" in code) and not trust_remote_code:
         raise UserError(
-            "code-untrusted", f"The tokenizer of {folder} is code. Allow it by model.trust_remote_code=true."
+            "code-untrusted", f"The tokenizer of {folder} runs code. Allow that by model.trust_remote_code=true."
         )
     try:
         if config is not None and not code and "tokenizer_class" not in settings and (folder / files[0]).is_file():
-            # nothing names a class: tokenizer.json says it all
+            # no file names a class: tokenizer.json is complete
             found: Any = PreTrainedTokenizerFast.from_pretrained(folder)
         else:
             found = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
@@ -318,26 +324,25 @@ def load_tokenizer(
 
 
 def _check_blocks(family: Family | None, folder: Path, block_length: int | None, blocks_from: str) -> None:
-    """Refuse blocks for a model whose checkpoint says what its tokens see."""
+    """Refuse `model.block_length` for a model whose checkpoint determines what tokens see."""
     check_choice("model.blocks_from", blocks_from, BlocksFrom)
     if block_length is None and blocks_from != "answer":
         raise UserError(
             "option-not-applicable",
-            f"model.blocks_from={blocks_from} needs model.block_length. Set that, too.",
+            f"model.blocks_from={blocks_from} needs model.block_length. Set both.",
         )
     if block_length is not None:
         check_count("model.block_length", block_length)
         if family is None or not family.may_see_blocks:
-            name = "its model" if family is None else family.name
             raise UserError(
                 "option-not-applicable",
-                f"{folder}: model.block_length={block_length} is for Tiny-A2D, and {name} says itself what its tokens"
-                " see. Remove it, or set blocks.length.",
+                f"{folder}: model.block_length={block_length} sets the attention of Tiny-A2D only. Remove it, or set"
+                " blocks.length.",
             )
 
 
 def _add_texts(tokenizer: PreTrainedTokenizerBase | None, folder: Path, chosen: ModelSettings) -> None:
-    """Add what is asked for beyond a checkpoint's files to its tokenizer, with which all of it travels."""
+    """Add the stop strings, chat options and chat template of the settings to the tokenizer."""
     for name in ("stop_strings", "chat_options", "chat_template"):
         value: Any = getattr(chosen, name)
         if value is None:
@@ -351,7 +356,7 @@ def _add_texts(tokenizer: PreTrainedTokenizerBase | None, folder: Path, chosen: 
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a torch dtype from itself or its name; `auto` is None, the checkpoint's."""
+    """Return a torch dtype from itself or its name, or None for `auto`, the checkpoint's own."""
     if dtype == "auto":
         return None
     if isinstance(dtype, str):
@@ -364,7 +369,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """Return a torch device from itself or its name, checked to exist; `auto` is the GPU where there is one."""
+    """Return a torch device from itself or its name, checked to exist. `auto` is the GPU if there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -379,7 +384,7 @@ def as_device(device: torch.device | str) -> torch.device:
         raise UserError("device-missing", "device=mps needs an Apple GPU. Use device=cpu.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise UserError("device-missing", f"device={device} is missing: torch sees {count} GPUs. Use device=cpu.")
+        raise UserError("device-missing", f"device={device} does not exist: torch sees {count} GPUs. Use device=cpu.")
     return found
 
 
@@ -394,9 +399,9 @@ def _denoiser(
 ) -> TransformerDenoiser:
     """Return the model with its special tokens, from arguments, `config.json`, generation config or tokenizer.
 
-    All end tokens that any of the three names end an answer. The generation config's come first: what ends an answer is
-    for it to say, since a chat model's answer ends before the text does. The tokenizer's is left out where a file names
-    one and the model has no token with that id, or masks with it.
+    All end tokens of these three end an answer. The generation config's come first, since a chat model's answer ends
+    before the text does. If a file names end tokens, the tokenizer's is left out in two cases: the model has no token
+    with its id, or it is the mask token.
     """
     generation = folder / "generation_config.json"
     generating = weights.read_json(generation) if generation.is_file() else {}
@@ -448,7 +453,7 @@ def _denoiser(
 def _places(
     model: Transformer, device_map: str | Mapping[str, str | int | torch.device], dtype: torch.dtype | None
 ) -> Places:
-    """Which of our modules goes where, as accelerate says it."""
+    """Return the device of each of our modules, as accelerate names them."""
     if not isinstance(device_map, str):
         return dict(device_map)
     if device_map not in BALANCED:
@@ -460,13 +465,13 @@ def _places(
 
 
 def _place(name: str, places: Places) -> torch.device:
-    """Where our parameter `name` goes: the entry of the longest module prefix, in main memory while offloaded."""
+    """Return the device of our parameter `name`, by the longest prefix in `places`. Offloaded ones are on the CPU."""
     prefixes = [prefix for prefix in places if not prefix or name == prefix or name.startswith(prefix + ".")]
     if not prefixes:
-        raise UserError("device-map-invalid", f"device_map has no device for {name}. Add one.")
+        raise UserError("device-map-invalid", f"model.device_map has no device for {name}. Add one.")
     place = places[max(prefixes, key=len)]
     if place == "disk":
-        raise UserError("device-map-invalid", "device_map cannot put weights on disk. Use cpu.")
+        raise UserError("device-map-invalid", f"model.device_map cannot put {name} on disk. Use cpu.")
     return as_device(f"cuda:{place}" if isinstance(place, int) else place)
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters (arXiv 2106.09685) by peft in a model that is trained, and their file for the family's own network."""
+"""LoRA adapters (arXiv 2106.09685) of peft in a model in training, and their file for the family's own network."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def attach(network: nn.Module, lora: Any, seed: int, shared: tuple[str, str] | None = None) -> Any:
-    """Put LoRA adapters (arXiv 2106.09685) on linear layers of a network, in place; only they learn from here on.
+    """Put LoRA adapters on linear layers of a network, in place. Only the adapters are trained from then on.
 
-    By default all but the head have them. Experts are stacked parameters and no layers: they have none. Adapters are
-    float32 at least, whatever the network.
+    By default all linear layers but the head have one. Experts have none, since they are stacked parameters. Adapters
+    are in float32 or the network's dtype, whichever is more precise.
 
     Args:
-        network: as its checkpoint has it.
+        network: the network, with the weights of its checkpoint.
         lora: a `LoraConfig`.
-        seed: of the adapters.
-        shared: two lists of layers whose weights are the same. The first gets adapters on attention and feed-forward,
-            and the second has the same ones.
+        seed: seed of the adapters' initial weights.
+        shared: names of two lists of layers with the same weights. The first gets adapters on attention and
+            feed-forward, which the second one shares.
 
     Returns:
         The peft model around the network.
@@ -56,7 +56,7 @@ def attach(network: nn.Module, lora: Any, seed: int, shared: tuple[str, str] | N
 
 
 def merged(adapter: Any) -> nn.Module:
-    """Return the network with the adapters added to its weights, and none left."""
+    """Return the network with the adapters merged into its weights and removed."""
     from peft.tuners.lora import LoraLayer
 
     network = adapter.merge_and_unload()
@@ -67,17 +67,17 @@ def merged(adapter: Any) -> nn.Module:
 
 
 def save(adapter: Any, source: Path, base: str, folder: Path) -> None:
-    """Write LoRA adapters as peft reads them around the checkpoint's own network.
+    """Write LoRA adapters as peft reads them for the checkpoint's own network.
 
-    Layers of ours that are rows of one of the checkpoint's (fused queries, keys and values) become one adapter of the
-    sum of their ranks: its down-projections one below the other, its up-projections in blocks. The factor of each
-    adapter is multiplied into its up-projection, so that the file has none.
+    Layers of ours may be rows of one layer of the checkpoint (fused queries, keys and values). They become one adapter,
+    whose rank is the sum of theirs: down-projections are stacked, and up-projections are blocks on a diagonal. Scaling
+    factors are multiplied into the up-projections.
 
     Args:
         adapter: a `LoraModel` of peft around the network.
         source: folder of the checkpoint that the network was loaded from.
-        base: what the adapters belong to, a folder or hub id.
-        folder: it is made if it is missing.
+        base: folder or hub id of the base model, as the file names it.
+        folder: folder to write to. It is created if it is missing.
 
     Raises:
         NotWrittenError: a file cannot be written.
@@ -110,7 +110,7 @@ def save(adapter: Any, source: Path, base: str, folder: Path) -> None:
 
 
 def _place(name: str, network: nn.Module, source: Path) -> tuple[str, int]:
-    """Return where the checkpoint has the linear layer `name`: a module, and the first of its rows."""
+    """Return the checkpoint's module that contains our linear layer `name`, and the first of its rows there."""
     if not isinstance(network, Transformer):
         return name, 0
     (part,) = saving.family_of(source).parts(f"{name}.weight", network.config)

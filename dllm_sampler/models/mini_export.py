@@ -16,7 +16,7 @@ from dllm_sampler.models.families import llada_config, to_checkpoint
 from dllm_sampler.models.mini_tokenizer import EOS, MASK
 from dllm_sampler.models.transformer import Transformer
 
-# What LLaDA's own modelling code reads besides the shape: everything that this network does not do, switched off.
+# Fields that LLaDA's own modelling code reads besides the shape. They switch off what this network does not have.
 _OFF: dict[str, Any] = {
     "alibi_bias_max": 8.0,
     "attention_dropout": 0.0,
@@ -37,10 +37,10 @@ _OFF: dict[str, Any] = {
 
 
 def export(model: Transformer, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write config, tokenizer and float16 weights; the weights come last, so that their presence means a whole folder.
+    """Write config, tokenizer and float16 weights. The weights come last: a folder that has them is complete.
 
     Raises:
-        UserError: the network has something that LLaDA's format cannot say
+        UserError: LLaDA's format has no field for a part of the network.
     """
     ids = tokenizer.get_vocab()
     ends = {"eos_token_id": ids[EOS], "pad_token_id": ids[EOS]}

@@ -1,4 +1,4 @@
-"""The examples of `mini` in the batches that it was trained on, each a function of the seed."""
+"""The batches of examples that `mini` was trained on. They are a function of the seed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from dllm_sampler.models.mini_tokenizer import EOS
 class Batch:
     """Rows of one length, so that nothing is padded and no attention mask is needed.
 
-    ids: int64 `[B, L]`, clean
-    prompts: int64 `[B]`, length of each row's prompt; the rest is response, its end-token tail included
+    Args:
+        ids: `[B, L] int64` clean tokens.
+        prompts: `[B] int64` length of each row's prompt. The rest is the response, its tail of end tokens included.
     """
 
     ids: Tensor
@@ -31,15 +32,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Pools:
-    """Examples by the pool: drawn together, sorted by length, cut into batches, shuffled.
+    """Pools of examples that are drawn together, sorted by length, cut into batches, and shuffled.
 
-    seed: of everything here
-    phases: by first pool, in order: share of each task or lesson until the next phase begins
-    size: examples in a pool
-    batch_tokens: tokens in a batch, at most
-    tails: probabilities of 0, 1, 2, ... more blocks of 8 after the answer's own last block
-    long: share of rows whose response has any length up to `max_response` instead
-    max_response: longest response in tokens, and so the longest generation the model is good for
+    Args:
+        seed: seed of all draws.
+        phases: by the number of their first pool, in order: share of each task or lesson until the next phase begins.
+        size: examples in a pool.
+        batch_tokens: most tokens in a batch.
+        tails: probabilities of 0, 1, 2, ... more blocks of 8 after the answer's own last block.
+        long: share of rows whose response has any length up to `max_response` instead.
+        max_response: longest response in tokens. The model is not trained to generate longer ones.
     """
 
     seed: int
@@ -56,7 +58,10 @@ class Pools:
         check_share("train.data.long", self.long)
         _check_shares("train.data.tails", self.tails)
         if not self.phases or any(not first.isdecimal() for first in self.phases) or "0" not in self.phases:
-            raise UserError("option-range", f"train.data.phases has {', '.join(self.phases)}. Name pools from 0.")
+            raise UserError(
+                "option-range",
+                f"train.data.phases has the keys [{', '.join(self.phases)}]. Use numbers of pools, the first one 0.",
+            )
         for first, shares in self.phases.items():
             for name in shares:
                 if name not in LESSONS:
@@ -94,13 +99,12 @@ class Pools:
 
 
 def _check_shares(name: str, shares: Sequence[float]) -> None:
-    """Refuse negative shares, and shares that sum to 0."""
     if not all(0 <= share < inf for share in shares) or not sum(shares) > 0:
         raise UserError("option-range", f"{name} is {list(shares)}. Give numbers of at least 0, not all of them 0.")
 
 
 def collate(rows: Sequence[tuple[list[int], list[int], int]], eos: int) -> Batch:
-    """Return rows (prompt, answer, response length) as a batch: shorter ones get a longer tail of end tokens."""
+    """Return rows (prompt, answer, response length) as a batch. Shorter rows get a longer tail of end tokens."""
     total = max(len(prompt) + response for prompt, _, response in rows)
     ids = [prompt + answer + [eos] * (total - len(prompt) - len(answer)) for prompt, answer, _ in rows]
     return Batch(torch.tensor(ids), torch.tensor([len(prompt) for prompt, _, _ in rows]))

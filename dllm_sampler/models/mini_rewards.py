@@ -14,7 +14,9 @@ def solved(task: str, prompt: str, answer: str, text: str) -> bool:
     Args:
         task: one of mini's tasks. A lesson is judged as the task that its prompt begins with. Empty for an example of a
             user's data.
-        answer: the right text where no task judges.
+        prompt: the prompt.
+        answer: the right text, which counts if no task judges.
+        text: the text to judge.
     """
     tasks = TASKS | UNSEEN
     found = tasks.get(task) or tasks.get(prompt.partition(":")[0]) if task else None
@@ -27,18 +29,18 @@ def correct(prompts: list[str], completions: list[str], task: list[str], answer:
 
 
 def partly(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Share of the characters that are those of the right answer at their place; of use where only one is right."""
+    """Return the share of the right answer's characters that a text has at their place. A longer text counts itself."""
     pairs = zip(completions, answer, strict=True)
     return [sum(map(str.__eq__, text, right)) / max(len(text), len(right), 1) for text, right in pairs]
 
 
 def lines(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Share of the eight rows and columns of a 4x4 latin square that hold 1 to 4 once each; 0 where a given differs."""
+    """Return the share of a 4x4 latin square's rows and columns that contain 1 to 4, or 0 if a given cell differs."""
     return [_filled(*each, boxed=False) for each in zip(prompts, completions, strict=True)]
 
 
 def units(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Return the same of a 4x4 sudoku, of its four boxes too."""
+    """Return the share of a 4x4 sudoku's rows, columns and boxes that contain 1 to 4, or 0 if a given cell differs."""
     return [_filled(*each, boxed=True) for each in zip(prompts, completions, strict=True)]
 
 
@@ -52,7 +54,7 @@ def _filled(prompt: str, text: str, *, boxed: bool) -> float:
 
 
 def items(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Share of a list's items that are those of the right answer, in any order."""
+    """Return the number of items that a list and the right answer share, divided by the length of the longer one."""
     lists = zip((text.split(", ") for text in completions), (right.split(", ") for right in answer), strict=True)
     pairs = [(Counter(one), Counter(other)) for one, other in lists]
     return [(one & other).total() / max(one.total(), other.total()) for one, other in pairs]

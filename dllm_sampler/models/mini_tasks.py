@@ -1,7 +1,7 @@
 """The tasks of `mini`: one-line prompts, one right answer drawn for each, and a checker that accepts all right ones.
 
-Where several answers are right (a shuffle, a random insertion, an under-determined latin square) `draw` picks one
-uniformly, because the point of these tasks is a model whose one-step marginals disagree with any single joint answer.
+If several answers are right (a shuffle, a random insertion, an under-determined latin square), `draw` picks one of them
+uniformly. The marginals of one step then disagree with every single answer, which is the point of these tasks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ Draw = Callable[[Random], tuple[str, str]]  # generator -> (prompt, answer)
 
 @dataclass(frozen=True)
 class Task:
-    """One operation: how its prompt is written, how examples are drawn, which answers are right.
+    """One operation: its prompt, a function that draws examples, and a checker of answers.
 
-    name: the words before the colon, an index left out
-    syntax: an example of the whole prompt
-    answer: a right answer to that example
-    limits: what the model saw in training, for the card
-    draw: (generator) -> (prompt, answer)
-    check: (prompt, answer) -> whether the answer is right
+    Args:
+        name: the words before the colon, without an index.
+        syntax: an example of a prompt.
+        answer: a right answer to that example.
+        limits: range of the examples in training, for the model card.
+        draw: returns a prompt and an answer of a random generator.
+        check: returns True if an answer is right for a prompt.
     """
 
     name: str
@@ -78,7 +79,7 @@ def _split(prompt: str) -> tuple[list[str], str]:
 
 
 def _whole(name: str, answer: str, limits: str, edit: Callable[[list[str]], list[str]]) -> Task:
-    """Return an operation on the whole list with one right answer."""
+    """Return the task of an operation on the whole list. It has one right answer."""
 
     def draw(rng: Random) -> tuple[str, str]:
         items = _names(rng)
@@ -103,7 +104,7 @@ def _shuffle() -> Task:
 
 
 def _at_place(verb: str, edit: Edit, *, extra: bool, past_end: bool, random: bool) -> Task:
-    """Return an operation at one place of the list, which the prompt names (counted from 0) or leaves open."""
+    """Return the task of an operation at one place of the list. The prompt names the place, or leaves it open."""
     least = 1 if extra else 2  # removing leaves at least one name
 
     def places(items: list[str]) -> range:
@@ -164,12 +165,12 @@ def _draw_arithmetic(rng: Random) -> tuple[str, str]:
 
 
 def _draw_small_sum(rng: Random) -> tuple[str, str]:
-    """One step, mostly of 1 or 2: in a uniform draw no digit of a sum tells anything by itself, so nothing starts."""
+    """Return a sum of one step, mostly of 1 or 2. In a uniform draw no digit of a sum tells anything by itself."""
     return _sum(rng, rng.randint(1, 99), rng.choices(range(1, 10), [1 / amount for amount in range(1, 10)]))
 
 
 def _draw_single_sum(rng: Random) -> tuple[str, str]:
-    """One step of any size: unlike in a chain, no later term repeats its result, which would make guessing easy."""
+    """Return a sum of one step of any size. No later term repeats its result, as in a chain, where guessing is easy."""
     return _sum(rng, rng.randint(0, 99), [rng.randint(1, 9)])
 
 
@@ -232,7 +233,7 @@ def _sudokus() -> tuple[str, ...]:
 
 
 def _draw_sudoku(rng: Random, least: int, most: int, *, proper: bool) -> tuple[str, str]:
-    """Return a grid with this many given cells; proper: that leave one solution."""
+    """Return a sudoku with `least` to `most` given cells, and a solution. A `proper` one has no other solution."""
     while True:
         square = rng.choice(_sudokus())
         cells = [place for place, symbol in enumerate(square) if symbol.isdigit()]
@@ -323,7 +324,7 @@ TASKS: dict[str, Task] = {
     )
 }
 
-# What `mini` was not trained on, written in words that it knows: for training that begins with it.
+# Tasks that `mini` was not trained on, in words that it knows: for training that begins with `mini`.
 UNSEEN: dict[str, Task] = {
     "sudoku": Task(
         "sudoku",
@@ -343,7 +344,7 @@ UNSEEN: dict[str, Task] = {
     ),
 }
 
-# What a mixture may name: the tasks, easier draws of a task that get it going, and harder ones than `mini` has seen.
+# Names in a mixture: tasks, easier draws of a task that help training to start, and harder ones than `mini` has seen.
 LESSONS: dict[str, Draw] = {
     **{name: task.draw for name, task in (TASKS | UNSEEN).items()},
     "small sums": _draw_small_sum,

@@ -30,9 +30,10 @@ def vocabulary() -> dict[str, int]:
 
 
 def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """Return the tokenizer; a prompt ends in `[SEP]`, a word outside the vocabulary becomes `[UNK]` at its offsets.
+    """Return the tokenizer. A prompt ends in `[SEP]`, and a word outside the vocabulary becomes `[UNK]`.
 
-    max_length: context of the model in tokens
+    Args:
+        max_length: context of the model in tokens.
     """
     tokens = vocabulary()
     tokenizer = Tokenizer(WordLevel(tokens, unk_token=UNK))
@@ -58,7 +59,7 @@ def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
         padding_side="left",
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
-        operations=list(TASKS),  # what errors say that the model knows; kept in tokenizer_config.json
+        operations=list(TASKS),  # for errors about unknown words. Stored in tokenizer_config.json
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

@@ -1,4 +1,4 @@
-"""The product of two models' distributions, and the tokens that both can name."""
+"""The product of two models' distributions, and a guide that keeps to the tokens of both."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,10 +15,10 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass(frozen=True)
 class KnownTokens(Guide):
-    """Choose only tokens that a second model knows.
+    """A guide that excludes tokens that a second model does not know.
 
     Args:
-        size: tokens in its vocabulary, from 0 on.
+        size: number of tokens in that model's vocabulary.
     """
 
     excludes: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class KnownTokens(Guide):
 
 
 def mixture(own: Tensor, other: Tensor, weight: float) -> Tensor:
-    """Return logits `[..., V]` of the product of two distributions: `own` to the power `weight`, `other` to the rest.
+    """Return logits `[..., V]` of the product of `own` to the power `weight` and `other` to the power `1 - weight`.
 
     Args:
         own: `[..., V]` logits. A token that either model excludes, or that the other does not know, stays excluded.

@@ -1,8 +1,8 @@
-"""Mixture-of-experts feed-forward: every token goes to a few experts, whose outputs it sums by weight.
+"""Mixture-of-experts feed-forward: every token goes to a few experts, whose outputs are summed by weight.
 
-Shapes do not depend on where tokens go, and nothing of ours reads the device. torch does, where its grouped product is
-a loop over the experts (`Experts.reads_device`). T tokens, E experts, k chosen per token, D width of the stream, F
-width of an expert.
+Shapes do not depend on the choice of experts, and our code does not read the device. torch does if its grouped product
+is a loop over the experts (`Experts.reads_device`). Letters: T tokens, E experts, k chosen per token, D width of the
+stream, F width of an expert.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class MoeConfig:
     num_experts: int
     top_k: int
     expert_size: int
-    layers: frozenset[int]  # which layers have experts; the others are dense
-    shared_size: int = 0  # width of the expert that serves every token; 0: none
+    layers: frozenset[int]  # numbers of the layers with experts. The others are dense
+    shared_size: int = 0  # width of the expert that serves every token. 0: there is none
     score: Literal["softmax", "sigmoid"] = "softmax"
-    groups: int = 1  # consecutive experts form a group; only the best groups are chosen from
-    top_groups: int = 1
+    groups: int = 1  # number of groups. A group is a run of consecutive experts
+    top_groups: int = 1  # number of groups that a token chooses experts from
     normalise: bool = False  # weights of the chosen experts sum to one
-    scale: float = 1.0  # of the weights, after that
-    bias: bool = False  # a number per expert that is added to its score where experts are chosen
-    weigh_bias: bool = False  # ... and in its weight too
-    pool: int = 0  # experts that the tokens of a block choose among, together; 0: each token chooses for itself
+    scale: float = 1.0  # factor of the weights, after the normalisation
+    bias: bool = False  # a number per expert is added to its score for the choice
+    weigh_bias: bool = False  # that number is also added to the expert's weight
+    pool: int = 0  # number of experts that the tokens of a block choose from. 0: each token chooses from all
     block: int = 0  # length of these blocks, counted from the row's first token
 
 
@@ -45,9 +45,10 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.num_experts)) if config.bias else None
 
     def forward(self, hidden: Tensor, together: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return weights and numbers of the experts `[T, k]` for tokens `[T, D]`; with a pool `together` must be given.
+        """Return weights and numbers of the experts `[T, k]` for tokens `[T, D]`.
 
-        together: int64 `[T]` one number below T for the tokens of each block, see `Transformer.together`
+        Args:
+            together: `[T] int64` number of each token's block, see `Transformer.together`. Required with a pool.
         """
         config = self.config
         precise = torch.promote_types(hidden.dtype, torch.float32)
@@ -56,7 +57,9 @@ class Router(nn.Module):
         ranked = score if self.bias is None else score + self.bias.to(precise)
         if config.groups > 1:
             grouped = ranked.unflatten(-1, (config.groups, -1))  # [T, G, E/G]
-            merit = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)  # [T, G]: a group is its two best
+            merit = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(
+                -1
+            )  # [T, G]: a group's score is that of its two best
             groups = merit.topk(config.top_groups, -1).indices
             kept = torch.zeros_like(merit, dtype=torch.bool).scatter(-1, groups, True)
             ranked = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
@@ -83,7 +86,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' gated feed-forwards, stacked."""
+    """The gated feed-forwards of all experts, in stacked weights."""
 
     def __init__(self, config: MoeConfig, width: int):
         super().__init__()
@@ -93,7 +96,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(outer).normal_(std=0.02))
 
     def forward(self, hidden: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-        """Weighted outputs `[T, D]` of the experts `chosen [T, k]` for tokens `[T, D]`."""
+        """Return `[T, D]` the sum by `weight [T, k]` of the outputs of experts `chosen [T, k]` for tokens `[T, D]`."""
         assigned = chosen.flatten()  # [T*k]
         order = assigned.argsort(stable=True)  # tokens of one expert are adjacent
         sorted_ = assigned[order]
@@ -105,7 +108,7 @@ class Experts(nn.Module):
         return (outer * weight[..., None]).sum(1).to(hidden.dtype)
 
     def reads_device(self, device: torch.device) -> bool:
-        """Return True if multiplying by expert waits for a GPU: torch then reads where each expert's rows end."""
+        """Return True if the product waits for a GPU, since torch reads the end of each expert's rows."""
         dtype = self.gate_proj.dtype
         if device.type != "cuda" or not _grouped(self.gate_proj, dtype):
             return False
@@ -114,7 +117,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, experts, and the shared expert where there is one."""
+    """Router, experts, and a shared expert if the model has one."""
 
     def __init__(self, config: MoeConfig, width: int, shared: nn.Module | None):
         super().__init__()
@@ -123,19 +126,19 @@ class MoE(nn.Module):
         self.shared = shared
 
     def forward(self, hidden: Tensor, together: Tensor | None = None) -> Tensor:
-        """Feed `[N, M, D]` forward; together `[T]`, T = N M: see `Router.forward`."""
+        """Return the feed-forward `[N, M, D]` of `hidden [N, M, D]`. `together [N M]` is as in `Router.forward`."""
         tokens = hidden.flatten(0, -2)  # [T, D]
         out = self.experts(tokens, *self.router(tokens, together)).view_as(hidden)
         return out if self.shared is None else out + self.shared(hidden)
 
 
 def feed(ffn: nn.Module, hidden: Tensor, together: Tensor | None) -> Tensor:
-    """Return the feed-forward `[N, M, D]` of the normed stream. Tokens choose experts `together` or alone."""
+    """Return the feed-forward `[N, M, D]` of the normed stream. `together` is as in `Router.forward`, or None."""
     return ffn(hidden) if together is None or not isinstance(ffn, MoE) else ffn(hidden, together)
 
 
 def best(score: Tensor, count: int) -> Tensor:
-    """Return `[..., count]` places of the largest of `score [..., E]`, the first among equals, unlike `topk`."""
+    """Return indices `[..., count]` of the largest of `score [..., E]`. Unlike `topk` it takes the first of equals."""
     return score.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
@@ -143,13 +146,13 @@ GROUPED = (9, 10)  # major compute capabilities with a grouped product in one la
 
 
 def _grouped(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if torch can multiply these in one grouped product: aligned, not float64, from torch 2.10 on."""
+    """Return True if torch has a grouped product for this weight: aligned, not float64, from torch 2.10 on."""
     aligned = not any(size * dtype.itemsize % 16 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and dtype != torch.float64 and aligned
 
 
 def _per_expert(rows: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-    """Return `[R, out]` each of `rows [R, in]` times its matrix of `weight [E, out, in]`. `expert [R]` is sorted."""
+    """Return `[R, out]` the products of `rows [R, in]` with `weight [E, out, in]` of `expert [R]`, which is sorted."""
     if _grouped(weight, rows.dtype) and rows.device.type in ("cpu", "cuda"):
         number = torch.arange(weight.shape[0], device=expert.device)
         ends = torch.searchsorted(expert, number, right=True).int()  # [E] where each expert's rows end

@@ -10,7 +10,7 @@ from dllm_sampler.models.transformer import TransformerConfig
 from dllm_sampler.models.yarn import Yarn
 
 YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "llama_4_scaling_beta")
-EVEN = ("mscale", "mscale_all_dim")  # attention is scaled by a ratio of the two
+EVEN = ("mscale", "mscale_all_dim")  # attention is scaled by the ratio of the two, which must be 1
 ROPE = ("rope_type", "type", "rope_theta", *YARN, *EVEN)
 
 
@@ -21,7 +21,7 @@ def _read(fields: Fields) -> TransformerConfig:
 
 
 def _positions(fields: Fields) -> tuple[float, Yarn | None]:
-    """Return the base of rotary positions and how they are stretched, from `rope_parameters` or `rope_scaling`."""
+    """Return the base and the YaRN settings of rotary positions, from `rope_parameters` or `rope_scaling`."""
     said = [name for name in BOTH if fields.get(name) is not None]
     inside = fields.get(said[0], {}) if said else {}
     where = said[0] if said else BOTH[0]

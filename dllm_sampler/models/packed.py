@@ -20,10 +20,10 @@ Stored = tuple[Tensor, Tensor]  # keys and values [B, L+1, Hkv, Dh]
 
 @dataclass
 class PackedAttention:
-    """Attention for one pack; made once per forward, used by every layer.
+    """Attention for one pack, made once per forward and used by every layer.
 
-    On a CPU, where the host knows the rows of the pack, it goes from row to row, so that a row's numbers do not depend
-    on its neighbours. Elsewhere it pads all rows to the longest one, for this product alone.
+    On a CPU, if the host knows the rows of the pack, it computes row by row, so that a row's numbers do not depend on
+    its neighbours. Otherwise it pads all rows to the longest one, for this product alone.
     """
 
     pack: Pack
@@ -32,7 +32,7 @@ class PackedAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, stored: Stored | None) -> Tensor:
         """Return heads `[1, H, T, Dh]` of queries of that shape over keys and values `[1, Hkv, T, Dh]` and stored ones.
 
-        Keys and values of the entries are in their slots already, where there are any.
+        If there are slots, those of the entries contain their keys and values already.
         """
         if q.device.type == "cpu" and self.pack.sizes.rows is not None:
             return self._by_row(q, k, v, stored)
@@ -40,7 +40,7 @@ class PackedAttention:
 
     @cached_property
     def _live(self) -> list[tuple[int, int, int]]:
-        """Row, entries and end of each row that has entries."""
+        """Number, entry count and end of each row that has entries."""
         assert self.pack.sizes.rows is not None
         return [(row, *bounds) for row, bounds in enumerate(self.pack.sizes.rows) if bounds[0]]
 
@@ -64,7 +64,7 @@ class PackedAttention:
         return heads[0] if len(heads) == 1 else torch.cat(heads, 2)
 
     def _masks(self, stored: bool) -> list[Tensor | None]:
-        """Return what the entries of each live row see, `[n, S] bool`, or None for all of it. Layers share it."""
+        """Return the mask `[n, S] bool` of each live row, or None for rows that see all. Layers share the masks."""
         if self.masks is None:
             found, at = [], 0
             for row, count, end in self._live:
@@ -74,7 +74,7 @@ class PackedAttention:
         return self.masks
 
     def _mask(self, row: int, own: slice, end: int, stored: bool) -> Tensor | None:
-        """Return `[n, S] bool` what the entries `own` of a row see, or None for all of it."""
+        """Return `[n, S] bool` keys that the entries `own` of a row see, or None if they see all."""
         pack, parts = self.pack, []
         if pack.segment is None and pack.until is None and (pack.unread is None or not stored):
             return None
@@ -107,5 +107,5 @@ class PackedAttention:
 
 
 def _split(heads: Tensor, counts: list[int]) -> Sequence[Tensor]:
-    """Return `[1, H, T, Dh]` as one tensor for each count."""
+    """Return `[1, H, T, Dh]` split along T into a tensor for each count."""
     return heads.split(counts, 2) if len(counts) > 1 else [heads]

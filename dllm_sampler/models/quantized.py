@@ -1,4 +1,4 @@
-"""Weights of layers as 8-bit integers (torchao), one scale per output: half the bytes to hold and to read."""
+"""Weights of layers as 8-bit integers (torchao), one scale per output: half the bytes of bfloat16 to store and read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def check_kind(kind: object) -> None:
 
 @torch.no_grad()
 def quantize(model: Transformer, device: torch.device) -> None:
-    """Bring a model to `device`, layer by layer, with the weights of its layers as int8; embedding and head stay.
+    """Move a model to `device`, layer by layer, with the linear weights of its layers as int8. Embedding and head stay.
 
-    Each number becomes the nearest of 255 multiples of a scale that its output (a row of the weight) has to itself.
-    Activations keep their dtype; nothing of the model can be trained. Weights that are multiplied together come to lie
-    side by side (`fused.adjacent`).
+    Each number becomes the nearest of 255 multiples of a scale. A row of the weight has one scale. Activations keep
+    their dtype, and the model cannot be trained. Weights that are multiplied together become adjacent in memory
+    (`fused.adjacent`).
 
     Raises:
         UserError: torchao is missing, or the model has experts.
@@ -39,7 +39,7 @@ def quantize(model: Transformer, device: torch.device) -> None:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
         raise UserError(
-            "package-missing", f"model.quantize=int8: torchao is missing. Run {installing('quantize')}."
+            "package-missing", f"model.quantize=int8 needs the package torchao. Run {installing('quantize')}."
         ) from None
     rule = Int8WeightOnlyConfig(set_inductor_config=False, version=2)
     for layer in model.layers:
@@ -54,7 +54,7 @@ def quantize(model: Transformer, device: torch.device) -> None:
 
 
 def _join(linears: list[nn.Linear]) -> None:
-    """Give the parts of quantised weights, and the biases, new memory, one after the other."""
+    """Move the integers, the scales and the biases of quantised layers to new, adjacent memory."""
     names, about = linears[0].weight.__tensor_flatten__()  # pyright: ignore - torchao's
     parts = {name: [getattr(linear.weight, name) for linear in linears] for name in names}
     sizes = [len(linear.weight) for linear in linears]

@@ -1,4 +1,4 @@
-"""Reading `config.json`: the fields that several families have in common, checked and put together."""
+"""Reading `config.json`: the fields that several families have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QWEN_IGNORED = ("sliding_window", "max_window_layers")  # of no effect without u
 
 
 def read_qwen(fields: Fields, **changes: Any) -> TransformerConfig:
-    """Return the fields that every family has which follows Qwen's config."""
+    """Return the shape of a network whose `config.json` follows Qwen's, with `changes` to it."""
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     read = {
         "vocab_size": fields.size("vocab_size"),
@@ -34,7 +34,7 @@ def read_qwen(fields: Fields, **changes: Any) -> TransformerConfig:
 
 
 def experts(fields: Fields, **settings: Any) -> MoeConfig:
-    """Return the expert layers. Their number and a token's share have common names, or come from `settings`."""
+    """Return the shape of the expert layers, from fields that families share and from `settings`."""
     bias = fields.flag("moe_router_enable_expert_bias", False)
     moe = MoeConfig(
         **{"num_experts": fields.size("num_experts"), "top_k": fields.size("num_experts_per_tok"), "bias": bias}
@@ -42,18 +42,18 @@ def experts(fields: Fields, **settings: Any) -> MoeConfig:
     )
     if moe.num_experts % moe.groups or not moe.top_groups <= moe.groups:
         raise config_error(
-            fields.source, f"{moe.num_experts} experts cannot make {moe.groups} groups with {moe.top_groups} kept"
+            fields.source, f"{moe.num_experts} experts cannot form {moe.groups} groups and choose {moe.top_groups}"
         )
     available = moe.num_experts // moe.groups * moe.top_groups
     if moe.top_k > available:
-        raise config_error(fields.source, f"num_experts_per_tok={moe.top_k} exceeds the {available} experts")
+        raise config_error(fields.source, f"num_experts_per_tok={moe.top_k} exceeds the {available} experts to choose")
     if moe.pool and not moe.top_k <= moe.pool <= moe.num_experts:
-        raise config_error(fields.source, f"expert_capacity={moe.pool} is not within {moe.top_k} and {moe.num_experts}")
+        raise config_error(fields.source, f"expert_capacity={moe.pool} is not from {moe.top_k} to {moe.num_experts}")
     return moe
 
 
 def own_head_dim(fields: Fields) -> int:
-    """Width of a head, which these families may say; else that of a stream cut into heads."""
+    """Return `head_dim`, the width of a head. By default it is the hidden size divided by the number of heads."""
     if fields.get("head_dim") is None:
         return fields.head_dim(fields.size("hidden_size"), fields.size("num_attention_heads"))
     size = fields.size("head_dim")
@@ -63,7 +63,7 @@ def own_head_dim(fields: Fields) -> int:
 
 
 def rotary(fields: Fields, head_dim: int, default: float) -> tuple[float, int | None]:
-    """Return the base of rotary positions, and the dimensions of a head that they turn, or None for all."""
+    """Return the base of rotary positions, and the number of a head's dimensions that rotate, or None for all."""
     theta, part = fields.rope(partial=default)
     size = int(head_dim * part) if part <= 1 else 0
     if size % 2 or not size:
@@ -72,7 +72,7 @@ def rotary(fields: Fields, head_dim: int, default: float) -> tuple[float, int | 
 
 
 def whole_rope(fields: Fields) -> float:
-    """Return the base of rotary positions that turn whole heads."""
+    """Return the base of rotary positions, and refuse those that rotate only a part of a head."""
     theta, part = fields.rope()
     if part != 1:
         raise unsupported_error(fields.source, f"partial_rotary_factor = {part:g}")

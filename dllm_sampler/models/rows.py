@@ -1,4 +1,4 @@
-"""Models that run whole rows from tokens to logits. Nobody can drive their layers, so they have no cache."""
+"""Models that run whole rows from tokens to logits. A cache cannot run their layers, so they have none."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ LogitsFunction = Callable[[Tensor, Tensor], Tensor]
 class RowsDenoiser:
     """A denoiser that runs whole rows in every step, through `logits`.
 
-    What travels as "hidden states" are the logits: a model's head need not be linear, so guidance mixes logits. Rows
-    are right-padded, as on the canvas: the first column is position 0.
+    Its hidden states are the logits: a model's head may be nonlinear, so guidance mixes logits. Rows are right-padded,
+    as on the canvas: the first column is position 0.
     """
 
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return logits `[N, L, V]` of the tokens `[N, L]`; `mask [N, L] bool` is true where a column may be seen."""
+        """Return logits `[N, L, V]` of the tokens `[N, L]`. `mask [N, L] bool` is true for columns that are seen."""
         raise NotImplementedError
 
     def module(self) -> RowsModule:
-        """Return the model as a module that is called as a `Transformer` is, for training."""
+        """Return the model as a module with the call of a `Transformer`, for training."""
         raise NotImplementedError
 
     @torch.no_grad()
     def __call__(self, canvas: Canvas, query: Query, plan: Plan) -> tuple[Tensor, Spent]:
-        """Return logits `[R, V]`, one row for each of `plan.head_rows`."""
+        """Return logits `[R, V]`, one row for each of `plan.head_rows`, and the cost."""
         batch, candidates, width = query.ids.shape
         ids = query.rows(canvas)[:, :, :-1]  # [B, K, L]
         seen = visible(canvas, query)[:, None, :-1].expand_as(ids)
@@ -51,18 +51,18 @@ class RowsDenoiser:
         return plan.head_rows.pick(logits.view(batch, candidates, width, -1)), spent(canvas, plan)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits themselves."""
+        """Return `hidden` itself, which contains logits."""
         return hidden
 
 
 @dataclass(frozen=True)
 class FunctionDenoiser(RowsDenoiser):
-    """A function as a model.
+    """A denoiser that calls a function of tokens.
 
     Args:
-        function: takes `ids [B, L]` int64 and `mask [B, L]` bool, true where a token is real, and returns logits
-            `[B, L, V]`. Columns without a real token are padding: their ids are arbitrary, their logits are not read.
-        spec: of the model.
+        function: takes `ids [B, L]` int64 and `mask [B, L]` bool, and returns logits `[B, L, V]`. Where `mask` is
+            false, columns are padding: their ids are arbitrary, and their logits are not read.
+        spec: facts about the model.
     """
 
     function: LogitsFunction
@@ -84,15 +84,14 @@ class FunctionDenoiser(RowsDenoiser):
         """Return a denoiser with a spec of these numbers.
 
         Args:
-            eos_id: the end-of-text token, or a sequence of them: each ends an answer, and the first is the one that is
-                written.
-            pad_id: default: the first end-of-text token.
+            eos_id: the end-of-text token, or several. Each ends an answer, and the first is the one that is written.
+            pad_id: the padding token. By default the first end-of-text token.
             max_positions: longest row that the function takes.
-            device: of `ids` and `mask`; default: of the function's parameters if it is a module, else the CPU.
-            dtype: of the logits; default: of the function's parameters if it is a module, else float32.
+            device: device of `ids` and `mask`. By default that of a module's parameters, or the CPU for a function.
+            dtype: dtype of the logits. By default that of a module's parameters, or float32 for a function.
 
         Raises:
-            UserError: it cannot be called, or a number is wrong.
+            UserError: `function` cannot be called, or a number is out of range.
         """
         if not callable(function):
             raise UserError(
@@ -105,7 +104,7 @@ class FunctionDenoiser(RowsDenoiser):
         for name, token in given if pad_id is None else [*given, ("pad_id", pad_id)]:
             if not is_whole(token) or not 0 <= token < vocab_size:
                 raise UserError(
-                    "token-outside-vocabulary", f"{name} is {shown(token)}. Set a token id below {vocab_size}."
+                    "token-outside-vocabulary", f"{name} is {shown(token)}. Set a token id from 0 to {vocab_size - 1}."
                 )
         first, *others = end_ids(cast("tuple[int, ...]", ends))
         weight = next(function.parameters(), None) if isinstance(function, nn.Module) else None
@@ -140,7 +139,8 @@ class FunctionDenoiser(RowsDenoiser):
             )
         if found.device != ids.device:
             raise UserError(
-                "function-result", f"logits_fn returned logits on {found.device} for ids on {ids.device}. Set device=."
+                "function-result",
+                f"logits_fn returned logits on {found.device} for ids on {ids.device}. Set device={found.device}.",
             )
         return found
 
@@ -150,10 +150,10 @@ class FunctionDenoiser(RowsDenoiser):
 
 
 class RowsModule(nn.Module):
-    """A model of whole rows that is called as a `Transformer` is, for training."""
+    """A model of whole rows with the call of a `Transformer`, for training."""
 
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Return logits `[N, L, V]` of the tokens `[N, L]`; `mask [N, L] bool` is true where a column may be seen."""
+        """Return logits `[N, L, V]` of the tokens `[N, L]`. `mask [N, L] bool` is true for columns that are seen."""
         raise NotImplementedError
 
     def forward(
@@ -161,9 +161,10 @@ class RowsModule(nn.Module):
     ) -> Tensor:
         """Return logits `[N, M|Q, V]` of the tokens `[N, M]`.
 
-        positions: `[N, M]`, in ascending order; anything before position 0 is padding. Default 0..M-1
-        keys: bool `[N, M]`, columns that may be seen; default all
-        rows: int64 `[N, Q]`, columns to answer for; default all
+        Args:
+            positions: `[N, M]` in ascending order. Columns before position 0 are padding. The default is 0..M-1.
+            keys: `[N, M] bool` columns that are seen. The default is all.
+            rows: `[N, Q]` columns whose logits are returned. The default is all.
         """
         width = ids.shape[1]
         rows = torch.arange(width, device=ids.device).expand_as(ids) if rows is None else rows
@@ -178,7 +179,7 @@ class RowsModule(nn.Module):
 
 
 class FunctionModule(RowsModule):
-    """A `FunctionDenoiser` that is called as a `Transformer` is, for training."""
+    """A `FunctionDenoiser` with the call of a `Transformer`, for training."""
 
     def __init__(self, denoiser: FunctionDenoiser):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Writes a model back as the checkpoint that it was loaded from: the same files, tensor names, shapes and dtypes."""
+"""Saving a model in the form of the checkpoint that it was loaded from: files, tensor names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ FILES = (
 def save(network: nn.Module, source: Path, target: Path, hub: str | None = None) -> None:
     """Write a checkpoint that the family's own code loads, and `loading.load` too.
 
-    The weights come last: where they are, the folder is whole.
+    The weights come last: a folder that has them is complete.
 
     Args:
         network: a `Transformer`, or a masked LM of transformers, loaded from `source` and trained since.
-        source: the folder it was loaded from. Its configuration and tokenizer are copied to the letter.
+        source: the folder that the network was loaded from. Its configuration and tokenizer are copied unchanged.
         target: the folder to write to.
-        hub: the hub id that `source` is the copy of. Code that the configuration names and that was not downloaded
-            is named as that repository's.
+        hub: hub id that `source` is a copy of. If `source` has no code, the configuration names the code there.
 
     Raises:
         NotWrittenError: a file cannot be written.
@@ -45,9 +44,9 @@ def save(network: nn.Module, source: Path, target: Path, hub: str | None = None)
     _copy(source, target, hub)
     if isinstance(network, PreTrainedModel):
         tensors = _as_stored(network.state_dict(), stored)
-        if not stored.keys() <= tensors.keys():  # transformers has other names for them, and knows those of the file
+        if not stored.keys() <= tensors.keys():  # transformers renames tensors, and writes the names of the file
             files.write_folder(target, partial(network.save_pretrained, state_dict=tensors))
-            _copy(source, target, hub)  # transformers writes a configuration too: its own
+            _copy(source, target, hub)  # transformers writes a configuration of its own, too
             return
         # transformers 5.0 renames BERT's norms even where the file has the names that the model has.
         tensors = {name: tensors[name] for name in stored}
@@ -70,7 +69,7 @@ def family_of(source: Path) -> Family:
 
 
 def named(network: Transformer, family: Family, stored: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the network's tensors under the family's names; a tied head only where the names `stored` have one."""
+    """Return the network's tensors under the family's names. A tied head is left out unless `stored` names it."""
     tensors = to_checkpoint(network, family)
     (head,) = family.parts("lm_head.weight", network.config)
     if head.name in stored and head.name not in tensors:
@@ -79,7 +78,7 @@ def named(network: Transformer, family: Family, stored: Collection[str] = ()) ->
 
 
 def _as_stored(tensors: dict[str, Tensor], stored: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    """Return the tensors in the dtypes they are stored in, in main memory. One of two names stays one of two names."""
+    """Return the tensors on the CPU, in the dtypes `stored` by name. Two names of one tensor still share memory."""
     made: dict[tuple[int, torch.Size], Tensor] = {}
     found = {}
     for name, tensor in tensors.items():
@@ -93,7 +92,7 @@ def _as_stored(tensors: dict[str, Tensor], stored: dict[str, torch.dtype]) -> di
 
 
 def _copy(source: Path, target: Path, hub: str | None) -> None:
-    """Copy all but the weights."""
+    """Copy the files of a checkpoint except the weights. Name code on the `hub` if there is none in the folder."""
     found = sorted({file for pattern in FILES for file in source.glob(pattern) if file.is_file()})
     files.write_folder(target, lambda made: [shutil.copyfile(file, Path(made) / file.name) for file in found])
     raw = weights.read_json(source / "config.json")

@@ -1,4 +1,4 @@
-"""Any model as a module that is called as a `Transformer` is, to score what it was asked."""
+"""Any model as a module with the call of a `Transformer`, to score texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dllm_sampler.models.transformer import Transformer
 
 
 def scorable(model: nn.Module | Denoiser) -> nn.Module:
-    """Return a model as a module that is called as a `Transformer` is; no weight is copied and no mode changed.
+    """Return a model as a module with the call of a `Transformer`. No weight is copied, and no mode is changed.
 
     Args:
         model: a `Transformer`, a masked LM of transformers or a wrapper of one (DDP, peft, `torch.compile`), or the
@@ -35,7 +35,7 @@ def scorable(model: nn.Module | Denoiser) -> nn.Module:
                 f"Cannot score a {type(model).__name__}. Pass a Transformer, a masked language model of transformers,"
                 " or the denoiser of a sampler without guidance.",
             )
-        return cast(Any, model)  # a function that is called as one is
+        return cast(Any, model)  # a function with that call
     ours = any(isinstance(one, Transformer | RowsModule) for one in model.modules())
     if ours or "rows" in signature(model.forward).parameters:
         return model

@@ -15,7 +15,7 @@ TINY = 1e-6  # added to the norm of a mixture before its division
 
 
 def soft_inputs(pack: Pack, canvas: Canvas, query: Query, mask_id: int | None) -> Inputs | None:
-    """Return what mixes the inputs of a pack, or None if all of them are tokens."""
+    """Return a function that mixes the inputs of a pack, or None if all inputs are tokens."""
     if query.mixture is None:
         return None
     assert mask_id is not None  # schedulers with `SoftInputs` are refused without one
@@ -25,10 +25,11 @@ def soft_inputs(pack: Pack, canvas: Canvas, query: Query, mask_id: int | None) -
 def mixed(mixture: Mixture, places: Tensor, mask_id: int, hidden: Tensor, embed: nn.Module) -> Tensor:
     """Return the inputs `[1, T, D]` of a pack with its mixtures.
 
-    It only calls `embed`, one call for each token of a mixture. So the table may be sharded, quantised or adapted.
+    It calls `embed` once for each token of a mixture, and does not read its weight. So the table may be sharded,
+    quantised or adapted.
 
     Args:
-        places: `[T]` of each entry, see `Pack.mixed`.
+        places: `[T]` index of each entry's mixture, see `Pack.mixed`.
         hidden: `[1, T, D]` the tokens' embeddings.
         embed: returns the embeddings `[..., D]` of tokens `[...]`.
     """

@@ -1,10 +1,10 @@
 """The one network: a pre-norm transformer (RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts).
 
-It sees whatever its mask lets it see: bidirectional and block-causal models differ in nothing else.
+A mask decides what a position sees: bidirectional and block-causal models differ in nothing else.
 
-`Transformer(config)(ids)` is the plain forward that trainers and parity tests want. A sampler with a cache hands in
-`drive`, a function that runs one layer from its parts (`qkv`, `attend`, `mlp`), so that the network itself knows
-nothing about caches. Both ways go through `module(...)` calls: hooks of FSDP and accelerate sit there.
+`Transformer(config)(ids)` is the plain forward of trainers and parity tests. A sampler with a cache passes `drive`, a
+function that runs one layer from its parts (`qkv`, `attend`, `mlp`), so that the network itself does not depend on
+caches. Both ways go through `module(...)` calls, where FSDP and accelerate have their hooks.
 
 Letters: N rows (batch times candidates), M computed positions, Q answered positions, S keys, H heads, Dh width of a
 head, D width of the stream, V vocabulary.
@@ -28,7 +28,7 @@ from dllm_sampler.models.yarn import Yarn
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape and switches of a `Transformer`, in our names whatever the checkpoint calls them."""
+    """Shape and switches of a `Transformer`, under our names for all families."""
 
     vocab_size: int
     hidden_size: int
@@ -38,7 +38,7 @@ class TransformerConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 10_000.0
-    rotary_dim: int | None = None  # leading part of a head that rotary positions turn, if not all of it
+    rotary_dim: int | None = None  # number of a head's first dimensions that rotate. None: all
     yarn: Yarn | None = None  # stretches rotary positions
     norm_eps: float = 1e-5
     max_positions: int = 4096
@@ -51,11 +51,12 @@ class TransformerConfig:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary factors of some positions. No tuple, so FSDP's mixed precision does not round the angles to bfloat16.
+    """Rotary factors of some positions. In a tuple FSDP's mixed precision would round them to bfloat16.
 
-    cos: `[N, 1, M, R]`, R dimensions of a head are turned
-    sin: `[N, 1, M, R]`, negative in the first half, so that rotating is one multiply and one multiply-add
-    scale: `[N, 1, M, 1]` factor on rotated queries, if not 1
+    Args:
+        cos: `[N, 1, M, R]`. The first R dimensions of a head rotate.
+        sin: `[N, 1, M, R]`, negative in the first half, so that rotating is one multiply and one multiply-add.
+        scale: `[N, 1, M, 1]` factor on rotated queries. None means 1.
     """
 
     cos: Tensor
@@ -70,7 +71,7 @@ class Rope:
         )
 
     def at(self, rows: Tensor) -> Rope:
-        """Return the factors of some of the positions: of rows `[N, R]` among the M."""
+        """Return the factors of the positions at `rows [N, Q]` among the M."""
         index = rows[:, None, :, None]
         scale = None if self.scale is None else self.scale.expand(len(rows), -1, -1, -1).gather(2, index)
         cos, sin = (f.expand(len(rows), -1, -1, -1) for f in (self.cos, self.sin))
@@ -78,7 +79,7 @@ class Rope:
         return Rope(cos.gather(2, index), sin.gather(2, index), scale)
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Rotate the first R of `heads [N, H, M, Dh]` in the "rotate half" layout, in the precision of the angles."""
+        """Return `heads [N, H, M, Dh]` with the first R dimensions rotated ("rotate half"), in the dtype of `heads`."""
         size = self.cos.shape[-1]
         if size < heads.shape[-1]:
             return torch.cat([self.rotate(heads[..., :size]), heads[..., size:]], -1)
@@ -87,10 +88,10 @@ class Rope:
 
 
 # Runs layer `index` in place of its own forward: (index, layer, hidden [N, M, D], rope, rows) -> hidden [N, M, D]. The
-# last layer gets the rows [N, Q] that are answered, and returns those alone, [N, Q, D]; the others get None.
+# last layer gets the rows [N, Q] that are answered, and returns only these, [N, Q, D]. The others get None.
 Drive = Callable[[int, "Layer", Tensor, Rope, Tensor | None], Tensor]
 
-# The first layer's input [N, M, D], of the tokens' embeddings [N, M, D] and of what embeds tokens [...].
+# Returns the first layer's input [N, M, D] from the tokens' embeddings [N, M, D] and the module that embeds tokens.
 Inputs = Callable[[Tensor, nn.Module], Tensor]
 
 
@@ -108,7 +109,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Norm the last axis of `[..., D]`."""
+        """Return the norm of `hidden [..., D]` over its last axis, of the same shape."""
         # The weight is applied after the cast back to the stream's dtype, as every family's own code does.
         return F.rms_norm(hidden, self.weight.shape, None, self.eps) * self.weight
 
@@ -123,12 +124,12 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Feed `[N, M, D]` forward."""
+        """Return the feed-forward `[N, M, D]` of `hidden [N, M, D]`."""
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
 class Layer(nn.Module):
-    """One layer, and at the same time the parts a cache drives it by."""
+    """One layer. Its methods are also the parts from which a cache runs it (`LayerParts`)."""
 
     def __init__(self, config: TransformerConfig, index: int):
         super().__init__()
@@ -161,10 +162,10 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Run the layer on the stream `[N, M, D]`, or let `drive` do so.
 
-        mask: bool `[N, 1, 1|M, M]`
-        together: see `mlp`
-        rows: int64 `[N, Q]`, which of the M to return, as `[N, Q, D]`. The others are keys and values only. By default
-            all are returned
+        Args:
+            mask: `[N, 1, 1|M, M] bool` keys that are seen. None means all.
+            together: see `mlp`.
+            rows: `[N, Q]` positions to return, as `[N, Q, D]`. The others are keys and values only. None means all.
         """
         if drive is not None:
             return drive(self.index, self, hidden, rope, rows)
@@ -174,18 +175,18 @@ class Layer(nn.Module):
         return pick_rows(hidden + self.mlp(hidden, together), late)
 
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries `[N, H, M, Dh]`, rotated keys and values `[N, Hkv, M, Dh]` of the stream `[N, M, D]`."""
+        """Return rotated queries `[N, H, M, Dh]`, and rotated keys and values `[N, Hkv, M, Dh]`, of the stream."""
         normed = self.attn_norm(hidden)  # [N, M, D]
         return self.q(normed, rope), self.k(normed, rope), self.v(normed)
 
     def q(self, normed: Tensor, rope: Rope) -> Tensor:
-        """Return queries `[N, H, M, Dh]` of the normed stream `attn_norm(hidden) [N, M, D]`."""
+        """Return rotated queries `[N, H, M, Dh]` of the normed stream `attn_norm(hidden) [N, M, D]`."""
         heads = self.q_proj(normed).unflatten(-1, (-1, self.head_dim))  # [N, M, H, Dh]
         turned = rope.rotate((heads if self.q_norm is None else self.q_norm(heads)).transpose(1, 2))
         return turned if rope.scale is None else turned * rope.scale.to(turned.dtype)
 
     def k(self, normed: Tensor, rope: Rope) -> Tensor:
-        """Return keys `[N, Hkv, M, Dh]` of the normed stream `[N, M, D]`."""
+        """Return rotated keys `[N, Hkv, M, Dh]` of the normed stream `[N, M, D]`."""
         heads = self.k_proj(normed).unflatten(-1, (-1, self.head_dim))  # [N, M, Hkv, Dh]
         return rope.rotate((heads if self.k_norm is None else self.k_norm(heads)).transpose(1, 2))
 
@@ -198,14 +199,11 @@ class Layer(nn.Module):
         return self.v(self.attn_norm(hidden))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return attention output `[N, M, D]` after the output projection; the residual is not added.
-
-        q: `[N, H, M, Dh]`; k, v: `[N, Hkv, S, Dh]`; mask: bool `[N, 1, 1|M, S]`, true where a key may be seen.
-        """
+        """Return attention `[N, M, D]` after the output projection, see `LayerParts.attend`."""
         return self.output(self.heads(q, k, v, mask))
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return attention `[N, H, M, Dh]` before the output projection; arguments as `attend`."""
+        """Return attention `[N, H, M, Dh]` before the output projection. Arguments are as in `LayerParts.attend`."""
         # Stored keys may be wider than the computation: slots are float32 under FSDP's bfloat16 mixed precision.
         k, v = k.to(q.dtype), v.to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=self.grouped)
@@ -215,23 +213,24 @@ class Layer(nn.Module):
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return attention probabilities `[N, H, M, S]`, for caches that look at chosen rows; arguments as `attend`."""
+        """Return attention probabilities `[N, H, M, S]`. Arguments are as in `LayerParts.attend`."""
         groups = q.unflatten(1, (k.shape[1], -1))  # [N, Hkv, H/Hkv, M, Dh]
         scores = (groups @ k.unsqueeze(2).mT).flatten(1, 2) * self.head_dim**-0.5  # [N, H, M, S]
         return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1)
 
     def mlp(self, hidden: Tensor, together: Tensor | None = None) -> Tensor:
-        """Feed-forward output `[N, M, D]` of the stream, its norm included; the residual is not added.
+        """Return norm and feed-forward `[N, M, D]` of the stream. The residual is not added.
 
-        together: `[N M]` which tokens choose their experts together, where they do (`Transformer.together`)
+        Args:
+            together: `[N M]` numbers of blocks whose tokens choose experts together (`Transformer.together`), or None.
         """
         return feed(self.ffn, self.mlp_norm(hidden), together)
 
 
 class Transformer(nn.Module):
-    """A masked-diffusion transformer; weights are torch's defaults until loaded or `init_weights`.
+    """A masked-diffusion transformer, with torch's default weights until they are loaded or `init_weights` is called.
 
-    recompute: keep no more than each layer's input for a backward pass, and run the layer again in it
+    If `recompute` is set, only each layer's input is kept for the backward pass, which runs the layer again.
     """
 
     recompute: bool = False
@@ -259,16 +258,17 @@ class Transformer(nn.Module):
         rows: Tensor | None = None,
         inputs: Inputs | None = None,
     ) -> Tensor:
-        """Return logits `[N, M, V]`; with `drive` the normed hidden states `[N, M|Q, D]` for `head`.
+        """Return logits `[N, M|Q, V]`, or the normed hidden states `[N, M|Q, D]` for `head` with a `drive`.
 
-        ids: int64 `[N, M]`
-        positions: int64 `[N, M]`, rotary positions; default 0..M-1
-        keys: bool `[N, M]`, keys that may be seen (false for padding), or `[N, M, M]`, those that each row may see
-            (see `block_causal`); default all. `drive` makes its own mask
-        drive: runs each layer in place of the layer's own forward
-        rows: int64 `[N, Q]`, indices into the computed positions to answer for; default all of them in order. In
-            the last layer the others are keys and values only
-        inputs: makes the first layer's input of the embeddings; default: the embeddings themselves
+        Args:
+            ids: `[N, M] int64` tokens.
+            positions: `[N, M]` rotary positions. The default is 0..M-1.
+            keys: `[N, M] bool` keys that are seen (false for padding), or `[N, M, M]` by position. The default is all.
+                A `drive` makes its own mask.
+            drive: runs each layer in place of the layer's own forward.
+            rows: `[N, Q]` indices of the positions to answer. In the last layer the others are keys and values only.
+                The default is all.
+            inputs: returns the first layer's input. The default is the embeddings themselves.
         """
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)  # [1, M]
@@ -288,10 +288,11 @@ class Transformer(nn.Module):
         return self.head(hidden) if drive is None else hidden
 
     def together(self, positions: Tensor, keys: Tensor | None) -> Tensor | None:
-        """Return `[N M]` a number for the tokens of each block that choose their experts together, or None if none do.
+        """Return `[N M]` the block of each token, whose tokens choose experts together. None if tokens choose alone.
 
-        positions: `[N, M]`; where they fall, a second copy of the row begins, whose blocks are its own
-        keys: as in `forward`: what no row may see is padding, which belongs to no block
+        Args:
+            positions: `[N, M]`. Where they decrease, a second copy of the row begins, with other blocks.
+            keys: as in `forward`. Positions that no position sees are padding, and belong to no block.
         """
         moe = self.config.moe
         if moe is None or not moe.pool:
@@ -306,11 +307,11 @@ class Transformer(nn.Module):
         return torch.searchsorted(number.flatten().sort().values, number.flatten())
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Return logits `[..., V]` of normed hidden states `[..., D]`. Expensive, so only for rows asked about."""
+        """Return logits `[..., V]` of normed hidden states `[..., D]`."""
         return self.lm_head(hidden)
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """Rotary factors of `positions [N, M]`, in float32 (float64 for a float64 stream of `dtype`)."""
+        """Return rotary factors of `positions [N, M]`, in float32 (in float64 if the stream's `dtype` is float64)."""
         angles = positions[:, None, :, None] * self._inverse_frequencies(positions.device, dtype)  # [N, 1, M, R/2]
         cos, sin = angles.cos(), angles.sin()
         scale = None if self.config.yarn is None else self.config.yarn.scale(positions, cos.dtype)
@@ -330,7 +331,7 @@ class Transformer(nn.Module):
         return self._frequencies[device, precise]
 
     def tie_weights(self) -> None:
-        """Share the embedding with the head where the config says so; needed again after assigning new tensors."""
+        """Share the embedding with the head if the config says so. Call it again after assigning new tensors."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
 
@@ -338,10 +339,11 @@ class Transformer(nn.Module):
     def init_weights(
         self, *, std: float = 0.02, embedding_std: float = 0.02, generator: torch.Generator | None = None
     ) -> None:
-        """Draw fresh normal weights; projections back into the stream shrink by sqrt(2 layers), biases start at 0.
+        """Draw normal weights. Those of projections back into the stream are divided by sqrt(2 layers). Biases are 0.
 
-        std: deviation of the linear weights, the head's included (unless it is tied)
-        embedding_std: deviation of the token embeddings; small models learn far sooner at 1.0
+        Args:
+            std: standard deviation of the linear weights, the head's included (unless it is tied).
+            embedding_std: standard deviation of the token embeddings. 1.0 makes small models learn much faster.
         """
         residual = std / (2 * self.config.num_layers) ** 0.5
         for name, weight in self.named_parameters():

@@ -1,4 +1,4 @@
-"""DiffusionGemma as training calls it: the encoder reads whole rows, and the decoder denoises all of their canvases.
+"""DiffusionGemma in training: the encoder reads whole rows, and the decoder denoises all of their canvases.
 
 Letters: B rows, L columns, A columns of the longest answer, V vocabulary.
 """
@@ -29,14 +29,14 @@ class _Text:
         self.layers: list[Any] = []
 
     def update(self, keys: Tensor, values: Tensor, index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep `[B, H, L, D]` of layer `index`, but not when the backward pass runs it again."""
+        """Store and return `[B, H, L, D]` of layer `index`. If the backward pass runs it again, nothing is stored."""
         if index == len(self.layers):
             self.layers.append(SimpleNamespace(keys=keys, values=values))
         return keys, values
 
 
 def _twice(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a layer's forward that keeps only its input, and runs again in the backward pass."""
+    """Return a layer's forward that stores only its input, and runs again in the backward pass."""
 
     def run(*given: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -47,18 +47,15 @@ def _twice(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class UniformLM(nn.Module):
-    """A DiffusionGemma as training calls it: the encoder reads clean rows, the decoder denoises all of their canvases.
-
-    model: the module, used as it is
-    """
+    """A DiffusionGemma in training: the encoder reads clean rows, the decoder denoises all of their canvases."""
 
     def __init__(self, model: DiffusionGemmaForBlockDiffusion):
         super().__init__()
         self.model: Any = model
-        self.spread = False  # whether processes share the weights, and so make the same forwards
+        self.spread = False  # processes share the weights, and so make the same forwards
 
     def recompute(self) -> None:
-        """Keep only the layers' inputs and the encoder's keys and values for the backward pass, and recompute the rest.
+        """Store only the layers' inputs and the encoder's keys and values for a backward pass, and recompute the rest.
 
         transformers does so for the decoder alone, since a layer of its encoder must not write a cache twice.
         """
@@ -69,8 +66,7 @@ class UniformLM(nn.Module):
     def join_layers(self) -> tuple[str, ...]:
         """Make the large parts of encoder and decoder the same modules, and return the names of their classes.
 
-        FSDP2 takes a weight in one module alone, and the layers of both have the same weights. Call it before they are
-        sharded.
+        Their layers have the same weights, and FSDP2 allows a weight in one module only. Call it before sharding.
         """
         self.spread, names = True, set[str]()
         inner = self.model.model
@@ -85,16 +81,16 @@ class UniformLM(nn.Module):
     def forward(
         self, ids: Tensor, length: Tensor, noisy: Tensor, columns: Tensor, prompt: Tensor, again: Tensor, *, read: bool
     ) -> list[Tensor]:
-        """Return logits `[B, A, V]` at `columns`: the decoder's, and the encoder's where they are to be `read`.
+        """Return logits `[B, A, V]` at `columns`: the decoder's, and with `read` also the encoder's.
 
         Args:
             ids: `[B, L]` clean rows, padded on the right.
-            length: `[B]` of each.
-            noisy: `[B, A]` what the decoder sees of their answers.
-            columns: `[B, A]` where these stand, ascending; what is too long repeats the last.
-            prompt: `[B]` where each row's first canvas begins.
-            again: `[B] bool` rows whose decoder sees its own prediction.
-            read: also return how the encoder predicts each token from those before it.
+            length: `[B]` number of tokens of each row.
+            noisy: `[B, A]` tokens of the answers that the decoder sees.
+            columns: `[B, A]` columns of these tokens, ascending. Shorter answers repeat their last column.
+            prompt: `[B]` first column of each row's first canvas.
+            again: `[B] bool` rows whose decoder is conditioned on its own prediction.
+            read: also return the encoder's predictions of each token from those before it.
         """
         text, inner = self.model.config.text_config, self.model.model
         column = torch.arange(ids.shape[1], device=ids.device)
@@ -111,7 +107,7 @@ class UniformLM(nn.Module):
         start = columns - (columns - prompt[:, None]) % size  # [B, A] where each token's canvas begins
         before = column < start[..., None]  # [B, A, L]
         first = torch.ones_like(columns, dtype=torch.bool)
-        first[:, 1:] = columns[:, 1:] > columns[:, :-1]  # the others stand for nothing
+        first[:, 1:] = columns[:, 1:] > columns[:, :-1]  # the others are padding
         canvas = (start[:, None] == start[..., None]) & first[:, None]  # [B, A, A]
         masks = self._masks(
             torch.cat([before, canvas], 2),
@@ -145,7 +141,7 @@ class UniformLM(nn.Module):
 
 
 def _any_rank(holds: bool, device: torch.device) -> bool:
-    """Return True if it holds on any rank. Collective: every rank must call it."""
+    """Return True if `holds` is true on any rank. Collective: every rank must call it."""
     found = torch.tensor(int(holds), device=device)
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
     return bool(found)

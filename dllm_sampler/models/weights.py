@@ -1,4 +1,4 @@
-"""Safetensors into a `Transformer` that was built on the meta device: each tensor is read once and put in place."""
+"""Reading of safetensors, and loading them into a `Transformer` on the meta device. Each tensor is read once."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ def fill(
     dtype: torch.dtype | None,
     place: Callable[[str], torch.device],
 ) -> None:
-    """Give every parameter of a model on the meta device the checkpoint's tensor.
+    """Replace every parameter of a model on the meta device by the checkpoint's tensor.
 
-    model: any weights it has are replaced
-    folder: holds `model.safetensors`, or an index and its shards; no other file is opened
-    family: what the checkpoint calls our parameters
-    dtype: of the result; None keeps each tensor's own
-    place: where a parameter of this name (ours) goes
+    Args:
+        model: the model. Weights that it has are replaced.
+        folder: a folder with `model.safetensors`, or an index and its shards. No other file is opened.
+        family: the family, for the checkpoint's names of our parameters.
+        dtype: dtype of the parameters. None keeps each tensor's own.
+        place: returns the device of a parameter by our name.
 
     Raises:
-        UserError: tensors missing, left over or of another shape; files missing, cut short or corrupt.
+        UserError: tensors are missing, unknown or of another shape, or a file is missing, truncated or corrupt.
     """
     tied = {"lm_head.weight"} if model.config.tie_embeddings else set()
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    ours: dict[str, list[tuple[str, Part]]] = {}  # the checkpoint's name to what of ours lies there
+    ours: dict[str, list[tuple[str, Part]]] = {}  # the checkpoint's name to the parameters of ours in it
     for name in own:
         for part in family.parts(name, model.config):
             ours.setdefault(part.name, []).append((name, part))
@@ -82,14 +83,14 @@ def fill(
 
 
 def check_floating(folder: Path, parameters: Collection[str]) -> None:
-    """Check that what a checkpoint stores for some parameters are floating-point numbers.
+    """Refuse a checkpoint that does not store floating-point numbers for some parameters.
 
     Args:
-        folder: of the checkpoint.
-        parameters: their names in a model of transformers, which may add a prefix or leave one out.
+        folder: folder of the checkpoint.
+        parameters: names in a model of transformers. They may have a prefix more or less than in the checkpoint.
 
     Raises:
-        UserError: a tensor holds, for example, integers. Also as `tensor_files`.
+        UserError: a tensor has, for example, integers. Also as `tensor_files`.
     """
     files = tensor_files(folder)
     for file in sorted(set(files.values())):
@@ -106,12 +107,12 @@ def _floating(opened: Any, name: str) -> bool:
 def _not_floating(file: Path, name: str, opened: Any) -> UserError:
     stored = opened.get_slice(name).get_dtype()
     return UserError(
-        "checkpoint-unsupported", f"{file}: {name} holds {stored}. Use float16, bfloat16, float32 or float64."
+        "checkpoint-unsupported", f"{file}: {name} is in {stored}. Use one in float16, bfloat16, float32 or float64."
     )
 
 
 def _shape(held: list[tuple[str, Part]], shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shape that a tensor of the checkpoint should have, by the parameters of ours that lie in it."""
+    """Return the shape that a tensor of the checkpoint should have, by the parameters of ours that it contains."""
     name, part = held[0]
     if part.rows is not None:
         return max(each.rows.stop for _, each in held if each.rows is not None), *shapes[name][1:]
@@ -119,7 +120,7 @@ def _shape(held: list[tuple[str, Part]], shapes: dict[str, tuple[int, ...]]) -> 
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype of the checkpoint's first floating-point tensor."""
+    """Return the dtype of the checkpoint's first floating-point tensor, or None if it has no such tensor."""
     for name, file in tensor_files(folder).items():
         with safe_open(file, framework="pt") as opened:
             dtype = opened.get_slice(name)[:0].dtype
@@ -139,7 +140,6 @@ def dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 def _by_file(folder: Path) -> dict[Path, list[str]]:
-    """Return the tensors of each file of a checkpoint."""
     found: dict[Path, list[str]] = {}
     for name, file in tensor_files(folder).items():
         found.setdefault(file, []).append(name)
@@ -160,7 +160,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return every tensor of a checkpoint and the file it lies in.
+    """Return the file of each tensor of a checkpoint, by the tensor's name.
 
     Raises:
         UserError: the safetensors are missing (pickles are refused), or the index and its shards do not fit together.
@@ -195,17 +195,21 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def present(folder: Path) -> bool:
-    """Return True if a folder holds weights of a whole model, of any format."""
+    """Return True if a folder contains weights of a whole model, in any format."""
     names = {file.name for pattern in (SINGLE, INDEX, *PICKLES) for file in folder.glob(pattern)}
     return any(not name.startswith("adapter_") for name in names)
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file."""
+    """Return the JSON object in a file.
+
+    Raises:
+        UserError: the file cannot be read, or is not a JSON object.
+    """
     try:
         found = load_json(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise UserError("json-invalid", f"{file} is not valid JSON ({error}). Copy it again.") from None
+        raise UserError("json-invalid", f"Cannot read {file} as JSON ({error}). Copy it again.") from None
     if not isinstance(found, dict):
         raise UserError("json-invalid", f"{file} has a {type(found).__name__}, not a JSON object. Copy it again.")
     return found
@@ -224,8 +228,8 @@ def _corrupt(file: Path, error: Exception) -> UserError:
 
 
 def complain(folder: Path, what: str, tensors: list[str]) -> None:
-    """Raise an error that counts `tensors` and names up to three of them; silent when there are none."""
+    """Raise an error that counts `tensors` and names up to three of them. Does nothing if there are none."""
     if tensors:
         more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
         listing = f"{', '.join(tensors[:3])}{more}"
-        raise UserError("checkpoint-tensors", f"The checkpoint {folder} {what} tensors: {listing}. Copy it again.")
+        raise UserError("checkpoint-tensors", f"{folder} {what} tensors: {listing}. Copy it again, or use another.")

@@ -13,10 +13,12 @@ from torch import Tensor
 class Yarn:
     """Stretched rotary positions, for a longer context.
 
-    factor: slow frequencies are divided by it
-    original: positions of the context before
-    fast, slow: turns within `original` from which on a frequency is kept, and up to which it is divided
-    queries: rotated queries are multiplied by 1 + queries * ln(1 + floor(position / original)). 0 leaves them alone
+    Args:
+        factor: divisor of low frequencies.
+        original: number of positions of the context before.
+        fast: a frequency with at least as many turns within `original` is kept.
+        slow: a frequency with at most as many turns within `original` is divided by `factor`.
+        queries: rotated queries are multiplied by 1 + queries * ln(1 + floor(position / original)). 0 means by 1.
     """
 
     factor: float
@@ -26,7 +28,7 @@ class Yarn:
     queries: float = 0.0
 
     def stretched(self, frequencies: Tensor, theta: float, size: int) -> Tensor:
-        """Return the frequencies `[R/2]` in place of `theta ** -(2 i / R)`, where R is `size`."""
+        """Return `frequencies [R/2]`, which are `theta ** -(2 i / R)` with R = `size`, stretched by YaRN's rule."""
         low, high = (
             size * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in (self.fast, self.slow)

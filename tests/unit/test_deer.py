@@ -289,7 +289,7 @@ def test_several_end_tokens() -> None:
         ({"separator": 40}, "token-outside-vocabulary: 40"),
         ({"separator": "[SEP]"}, "token-outside-vocabulary: '[SEP]'"),
         ({"target": 3}, "option-type: target"),
-        ({"target": "/nowhere/at/all"}, "model-not-found: '/nowhere/at/all'"),
+        ({"target": "/nowhere/at/all"}, "model-not-found: target='/nowhere/at/all'"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], sentence: str) -> None:

@@ -21,6 +21,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.families import DREAM, LLADA, llada_config, to_checkpoint
 from dllm_sampler.models.huggingface import MaskedLMDenoiser
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
+from dllm_sampler.models.yarn import Yarn
 from tests import tiny
 from tests.refusals import refused
 from tests.sampling import each, few
@@ -343,8 +344,9 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_llada_format_cannot_say_everything():
-    with refused("export-unsupported"):
-        llada_config(replace(TINY, qk_norm=True), mask_token_id=1, eos_token_id=2, pad_token_id=3)
+    for name, value in {"qk_norm": True, "o_bias": True, "head_dim": 2, "yarn": Yarn(factor=2.0, original=64)}.items():
+        with refused(f"export-unsupported: {name}"):
+            llada_config(replace(TINY, **{name: value}), mask_token_id=1, eos_token_id=2, pad_token_id=3)
     assert LLADA.config(llada_config(TINY, mask_token_id=1, eos_token_id=2, pad_token_id=3)) == TINY
 
 

@@ -269,7 +269,7 @@ def refusals() -> Iterator[tuple[dict[str, Any], str]]:
     judge = toys.verifier()
     yield {}, "option-missing: scheduler.verifier"
     yield {"verifier": 3}, "option-type: scheduler.verifier"
-    yield {"verifier": "/no/such/folder"}, "model-not-found: '/no/such/folder'"
+    yield {"verifier": "/no/such/folder"}, "model-not-found: scheduler.verifier='/no/such/folder'"
     yield {"verifier": judge, "mixture_weight": 1.5}, "option-range: mixture_weight"
     yield {"verifier": judge, "max_lookahead": 0}, "option-range: max_lookahead"
     yield {"verifier": toys.verifier(vocab=600)}, "vocabulary-differs: 600, 40"
