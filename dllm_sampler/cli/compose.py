@@ -20,7 +20,7 @@ from dllm_sampler.host.files import uninterrupted
 
 @dataclass(frozen=True)
 class App:
-    """A command that reads a configuration: `conf/<root>.yaml` chooses plug-ins, a dataclass has the options."""
+    """A command with a configuration. `conf/<root>.yaml` chooses its plug-ins, and a dataclass has its options."""
 
     name: str
     root: str
@@ -35,7 +35,7 @@ SEVERAL = ("guide", "experiment")  # groups that take a list
 
 @dataclass(frozen=True)
 class Composed:
-    """A configuration as Hydra composed it, and the name that each group was set to."""
+    """A composed configuration, and the name that each group was set to."""
 
     tree: dict[str, Any]
     choices: dict[str, Any]
@@ -43,33 +43,34 @@ class Composed:
 
 @dataclass(frozen=True)
 class Settings:
-    """A composed configuration: the root's options, and what each group was set to."""
+    """A checked configuration of `dllm-sample`: its options, its model and its plug-ins."""
 
     options: Options
     model: dict[str, Any]
-    plugins: dict[str, object]  # group -> what `config.build` takes
+    plugins: dict[str, object]  # group -> argument of `config.build`
 
 
 def settings(overrides: Sequence[str]) -> Settings:
-    """Compose what `dllm-sample` reads.
+    """Return the settings of `dllm-sample` under the overrides of a command line.
 
     Raises:
-        UserError: an override that cannot be read, or that names nothing there is.
+        UserError: an override cannot be read, names an unknown option or choice, or has a wrong value.
     """
     composed = composition(SAMPLE, overrides)
     model, plugins = parts(composed)
-    config.model(model)  # a mistake in it shows here
+    config.model(model)  # checks it
     return Settings(Options(**config.check("", Options, composed.tree)), model, plugins)
 
 
 def composition(app: App, overrides: Sequence[str]) -> Composed:
     """Compose an app's root with the overrides.
 
-    Files are read once per process, and of the user's files only those that a word, or a file that counts, names. The
-    dialect is Hydra's: a defaults list chooses files, and a word of its grammar sets, adds (`+`) or removes (`~`).
+    Packaged files are read once per process. A file of the user's is read only if a word or another file that is read
+    names it. The syntax is Hydra's: a defaults list chooses files, and a word sets, adds (`+`) or removes (`~`) a
+    field.
 
     Raises:
-        UserError: an override that cannot be read, or that names nothing there is.
+        UserError: an override cannot be read, or names an unknown option or choice.
     """
     known = expand(spelled_out(overrides), str(config.defaults(app.root).get("model")))
     words = [word for given in known for word in literal(given)]
@@ -81,18 +82,22 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         except UserError as error:
             key = word.partition("=")[0]
             if unread is None and len(word) <= 1000 and readable(f"{key}=null") and key not in app.groups:
-                parsed.append(parse(f"{key}=null"))  # an unknown name is the mistake then
+                parsed.append(parse(f"{key}=null"))  # an unknown name is reported first
             unread = unread or error
     for override in parsed:
         if override.is_sweep_override():
             raise several(app, str(override.input_line))
         group = override.key_or_group
         if re.match(r"hydra([./@]|\Z)", group):
-            raise UserError("option-reserved", f"{override.input_line} is not for users of {app.name}. Remove it.")
+            raise UserError("option-reserved", f"{app.name} does not support {override.input_line}. Remove it.")
         if override.package is not None:
-            raise UserError("option-syntax", f"{override.input_line} has an @. Write {group}=NAME.")
+            raise UserError(
+                "option-syntax", f"{override.input_line} has an @, which is not supported. Write {group}=NAME."
+            )
         if group in app.groups and group not in SEVERAL and isinstance(override.value(), list):
-            raise UserError("option-missing", f"{override.input_line} has several names. Write {group}=NAME.")
+            raise UserError(
+                "option-missing", f"{override.input_line} is a list, but {group} takes one name. Write {group}=NAME."
+            )
     with uninterrupted():  # OmegaConf fails where Ctrl-C comes while it cleans up
         composed = _compose(app, parsed)
     if unread is not None:
@@ -128,7 +133,7 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
         if group == "guide":
             names = _names(chosen[group])
             if repeated := next((name for name in names if names.count(name) > 1), None):
-                raise UserError("options-conflict", f"guide=[...] names {repeated} twice. Name it once.")
+                raise UserError("options-conflict", f"guide=[{','.join(names)}] names {repeated} twice. Name it once.")
             tree[group] = {name: _file(app, group, name) for name in names if name != "none"}
         elif chosen[group] != "???":
             tree[group] = _file(app, group, str(chosen[group]))
@@ -141,7 +146,7 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
 
 
 def _check_recipe(name: str, recipe: Mapping[str, Any], tree: Mapping[str, Any], chosen: Mapping[str, object]) -> None:
-    """Refuse an experiment that sets a field which another choice of a plug-in does not have."""
+    """Refuse an experiment that sets a field which the chosen plug-in of the group does not have."""
     for group in (one for one in config.GROUPS[1:] if one != "guide"):
         known, fields = tree.get(group), recipe.get(group)
         if not isinstance(known, dict) or not isinstance(fields, dict) or chosen[group] in own(group):
@@ -149,23 +154,24 @@ def _check_recipe(name: str, recipe: Mapping[str, Any], tree: Mapping[str, Any],
         if strange := next((field for field in fields if field not in known), None):
             raise UserError(
                 "options-conflict",
-                f"experiment={name} sets {group}.{strange}, unknown to {group}={chosen[group]}. Remove one.",
+                f"experiment={name} sets {group}.{strange}, a field that {group}={chosen[group]} does not have. Choose"
+                f" another {group} or experiment.",
             )
 
 
 def _names(value: object) -> list[str]:
-    """Return the names of a group that may have several."""
+    """Return the names in the value of a group that may have several: a name, a list or None."""
     return [] if value is None else [str(name) for name in (value if isinstance(value, list) else [value])]
 
 
 def _file(
     app: App, group: str, name: str, overridden: dict[str, Any] | None = None, seen: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return the settings of a choice, after those of the choices that its defaults list names.
+    """Return the settings of a choice, merged with those of the choices in its defaults list.
 
     Args:
-        overridden: takes what an experiment chooses of other groups.
-        seen: the files that this one was named by.
+        overridden: receives the choices of an experiment for other groups.
+        seen: names of the files whose defaults lists led to this one.
     """
     given = _copy(read(group, name).settings)
     entries = given.pop("defaults", None) or []
@@ -182,7 +188,7 @@ def _file(
         else:
             raise UserError(
                 "config-invalid",
-                f"{group}={name}: its defaults have {short(json.dumps(one))}. Name another {group}, or in an"
+                f"{group}={name}: its defaults list has {short(json.dumps(one))}. Name another {group}, or in an"
                 f" experiment 'override /GROUP: NAME', where GROUP is one of {', '.join(app.groups)}.",
             )
     return tree
@@ -206,7 +212,7 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
     """Set, add or remove a field.
 
     Raises:
-        UserError: the field is unknown, or a word adds one that exists.
+        UserError: the field is unknown, exists already (`+`), or has another value (`~`).
     """
     key, value, word = one.key_or_group, one.value(), str(one.input_line)
     adds = one.is_add() or one.is_force_add()
@@ -229,11 +235,11 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
     if one.is_delete():
         if value is not None and value != node[last]:
             raise UserError(
-                "field-unknown", f"{word} removes another value. Write ~{key}={short(json.dumps(node[last]))}."
+                "field-unknown", f"{word}: the value of {key} is {short(json.dumps(node[last]))}. Write ~{key}."
             )
         del node[last]
     elif one.is_add() and there and node[last] is not None and not isinstance(value, dict | list):
-        raise UserError("options-conflict", f"{word} adds a field that exists. Write {word[1:]}.")
+        raise UserError("options-conflict", f"{word} adds a field that exists already. Write {word[1:]}.")
     elif isinstance(value, dict) and isinstance(node.get(last), dict):
         inner = None if adds else _unknown_field(node[last], value)
         if inner is not None:
@@ -246,7 +252,7 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
 
 
 def _unknown_field(known: Mapping[str, Any], given: Mapping[Any, Any]) -> str | None:
-    """Return the path of the first field that is given and not known."""
+    """Return the path of the first field of `given` that `known` does not have, or None."""
     for key, value in given.items():
         if str(key) not in known:
             return str(key)
@@ -257,10 +263,10 @@ def _unknown_field(known: Mapping[str, Any], given: Mapping[Any, Any]) -> str | 
 
 
 def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
-    """Take the model's settings and the plug-ins out of a composed tree, which keeps the rest.
+    """Return the model's settings and those of the plug-ins, and remove both from the composed tree.
 
     Raises:
-        UserError: one is missing.
+        UserError: the model or a plug-in is missing.
     """
     tree, chosen = composed.tree, composed.choices
     plugins: dict[str, object] = {}
@@ -275,17 +281,17 @@ def parts(composed: Composed) -> tuple[dict[str, Any], dict[str, object]]:
 
 def _plugin(group: str, found: object, chosen: dict[str, Any]) -> object:
     if not isinstance(found, dict):
-        raise UserError("option-missing", f"There is no {group}. Add {group}=NAME: {', '.join(choices(group))}.")
+        raise UserError("option-missing", f"No {group} is chosen. Add {group}=NAME: {', '.join(choices(group))}.")
     return _inner(group, _from_file(str(chosen.get(group)), found))
 
 
 def _from_file(name: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a choice's file. `config.build` must not look elsewhere for a class that it lacks."""
+    """Return a choice's settings with its name. If they have no class, `config.build` must not look for one."""
     return {"name": name, "_target_": None, **found}
 
 
 def _inner(group: str, found: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's settings, in which a user's own scheduler inside it has its settings in place of its name."""
+    """Return a plug-in's settings. A user's scheduler inside a scheduler is replaced by its settings."""
     inner = found.get("inner")
     given = {"name": inner} if isinstance(inner, str) else inner
     if group != "scheduler" or not isinstance(given, dict):
@@ -297,7 +303,7 @@ def _inner(group: str, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _guides(found: object) -> list[object]:
-    """The guides chosen by name, in their order."""
+    """Return the settings of the chosen guides, in their order."""
     guides: dict[str, dict[str, Any]] = {}
     for name, given in found.items() if isinstance(found, dict) else ():
         if not isinstance(given, dict):
@@ -308,11 +314,11 @@ def _guides(found: object) -> list[object]:
 
 # Mistakes in the words of a command line.
 
-LISTS = ("guide", "experiment", "stop_strings", "stop_token_ids", "forms")  # what can be a list
+LISTS = ("guide", "experiment", "stop_strings", "stop_token_ids", "forms")  # options that take a list
 
 
 def several(app: App, word: str) -> UserError:
-    """The error for `key=a,b` where one value is wanted."""
+    """Return the error for `key=a,b` if the option takes one value."""
     key, _, value = word.partition("=")
     listed = key in LISTS or "." in key
     sweep = ", or run each by dllm-eval" if app.name == "dllm-sample" else ""
@@ -322,7 +328,7 @@ def several(app: App, word: str) -> UserError:
 
 
 def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value: str = "VALUE") -> UserError | None:
-    """The error for a dotted key that `known` does not have, or None; `value` is what was to be set."""
+    """Return the error for a dotted key that `known` does not have, or None. `value` is the typed value."""
     first, *rest = key.split(".")
     if first not in known:
         paths = {name: name for name in known}
@@ -355,7 +361,9 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
             fields = _leaves(node)
             if first == "guide" and node is known[first]:
                 if part in choices(first):
-                    return UserError("option-not-applicable", f"guide.{part} sets an unused guide. Add guide={part}.")
+                    return UserError(
+                        "option-not-applicable", f"guide.{part} sets a guide that is not chosen. Add guide={part}."
+                    )
                 if len(rest) > 1:
                     return unknown("guide", part, choices(first))
                 # Names of guides may be left out before their fields.
@@ -365,11 +373,11 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
             wrong = unknown(f"field of {at}", part, fields)
             others = holders(first, part) if node is known[first] else []
             return (
-                UserError("field-unknown", f"{wrong} Those that have it are {first}={', '.join(others)}.")
+                UserError("field-unknown", f"{wrong} The field exists in {first}={', '.join(others)}.")
                 if others
                 else wrong
             )
-        # Guides have their names between the group's and the field's: several may be given.
+        # A guide's name is between the group's and the field's, since there may be several guides.
         at, node = f"guide={part}" if first == "guide" and node is known[first] else f"{at}.{part}", node[part]
     return None
 

@@ -1,4 +1,4 @@
-"""`dllm-sample --help GROUP=NAME`: one plug-in, from its YAML, its docstring and its traits."""
+"""The page of `dllm-sample --help GROUP=NAME`, written from the YAML, the docstring and the traits of a plug-in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CODE = "    "  # begins each line of a literal block
 
 
 def explain(console: Console, group: str, name: str) -> None:
-    """Print what one choice is: fields with defaults and meaning, paper, what it goes with.
+    """Print the page of one choice: its description, its fields with defaults, its paper and its limits.
 
     Raises:
         UserError: the user's own YAML cannot be read, or names no class.
@@ -70,9 +70,9 @@ def explain(console: Console, group: str, name: str) -> None:
 
 
 def listing(console: Console, prefix: str, cls: Any, settings: Mapping[str, Any]) -> None:
-    """Print all settings of a class, a dict's by themselves, and what its docstring says of each.
+    """Print the settings of a class with their meanings from its docstring. Each entry of a dict has its own line.
 
-    Names that share a line of the docstring are printed together with it, where the first of them stands.
+    The meaning of names that share a line of the docstring is printed once, at the first of them.
     """
     said, told = meanings(cls), set[str]()
     for name, value in settings.items():
@@ -96,7 +96,7 @@ def meanings(cls: Any) -> dict[str, str]:
 
 
 def _flat(name: str, value: object) -> Iterator[str]:
-    """A setting as the command line has it; of a dict each."""
+    """Yield a setting as `NAME=VALUE`, or each entry of a dict as `NAME.KEY=VALUE`."""
     if not isinstance(value, Mapping) or not value:
         yield f"{name}={written(value)}"
         return
@@ -113,7 +113,7 @@ def _paragraph(console: Console, text: str) -> None:
 
 
 def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Print rows under a title; nothing where there are none."""
+    """Print rows under a title. Prints nothing without rows."""
     found = list(rows)
     if found:
         row(console, title, "", indent=2)
@@ -123,7 +123,7 @@ def _section(console: Console, title: str, rows: Iterable[tuple[str, str]]) -> N
 
 
 def _documentation(cls: Any) -> str:
-    """The docstring of a class. Returns "" if it has none: a dataclass without one gets its signature."""
+    """Return the docstring of a class, or "" if it has none. Python's default for dataclasses does not count."""
     text = inspect.cleandoc(cls.__doc__ or "")
     return "" if text.startswith(f"{cls.__name__}(") else text
 
@@ -136,7 +136,7 @@ def _prose(cls: Any) -> Iterator[str]:
 
 
 def _arguments(cls: Any) -> dict[str, str]:
-    """Return the `Args:` of a docstring by name, or else its last lines. Several names may share a line."""
+    """Return the meanings of `Args:` by name, or else those of the docstring's last paragraph."""
     doc = _documentation(cls)
     before, _, text = doc.partition("\nArgs:\n")
     if not text:
@@ -145,24 +145,24 @@ def _arguments(cls: Any) -> dict[str, str]:
 
 
 def _named(text: str) -> dict[str, str]:
-    """Return the meaning of each name in lines such as `name, other: meaning`, with indented lines that go on."""
+    """Return the meaning of each name in lines such as `name, other: meaning`, which indented lines continue."""
     found: dict[str, str] = {}
     for part in re.split(r"\n(?=\S)", inspect.cleandoc("\n" + text.partition("\n\n")[0])):
         names, _, meaning = part.partition(":")
-        if not meaning.lstrip().startswith("see `"):  # the class that it names says more
+        if not meaning.lstrip().startswith("see `"):  # that class has the meaning
             found |= {one.strip(): _yaml(" ".join(meaning.split())) for one in names.split(",")}
     return found
 
 
 def _yaml(text: str) -> str:
-    """Python's names of constants as YAML and the command line write them."""
+    """Return a text with null, true and false in place of Python's constants."""
     for python, yaml in (("None", "null"), ("True", "true"), ("False", "false")):
         text = re.sub(rf"\b{python}\b", yaml, text)
     return text
 
 
 def _fields(prefix: str, cls: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each field of a class with its default (that of the YAML first), and its meaning with the values it may have."""
+    """Yield `NAME=DEFAULT` and the meaning of each field. A default in `given` replaces that of the class."""
     try:
         hints = get_type_hints(cls)
     except NameError:  # a type imported for the type checker only
@@ -180,7 +180,7 @@ def _fields(prefix: str, cls: Any, given: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _chosen(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of an experiment, as words of the command line."""
+    """Yield the name and the value of each setting of an experiment, as typed on the command line."""
     for one in settings.get("defaults", []) if not prefix else []:
         for key, value in one.items() if isinstance(one, Mapping) else ():
             yield key.removeprefix("override /"), value
@@ -204,11 +204,11 @@ def facts(kind: type) -> dict[str, dict[str, str]]:
 
 
 def _words(group: str, name: str) -> Iterator[str]:
-    """Yield the sentences about facts that are not the default, or why its defaults are refused."""
+    """Yield the sentences about traits that are not the default, or the reason that the defaults are refused."""
     try:
         built = config.build(group, {"name": name, **user_files.entry(group, name).settings})
     except UserError as error:
-        yield f"By itself it is refused: {error}"
+        yield f"With its default settings it is refused: {error}"
         return
     built = built[0] if group == "guide" else built
     described, rare = (built.traits, built.traits.rare) if group == "scheduler" else (built, ())

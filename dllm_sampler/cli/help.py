@@ -16,7 +16,7 @@ from dllm_sampler.cli.words import Arguments, is_override
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.options import pages
 
-ANY = "FOLDER ORG/NAME"  # of a model: what has no YAML
+ANY = "FOLDER ORG/NAME"  # models without a YAML
 
 USAGE = """\
 Sample from a masked-diffusion language model.
@@ -85,7 +85,7 @@ def show(arguments: Arguments, console: Console) -> None:
         console: where to print.
 
     Raises:
-        UserError: `--info` with a word that names nothing, or a setting that there is not.
+        UserError: a word names no group, option or choice. `--help` ignores words that look like prompts.
     """
     groups, chosen, named = _topics(arguments)
     for group in groups:
@@ -105,7 +105,7 @@ def show(arguments: Arguments, console: Console) -> None:
 
 
 def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], list[str]]:
-    """Groups, choices and options that the words of a command line name."""
+    """Return the groups, the choices and the options that the words of a command line name."""
     groups: list[str] = []
     chosen: list[tuple[str, str]] = []
     named: list[str] = []
@@ -133,7 +133,7 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
 
 def _unheard_of(word: str, options: Sequence[str]) -> bool:
     """Return True for a word that looks like a setting or a name and that no option, group or plug-in has."""
-    if re.fullmatch(r"[\w.-]+", word):  # a prompt of one word is not what help is asked for
+    if re.fullmatch(r"[\w.-]+", word):  # with --help a single word is not a prompt
         return True
     first = re.split(r"[.@=]", word.lstrip("+~"))[0]
     return is_override(word) and not word.startswith("hydra") and first not in [*compose.GROUPS, *options]
@@ -143,21 +143,21 @@ def check_topics(command: str, words: Sequence[str], form: str | None = "GROUP=N
     """Refuse a word beside `--help` if the command has no page of that name.
 
     Args:
-        command: as it is called.
+        command: name of the command.
         words: its command line.
-        form: how a page is asked for. None: the command has one page.
+        form: the words that name a page, or None if the command has a single page.
 
     Raises:
-        UserError: it names the first of them.
+        UserError: a word is neither a flag nor a setting.
     """
     for word in words:
         if not word.startswith("-") and "=" not in word:
-            way = f"Pages are asked for as {command} --help {form}" if form else f"{command} --help is the only one"
+            way = f"Write {command} --help{f' {form}' if form else ''}"
             raise UserError("choice-unknown", f"--help {word}: this command has no such page. {way}.")
 
 
 def show_help(console: Console) -> None:
-    """Print the usage, the groups with their choices, the options."""
+    """Print the usage, the groups with their choices, and the options."""
     say(console, f"{USAGE}\n{PLUGINS}\n")
     for group in compose.GROUPS:
         names = [f"{name}*" if name == defaults()[group] else name for name in user_files.choices(group)]
@@ -173,7 +173,7 @@ def show_help(console: Console) -> None:
 
 
 def show_group(console: Console, group: str) -> None:
-    """Print every choice of a group: name, what it is with its paper, and the file of a user's own."""
+    """Print each choice of a group with its description, and with its file if it is the user's."""
     row(console, f"{group}=NAME", GROUPS[group], "italic", indent=0)
     for name in user_files.choices(group):
         mark = "*" if name == defaults()[group] else ""

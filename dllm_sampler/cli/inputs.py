@@ -1,6 +1,6 @@
-"""The request of a command line: its settings, and its prompts, from the words, from a file or from a pipe.
+"""The request of a command line: its settings, and its prompts from the words, a file or a pipe.
 
-All is read and checked before torch is imported: a mistake does not wait for seconds.
+Everything is read and checked before torch is imported, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Request:
     settings: Settings
     prompts: list[Prompt]
     forms: Forms | None = None
-    session: Sequence[str] | None = None  # the overrides of an interactive session, which asks for its prompts itself
+    session: Sequence[str] | None = None  # the overrides of an interactive session, in which prompts are typed
 
 
 def request(arguments: Arguments) -> Request:
-    """Compose the settings and read the prompts of a sorted command line.
+    """Return the settings and the prompts of a command line that `split` has sorted.
 
     Raises:
-        UserError: a name that is not known, a value of the wrong type, a prompt that cannot be read.
+        UserError: a name is unknown, a value has the wrong type, or a prompt cannot be read.
     """
     chosen = settings(arguments.overrides)
     options = chosen.options
@@ -46,7 +46,7 @@ def request(arguments: Arguments) -> Request:
     alone = not arguments.prompts and options.prompts_file is None
     if alone and terminal and options.infill is None and options.target is None and sys.stderr.isatty():
         return Request(chosen, [], session=arguments.overrides)
-    # With infill= a prompt is not needed, and a pipe may be there for other reasons.
+    # With infill= a prompt is not needed, so standard input may be a pipe without prompts.
     pipe = None if terminal else sys.stdin
     given, forms = read(arguments.prompts, options.prompts_file, pipe, options.infill is None)
     if forms is not None and options.forms is not None:
@@ -55,10 +55,10 @@ def request(arguments: Arguments) -> Request:
 
 
 def check_length(overrides: Sequence[str]) -> None:
-    """Refuse `max_new_tokens` for answers whose gaps say how long they are.
+    """Refuse `max_new_tokens` together with `infill`, whose gaps set the length.
 
     Raises:
-        UserError: both are given.
+        UserError: both are set.
     """
     given = {name for name, _, value in (word.lstrip("+~").partition("=") for word in overrides) if value != "null"}
     if {"infill", "max_new_tokens"} <= given:
@@ -69,25 +69,28 @@ def check_target(options: Options, overrides: Sequence[str]) -> None:
     """Refuse settings that have no effect with `target=` (speculative decoding), and settings that need it.
 
     Raises:
-        UserError: the first of them, and what to do instead.
+        UserError: such a setting is in `overrides`.
     """
     given = {re.split(r"[.=@]", word.lstrip("+~"))[0] for word in overrides}
     if options.target is None:
         if idle := sorted(given & {"draft_length", "draft_scheduled", "separator"}):
-            raise UserError("option-not-applicable", f"{idle[0]} needs a verifier. Add target=MODEL.")
+            raise UserError("option-not-applicable", f"{idle[0]}= has no effect without a verifier. Add target=MODEL.")
         return
     if options.stream:
         raise UserError("options-conflict", "stream=true and target= exclude each other. Remove one.")
     if wrong := sorted(given & {"prefix", "suffix", "infill", "samples"}):
-        raise UserError("option-not-applicable", f"{wrong[0]} does nothing with target=. Remove it.")
+        raise UserError("option-not-applicable", f"{wrong[0]}= has no effect with target=. Remove it.")
     if options.block_length is not None:
-        raise UserError("option-not-applicable", "block_length does nothing with target=. Set draft_length.")
+        raise UserError("option-not-applicable", "block_length= has no effect with target=. Set draft_length=N.")
     if not options.draft_scheduled and (idle := sorted(given & {"scheduler", "blocks", "stop", "cache", "experiment"})):
-        raise UserError("option-not-applicable", f"{idle[0]} needs draft_scheduled=true. Add it.")
+        raise UserError(
+            "option-not-applicable",
+            f"{idle[0]} has no effect with target= unless drafts are scheduled. Add draft_scheduled=true.",
+        )
 
 
 class Forms(NamedTuple):
-    """Values of the field `form` in the lines of a file. They mean something only if a guide has forms."""
+    """Values of the field `form` in the lines of a file. Only a guide that judges the form of answers uses them."""
 
     values: list[object]  # of each prompt, None if it names no form
     places: list[str]  # of each prompt: FILE line N, or the prompt's number
@@ -97,21 +100,21 @@ class Forms(NamedTuple):
         """Return the number of each prompt's form. Returns None if no line names one.
 
         Args:
-            known: how many forms the guides have, 1 where they have no list; 0: no guide is on the form.
+            known: number of forms of the guides, 1 if a guide has no list. 0 if no guide judges forms.
 
         Raises:
-            UserError: a value that is none of the numbers, or none where others say one.
+            UserError: a value is not a form's number, or only some prompts have a value.
         """
         if not known or all(value is None for value in self.values):
             return None
         right = "0, the guide's only one"
         if known > 1:
-            right = f"a number from 0 to {known - 1}, as the guide's list has them"
+            right = f"a number from 0 to {known - 1}, since the guide has {known} forms"
         found: list[int] = []
         for value, place in zip(self.values, self.places, strict=True):
             if value is None:
-                way = f'Write "form" in each line of {self.file}, or in none.'
-                raise UserError("form-number", f"{place} names no form, and others do. {way}")
+                way = f'Give "form" for all prompts, in {self.file}, or for none.'
+                raise UserError("form-number", f"{place} names no form, but other prompts do. {way}")
             if not is_whole(value) or not 0 <= value < known:
                 raise UserError("form-number", f'{place}: "form" is {json.dumps(value)}. Give {right}.')
             found.append(value)
@@ -137,12 +140,12 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: 
 
     Args:
         words: the prompts on the command line.
-        file: path of text lines, or of JSONL where it ends in `.jsonl`; `-` is the pipe.
-        stdin: the pipe; None where there is a terminal instead.
-        wanted: there must be a prompt.
+        file: path of text lines, or of JSONL if it ends in `.jsonl` or `.json`. `-` is the pipe.
+        stdin: the pipe, or None if standard input is a terminal.
+        wanted: a prompt is required. Otherwise the pipe is read only for `-`.
 
     Raises:
-        UserError: no prompt that is wanted, an unreadable file, or a malformed line, which is named by its number.
+        UserError: a required prompt is missing, the file cannot be read, or a line is malformed.
     """
     prompts: list[Prompt] = list(words)
     forms: Forms | None = None
@@ -171,8 +174,8 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: 
     for number, one in enumerate(prompts, 1):
         try:
             json.dumps(one, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # a surrogate stands for a byte that was no UTF-8
-            raise UserError("text-invalid", f"prompt {number} is not valid Unicode. Save it as UTF-8.") from None
+        except UnicodeEncodeError:  # a surrogate replaces a byte that is not UTF-8
+            raise UserError("text-invalid", f"prompt {number} is not valid Unicode. Encode it as UTF-8.") from None
     return Given(prompts, forms)
 
 
@@ -200,10 +203,10 @@ def records(lines: Iterable[str], name: str) -> list[tuple[str, Any]]:
 
     Args:
         lines: an open text file.
-        name: the file's, for errors.
+        name: name of the file, for errors.
 
     Raises:
-        UserError: a line is not JSON, or the file not UTF-8.
+        UserError: a line is not JSON, or the file is not UTF-8.
     """
     return [(f"{name} line {number}", _json(line, f"{name} line {number}")) for number, line in _numbered(lines, name)]
 
@@ -233,12 +236,12 @@ def prompt(record: Any, where: str) -> Prompt:
     """Return the prompt of a JSON value: a text, or an object with `prompt` or `messages`, see `read`.
 
     Raises:
-        UserError: it has none; the message begins with `where`.
+        UserError: the value has no prompt, or a malformed one. The message begins with `where`.
     """
     if isinstance(record, str):
         return record
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
-        raise UserError("prompt-missing", f'{where} has no prompt. Give either "prompt" or "messages".')
+        raise UserError("prompt-missing", f'{where} has not exactly one of "prompt" and "messages". Give one of them.')
     if "messages" in record:
         return _messages(record["messages"], where)
     given = record["prompt"]

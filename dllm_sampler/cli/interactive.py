@@ -37,10 +37,10 @@ _ELSEWHERE = ("target", "prompts_file", "output")  # settings of a command line 
 
 
 def ask() -> str:
-    """The next line that is typed.
+    """Return the next line that is typed.
 
     Raises:
-        EOFError: there is none.
+        EOFError: the input has ended.
     """
     if sys.stdout.isatty():
         with suppress(ImportError):
@@ -54,11 +54,11 @@ def ask() -> str:
 
 
 def session(overrides: Sequence[str], ask: Callable[[], str] = ask) -> int:
-    """Answer prompts until Ctrl-D. After a mistake it prints the message and continues.
+    """Answer prompts until Ctrl-D. After a mistake the message is printed, and the session continues.
 
     Args:
-        overrides: settings of the command line, in force until others are typed.
-        ask: reads a line. Raises EOFError after the last one.
+        overrides: settings of the command line, which apply until others are typed.
+        ask: returns the next line, and raises EOFError after the last one.
 
     Returns:
         The exit status.
@@ -75,7 +75,7 @@ def session(overrides: Sequence[str], ask: Callable[[], str] = ask) -> int:
         except EOFError:
             print(file=sys.stderr)
             return 0
-        except KeyboardInterrupt:  # ends an answer, or a line
+        except KeyboardInterrupt:  # stops an answer or discards a line
             print(file=sys.stderr)
         except UserError as error:
             show(f"dllm-sample: {' '.join(str(error).split())}", sys.stderr)
@@ -83,7 +83,7 @@ def session(overrides: Sequence[str], ask: Callable[[], str] = ask) -> int:
 
 @dataclass
 class Session:
-    """The settings in force, and the sampler that they make."""
+    """The current settings, and the sampler that is built from them."""
 
     overrides: list[str] = field(default_factory=list)
     chosen: Settings | None = None
@@ -93,8 +93,8 @@ class Session:
         """Run one line.
 
         Raises:
-            UserError: a mistake in it. Nothing has changed.
-            EOFError: it ends the session.
+            UserError: the line has a mistake. The settings are unchanged.
+            EOFError: the line ends the session.
         """
         line = line.strip()
         words = typed(line)
@@ -111,10 +111,10 @@ class Session:
             self.answer(line.removeprefix("-- "))
 
     def change(self, words: Sequence[str]) -> None:
-        """Put settings in force.
+        """Apply the overrides `words` to the current settings.
 
         Raises:
-            UserError: they cannot be; those before stay in force.
+            UserError: an override is wrong. The settings are then unchanged.
         """
         check_length(words)
         overrides = merged(self.overrides, words)
@@ -124,19 +124,22 @@ class Session:
         chosen = settings([*overrides, *shown])
         for name in _ELSEWHERE:
             if getattr(chosen.options, name) is not None:
-                raise UserError("option-not-applicable", f"{name}= does not work in a session. Restart with it.")
+                raise UserError(
+                    "option-not-applicable",
+                    f"{name}= does not work in a session. Restart dllm-sample with {name}= and a prompt.",
+                )
         check_target(chosen.options, overrides)
-        # The same model stays where it is: loading one may take minutes.
+        # Reuse the loaded model if it is the same: loading may take minutes.
         same = self.chosen is not None and _weights(chosen) == _weights(self.chosen)
         sampler = run.load(chosen, self.sampler if same else None)
         run.check(sampler, chosen.options)
         self.sampler, self.overrides, self.chosen = sampler, overrides, chosen
 
     def answer(self, prompt: str) -> None:
-        """Answer a prompt, under the settings in force.
+        """Answer a prompt under the current settings.
 
         Raises:
-            UserError: it cannot be answered.
+            UserError: the prompt cannot be answered.
         """
         assert self.sampler is not None and self.chosen is not None
         totals = run.respond(self.sampler, None, self.chosen.options, [prompt], None, None)
@@ -146,7 +149,7 @@ class Session:
 
 
 def typed(line: str) -> list[str]:
-    """The overrides of a line that has nothing else; empty: it is a prompt."""
+    """Return the overrides of a line, or an empty list if the line is a prompt."""
     text = _TEXT.search(line)
     if text and not text.start() and not line[text.end() :].startswith(("'", '"')):
         for between in _BETWEEN.finditer(line, text.end()):
@@ -165,7 +168,7 @@ def typed(line: str) -> list[str]:
 
 
 def explain(line: str) -> None:
-    """Print the page that a line with a flag asks for; stdout is for answers.
+    """Print the page that a line with a flag asks for, on stderr.
 
     Raises:
         UserError: an unknown flag, or `--info` with a word that names nothing.
@@ -182,7 +185,7 @@ def explain(line: str) -> None:
 
 
 def merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
-    """Return the overrides in force. A new choice of a plug-in removes the fields of the choice before."""
+    """Return the old overrides with the new ones. A new choice of a plug-in removes fields of the old choice."""
     words = spelled_out([*old, *new])
     later = {_name(word): word for word in words[len(old) :]}
     kept = [word for word in words[: len(old)] if not any(_replaced(_name(word), one) for one in later.values())]
@@ -202,12 +205,12 @@ def _replaced(old: str, new: str) -> bool:
 
 
 def _idle(word: str, overrides: Sequence[str]) -> bool:
-    """Return True if an override removes a setting that nothing else sets."""
+    """Return True for an override `NAME=null` that changes nothing."""
     others = [one for one in overrides if one != word]
     return word.endswith("=null") and settings(others) == settings(overrides)
 
 
 def _weights(chosen: Settings) -> tuple[object, ...]:
-    """The settings that need another model when they change."""
+    """Return the settings whose change requires loading the model again."""
     options = chosen.options
     return chosen.model, options.dtype, options.device, options.compile

@@ -17,11 +17,11 @@ from dllm_sampler.core.ends import is_end
 from dllm_sampler.result import Commits
 
 NOISE = "░░"
-CYCLE = 24  # steps until a colour comes again
+CYCLE = 24  # steps after which colours repeat
 
 
 def colour(step: int) -> str:
-    """The colour of what a step committed; neighbours differ a little, so a gradient reads as an order."""
+    """Return the colour of tokens that a step committed. Consecutive steps have similar colours."""
     red, green, blue = colorsys.hsv_to_rgb((0.55 + step / CYCLE) % 1, 0.55, 1.0)
     return f"rgb({round(red * 255)},{round(green * 255)},{round(blue * 255)})"
 
@@ -34,13 +34,13 @@ def render(
     terminal: bool = False,
     open_end: int | None = None,
 ) -> Text:
-    """One row of the canvas. A run of committed tokens is spelled as the tokenizer spells it in context.
+    """Return one row of the canvas as coloured text. Adjacent committed tokens are decoded together.
 
     Args:
-        ids, masked, steps: tokens, what is noise, and the forward that committed each.
-        tokenizer: None: ids are shown.
-        terminal: control characters are made visible.
-        open_end: noise from this column on is not open yet, and is only counted.
+        ids, masked, steps: for each column its token, true if it is noise, and the forward that committed it.
+        tokenizer: decodes the tokens. Without one their ids are shown.
+        terminal: make control characters visible.
+        open_end: first column that is not open yet. Noise from there on is counted, not shown.
     """
     line, run, closed = Text(), [], 0
     special = set(tokenizer.all_special_ids) if tokenizer else set()
@@ -67,14 +67,14 @@ def render(
 
 
 def _count(line: Text, closed: int) -> int:
-    """Say how many columns are not open yet. Returns 0, the number that is left to be said."""
+    """Append the number `closed` of columns that are not open yet, and return 0."""
     line.append(" " if line and not line.plain.endswith(" ") else "")
     line.append(f"... {closed} more", "bright_black")
     return 0
 
 
 class Screen:
-    """Shows the commits of one batch: live in a terminal, as a plain line per step elsewhere."""
+    """A display of the commits of one batch: live in a terminal, as a plain line per step elsewhere."""
 
     def __init__(
         self,
@@ -96,11 +96,11 @@ class Screen:
         self.live.stop()
 
     def show(self, commits: Commits) -> float:
-        """Draw a step. Returns the seconds spent on it, which do not count as sampling."""
+        """Draw a step and return the seconds that this took, which do not count as sampling."""
         begun = time.perf_counter()
         count, result = len(commits.nfe), commits.result
         ends = [None] * count if commits.open_end is None else commits.open_end.tolist()
-        lengths = [None] * count  # nothing after the end of a complete answer is shown
+        lengths = [None] * count  # a complete answer is shown up to its end
         if result is not None:
             ended = zip(result.lengths.tolist(), result.complete.tolist(), strict=True)
             lengths = [size if whole else None for size, whole in ended]
@@ -125,10 +125,10 @@ class Screen:
 
 
 def figures(commits: Commits, end_ids: tuple[int, ...]) -> str:
-    """The line below the canvas: step, NFE, tokens, tokens per forward.
+    """Return the line below the canvas: step, NFE, tokens, tokens per forward.
 
-    Until the last step, all tokens that are committed count. After it those of the answers do, up to the end token, as
-    in the last line of the run.
+    All committed tokens count until the last step. Then only tokens up to the end token count, as in the summary of the
+    run.
     """
     width = commits.tokens.shape[1]
     column = torch.arange(width)

@@ -1,4 +1,4 @@
-"""The entry point: what the words ask for, and how a run ends."""
+"""The entry point of `dllm-sample`."""
 
 import sys
 import warnings
@@ -16,10 +16,10 @@ from dllm_sampler.host.version import __version__
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run `dllm-sample`; returns its exit status.
+    """Run `dllm-sample` and return its exit status.
 
     Args:
-        words: the command line without the program's name. By default that of the process.
+        words: the command line without the program's name. By default `sys.argv[1:]`.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # stderr is for one summary or one sentence
@@ -38,7 +38,7 @@ def _run(words: Sequence[str]) -> int:
         pages.show(arguments, Console())
         return 0
     asked = request(arguments)
-    # These bring torch and transformers: seconds that pages and mistakes do not wait for.
+    # These import torch and transformers, which takes seconds.
     if asked.session is not None:
         from dllm_sampler.cli import interactive
 

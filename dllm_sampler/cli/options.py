@@ -11,7 +11,7 @@ from dllm_sampler.host.paths import expanded
 from dllm_sampler.options import MOST_ROWS, option
 
 OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".xlsx", ".html", ".md", ".yaml", ".yml")
-# What changes no sample, or only says where samples go: a file that was begun with others may be continued.
+# Options that change no sample. resume=true may continue a file that was begun with other values of these.
 ELSEWHERE = (
     "output", "resume", "prompts_file", "stream", "stream_delay", "batch_size", "batching", "poll_every", "device",
     "threads",
@@ -40,16 +40,16 @@ class Options(options.Options):
         None, "text, or a list, at which an answer ends; not part of it. It may be spelled as a special token"
     )
     forms: list[int] | int | None = option(
-        None, "where a guide has a list of forms: the number of each prompt's, from 0, or one for all"
+        None, "number of each prompt's form, from 0, or one number for all, if a guide has a list of forms"
     )
     target: str | None = option(
         None,
-        "DEER: a causal LM, FOLDER or ORG/NAME, that verifies what the model drafts; its own law",
+        "DEER: a causal LM, FOLDER or ORG/NAME, that verifies what the model drafts. Answers follow its distribution",
         _check_path,
     )
-    draft_length: int = option(32, "tokens that the model drafts for the target in a round; 0: the target alone")
+    draft_length: int = option(32, "tokens that the model drafts for the target in a round. 0 runs the target alone")
     draft_scheduled: bool = option(
-        False, "draft with the scheduler, in several forwards, instead of in one; no temperature then"
+        False, "draft with the scheduler, in several forwards instead of one. Excludes temperature"
     )
     separator: str | None = option(None, "token after the masks that the drafter was trained with")
     chat: bool = option(False, "send each prompt as a user's message, through the model's chat template")
@@ -59,10 +59,12 @@ class Options(options.Options):
     output: str | None = option(
         None, "FILE.jsonl for text, tokens, NFE, tokens per forward, step map and time of each sample", _check_path
     )
-    resume: bool = option(False, "skip the samples that output has already, from a run that was cut off")
+    resume: bool = option(False, "skip the samples that output=FILE has from an interrupted run")
     stream: bool = option(False, "watch the canvas being denoised")
     stream_delay: float = option(
-        0.15, "seconds a step stays on the screen at least", partial(check_number, what="a number of seconds", most=60)
+        0.15,
+        "least seconds that a step stays on the screen",
+        partial(check_number, what="a number of seconds", most=60),
     )
 
     def __post_init__(self) -> None:

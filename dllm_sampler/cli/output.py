@@ -19,12 +19,12 @@ from dllm_sampler.result import Result
 if TYPE_CHECKING:
     from dllm_sampler.result import Speculation
 
-BEGINS = b'{"schema": '  # a line
+BEGINS = b'{"schema": '  # first bytes of each line
 SCHEMA = 1  # of a line of output=FILE.jsonl
 
 
 def listed(numbers: Sequence[int]) -> str:
-    """The first few of some numbers, and how many more there are."""
+    """Return the first eight numbers as text, and the count of the others."""
     few = ", ".join(map(str, numbers[:8]))
     return few if len(numbers) <= 8 else f"{few} and {len(numbers) - 8} more"
 
@@ -36,16 +36,15 @@ def _other(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return not BEGINS.startswith(file.read(len(BEGINS)))
-    except OSError:  # told where it is opened for writing
+    except OSError:  # reported when it is opened for writing
         return False
 
 
 class Records:
     """The file, or the stream, of `output=FILE.jsonl`: a JSON object per line, in the order of the prompts.
 
-    A line is written whole, as soon as the sample and those before it are done. One run writes a file at a time, and
-    replaces a file of that name. A pipe or a device is written to as it is. With `output=/dev/stdout` standard output
-    has these lines in place of the answers.
+    A line is written once its sample and those before it are done. A run replaces an existing file of that name, and
+    locks it. Pipes and devices are not replaced. `output=/dev/stdout` prints these lines instead of the answers.
 
     `resume=true` continues an interrupted run. The file must have answers to the same prompts under the same settings.
     There may be more prompts than before. `batch_size`, `batching`, `device`, `threads` and `stream` may differ.
@@ -74,16 +73,16 @@ class Records:
       excluded
 
     Args:
-        path: the file.
-        prompts_file: of the run, which must be another one.
+        path: path of the file.
+        prompts_file: path of the run's prompts, which must be another file.
         samples: answers to each prompt.
-        settings: a digest of what the samples depend on besides their prompts.
+        settings: a digest of all settings that change samples.
 
     Attributes:
-        there: numbers of the samples that an earlier run left in the file, and that `resume` has found.
+        there: numbers of the samples of an earlier run that `resume` found in the file.
 
     Raises:
-        UserError: it cannot be written, is the file of the prompts, or another process is writing it.
+        UserError: the file cannot be written, holds prompts or other data, or is being written by another process.
     """
 
     def __init__(self, path: str, prompts_file: str | None = None, samples: int = 1, settings: str = "") -> None:
@@ -92,7 +91,9 @@ class Records:
         if prompts_file is not None and files.same(self.path, Path(prompts_file).expanduser()):
             raise UserError("file-overwrite", f"output={path} would overwrite prompts_file. Name another file.")
         if self.path.suffix != ".jsonl" and _other(self.path):
-            raise UserError("file-overwrite", f"output={path} would overwrite another file. Name a .jsonl file.")
+            raise UserError(
+                "file-overwrite", f"output={path} exists and holds no samples. Name another file, FILE.jsonl."
+            )
         self.lines = files.Lines(self.path, f"output {path}")
 
     def __enter__(self) -> Self:
@@ -105,25 +106,27 @@ class Records:
             finally:
                 self.lines.close()
         else:
-            with suppress(NotWrittenError):  # what is raised already is told
+            with suppress(NotWrittenError):  # the first error is reported
                 self.lines.close()
 
     @property
     def replaces_answers(self) -> bool:
-        """True if the lines go to standard output, in place of the answers."""
+        """True if the lines go to standard output and replace the answers."""
         return self.lines.stdout
 
     def resume(self, prompts: Sequence[Prompt]) -> None:
-        """Find the samples of this run that the file has already. A line that was cut in the middle is replaced.
+        """Find the samples of this run that the file has already. An incomplete last line is replaced.
 
         Args:
-            prompts: all of the run.
+            prompts: all prompts of the run.
 
         Raises:
-            UserError: the output is a stream, or a line of it does not belong to this run.
+            UserError: the output is not a regular file, or one of its lines does not belong to this run.
         """
         if not self.lines.regular:
-            raise UserError("file-invalid", f"resume=true cannot read output={self.path}. Name a file.")
+            raise UserError(
+                "file-invalid", f"resume=true cannot continue output={self.path}, a pipe or device. Name a file."
+            )
         data = self.path.read_bytes()
         self.lines.kept = data.rfind(b"\n") + 1
         for number, line in enumerate(data[: self.lines.kept].splitlines(), 1):
@@ -133,7 +136,7 @@ class Records:
         """Return the number of the sample in a line that an earlier run wrote.
 
         Raises:
-            UserError: it is another run's, or no sample.
+            UserError: the line is not a sample, or belongs to another run.
         """
         try:
             found = load_json(line)
@@ -144,7 +147,9 @@ class Records:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError("file-invalid", f"{where} is not a sample. Remove the line.") from None
         if settings != self.settings or not 0 <= sample < self.samples:
-            raise UserError("run-differs", f"{where} was made with other settings. Give those, or another output=.")
+            raise UserError(
+                "run-differs", f"{where} was made with other settings. Give the same settings, or another output=."
+            )
         if not 0 <= index < len(prompts) or prompt != prompts[index]:
             raise UserError(
                 "run-differs",
@@ -154,10 +159,10 @@ class Records:
         return index * self.samples + sample
 
     def left(self, total: int) -> str:
-        """Return what the file has and how to make the rest, in one sentence.
+        """Return a sentence with the number of samples in the file and the way to make the missing ones.
 
         Args:
-            total: the samples that were asked for.
+            total: number of samples of the run.
         """
         written = len(self.there) + self.lines.count
         if written == total:
@@ -168,7 +173,7 @@ class Records:
         return f"{said}: the same command with resume=true makes the rest" if self.lines.regular else said
 
     def _sort(self) -> None:
-        """Bring the lines of a resumed run into the order of the prompts: a run that was cut off adds early ones."""
+        """Sort the lines of a resumed run by prompt. An interrupted run may have written a later sample early."""
         if not self.there or not self.lines.count:
             return
         lines = self.path.read_bytes().splitlines(keepends=True)
@@ -177,16 +182,16 @@ class Records:
             files.write(self.path, b"".join(ordered))
 
     def write(self, first: int, prompts: list[Prompt], result: Result | Speculation, seconds: float) -> None:
-        """Append samples that came together.
+        """Append the samples of one result.
 
         Args:
             first: number of the first sample in the run, from 0.
             prompts: their prompts.
             result: what the sampler returned for them.
-            seconds: wall-clock time that they share.
+            seconds: wall-clock time of all of them.
 
         Raises:
-            NotWrittenError: a line cannot be written; those before are whole.
+            NotWrittenError: a line cannot be written. The lines before it are complete.
         """
         lengths, steps = result.lengths.tolist(), result.step_map.tolist()
         complete = result.complete.tolist()
@@ -216,13 +221,13 @@ class Records:
 
 
 def _filled(result: Result | Speculation, row: int) -> dict[str, object]:
-    """Return the texts in the gaps of a sample, if it has gaps."""
+    """Return the field `gaps` of a sample that has gaps."""
     gaps = result.gaps[row] if isinstance(result, Result) and result.gaps is not None else None
     return {} if gaps is None else {"gaps": gaps}
 
 
 def _ending(result: Result | Speculation, row: int) -> dict[str, object]:
-    """Return how a sample ended, and a guide's verdict, if there is a guide."""
+    """Return the fields about a sample's end, and about its form if a guide judges that."""
     if not isinstance(result, Result):
         return {}
     said = {} if result.valid is None else {"valid": bool(result.valid[row]), "rejections": int(result.rejections[row])}
@@ -230,12 +235,12 @@ def _ending(result: Result | Speculation, row: int) -> dict[str, object]:
 
 
 def _rows(result: Result | Speculation, row: int) -> dict[str, object]:
-    """Return the rows that a sample was chosen from, if there are several."""
+    """Return the field `particles` of a sample that was chosen from several rows."""
     rows = result.rows[row] if isinstance(result, Result) and result.rows is not None else None
     return {} if rows is None else {"particles": rows.record()}
 
 
-# What a sample that did not come to its own end is said to lack.
+# The note in the summary for each reason that an answer is incomplete.
 SHORT = {
     "length": "cut at max_new_tokens",
     "unended": "no end token on the canvas that the scheduler has made",
@@ -251,14 +256,14 @@ class Totals:
     """The figures of a run, summed over its batches.
 
     Args:
-        fills: answers with gaps are texts that say themselves how long they are, so that none is cut.
-        all_fill: all answers are such texts, also those that are nothing but a gap.
+        fills: do not report that an answer with gaps was cut, since its text sets the length.
+        all_fill: do not report this of any answer, even one that is a single gap.
     """
 
     def __init__(self, fills: bool = False, all_fill: bool = False) -> None:
         self.fills, self.all_fill = fills, all_fill
         self.samples = self.tokens = 0
-        self.short: dict[str, list[int]] = {}  # why samples (from 1) did not come to their end
+        self.short: dict[str, list[int]] = {}  # reason -> numbers of such samples, from 1
         self.forwards: list[int] = []
         self.accepted: int | None = None  # drafted tokens that a target took
         self.seconds = 0.0
@@ -284,7 +289,7 @@ class Totals:
             self.accepted = (self.accepted or 0) + int(result.accepted.clamp(min=0).sum())
 
     def shortcomings(self) -> str:
-        """Which samples did not come to their own end, and why; empty: all did."""
+        """Return the numbers of incomplete samples with the reasons, or "" if there are none."""
         parts = []
         for why, numbers in self.short.items():
             name = "the answer:" if self.samples == 1 else f"sample{'s' * (len(numbers) > 1)} {listed(numbers)}:"
@@ -292,7 +297,7 @@ class Totals:
         return "; ".join(parts)
 
     def line(self, where: str) -> str:
-        """The one line of the run, as in `2 samples, 23 tokens in 0.12 s on cpu: NFE 8 to 12, 1.15 tokens per ...`."""
+        """Return the summary of the run, for example `2 samples, 23 tokens in 0.12 s on cpu: NFE 8 to 12, ...`."""
         low, high = min(self.forwards), max(self.forwards)
         nfe = str(low) if low == high else f"{low} to {high}"
         per_forward, per_second = self.tokens / max(1, sum(self.forwards)), self.tokens / max(self.seconds, 1e-9)

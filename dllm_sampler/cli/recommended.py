@@ -16,16 +16,16 @@ WORD = f"experiment={NAME}"
 
 
 def entries(model: str) -> Sequence[Mapping[str, Any]]:
-    """Return what is recommended for a model of `conf/model`, the best first. It is empty for other models."""
+    """Return the recommendations for a model of `conf/model`, the best first. Returns none for other models."""
     return config.entry("experiment", NAME).settings["models"].get(model, ())
 
 
 def expand(words: Sequence[str], default: str) -> list[str]:
-    """Return words with the recommended ones in place of `experiment=recommended`. Words that are typed come first.
+    """Return words with the recommended ones in place of `experiment=recommended`. Typed words override these.
 
     Args:
-        words: of a command line.
-        default: the model if no word chooses one.
+        words: words of a command line.
+        default: name of the model if no word chooses one.
 
     Raises:
         UserError: nothing is recommended for the model.
@@ -43,7 +43,7 @@ def expand(words: Sequence[str], default: str) -> list[str]:
 
 
 def show(console: Console, model: str) -> None:
-    """Print what is recommended for a model, with its evidence."""
+    """Print the recommendations for a model, with their evidence."""
     for number, one in enumerate(entries(model)):
         use = one["use"] if number else f"{one['use']} ({WORD})"
         row(console, "", f"{use}: {' '.join(one['words'])}", "italic", column=6)

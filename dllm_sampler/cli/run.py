@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 
 def run(asked: Request) -> int:
-    """Do what was asked for. Answers go to stdout, figures to stderr.
+    """Run a request and return the exit status. Answers go to stdout, the summary to stderr.
 
     Raises:
-        UserError: a mistake in the input that only the model shows; nothing was printed then.
-        KeyboardInterrupt: after printing what was done.
+        UserError: a mistake in the input that needs the model to be found. No answer was printed.
+        KeyboardInterrupt: from Ctrl-C, after finished answers were printed.
     """
     options = asked.settings.options
     sampler = load(asked.settings)
@@ -75,7 +75,7 @@ def run(asked: Request) -> int:
 
 
 def _records(asked: Request) -> Records | None:
-    """Return the records of `output=`. Returns None without it."""
+    """Return the records that `output=` writes, or None without `output=`."""
     options = asked.settings.options
     if options.output is None:
         return None
@@ -93,20 +93,20 @@ def respond(
     own: Forms | None,
     records: Records | None,
 ) -> Totals:
-    """Answer prompts. The answers go to stdout.
+    """Answer prompts, print the answers to stdout, and return the figures of the run.
 
     Args:
         own: forms that the prompts name, if any.
 
     Raises:
-        UserError: a bad prompt; nothing was printed then.
+        UserError: a prompt is wrong. No answer was printed.
     """
     # every prompt is checked before the first answer is printed
     asked = asks(given, options)
     if deer is None:
         _check_stream(sampler, options)
         spec, tokenizer = sampler.spec, sampler.tokenizer
-        if options.infill is not None:  # said of infill=, and not of each prompt
+        if options.infill is not None:  # reports mistakes as infill=, not for each prompt
             encode_template(options.infill, tokenizer, spec, "infill", alone=not given)
         arguments = Arguments.checked(
             sampler.runtime, asked, max_new_tokens=options.max_new_tokens, forms=_forms(own, options, sampler),
@@ -114,7 +114,7 @@ def respond(
         )  # fmt: skip
         requests = [arguments.requests(prompt, index)[0] for index, prompt in enumerate(asked)]
         forms = [one.form for one in requests] if sampler.plugins.forms else None
-        # What is encoded now is not encoded again.
+        # Reuse the encoded prompts.
         rows: list[Any] = [
             one.prompt if one.given is None else Infill(one.given, one.prompt or None) for one in requests
         ]
@@ -122,7 +122,7 @@ def respond(
         check_forms(options.forms, 0)
         forms, rows = None, prompts.encode(asked, sampler.tokenizer, deer.spec, options.max_new_tokens)
     totals = Totals(options.prefix is None and options.suffix is None, options.infill is not None)
-    # What a record says the prompt was: messages where there are some, a text with gaps as it was typed.
+    # The prompt in a record: messages, token ids, or the typed text.
     typed = given or [options.infill or ""]
     given = [_said(one, text) for one, text in zip(asked, typed, strict=True)]
     if records and options.resume:
@@ -175,7 +175,7 @@ def _batches(
     missing: list[int],
     records: Records | None,
 ) -> Iterator[tuple[int, Result | Speculation, float]]:
-    """Answer batch after batch. Yields the number of each one's first sample, the answers and their seconds."""
+    """Answer in batches. Yields the number of each batch's first sample, the answers and their seconds."""
     for span in _spans(missing):
         for first in range(span.start, span.stop, options.batch_size):
             part = range(first, min(first + options.batch_size, span.stop))
@@ -190,10 +190,10 @@ def _batches(
 
 
 def check(sampler: Sampler, options: Options) -> None:
-    """Refuse settings under which no prompt could be answered, before there is one.
+    """Refuse settings under which no prompt could be answered.
 
     Raises:
-        UserError: the first of them, and what to do instead.
+        UserError: there is such a setting.
     """
     spec, tokenizer = sampler.spec, sampler.tokenizer
     asks([], options)
@@ -211,19 +211,20 @@ def check(sampler: Sampler, options: Options) -> None:
 
 
 def _check_stream(sampler: Sampler, options: Options) -> None:
-    """Refuse to show one row where there are several."""
+    """Refuse `stream=true` with particles, whose rows cannot be shown."""
     if options.stream and sampler.plugins.particles.count > 1:
         name = named(sampler.plugins.particles)
         raise UserError(
-            "option-not-applicable", f"stream=true cannot show particles={name}, which chooses at the end. Remove one."
+            "option-not-applicable",
+            f"stream=true does not work with particles={name}, which decodes several rows. Remove one.",
         )
 
 
 def asks(given: Sequence[Prompt], options: Options) -> list[Any]:
-    """Return prompts as the sampler takes them. The options make messages and texts with gaps of some.
+    """Return the prompts for the sampler. With `chat` texts become messages, and texts with gaps become `Infill`.
 
     Raises:
-        UserError: a text with gaps that should be a message, or is given twice.
+        UserError: `prefix`, `suffix` or gaps conflict with `chat`, `infill` or each other.
     """
     found: list[Any] = []
     ends = [f"{name}=" for name in ("prefix", "suffix") if getattr(options, name) is not None]
@@ -232,13 +233,12 @@ def asks(given: Sequence[Prompt], options: Options) -> list[Any]:
     for number, prompt in enumerate(given, 1):
         gaps = isinstance(prompt, str) and GAP.search(prompt) is not None
         if gaps and (options.chat or options.infill is not None):
-            raise UserError(
-                "gap-unexpected",
-                f"prompt {number} has a gap, and {'chat=true' if options.chat else 'infill='} answers one. Remove one.",
-            )
+            other = "chat=true" if options.chat else "infill="
+            raise UserError("gap-unexpected", f"prompt {number} has a gap, which conflicts with {other}. Remove one.")
         if gaps and ends:
             raise UserError(
-                "gap-unexpected", f"{' and '.join(ends)} conflicts with gaps in prompt {number}. Write it there."
+                "gap-unexpected",
+                f"prompt {number} has a gap, which conflicts with {' and '.join(ends)}. Write the text in the prompt.",
             )
         asked = inputs.as_chat(prompt) if options.chat else prompt
         if gaps:
@@ -255,11 +255,11 @@ def _said(asked: Any, typed: Prompt) -> Prompt:
 
 
 def load(chosen: Settings, like: Sampler | None = None) -> Sampler:
-    """Return the sampler that the settings describe, with the model of `like` if that is given."""
+    """Return the sampler that the settings describe. It reuses the model of `like` if there is one."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     options = chosen.options
-    # built before the model is loaded: a mistake in them should not wait for gigabytes
+    # built before the model is loaded, so that mistakes are reported at once
     plugins = {group: config.build(group, spec) for group, spec in chosen.plugins.items()}
     make = partial(Sampler.from_pretrained, chosen.model, dtype=options.dtype, device=options.device)
     if like is not None:
@@ -271,7 +271,7 @@ def load(chosen: Settings, like: Sampler | None = None) -> Sampler:
 
 
 def verified(sampler: Sampler, options: Options) -> SpeculativeSampler:
-    """Return the target of the options, with the sampler as its drafter."""
+    """Return the sampler of speculative decoding with `target=`, whose drafter is `sampler`."""
     # transformers' modelling code takes seconds to import
     from dllm_sampler.generation.speculative import SpeculativeSampler
 
@@ -285,7 +285,7 @@ def verified(sampler: Sampler, options: Options) -> SpeculativeSampler:
 
 
 def _verify(deer: SpeculativeSampler, options: Options, first: int, rows: list[list[int]]) -> tuple[Speculation, float]:
-    """Draft and verify one batch. Returns it and the seconds it took."""
+    """Draft and verify one batch. Returns the answers and the seconds that they took."""
     begun = time.perf_counter()
     try:
         result = deer.generate(
@@ -300,7 +300,7 @@ def _verify(deer: SpeculativeSampler, options: Options, first: int, rows: list[l
 
 
 def _forms(said: Forms | None, options: Options, sampler: Sampler) -> int | Sequence[int] | None:
-    """Return the numbers of the prompts' forms, by the options or by the prompts' file. Returns None without forms."""
+    """Return the numbers of the prompts' forms, from `forms=` or the prompts file. Returns None without forms."""
     known, given = sampler.plugins.forms, options.forms
     if given is None and said is not None:
         single = any(guide.joint or guide.vetoes for guide in sampler.plugins.guides)
@@ -318,7 +318,7 @@ def _denoise(
     forms: list[int] | None,
     records: Records | None,
 ) -> tuple[Result, float]:
-    """Denoise one batch. Returns it and the seconds it took. Interrupted, it prints the canvas as far as it got."""
+    """Return the answers of one batch and their seconds. After Ctrl-C the unfinished canvas is printed."""
     steps = sampler.stream(
         rows,
         max_new_tokens=options.max_new_tokens,
@@ -348,7 +348,7 @@ def _denoise(
     except NotFiniteError as error:
         if records:
             records.write(first, given, error.result, time.perf_counter() - begun - shown)
-        elif commits is not None:  # no file to keep it: shown, but not as an answer
+        elif commits is not None:  # not written to a file, so printed on stderr
             _interrupted(commits, sampler, sys.stderr)
         raise NotFiniteError(error.step, [first + row for row in error.rows]) from error
     assert commits is not None and commits.result is not None
@@ -356,7 +356,7 @@ def _denoise(
 
 
 def _interrupted(commits: Commits, sampler: Sampler, file: TextIO) -> None:
-    """Print the canvas of a batch that was cut short, noise as blocks. A row that had ended stops at its end token."""
+    """Print the canvas of an interrupted batch, noise as blocks. A finished row is printed up to its end token."""
     ends, missing = sampler.spec.eos_ids, 0
     for tokens, masked, steps in commits.rows():
         first = first_end(tokens, ends)
@@ -373,10 +373,10 @@ def _in_flight(
 ) -> Iterator[tuple[int, Result, float]]:
     """Answer prompts in flight. Yields each sample's number, its answer, and the seconds since the one before.
 
-    Answers come out in the order of the prompts, and those that are early wait. An error lets them out, too.
+    Answers are yielded in the order of the prompts. After an error, finished answers are yielded in any case.
 
     Raises:
-        NotFiniteError: the model returned NaN for a prompt; the others have been answered.
+        NotFiniteError: the model returned NaN for a prompt. The others have been answered.
     """
     samples, wanted = options.samples, set(missing)
     for span in _spans(dict.fromkeys(number // samples for number in missing)):
@@ -404,7 +404,7 @@ def _in_flight(
                     one, seconds = early.pop(following)
                     differ |= last is not None and last.index == one.index and not torch.equal(last.tokens, one.tokens)
                     last = one
-                    if following in wanted:  # else it is there, and other samples of its prompt are missing
+                    if following in wanted:  # otherwise an earlier run wrote this sample
                         yield following, Result.stack([one]), seconds
                     following = next(order, -1)
                 begun = time.perf_counter()
@@ -428,7 +428,7 @@ def stop_strings(options: Options) -> Sequence[str]:
 
 
 def show_answers(result: Result | Speculation) -> None:
-    """Print answers."""
+    """Print the answers, or their token ids without a tokenizer."""
     texts = result.texts
     if texts is None:  # no tokenizer: the ids themselves
         pairs = zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)

@@ -1,6 +1,6 @@
-"""Printing, plain arguments and endings of commands.
+"""Printing, argument parsing and exit statuses of commands.
 
-Text of models, tokenizers and files may have escape sequences, which a terminal would obey.
+Text of models, tokenizers and files may have escape sequences, which are made visible on a terminal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dllm_sampler.errors import UserError
 # C0 but tab and newline, DEL and C1, and the marks that turn the direction of a line around.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 COLUMN, WIDEST = 19, 120
-# Errors of a system that cannot take what is written: it is full, has a limit, is broken or read-only.
+# System errors of writing: a full disk, a quota, a size limit, an I/O error, a read-only file system.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 NARROWEST = 16  # characters that a column of words may be folded to
@@ -38,36 +38,36 @@ Main = Callable[[Sequence[str] | None], int]
 
 
 def visible(text: str) -> str:
-    r"""Return a text with its control characters spelled out, as in `\x1b`; tabs and newlines stay."""
+    r"""Return a text with its control characters spelled out, as in `\x1b`, except tabs and newlines."""
     return _COMMANDS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def show(text: str, file: TextIO | None = None) -> None:
     """Print a text, with control characters made visible on a terminal. Without `file` it goes to standard output."""
     file = sys.stdout if file is None else file
-    if file is not None:  # a process may have none
+    if file is not None:  # a process may have no standard output
         print(visible(text) if file.isatty() else text, file=file, flush=True)
 
 
 def text(given: str, console: Console) -> Text:
-    """Return a text for a rich console: as it is to pipes and files, visible on a terminal."""
+    """Return a text for a rich console, with control characters made visible on a terminal."""
     return Text(visible(given) if console.is_terminal else given)
 
 
 def written(value: object) -> str:
-    """Return a value as the command line has it."""
-    if value == "???":  # Hydra's word for what must be given
+    """Return a value as it is typed on the command line."""
+    if value == "???":  # Hydra's mark of a missing value
         return "FOLDER"
     return value if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) else json.dumps(value)
 
 
 def say(console: Console, text: str) -> None:
-    """Print text as it is."""
+    """Print a text without markup or wrapping, with control characters made visible on a terminal."""
     console.print(visible(text) if console.is_terminal else text, markup=False, highlight=False, soft_wrap=True)
 
 
 def row(console: Console, left: str, right: str, style: str = "", indent: int = 2, column: int = COLUMN) -> None:
-    """Print two columns, the right one wrapped to the terminal; a name too long for the left is above it."""
+    """Print two columns, the right one wrapped to the terminal. A `left` that is too long gets its own line."""
     name, width = " " * indent + left, max(min(console.width, WIDEST) - column, 20)
     lines = textwrap.wrap(right, width, break_long_words=False, break_on_hyphens=False) or [""]
     if left and right and len(name) >= column:
@@ -82,9 +82,9 @@ def row(console: Console, left: str, right: str, style: str = "", indent: int = 
 class Column:
     """A column of a table.
 
-    title, cells: its texts
-    rank: columns of a high rank are left out first on a narrow terminal; those of rank 0 are always shown
-    words: aligned to the left, and folded on a narrow terminal; the others are numbers and never folded
+    title, cells: texts of the head and of the rows
+    rank: columns of the highest rank are left out first on a narrow terminal. Those of rank 0 are always shown
+    words: true for words, which are left-aligned and may be folded, false for numbers, which are not
     """
 
     title: str
@@ -96,7 +96,7 @@ class Column:
 def show_table(columns: Sequence[Column], console: Console) -> list[str]:
     """Print a table, and return the titles of the columns that were left out.
 
-    A console that is no terminal becomes as wide as the table needs.
+    A console that is not a terminal becomes as wide as the table.
     """
     if console.is_terminal:
         columns = [replace(one, cells=[*map(visible, one.cells)]) for one in columns]
@@ -133,14 +133,14 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
     """Return the exit status of `run()`. A user's mistake prints a message on stderr, not a stack trace.
 
     Args:
-        command: as it is called.
-        run: all that the command does; returns its exit status.
+        command: name of the command.
+        run: runs the command and returns its exit status.
         interrupted: the message after Ctrl-C.
     """
     try:
         status = run()
         if sys.stdout is not None:
-            sys.stdout.flush()  # at exit it would be too late to say that the disk is full
+            sys.stdout.flush()  # an error at exit could not be reported
         return status
     except UserError as error:
         show(f"{command}: {' '.join(str(error).split())}", sys.stderr)
@@ -164,8 +164,8 @@ def ending(command: str, run: Callable[[], int], interrupted: str = "interrupted
 
 
 def _mute() -> None:
-    """Discard what is left to write at exit. Standard output takes no more."""
-    with suppress(OSError, ValueError):  # a test's has no number
+    """Discard output that is not written yet, since standard output fails."""
+    with suppress(OSError, ValueError):  # standard output may have no file number in a test
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -178,7 +178,7 @@ class Parser(ArgumentParser):
 
 
 def command(name: str) -> Callable[[Main], Callable[..., int]]:
-    """Decorate a `main(arguments)`, which then ends as `ending` says, in the name of the command."""
+    """Return a decorator that runs `main(arguments)` by `ending`, with `name` in messages."""
 
     def named(main: Main) -> Callable[..., int]:
         @wraps(main)

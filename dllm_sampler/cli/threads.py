@@ -1,4 +1,4 @@
-"""Threads of torch in a command. Nothing else sets them: code that uses the library keeps its own."""
+"""Number of torch's threads in a command. The library itself does not set it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from torch import nn
 
 SMALL = 20_000_000  # parameters below which one thread is best on a CPU: docs/kernels.md
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # of the user's, which torch reads
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # environment variables that torch reads
 
 
 def choose(threads: int | str, parameters: int | None, device: str) -> None:
-    """Set the threads of torch for a model.
+    """Set the number of torch's threads for a model.
 
     Args:
-        threads: a number, or `auto`: one for a small model on a CPU, else torch's own choice. With `auto`, a user who
-            has set one of `VARIABLES` has chosen.
-        parameters: of the model; None if not known.
-        device: where it computes, as torch writes it.
+        threads: a number, or `auto`: one for a small model on a CPU, else torch's default. `auto` changes nothing if an
+            environment variable of `VARIABLES` is set.
+        parameters: number of parameters of the model, or None if unknown.
+        device: device of the model, for example `cuda:0`.
     """
     import torch
 
@@ -34,18 +34,18 @@ def choose(threads: int | str, parameters: int | None, device: str) -> None:
 
 
 def are_set() -> bool:
-    """Return True if the user has chosen, by a variable of the environment."""
+    """Return True if an environment variable of `VARIABLES` is set."""
     return any(os.environ.get(name) for name in VARIABLES)
 
 
 def parameters(networks: Iterable[nn.Module]) -> int:
-    """Return the parameters of some networks."""
+    """Return the number of parameters of all networks together."""
     return sum(weight.numel() for network in networks for weight in network.parameters())
 
 
 @cache
 def _default() -> int:
-    """Return the threads that torch has before a command sets any."""
+    """Return torch's number of threads before a command sets it."""
     import torch
 
     return torch.get_num_threads()

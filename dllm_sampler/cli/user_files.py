@@ -1,7 +1,7 @@
 """The user's own YAML files, in `./conf` and in the folder of `--config-dir` (docs/security.md).
 
-A file counts where its name is typed, or where a file chooses it whose name is typed. Nothing else in these folders is
-read. A file with the name of a packaged choice is refused.
+A file is read only if its name is typed, or if a file whose name is typed chooses it. A file with the name of a
+packaged choice is refused.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from dllm_sampler.host.paths import expanded
 
 FLAG = "--config-dir"
 _LOCAL = Path("conf")
-_BEGINNING = 10_000  # characters of a file of the user's in which its first comment is looked for
+_BEGINNING = 10_000  # characters of a user's file in which its first comment must be
 _named: list[Path] = []  # the folder of --config-dir, while a command runs
 
 
 def folders() -> list[Path]:
-    """Return the folders of the user's files. The first one that has a name counts."""
+    """Return the folders of the user's files. If several have a file of one name, the first folder counts."""
     ours = Path(str(files(config.PACKAGE))).resolve()  # in a checkout of this project ./conf is the packaged folder
     return [folder for folder in (*_named, _LOCAL) if folder.resolve() != ours]
 
 
 def home() -> Path:
-    """Return the folder that a command writes a new file to."""
+    """Return the folder of new files: that of `--config-dir`, or `./conf`."""
     return (*_named, _LOCAL)[0]
 
 
 def named_folder() -> Path | None:
-    """Return the folder of `--config-dir`. Returns None if none was named."""
+    """Return the folder of `--config-dir`, or None without this flag."""
     return _named[0] if _named else None
 
 
 @contextmanager
 def using(folder: Path | None) -> Iterator[None]:
-    """Look for files in a folder, before `./conf`."""
+    """Read user files from `folder` before `./conf`, or only from `./conf` if it is None."""
     before = [*_named]
     _named[:] = [] if folder is None else [folder]
     try:
@@ -53,10 +53,10 @@ def using(folder: Path | None) -> Iterator[None]:
 
 
 def with_config_dir(words: Sequence[str], run: Callable[[list[str]], int]) -> int:
-    """Run a command line without its `--config-dir`, whose folder holds meanwhile.
+    """Run a command line without its `--config-dir`, with user files from that folder.
 
     Raises:
-        UserError: it names no folder.
+        UserError: `--config-dir` names no existing folder.
     """
     kept, folder, rest = list[str](), None, iter(words)
     for word in rest:
@@ -66,7 +66,7 @@ def with_config_dir(words: Sequence[str], run: Callable[[list[str]], int]) -> in
             name = word.partition("=")[2] if "=" in word else next(rest, "")
             folder = expanded(FLAG, name) if name else None
             if folder is None or not folder.is_dir():
-                raise UserError("file-missing", f"{FLAG} {name}".rstrip() + " does not exist. Name a folder.")
+                raise UserError("file-missing", f"{FLAG} {name}".rstrip() + " is not an existing folder. Name one.")
         else:
             kept.append(word)
     with using(folder):
@@ -79,7 +79,7 @@ def choices(group: str) -> list[str]:
 
 
 def choices_of(word: str) -> list[tuple[str, str]]:
-    """Return the group and each name of `GROUP=NAME` or `GROUP=[NAME,NAME]`.
+    """Return a pair of group and name for each name in `GROUP=NAME` or `GROUP=[NAME,NAME]`.
 
     Raises:
         UserError: a name that the group does not have.
@@ -93,16 +93,16 @@ def choices_of(word: str) -> list[tuple[str, str]]:
 
 
 def own(group: str) -> dict[str, Path]:
-    """Return the user's choices of a group by name, sorted. Packaged names are left out."""
+    """Return the files of the user's choices of a group by name, sorted, without packaged names."""
     packaged = config.names(group)
     return {name: file for name, file in sorted(_found(group).items()) if name not in packaged}
 
 
 def read(group: str, name: str) -> config.Entry:
-    """Return the YAML of a choice. Interpolations of a user's file are those of a whole configuration.
+    """Return the YAML of a choice. Interpolations of a user's file are not resolved.
 
     Raises:
-        UserError: there is none, it cannot be read, or the user's file has the name of a packaged one.
+        UserError: the choice is unknown or cannot be read, or a user's file has the name of a packaged one.
     """
     check(group, name)
     if name in config.names(group):
@@ -118,7 +118,7 @@ def entry(group: str, name: str) -> config.Entry:
     """Return the YAML of a choice, with its interpolations resolved.
 
     Raises:
-        UserError: as `read`.
+        UserError: as `read`, or an interpolation cannot be resolved.
     """
     found = read(group, name)
     if name in config.names(group):
@@ -136,18 +136,20 @@ def _readable(file: Path) -> Iterator[None]:
 
 
 def check(group: str, name: str) -> None:
-    """Refuse a packaged choice if the user has another file of that name.
+    """Refuse a packaged choice if the user has a different file of that name.
 
     Raises:
-        UserError: it names the file.
+        UserError: there is such a file.
     """
     file = _found(group).get(name) if name in config.names(group) else None
     if file is not None and not _is_packaged(file, group):
-        raise UserError("choice-taken", f"{file} has the name of a packaged file. Rename it for {group}=NEWNAME.")
+        raise UserError(
+            "choice-taken", f"{file} has the name of a packaged file. Rename it, and write {group}=NEWNAME."
+        )
 
 
 def about(group: str, name: str) -> str:
-    """Return the first comment of a choice's YAML, and for a file of the user's also its name."""
+    """Return the first comment of a choice's YAML, with the file's name if it is the user's."""
     file = own(group).get(name)
     try:
         check(group, name)
@@ -157,7 +159,7 @@ def about(group: str, name: str) -> str:
             said = config.comment(lines.read(_BEGINNING))
     except UserError as error:
         return str(error)
-    except (OSError, ValueError) as error:  # no file any more, or no UTF-8
+    except (OSError, ValueError) as error:  # the file was removed, or is not UTF-8
         return f"{file} cannot be read: {first_line(error)}"
     return f"{said} [yours: {file}]".lstrip()
 

@@ -1,7 +1,7 @@
-"""The words of a command line: which are prompts, overrides or flags, and what a word says in Hydra's grammar.
+"""The words of a command line, sorted into prompts, overrides and flags, and parsed by Hydra's grammar.
 
-Values that this grammar would read as something else are put in its quotes. A field of a guide may be typed without the
-guide's name: `guide=regex guide.pattern=...` for `guide.regex.pattern=...`.
+Values that this grammar would misread are quoted. A field of a guide may be typed without the guide's name:
+`guide=regex guide.pattern=...` for `guide.regex.pattern=...`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dllm_sampler.host.reading import load_json
 
 FLAGS = {"-h": "help", "--help": "help", "--version": "version", "--info": "info"}
 
-# Hydra's own beginnings: name=, group@package=, +name=, ++name=, ~name and ~name=. No space is allowed before the `=`,
-# so that "2+2=4 ?" and "x = 3" stay prompts.
+# Beginnings of Hydra's overrides: name=, group@package=, +name=, ++name=, ~name and ~name=. No space is allowed before
+# the `=`, so that "2+2=4 ?" and "x = 3" stay prompts.
 _NAME = r"[A-Za-z_][\w./@-]*"
 _OVERRIDE = re.compile(rf"(\+\+?|~)?{_NAME}=|~{_NAME}\Z")
 _FLAG = re.compile(r"--?[A-Za-z][\w.-]*(=\S*)?\Z")
 MULTIRUN = ("-m", "--multirun")
 
-# Fields that hold a regular expression, JSON, or a file: their signs are not Hydra's lists, mappings and sweeps.
+# Fields with a regular expression, JSON or a file name, whose characters are not Hydra's syntax.
 FILES = ("guide.json_schema.schema", "guide.grammar.grammar")
 TEXTS = ("guide.regex.pattern", "guide.json_schema.whitespace", *FILES)
 
 _GUIDES = re.compile(r"guide=(?:(\w+)|\[([\w\s,]+)\])")
 _FIELD = re.compile(r"guide\.(\w+)=(.*)", re.DOTALL)
 
-# Values that are a path or a hub id are taken to the letter: Hydra's grammar has its own ideas of commas and brackets.
+# Options with a path, a hub id or a text, whose commas and brackets are not Hydra's syntax.
 _LETTERS = r"model|model\.path|target|separator|prompts_file|output|report|prefix|suffix|infill"
 _PARSER = OverridesParser.create()
 _LITERAL = re.compile(rf"({_LETTERS})=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
@@ -47,7 +47,7 @@ _LITERAL = re.compile(rf"({_LETTERS})=(?!null\Z|['\"])(.+)\Z", re.DOTALL)
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line, sorted: what to do (`run`, `help`, `version`, `info`), the prompts, the overrides."""
+    """A sorted command line: the action (`run`, `help`, `version` or `info`), the prompts, the overrides."""
 
     action: str
     prompts: list[str]
@@ -60,15 +60,15 @@ def is_override(word: str) -> bool:
 
 
 def is_flag(word: str) -> bool:
-    """Return True if a word is written like a flag, known or not."""
+    """Return True if a word has the form of a flag, whether or not the flag exists."""
     return _FLAG.match(word) is not None
 
 
 def split(words: Sequence[str]) -> Arguments:
-    """Sort the words of a command line; after `--` every word is a prompt.
+    """Sort the words of a command line. After `--` every word is a prompt.
 
     Raises:
-        UserError: an unknown flag, or two that ask for different pages.
+        UserError: a flag is unknown, or two flags ask for different pages.
     """
     action, prompts, overrides = "run", [], []
     for place, word in enumerate(words):
@@ -77,7 +77,7 @@ def split(words: Sequence[str]) -> Arguments:
             break
         if word in FLAGS:
             if action not in ("run", FLAGS[word]):
-                raise UserError("options-conflict", f"--{action} and {word} are different pages. Remove one.")
+                raise UserError("options-conflict", f"--{action} and {word} ask for different output. Remove one.")
             action = FLAGS[word]
         elif is_flag(word):
             raise _no_flag(word)
@@ -89,7 +89,7 @@ def split(words: Sequence[str]) -> Arguments:
 
 
 def _no_flag(word: str) -> UserError:
-    """Return the error for a word that is written like a flag, with what to write instead."""
+    """Return the error for an unknown flag. It suggests the option of that name, if there is one."""
     if word in MULTIRUN:
         return UserError(
             "flag-unknown", f"{word} is for several runs. Use dllm-eval, for example with scheduler=fixed,threshold."
@@ -105,7 +105,7 @@ def _no_flag(word: str) -> UserError:
 
 
 def literal(word: str) -> Sequence[str]:
-    """Return a word as Hydra should read it. A checkpoint that has no YAML becomes two words."""
+    """Return an override with its value quoted for Hydra. A model without a YAML becomes two overrides."""
     key, _, value = word.partition("=")
     if key in TEXTS and value:
         return [f"{key}={as_text(key, value)}"]
@@ -122,10 +122,10 @@ def literal(word: str) -> Sequence[str]:
 
 @lru_cache(4096)
 def parse(word: str) -> Override:
-    """Return an override as Hydra reads it. Those of a sweep repeat, and each takes milliseconds.
+    """Return an override as Hydra parses it. Results are cached, since a sweep repeats overrides.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: Hydra's grammar cannot read it.
     """
     try:
         return _PARSER.parse_override(word)
@@ -143,17 +143,17 @@ def readable(word: str) -> bool:
 
 
 def quoted(value: str, mark: str = "'") -> str:
-    """Return `value` as a string of Hydra's grammar in quotes, single ones or the `mark`, without interpolation."""
+    """Return `value` as a string of Hydra's grammar between two `mark`s, without interpolation."""
     value = re.sub(rf"(\\*){mark}", lambda match: match[1] * 2 + "\\" + mark, value)
     value = re.sub(r"(\\+)\Z", lambda match: match[1] * 2, value).replace("${", r"\${")
     return f"{mark}{value}{mark}"
 
 
 def as_text(key: str, value: str) -> str:
-    """Return the value of a field of `TEXTS` as Hydra should read it: to the letter.
+    """Return the value of a field of `TEXTS`, quoted so that Hydra keeps every character.
 
-    Two kinds of values are not: one that is in quotes as a whole, which Hydra takes off, and a list of texts in
-    quotes (of files also without them, of schemas also of mappings). `[a-z]` is a pattern, `["[a-z]", "b+"]` a list.
+    There are two exceptions. Hydra removes the quotes of a value that is quoted as a whole. A list of quoted texts
+    stays a list, also one of mappings or of file names: `[a-z]` is a pattern, but `["[a-z]", "b+"]` is a list.
     """
     if value == "null" or (value.startswith(("'", '"')) and readable(f"{key}={value}")):
         return value
@@ -176,7 +176,7 @@ def listed(texts: Sequence[str]) -> str:
 
 
 def unreadable(word: str) -> str:
-    """Return the error of an override that Hydra's grammar cannot read, with how to write it."""
+    """Return the message about an override that Hydra's grammar cannot read, with a form that it can."""
     key, _, value = word.partition("=")
     if len(word) > 1000:
         return f"Cannot read the override {short(word)}. Put -- before it if it is a prompt."
@@ -190,7 +190,7 @@ def unreadable(word: str) -> str:
 
 
 def _for_shell(key: str, value: str) -> str:
-    """Return an override with its value in quotes, as typed in a shell, in the fewest signs."""
+    """Return an override with its value in quotes, as it is typed in a shell."""
     if "'" not in value:
         return shlex.quote(key + "=" + quoted(value, '"'))
     word = f"{key}={quoted(value)}"
@@ -198,20 +198,20 @@ def _for_shell(key: str, value: str) -> str:
 
 
 def spelled_out(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line, with the guide's name before each field that was written without it.
+    """Return the words of a command line with `guide.FIELD=VALUE` completed to `guide.NAME.FIELD=VALUE`.
 
-    It is the one guide of those that the words name, by `guide=A` or `guide=[A,B]`, which has such a field. A mapping
-    stays: `guide.regex={...}` are the settings of a guide.
+    NAME is the guide with such a field among those that `guide=A` or `guide=[A,B]` chooses. `guide.regex={...}`, with
+    the settings of a chosen guide, is unchanged.
 
     Raises:
-        UserError: several of the guides have the field.
+        UserError: several of the chosen guides have the field.
     """
     chosen = guides(words)
     return [_spelled_out(word, chosen) for word in words]
 
 
 def guides(words: Sequence[str]) -> list[str]:
-    """Return the guides that the last `guide=A` or `guide=[A,B]` of the words names."""
+    """Return the names of guides in the last `guide=A` or `guide=[A,B]` of the words."""
     named = [match for word in words if (match := _GUIDES.fullmatch(word))]
     return [*dict.fromkeys(re.findall(r"\w+", named[-1][1] or named[-1][2]))] if named else []
 
@@ -224,5 +224,5 @@ def _spelled_out(word: str, chosen: Sequence[str]) -> str:
     having = [name for name in chosen if name in holders("guide", field)]
     if len(having) > 1:
         ways = " or ".join(f"guide.{name}.{field}" for name in having)
-        raise UserError("option-ambiguous", f"Several guides have guide.{field}. Write {ways}.")
+        raise UserError("option-ambiguous", f"guide.{field} is a field of several guides. Write {ways}.")
     return f"guide.{having[0]}.{field}={value}" if having else word

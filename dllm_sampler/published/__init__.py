@@ -1,7 +1,7 @@
-"""Quirks of published code, to the letter, that the plug-ins of the package leave out.
+"""Plug-ins that reproduce quirks of published code, which the package's own plug-ins leave out.
 
-Each class is the clean plug-in with the quirk on top, made for the replay of recorded runs. To run a published loop as
-it is, pass the object:
+Most classes extend the plug-in of the same method, for the replay of recorded runs. To run a published loop, pass the
+objects:
 
     from dllm_sampler.published import ForcedFirst, PublishedDualCache
 

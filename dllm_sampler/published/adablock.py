@@ -13,10 +13,14 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class AmongTop(Around):
-    """Confidence is the share of the likeliest tokens' mass: of those that reach `p` together, at most `k`.
+    """A scheduler whose confidences are renormalised over the likeliest tokens, as by top-k and top-p.
 
-    Source: AdaBlock's Dream path, arXiv 2509.26432. Guides would show it to the blocks too, which it sizes by plain
-    probabilities.
+    Source: AdaBlock's Dream path, arXiv 2509.26432. Its block sizes use plain probabilities, so guides cannot do this.
+
+    Args:
+        inner: the scheduler that gets these confidences.
+        k: number of tokens at most. None means no limit.
+        p: a token counts if the likelier ones together have at most this probability.
     """
 
     k: int | None = 50
@@ -24,7 +28,7 @@ class AmongTop(Around):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Probabilities too."""
+        """Return the statistics that the inner scheduler needs, and probabilities."""
         return super().needs | {"probabilities"}
 
     @override
@@ -33,5 +37,5 @@ class AmongTop(Around):
         best = readout.probabilities.sort(-1, descending=True).values[..., : self.k]
         if self.p < 1:
             best = best.masked_fill(best.cumsum(-1) - best > self.p, 0)
-        confidence = (best[..., 0] / best.sum(-1)).double()  # float32, as published: what rounds to 1 is 1
+        confidence = (best[..., 0] / best.sum(-1)).double()  # rounded in float32, as published
         return self.inner.tell(canvas, query, replace(readout, confidence=confidence), carry)

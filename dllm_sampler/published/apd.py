@@ -1,4 +1,4 @@
-"""APD's target, its temperature and its end of text, as its code has them."""
+"""The target, the temperature and the stop of APD's published code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dllm_sampler.stops.end_tokens import BlockStop
 
 @dataclass(frozen=True)
 class PublishedParallelDecoding(ParallelDecoding):
-    """The target is the mixture's best token whatever the temperature, which is applied to the draft's noise once more.
+    """APD whose target is the mixture's likeliest token at any temperature, and whose drafts apply it twice.
 
     Source: APD, arXiv 2506.00413. The published loop ends by `EndsAnywhere`.
     """
@@ -35,9 +35,9 @@ class PublishedParallelDecoding(ParallelDecoding):
 
 @dataclass(frozen=True)
 class EndsAnywhere(BlockStop):
-    """An end token ends its row wherever it stands, in the prompt too, and what is left stays masked.
+    """A stop that ends a row with an end token at any position, even in the prompt. The other masks stay masked.
 
-    Source: APD's loop, left to right without a verifier too, arXiv 2506.00413.
+    Source: APD's loop, with or without a verifier, arXiv 2506.00413.
     """
 
     @override

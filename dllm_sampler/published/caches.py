@@ -1,4 +1,4 @@
-"""dKV-Cache and Elastic-Cache, as their code has them."""
+"""dKV-Cache and Elastic-Cache as in their published code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass
 class PublishedDelayedCache(DelayedCache):
-    """Under a logit shift the canvas's last row, which predicts nothing, is kept by the rule of another row.
+    """dKV-Cache with the published rule for the last row of a canvas on models with a logit shift.
 
-    Source: dKV-Cache's Dream path, arXiv 2505.15781. It counts as committed from the second forward on (`un`), or when
-    the row before it is kept (`un_right`).
+    Source: dKV-Cache's Dream path, arXiv 2505.15781. The last row predicts nothing. With `un` its keys are cached from
+    the second forward on, and with `un_right` when those of the row before it are.
     """
 
     @override
@@ -36,7 +36,7 @@ class PublishedDelayedCache(DelayedCache):
 
 @dataclass
 class PublishedElasticCache(ElasticCache):
-    """Attention maps are compared over heads: for each key the cosine over heads, averaged over keys.
+    """Elastic-Cache that compares attention maps by their cosine over heads, averaged over the keys.
 
     Source: the code of Elastic-Cache, arXiv 2510.14973.
     """

@@ -1,4 +1,4 @@
-"""Blocks that are left at an end token and stored, of a context in which each block sees itself whole."""
+"""Nemotron-Labs-Diffusion's `generate` with `causal_context=False`: its scheduler, stop, cache and noise."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dllm_sampler.stops.end_tokens import BlockStop, with_finish
 
 @dataclass(frozen=True)
 class LeavesAtEnd(Around):
-    """Leave a block once an end token has no mask before it, though masks may follow.
+    """A scheduler that closes a block once an end token has no mask before it in the block. Masks may follow it.
 
     Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
 
     Args:
-        inner: the scheduler.
-        eos: the end token.
+        inner: the scheduler that commits.
+        eos: id of the end token.
     """
 
     eos: int = -1
@@ -39,20 +39,20 @@ class LeavesAtEnd(Around):
 
 @dataclass(frozen=True)
 class StopStored(BlockStop):
-    """End a row with the forward that stores the block after an end token.
+    """A stop that ends a row in the forward that stores a block with an end token.
 
     Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
     """
 
     @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        stores = (query.positions == canvas.length).all(1)  # nothing is asked about
+        stores = (query.positions == canvas.length).all(1)  # such forwards query no position
         return with_finish(edit, stores & self.ends(after).any(1))
 
 
 @dataclass
 class PrefillsApart(BlockCausalCache):
-    """The first forward computes and stores the prompt, and nothing else; each full block has one that stores it."""
+    """A block-causal cache whose first forward computes only the prompt. A separate forward stores each full block."""
 
     store_pass: StorePasses = "separate"
 
@@ -64,7 +64,7 @@ class PrefillsApart(BlockCausalCache):
 
 @dataclass(frozen=True)
 class BlockDraws(ReplayNoise):
-    """Draws that cover the blocks of all rows, masks or not; none for a forward that only stores."""
+    """Replayed noise whose draws cover the whole block of each row. Forwards that only store draw nothing."""
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
         if not bool((positions < canvas.length).any()):
@@ -82,7 +82,7 @@ class BlockDraws(ReplayNoise):
 
     @staticmethod
     def _places(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Row and place in the block of each position, on the CPU, and the number of places."""
+        """Return the row of each position, its index in the block (both on the CPU), and the widest block's length."""
         width = int((canvas.stop - canvas.start).max())
         at = (positions - canvas.start[:, None]).clamp(0, width - 1).cpu()
         return torch.arange(len(positions))[:, None], at, width

@@ -1,4 +1,4 @@
-"""dInfer's threshold and credit where the mask token may be a candidate (`Sampler(compat=True)`)."""
+"""dInfer's threshold and credit for runs in which the mask token may be predicted (`Sampler(compat=True)`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dllm_sampler.schedulers.dinfer import DInferThreshold
 
 @dataclass(frozen=True)
 class PublishedDInferThreshold(DInferThreshold):
-    """Positions whose predicted token is the mask neither count as the best one nor are committed.
+    """dInfer's threshold that ignores positions whose predicted token is the mask: none is the best or committed.
 
     Source: dInfer, arXiv 2510.08666.
     """
@@ -26,7 +26,7 @@ class PublishedDInferThreshold(DInferThreshold):
     mask_id: int | None = field(init=False, default=None, repr=False, compare=False)
 
     def bind(self, context: Context) -> Self:
-        """Take the mask token."""
+        """Return a copy that knows the model's mask token."""
         return with_bound_fields(self, mask_id=context.spec.mask_id)
 
     @override
@@ -37,4 +37,4 @@ class PublishedDInferThreshold(DInferThreshold):
 
 @dataclass(frozen=True)
 class PublishedCredit(PublishedDInferThreshold, Credit):
-    """`Credit` on the same terms."""
+    """`Credit` that ignores positions whose predicted token is the mask."""

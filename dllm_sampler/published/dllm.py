@@ -23,9 +23,10 @@ from dllm_sampler.stops.end_tokens import BlockStop, with_finish
 
 @dataclass(frozen=True)
 class BinomialSteps(FixedSteps):
-    """Counts of a rounded schedule, drawn from binomials when a block opens. Rows wait for each other in each block.
+    """A fixed schedule whose commits per step are drawn from binomials when a block opens.
 
-    Source: `stochastic_transfer` of the `dllm` library's samplers. For one generation, with `ReplayNoise`.
+    Source: `stochastic_transfer` of the `dllm` library's samplers. All rows of a batch close a block in the same step.
+    It needs `ReplayNoise`.
     """
 
     @property
@@ -34,7 +35,7 @@ class BinomialSteps(FixedSteps):
         return replace(super().traits, graph_safe=False)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B, S]` the counts of the block's steps to come."""
+        """Return `[B, S]` the commits of each step of the first block."""
         return self._drawn(canvas, canvas.start, canvas.stop)
 
     @override
@@ -42,7 +43,7 @@ class BinomialSteps(FixedSteps):
         return carry[:, 0], torch.cat([carry[:, 1:], torch.zeros_like(carry[:, :1])], 1)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """See `Scheduler.tell`. The last step of a block draws the counts of the next."""
+        """Commit by the counts that were drawn. The last step of a block draws those of the next block."""
         edit, carry = super().tell(canvas, query, readout, carry)
         waits = bool(carry.any())
         if not waits and bool((query.positions < canvas.length).any()):
@@ -50,7 +51,7 @@ class BinomialSteps(FixedSteps):
         return replace(edit, keep_block=torch.full_like(canvas.done, waits)), carry
 
     def _drawn(self, canvas: Canvas, start: Tensor, stop: Tensor) -> Tensor:
-        """Draw `[B, S]` the counts of blocks from `start [B]` to `stop [B]`, row by row."""
+        """Return `[B, S]` commits per step for blocks from `start [B]` to `stop [B]`, drawn row by row."""
         noise, steps = canvas.layout.noise, equal_steps(canvas, self.steps).tolist()
         assert isinstance(noise, ReplayNoise)
         found = torch.zeros(len(steps), max(steps), dtype=torch.long)
@@ -70,7 +71,7 @@ class BinomialSteps(FixedSteps):
 
 @dataclass(frozen=True)
 class KeepsTokens(GuidedDenoiser):
-    """Guidance whose branch without prompt sees some tokens of it.
+    """Classifier-free guidance whose branch without a prompt still sees some of the prompt's tokens.
 
     Source: `cfg_keep_tokens` of the `dllm` library's samplers.
 
@@ -87,7 +88,7 @@ class KeepsTokens(GuidedDenoiser):
 
 @dataclass(frozen=True)
 class RightPaddedDraws(ReplayNoise):
-    """Draws that cover rows which begin at the first column, as ours do, and are padded at the right."""
+    """Replayed noise for published loops that pad rows on the right, so that columns equal those of the canvas."""
 
     @staticmethod
     def _padded(canvas: Canvas, positions: Tensor) -> Tensor:
@@ -96,9 +97,10 @@ class RightPaddedDraws(ReplayNoise):
 
 @dataclass(frozen=True)
 class StopTogether(BlockStop):
-    """End all rows of a batch once each has an end token in a finished block. No forward stores the last block.
+    """A stop that ends all rows of a batch together, once their blocks are full and each row has an end token.
 
-    Source: `BD3LMSampler`, whose rows are in the same step of their blocks. Until then finished rows go on.
+    Source: `BD3LMSampler`. A row with an end token continues until the others have one. Rows also end when their last
+    block is full, without a forward that stores it.
     """
 
     @override
@@ -109,20 +111,20 @@ class StopTogether(BlockStop):
 
 @dataclass(frozen=True)
 class HidesPads(Around):
-    """Padding tokens before the block are hidden, those that the model wrote, too.
+    """A scheduler whose queries hide padding tokens before the block, even those that the model generated.
 
-    Source: `BD3LMSampler`, which takes them for its own padding. For `HiddenUncounted`.
+    Source: `BD3LMSampler`, which cannot distinguish them from its own padding. Its model is `HiddenUncounted`.
 
     Args:
-        inner: the scheduler.
-        pad: the padding token.
+        inner: the scheduler that commits.
+        pad: id of the padding token.
     """
 
     pad: int = -1
 
     @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        # A forward that stores a full block is one of the text before the next.
+        # A forward that stores a full block computes the text before the next block.
         before = torch.where(canvas.noise_left() == 0, canvas.stop, canvas.start)
         hidden = (canvas.ids == self.pad) & (canvas.columns() < before[:, None])
         return replace(super().ask(canvas, carry), hidden=hidden)

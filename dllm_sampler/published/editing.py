@@ -1,4 +1,4 @@
-"""Token editing as the code of LLaDA2.1 and of T2M has it."""
+"""Token editing as in the published code of LLaDA2.1 and T2M."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dllm_sampler.schedulers.editing import TokenEditing
 
 @dataclass(frozen=True)
 class PublishedEditing(TokenEditing):
-    """A full block takes one more forward even where nothing can be edited.
+    """Token editing that spends one more forward on a full block, even if no token can be edited.
 
     Source: LLaDA2.1, arXiv 2602.08676.
     """
@@ -31,13 +31,13 @@ class PublishedEditing(TokenEditing):
 
 @dataclass(frozen=True)
 class PublishedRemasking(TokenEditing):
-    """A step that finds no committed token in the block forgets how often each was taken back.
+    """Token editing that resets its counts of remasks in each step that finds no committed token in the block.
 
-    Source: the code of T2M, arXiv 2604.18738. Meant for a block's first step, it also happens after all were taken
-    back: then `remask_limit` bounds nothing.
+    Source: the code of T2M, arXiv 2604.18738. The reset is meant for a block's first step. It also happens after all
+    tokens were remasked, so that `remask_limit` does not bound the remasks.
 
     Args:
-        eos: a full block with this token ends at once, without the step that looks at it. None means no token.
+        eos: a full block with this token ends at once, without another forward to check it. None means no token.
     """
 
     eos: int | None = None
@@ -57,9 +57,9 @@ class PublishedRemasking(TokenEditing):
 
 @dataclass
 class UnrefreshedBlocks(BlockCausalCache):
-    """A finished block is stored by its last forward, although that filled its last masks.
+    """A block-causal cache that stores a block from its last forward, which still saw masks in it.
 
-    Source: the code of T2M, arXiv 2604.18738, for blocks that `extra` ends.
+    Source: the code of T2M, arXiv 2604.18738, for blocks that end because of `extra`.
     """
 
     @override

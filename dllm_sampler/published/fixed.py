@@ -1,4 +1,4 @@
-"""Fixed schedules of LLaDA, Dream and PC-Sampler, and Fast-dLLM's factor, as their code has them."""
+"""Fixed schedules of LLaDA, Dream and PC-Sampler, and Fast-dLLM's factor rule, as in their published code."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dllm_sampler.schedulers.pc import PositionCalibrated
 
 @dataclass(frozen=True)
 class PublishedFixedSteps(FixedSteps):
-    """Every planned step is made: those with a share of 0, and those after the last mask.
+    """A fixed schedule that makes every planned step, even one with a share of 0 or after the last mask.
 
-    Source: LLaDA, arXiv 2502.09992; Dream, arXiv 2508.15487. Dream's `timestep` counts the masks of a block averaged
-    over the batch, which makes rows depend on each other.
+    Source: LLaDA, arXiv 2502.09992; Dream, arXiv 2508.15487. Dream's `timestep` schedule averages the masks over the
+    batch, so that rows depend on each other.
     """
 
     @property
     def traits(self) -> Traits:
-        """See `Scheduler.traits`. A block is left after its steps, with the masks in it that no step was told of."""
+        """Traits of the schedule. It must query all masks, since a block is closed after its steps."""
         return replace(super().traits, needs_every_position=True)
 
     @override
@@ -41,30 +41,30 @@ class PublishedFixedSteps(FixedSteps):
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
         if self.schedule == "uniform":
             return uniform_share(masks, steps, canvas.age)
-        # Counted on the canvas: of a finished row's masks a query holds as many as there is room for.
+        # Counted on the canvas: a query may not hold all masks of a finished row.
         return timestep_share(canvas.noise_left().float().mean().expand_as(left), steps, canvas.age, self.eps)
 
 
 @dataclass(frozen=True)
 class PublishedPositionCalibrated(PublishedFixedSteps, PositionCalibrated):
-    """PC-Sampler's ranks in such steps (arXiv 2508.13021)."""
+    """PC-Sampler (arXiv 2508.13021) that makes every planned step, as `PublishedFixedSteps`."""
 
 
 @dataclass(frozen=True)
 class AnyBlock(PublishedFixedSteps):
-    """A block's schedule spent on the best masks of the whole generation.
+    """A fixed schedule per block whose commits may be anywhere on the canvas.
 
-    Source: the entropy and margin baselines of PC-Sampler's repository, arXiv 2508.13021. With several blocks the
-    schedules shrink and masks are left.
+    Source: the entropy and margin baselines of PC-Sampler's repository, arXiv 2508.13021. A block's schedule counts
+    the masks in it, so earlier commits in later blocks shorten theirs. Masks may then remain at the end.
     """
 
     @property
     def traits(self) -> Traits:
-        """See `Scheduler.traits`. It commits outside the block."""
+        """Traits of the schedule. It commits outside the block, too."""
         return replace(super().traits, asks_block=False).adding(AllColumns())
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Every mask."""
+        """Query every mask of the canvas."""
         return Query.at(canvas, select.columns(canvas.masked, canvas.layout.longest))
 
     @override
@@ -79,7 +79,7 @@ class AnyBlock(PublishedFixedSteps):
 
 @dataclass(frozen=True)
 class PublishedFactor(Factor):
-    """The block's last mask passes too when only it fails its bound.
+    """Fast-dLLM's factor rule that also commits a block's last mask if all its other masks pass.
 
     Source: Fast-dLLM, arXiv 2505.22618.
     """

@@ -13,19 +13,19 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class ForcedFirst(Around):
-    """Commit only the block's first position from the forward that opens it, whatever its confidence.
+    """A scheduler that commits exactly the block's first position in the forward that opens the block.
 
-    Source: Fast-dLLM's Dream path (arXiv 2505.22618): its window starts at the block, where the logit shift leaves
-    the first position without a prediction (`PublishedWindow`). The clean way is a window one position wider. These
-    loops leave a full block whatever the inner schedule still plans for it, so its `keep_block` is not passed on.
+    Source: Fast-dLLM's Dream path (arXiv 2505.22618). Its window starts at the block (`PublishedWindow`), so that under
+    a logit shift no later forward predicts the first position. The package's caches compute one more position instead.
+    The published loops close a full block at once, so `keep_block` of the inner scheduler is ignored.
 
     Args:
-        inner: the scheduler of every other step; it sees the opening step too, and may count it.
+        inner: the scheduler of every other step. It is also called in the opening step.
     """
 
     @property
     def traits(self) -> Traits:
-        """The first position must be predicted."""
+        """Traits of the inner scheduler. The first position must be predicted."""
         return replace(super().traits, needs_every_position=True)
 
     @override
@@ -36,7 +36,7 @@ class ForcedFirst(Around):
         return replace(edit, commit=commit, keep_block=None), carry
 
     def bound(self, tokens: int) -> int:
-        """One opening forward per block may be spent on a single position."""
+        """Return twice the inner bound. The opening forward of each block may commit a single position."""
         return 2 * self.inner.bound(tokens)
 
 

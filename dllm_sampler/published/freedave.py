@@ -1,4 +1,4 @@
-"""FreeDave's drafting, as its code has it."""
+"""FreeDave's drafting as in its published code."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from dllm_sampler.schedulers.freedave import FreeDave
 
 @dataclass(frozen=True)
 class PublishedFreeDave(FreeDave):
-    """The step after the verified state is written with the next forward; only a block's last mask is written at once.
+    """FreeDave that commits the step after the verified state only with the next forward.
 
-    Source: FreeDave, arXiv 2510.00294. Drafts add the surest position, whatever the inner scheduler does. The published
-    rule is `match=subset`, in block-causal models `exact`; its eager acceptance, which is not lossless, is another one.
+    Source: FreeDave, arXiv 2510.00294. Only a block's last mask is committed at once. Drafts add the most confident
+    position, whatever the inner scheduler does. The published rule is `match=subset`, and `exact` in block-causal
+    models. The published eager acceptance, which is not lossless, is not supported.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.eager:
-            raise UserError("options-conflict", "scheduler.eager is for scheduler=freedave. Remove it.")
+            raise UserError("options-conflict", "PublishedFreeDave has no scheduler.eager. Use FreeDave.")
 
     def bound(self, tokens: int) -> int:
-        """See `Drafting.bound`. A forward may open a block and commit nothing."""
+        """Return twice the bound of FreeDave, since the forward that opens a block may commit nothing."""
         return 2 * super().bound(tokens)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """See `Scheduler.ask`. What is written late must be asked even where nothing predicts it any more."""
+        """Return FreeDave's query. It keeps positions that the forward no longer predicts, for the late commits."""
         return replace(super().ask(canvas, carry), keeps_positions=True)
 
     def begin(self, canvas: Canvas, query: Query, carry: Round) -> State:
-        """See `Drafting.begin`; candidate 0 is the canvas after the step that was not written yet."""
+        """Return the state of a round. Its candidate 0 is the canvas after the step that is not committed yet."""
         state = super().begin(canvas, query, carry)
         if carry.readout is None:
             return state
@@ -62,5 +63,5 @@ class PublishedFreeDave(FreeDave):
         return last & super().commits_next(canvas, before, after)
 
     def worth_candidate(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
-        """See `Drafting.worth_candidate`. Candidates may be full."""
+        """Return `[B] bool` rows whose state `before` is in this block. Candidate `after` may be full."""
         return before.start == canvas.start

@@ -1,4 +1,4 @@
-"""The decoding loop of grammar-constrained decoding, as its code has it (arXiv 2508.10111, LLaDA driver)."""
+"""The loop of grammar-constrained decoding as in its published LLaDA driver (arXiv 2508.10111)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from dllm_sampler.guides.grammar.language import Language
 
 @dataclass(frozen=True)
 class PublishedGrammar(Grammar):
-    """The scheduler sets the number of tokens per step. Each rejection decides again which. One row.
+    """Grammar-constrained decoding that chooses the positions of a step again after each rejected token.
 
-    After a rejection the position competes with its next best token, at temperature 0 with probabilities that are
-    normalised again. An end token overwrites everything after it. The canvas ends open. The number of rejections is
-    limited over the whole generation, and reaching it ends the row at once.
+    It decodes one row. The scheduler only sets the number of tokens per step. After a rejection the position competes
+    with its next best token, at temperature 0 with renormalised probabilities. An end token overwrites everything
+    after it. The text may continue after the canvas. `tries` limits the rejections of the whole generation, and the
+    row ends when it is reached.
 
     Args:
-        language, tokens, ends: as learned by `Grammar.bind` elsewhere.
+        known, texts_of, ending: the values of `language`, `tokens` and `ends`, from a bound `Grammar`.
         before: the last tokens of the prompt that are part of the text.
-        greedy: temperature 0.
-        decisions: forward, position in the answer, token, committed or not, as they are made.
+        greedy: true if the run has temperature 0.
+        decisions: gets the forward, the position in the answer, the token and the verdict of each candidate.
     """
 
     known: Language | None = None
@@ -38,7 +39,7 @@ class PublishedGrammar(Grammar):
     decisions: list[list[int | bool]] = field(default_factory=list)
 
     def bind(self, context: Context) -> PublishedGrammar:
-        """Everything is given."""
+        """Set the language, the tokens and the end tokens from the arguments, and return this guide."""
         vars(self).update(language=self.known, tokens=self.texts_of, ends=self.ending)
         return self
 
@@ -49,7 +50,7 @@ class PublishedGrammar(Grammar):
             yield Text(text.row, text.first - len(tail), tail + text.words, [])
 
     def fits(self, text: Text, column: int, token: int) -> bool:
-        """See `Grammar.fits`. The text of a token may be empty."""
+        """Return True if `token` may be at `column`, even if its text is empty."""
         assert self.language is not None
         return self.language.feasible(text.written(column, self.word(token)))
 
@@ -94,12 +95,12 @@ class PublishedGrammar(Grammar):
 
     @property
     def refused(self) -> int:
-        """Rejections so far."""
+        """Number of rejections so far."""
         return sum(not decision[3] for decision in self.decisions)
 
 
 def _surest(best: Tensor, plain: Tensor, open_: Tensor) -> tuple[int, int]:
-    """The position of highest confidence, and its token."""
+    """Return the row of `best [P, V]` whose likeliest token is most probable by `plain`, and that token."""
     token = best.argmax(-1)
     sure = torch.softmax(plain, -1).gather(1, token[:, None])[:, 0].masked_fill(~open_, -torch.inf)
     place = int(sure.argmax())
@@ -107,7 +108,7 @@ def _surest(best: Tensor, plain: Tensor, open_: Tensor) -> tuple[int, int]:
 
 
 def _ends(text: Text) -> bool:
-    """Return True if there is an end before any mask."""
+    """Return True if the text has an end token before its first mask."""
     for word in text.words:
         if word is None:
             return False
@@ -118,7 +119,7 @@ def _ends(text: Text) -> bool:
 
 @dataclass(frozen=True)
 class Behind(Stop):
-    """Ask about everything after the block too: an end token is written there."""
+    """A stop that only queries all positions, since `PublishedGrammar` writes end tokens after the block."""
 
     @override
     def positions(self, canvas: Canvas) -> Tensor:

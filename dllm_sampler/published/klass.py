@@ -1,4 +1,4 @@
-"""KLASS, as its code has it."""
+"""KLASS as in its published code."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from dllm_sampler.schedulers.klass import Klass
 
 @dataclass(frozen=True)
 class PublishedKlass(Klass):
-    """History starts from zeros and is kept from block to block; a block is left after its steps, masks in it or not.
+    """KLASS whose history of divergences starts from zeros and continues from block to block.
 
-    Source: KLASS, arXiv 2511.05664. Every mask of the canvas is asked in each forward. Needs `cache=none`.
+    Source: KLASS, arXiv 2511.05664. Each forward predicts every mask of the canvas. A block is closed after its steps,
+    even with masks left in it. It needs `cache=none`.
     """
 
     share = PublishedFixedSteps.share
 
     @property
     def precise(self) -> bool:
-        """See `Klass.precise`. Divergences are as published."""
+        """True, so that divergences are computed as published."""
         return True
 
     @property
     def traits(self) -> Traits:
-        """See `Scheduler.traits`. A later block's masks have a history."""
+        """Traits of KLASS. It also queries masks after the block, for their history."""
         return replace(super().traits, asks_block=False, scheduled=True).adding(AllColumns())
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Every mask."""
+        """Query every mask of the canvas."""
         return Query.at(canvas, select.columns(canvas.masked, canvas.layout.longest))
 
     @override
@@ -45,7 +46,7 @@ class PublishedKlass(Klass):
         opened, asked, then, moves = carry
         (count, opened), now = self.count(canvas, opened), Predictions.of(readout)
         at, eligible = query.positions.contiguous(), canvas.eligible(query.positions)
-        # Masks only become fewer: every one was asked in the last forward too.
+        # No masks are added, so the last forward also predicted each of these.
         last = torch.searchsorted(asked, at).clamp(max=asked.shape[1] - 1)  # [B, Q]
         row = last + select.arange(len(asked), last.device)[:, None] * asked.shape[1]
         move = now.drift(then, row, self.precise).clamp(min=0)
@@ -62,7 +63,7 @@ class PublishedKlass(Klass):
 
 @dataclass(frozen=True)
 class MostUncertain(PublishedKlass):
-    """The code's `alg=entropy` ranks by entropy itself, the highest first."""
+    """KLASS with the published code's `alg=entropy`, which ranks the highest entropy first."""
 
     @override
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:

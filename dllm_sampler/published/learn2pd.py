@@ -1,4 +1,4 @@
-"""Learn2PD's end of text, as its code has it."""
+"""Learn2PD's end of text as in its published code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dllm_sampler.stops.end_of_text import EndOfText
 
 @dataclass(frozen=True)
 class FilteredEdit(Edit):
-    """An edit that names the commits of the filter's choice: the others are made only to make progress."""
+    """An edit that marks the commits that the filter accepted. The others only ensure progress."""
 
     accepted: Tensor | None = None  # [B, Q] bool
 
 
 @dataclass(frozen=True)
 class PublishedLearnedFilter(LearnedFilter):
-    """The same rule, which says in its edits what the filter accepted. `PublishedEndOfText` needs to know.
+    """Learn2PD's scheduler whose edits mark the commits that the filter accepted, for `PublishedEndOfText`.
 
     Source: Learn2PD, arXiv 2509.25188.
     """
@@ -38,11 +38,11 @@ class PublishedLearnedFilter(LearnedFilter):
 
 @dataclass(frozen=True)
 class PublishedEndOfText(EndOfText):
-    """An end token that the filter did not accept does not count as committed, but it may be guessed.
+    """`EndOfText` that treats end tokens as predicted, not committed, unless the filter accepted them.
 
-    Needs `PublishedLearnedFilter`.
+    It needs `PublishedLearnedFilter`.
 
-    Source: Learn2PD, arXiv 2509.25188. The code sets no bound on the probability of a guess.
+    Source: Learn2PD, arXiv 2509.25188. The code requires no probability of a predicted end token.
     """
 
     mode: Literal["resolved", "predicted"] = "predicted"
@@ -50,7 +50,7 @@ class PublishedEndOfText(EndOfText):
 
     @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        # The code guesses among the masks from before the step. Accepted ones that are left are not end tokens.
+        # The code looks for predicted end tokens at the masks from before the step.
         assert isinstance(edit, FilteredEdit) and edit.accepted is not None
         accepted = replace(edit, commit=edit.commit & edit.accepted)
         after = canvas.apply(query.positions, accepted)
@@ -59,7 +59,7 @@ class PublishedEndOfText(EndOfText):
 
 @dataclass(frozen=True)
 class PublishedCachedEndOfText(PublishedEndOfText):
-    """The end of text is guessed among the masks of the active block, never after it.
+    """`PublishedEndOfText` that considers predictions in the active block only.
 
     Source: the loops of Learn2PD (arXiv 2509.25188) with `cache=prefix` and `cache=dual`, also in forwards that compute
     every position.

@@ -1,4 +1,4 @@
-"""Commits of the published functions of DAEDAL and rho-EOS, and rho-EOS's guidance and batches."""
+"""The commit rule of DAEDAL's and rho-EOS's published code, and rho-EOS's guidance and batches."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from dllm_sampler.schedulers.rho_eos import RhoEos
 
 @dataclass(frozen=True)
 class AboveThreshold(Scheduler):
-    """Commit above a threshold, not at it, and never the mask token, although it may be the candidate (`compat`).
+    """A scheduler that commits candidates strictly above a threshold, but never the mask token.
 
-    Source: Li-Jinsong/DAEDAL and yjyddq/rho-EOS (arXiv 2508.00819, 2601.22527). If nothing passes, the surest candidate
-    other than the mask token is committed. If all are mask tokens, it is the surest other token, by the law without it.
+    Source: Li-Jinsong/DAEDAL and yjyddq/rho-EOS (arXiv 2508.00819, 2601.22527). If no candidate passes, the most
+    confident one that is not the mask token is committed. If all candidates are mask tokens (`compat=True`), the mask
+    token's probability is set to 0, and the most confident token is committed.
 
     Args:
-        threshold: probability.
+        threshold: probability that a candidate must exceed.
     """
 
     threshold: float = 0.9
@@ -36,11 +37,11 @@ class AboveThreshold(Scheduler):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Laws, since the mask token is removed from them."""
+        """Return `probabilities`, since the mask token may be excluded from them."""
         return frozenset({"probabilities"})
 
     def bind(self, context: Context) -> AboveThreshold:
-        """Take the mask token."""
+        """Return a copy that knows the model's mask token."""
         assert context.spec.mask_id is not None
         return with_bound_fields(self, mask=context.spec.mask_id)
 
@@ -61,13 +62,14 @@ class AboveThreshold(Scheduler):
 
 @dataclass(frozen=True)
 class RenewedGuidance(GuidedDenoiser):
-    """The branch without prompt masks other columns after a change of length: all that held tokens then.
+    """Classifier-free guidance that hides other columns after a change of length: all that hold tokens then.
 
-    Source: yjyddq/rho-EOS (arXiv 2601.22527): the set is the prompt at first, and is made again for all rows whenever
-    the length of one changes. For one generation.
+    Source: yjyddq/rho-EOS (arXiv 2601.22527). The hidden columns are the prompt at first. They are chosen again for all
+    rows whenever the length of one row changes. An object serves a single generation.
     """
 
-    before: list[Tensor] = field(default_factory=list, repr=False, compare=False)  # `[B, L+1]`, and `[B]` ends then
+    # the hidden columns `[B, L+1]`, and the rows' ends `[B]` in the last forward
+    before: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     @override
     def hidden(self, canvas: Canvas) -> Tensor:
@@ -79,9 +81,9 @@ class RenewedGuidance(GuidedDenoiser):
 
 @dataclass(frozen=True)
 class PublishedRhoEos(RhoEos):
-    """A row without anything to decode may still change in length, however long it is. For `RestlessEngine`.
+    """rho-EOS that may change the length of a row without masks, whatever its length.
 
-    Source: yjyddq/rho-EOS (arXiv 2601.22527).
+    Source: yjyddq/rho-EOS (arXiv 2601.22527). It runs in a `RestlessEngine`.
     """
 
     @override
@@ -90,10 +92,11 @@ class PublishedRhoEos(RhoEos):
 
 
 class RestlessEngine(Engine):
-    """Rows of a batch end together, in the first step that leaves none of them anything to decode, or changes nothing.
+    """An engine that ends all rows together, in the first step that leaves no mask in the batch or changes nothing.
 
-    Until then a finished row is cut and lengthened like the others, and may have something to decode again.
-    Source: yjyddq/rho-EOS (arXiv 2601.22527), whose batches therefore depend on one another.
+    Until then a finished row is cut and lengthened like the others, and may get masks again. Rows of a batch therefore
+    depend on each other.
+    Source: yjyddq/rho-EOS (arXiv 2601.22527).
     """
 
     @override

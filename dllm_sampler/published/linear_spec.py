@@ -1,4 +1,4 @@
-"""Linear self-speculation as its loop makes it: the prompt is a forward by itself, and the last round is not cut."""
+"""Linear self-speculation as in its published loop."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dllm_sampler.schedulers.linear_spec import Draft, LinearSpec
 
 @dataclass(frozen=True)
 class PublishedLinearSpec(LinearSpec):
-    """The first forward computes the prompt and commits the token after it, and a row ends after a whole round.
+    """Linear self-speculation whose first forward computes the prompt and commits the token after it.
 
-    Source: Nemotron-Labs-Diffusion (`linear_spec_generate`). Tokens that the last round accepts beyond `tokens` stay,
-    and those after an end token do not. One prompt at a time: it reads the device.
+    Source: Nemotron-Labs-Diffusion (`linear_spec_generate`). A row ends after a complete round, so it may have more
+    than `tokens` tokens. Those after an end token are cut. It decodes one prompt at a time.
 
     Args:
-        tokens: a round that leaves the row with this many ends it.
-        eos: the end token.
-        accepted: gets the number of tokens that each round accepts.
+        tokens: number of new tokens after which the row ends.
+        eos: id of the end token.
+        accepted: list to which each round appends its number of accepted tokens.
     """
 
     tokens: int = 1

@@ -1,4 +1,4 @@
-"""LocalLeap's relaxed threshold, as its code has it."""
+"""LocalLeap's relaxed threshold as in its published code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dllm_sampler.schedulers.localleap import LocalLeap
 
 @dataclass(frozen=True)
 class PublishedLocalLeap(LocalLeap):
-    """Near an anchor, which is near itself, only `relaxed` counts: above `threshold` it takes back what that allows.
+    """LocalLeap that tests anchors and their neighbours with `relaxed` alone, which may exceed `threshold`.
 
     Source: LocalLeap, arXiv 2510.07081.
     """

@@ -1,4 +1,4 @@
-"""Additions of d3LLM's loops to their rule."""
+"""Quirks of d3LLM's published loops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dllm_sampler.stops.fill import FillStop
 
 @dataclass(frozen=True)
 class StrictEntropy(EntropyThreshold):
-    """Commit what is below the bound, and nothing in any case: that a step gets on is for the blocks.
+    """Entropy threshold without a commit that ensures progress, which `blocks=multi_block` adds.
 
     Source: d3LLM's Dream loop, arXiv 2601.07568.
     """
@@ -37,13 +37,13 @@ class StrictEntropy(EntropyThreshold):
 
 @dataclass(frozen=True)
 class StaleMasks(Around):
-    """Masks that an end token has just filled may be committed for one forward more, wherever they are.
+    """A scheduler that may still commit, for one forward, masks that an end token has just filled.
 
-    Source: d3LLM's early stop, arXiv 2601.07568, whose loop looks for masks before it fills them. Needs
-    `PublishedFill` and `HeldProgress`: what must get on is chosen among these masks too.
+    Source: d3LLM's early stop, arXiv 2601.07568, whose loop looks for masks before it fills them. It needs
+    `PublishedFill` and `HeldProgress`, since the commit that ensures progress may also be at such a mask.
 
     Args:
-        inner: the scheduler, which takes them for masks.
+        inner: the scheduler that commits. It sees the filled positions as masks.
     """
 
     blocks: Blocks | None = field(init=False, default=None, repr=False, compare=False)
@@ -54,7 +54,7 @@ class StaleMasks(Around):
         return with_bound_fields(super().bind(context), blocks=context.blocks, end_ids=context.spec.eos_ids)
 
     def init(self, canvas: Canvas) -> Carry:
-        """The inner carry, and `[B, L+1] bool` what was masked before the last fill."""
+        """Return the inner carry, and `[B, L+1] bool` the masks before the last fill."""
         return super().init(canvas), canvas.masked
 
     @override
@@ -75,7 +75,7 @@ class StaleMasks(Around):
         return edit, (inner, left)
 
     def _before(self, canvas: Canvas, masked: Tensor) -> Canvas:
-        """The canvas with the masks that the last fill took; once there is an end token all blocks are open."""
+        """Return the canvas before the last fill. If a row has an end token, its block reaches to the row's end."""
         ended = (is_end(canvas.ids, self.end_ids) & ~canvas.masked & ~canvas.layout.frozen & canvas.seen()).any(1)
         stop = torch.where(ended, canvas.end, canvas.stop)
         return replace(canvas, masked=masked, stop=stop)
@@ -83,14 +83,14 @@ class StaleMasks(Around):
 
 @dataclass(frozen=True)
 class HeldProgress(MultiBlock):
-    """`MultiBlock` that leaves it to `StaleMasks` to ask for progress."""
+    """`MultiBlock` without a commit that ensures progress, which `StaleMasks` adds by `makes_progress`."""
 
     @override
     def progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         return edit
 
     def makes_progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """Return the edit of `MultiBlock.progress`."""
+        """Return `edit` with the commits that `MultiBlock.progress` adds."""
         return super().progress(canvas, query, readout, edit)
 
 
@@ -117,10 +117,10 @@ class PublishedFill(FillStop):
 
 @dataclass
 class PublishedDelayedPrefix(DelayedPrefix):
-    """Nothing before the columns that are not stored is computed, on a model with a logit shift either.
+    """d3LLM's cache that computes only columns that are not stored, also on a model with a logit shift.
 
-    Source: d3LLM's Dream loop, arXiv 2601.07568, which shifts the rows of a forward inside the forward: the first
-    position reads its own row, which predicts the next one. No difference once it is committed. One row.
+    Source: d3LLM's Dream loop, arXiv 2601.07568, which shifts the outputs of each forward. The first computed position
+    therefore reads its own output, which predicts the next position. It decodes one row.
     """
 
     unshifted: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # [B, L+1] of this forward
@@ -131,13 +131,13 @@ class PublishedDelayedPrefix(DelayedPrefix):
         return 0
 
     def recalled(self, canvas: Canvas) -> Tensor | None:
-        """See `Cache.recalled`: the first column that is computed, where it is a mask."""
+        """Return `[B, L+1] bool` the first computed column if it is a mask, or None as `Cache.recalled` may."""
         whole = self.computes(canvas)[:, :1]
         self.unshifted = (canvas.columns() == self.edge[:, None]) & canvas.masked & ~whole
         return self.unshifted
 
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
-        """See `Cache.narrow`. The next position is asked about too, which brings the row."""
+        """Return the narrowed query and the position after the unshifted one, whose output both read."""
         assert self.unshifted is not None
         after = self.unshifted.roll(1, 1) & predicted
         return super().narrow(canvas, query, predicted).join(canvas, after, canvas.layout.width + 1)
@@ -152,7 +152,7 @@ class PublishedDelayedPrefix(DelayedPrefix):
 
 @dataclass
 class OneAfterAnother(DelayedPrefix):
-    """A finished block waits only once those before it are stored, so that their delays add up.
+    """d3LLM's cache whose delays add up: a finished block starts to wait once the blocks before it are stored.
 
     Source: d3LLM's LLaDA loop, arXiv 2601.07568.
     """

@@ -1,4 +1,4 @@
-"""Dream's `origin`, as its code has it."""
+"""Dream's `origin` as in its published code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dllm_sampler.schedulers.origin import Origin
 
 @dataclass(frozen=True)
 class PublishedOrigin(Origin):
-    """Steps after the last mask still run.
+    """Dream's `origin` that makes all its steps, even after the last mask.
 
     Source: Dream, arXiv 2508.15487.
     """

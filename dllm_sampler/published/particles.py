@@ -1,4 +1,4 @@
-"""The draws of self-rewarding SMC's code: one generator for the tokens of all rows and for ancestors."""
+"""Self-rewarding SMC with the draws of its published code, which has one generator for tokens and ancestors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from dllm_sampler.particles.smc import SelfRewarding
 
 @dataclass(frozen=True)
 class PublishedSelfRewarding(SelfRewarding):
-    """Ancestors are drawn from the generator of the tokens, by weights in float32. For one prompt.
+    """Self-rewarding SMC that draws ancestors from the generator of the tokens, by weights in float32.
 
-    Source: SR-SMC, arXiv 2602.01849. A mask token that is chosen counts in the weight, and is chosen again later.
+    Source: SR-SMC, arXiv 2602.01849. A chosen mask token counts in its row's weight, and its position is decoded again.
+    It decodes one prompt.
     """
 
     mask_id: int | None = field(init=False, default=None)
@@ -39,7 +40,7 @@ class PublishedSelfRewarding(SelfRewarding):
         return super().meet(replace(meeting, log_p=meeting.log_p + meeting.carry[1].view_as(meeting.log_p)), carry)
 
     def draw(self, meeting: Meeting, weights: Tensor, again: Tensor) -> Tensor:
-        """See `Resampling.draw`. No draw where no prompt is resampled."""
+        """Return `[1, N]` the ancestors of the prompt's rows, or zeros without a draw if it is not resampled."""
         if not bool(again.any()):
             return torch.zeros_like(weights, dtype=torch.int64)
         generator = cast(ReplayNoise, meeting.canvas.layout.noise).generator
@@ -48,7 +49,7 @@ class PublishedSelfRewarding(SelfRewarding):
 
 @dataclass(frozen=True)
 class MaskChoices(Around):
-    """Add up the log-probabilities of mask tokens that were chosen, around any scheduler."""
+    """A scheduler that sums the log-probabilities of chosen mask tokens of another scheduler."""
 
     mask_id: int | None = None
 
@@ -57,7 +58,7 @@ class MaskChoices(Around):
         return carry[0]
 
     def init(self, canvas: Canvas) -> Carry:
-        """Inner; `[B] float64` sum."""
+        """Return the inner carry, and the sums `[B] float64`, which are 0."""
         return super().init(canvas), torch.zeros(canvas.start.shape, dtype=torch.float64, device=canvas.start.device)
 
     @override
@@ -69,9 +70,9 @@ class MaskChoices(Around):
 
 @dataclass(frozen=True)
 class PrefixDraws(ReplayNoise):
-    """LLaDA's draws under a prefix cache: they cover what a forward computes.
+    """Replayed noise of LLaDA with a prefix cache, whose draws cover the computed columns.
 
-    Every forward but one that opens a block draws as many numbers before, for nothing.
+    Every forward but the first of a block draws as many numbers before, and discards them.
     """
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
@@ -85,7 +86,7 @@ class PrefixDraws(ReplayNoise):
 
 @dataclass(frozen=True)
 class RestDraws(ReplayNoise):
-    """Dream's draws under a prefix cache: every position if a block opens, else the masks from the block on."""
+    """Replayed noise of Dream with a prefix cache: a block's first forward draws for all columns, others for masks."""
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
         start = 0 if opens(canvas) else first_live(canvas)
@@ -97,16 +98,16 @@ class RestDraws(ReplayNoise):
 
 
 def opens(canvas: Canvas) -> bool:
-    """Return True if a row opens a block. The others open theirs, too, or wait."""
+    """Return True if a row that is not done is in the first step of its block."""
     return bool(((canvas.age == 0) & ~canvas.done).any())
 
 
 def first_live(canvas: Canvas) -> int:
-    """Return the first column of the block in which rows are that do not wait."""
+    """Return the first column of the block that rows decode, which is the same for all that are not done."""
     return int(canvas.start[~canvas.done].min())
 
 
 def _placed(canvas: Canvas, positions: Tensor, start: int, noise: Tensor) -> Tensor:
-    """Return `[B, Q, V]` of noise for the columns from `start` on. There is none for others."""
+    """Return `[B, Q, V]` the noise at `positions [B, Q]` from that of the columns from `start` on."""
     at = (positions - start).clamp(0, noise.shape[1] - 1)
     return noise.gather(1, at[..., None].expand(-1, -1, noise.shape[2]))

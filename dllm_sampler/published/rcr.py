@@ -1,4 +1,4 @@
-"""ParallelBench's RCR, as its code has it."""
+"""RCR as in ParallelBench's code."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dllm_sampler.schedulers.rcr import RunningConfidence
 
 @dataclass(frozen=True)
 class PublishedRunningConfidence(RunningConfidence):
-    """Confidences outlive their block: tokens of earlier blocks are taken back and predicted again too.
+    """RCR that may also remask tokens of earlier blocks, whose confidences it remembers.
 
-    Source: RCR as in ParallelBench, arXiv 2510.04767. Every step is made, with or without something to do, and rounding
-    errors count: where 1 - (i + 1) / T falls just short of a position, one more stays. Needs `cache=none`.
+    Source: RCR as in ParallelBench, arXiv 2510.04767. Every planned step is made. The number of remasked positions is
+    rounded down in floating point, so rounding errors may keep one more token. It needs `cache=none`.
     """
 
     @property
     def traits(self) -> Traits:
-        """See `Scheduler.traits`. Earlier blocks are written again."""
+        """Traits of RCR. It queries and writes earlier blocks, too."""
         return super().traits.adding(AllColumns())
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Everything up to the block's end."""
+        """Query all positions of the answer before the block's end."""
         columns = canvas.requested()
         return Query.at(canvas, torch.where(columns < canvas.stop[:, None], columns, canvas.length))
 

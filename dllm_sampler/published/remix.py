@@ -1,4 +1,4 @@
-"""ReMix, as its code has it."""
+"""ReMix as in its published code."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dllm_sampler.schedulers.remix import Predicted, RejectionMixing
 
 @dataclass(frozen=True)
 class PublishedRejectionMixing(RejectionMixing):
-    """A rejected position is a plain mask until it is committed, since its prediction counts as zero from then on.
+    """ReMix whose rejected positions are plain masks until they are committed: their stored prediction is zero.
 
-    The second forward of the run has no mixtures. A later block's first forward is compared with the last one of the
-    block before.
+    The generation's second forward has no mixtures. A block's first forward is compared with the last one of the block
+    before.
 
     Source: the code of ReMix, arXiv 2602.22868.
     """
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """The whole answer, since later blocks compare with it."""
+        """Query the whole answer, since the next block compares its predictions with these."""
         return self.mixed(canvas, Query.at(canvas, canvas.answer()), carry, (canvas.age > 0) & (canvas.step > 1))
 
     @override

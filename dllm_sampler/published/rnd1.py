@@ -22,14 +22,14 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 
 @dataclass(frozen=True)
 class EvenRest(FixedSteps):
-    """The schedule `even` with the steps that have nothing to commit: they make a forward.
+    """A fixed schedule as `schedule=even` that also makes the forwards of steps without commits.
 
-    Source: RND1's `diffusion_sample`. Under a temperature such a forward draws other candidates.
+    Source: RND1's `diffusion_sample`. With a temperature, the random numbers of such a forward are drawn, too.
     """
 
     @property
     def traits(self) -> Traits:
-        """See `Scheduler.traits`. It goes by what it has opened, and not by the tokens there."""
+        """Traits of the base class. Committed mask tokens stay committed."""
         return super().traits.adding(CommittedMasks())
 
     @override
@@ -39,7 +39,7 @@ class EvenRest(FixedSteps):
 
 @dataclass(frozen=True)
 class CappedEntropyBound(EntropyBound):
-    """Commit all that is left in the last of `steps` forwards.
+    """An entropy bound that commits all remaining masks of a block in its last of `steps` forwards.
 
     Source: RND1's `diffusion_sample` with `eb_gamma`.
     """
@@ -48,7 +48,7 @@ class CappedEntropyBound(EntropyBound):
 
     @property
     def traits(self) -> Traits:
-        """See `Scheduler.traits`. It goes by what it has opened, and not by the tokens there."""
+        """Traits of the base class. Committed mask tokens stay committed."""
         return super().traits.adding(CommittedMasks())
 
     @override
@@ -60,7 +60,7 @@ class CappedEntropyBound(EntropyBound):
 
 @dataclass(frozen=True)
 class JudgedTemperature(Guide):
-    """Entropies and confidences of the tempered law for the likeliest tokens, which no one draws.
+    """A temperature that changes entropies and confidences, while tokens stay the likeliest ones.
 
     Source: RND1's `diffusion_sample` with `greedy=True`.
 
@@ -89,7 +89,7 @@ class JudgedTemperature(Guide):
 
 @dataclass(frozen=True)
 class ShiftedDraws(ReplayNoise):
-    """Draws that cover every row of the network's output; row i is for the position i + 1."""
+    """Replayed noise whose draws cover all rows of the output. Row i is for position i + 1."""
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
         drawn = torch.empty(canvas.length, vocab).exponential_(generator=self.generator)

@@ -1,4 +1,4 @@
-"""S2D2 as its code draws: at temperature 0 too."""
+"""S2D2 with the draws of its published code."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dllm_sampler.schedulers.s2d2 import SelfVerified
 
 @dataclass(frozen=True)
 class PublishedSelfVerified(SelfVerified):
-    """Drafts are the best tokens, and yet accepted by chance, by probabilities at temperature 1.
+    """S2D2 that accepts drafts at random even at temperature 0, by the probabilities at temperature 1.
 
-    Source: S2D2, arXiv 2603.25702. With `ReplayNoise` it draws as published: a uniform number for each position that a
-    round verifies, then one token where one failed.
+    Source: S2D2, arXiv 2603.25702. With `ReplayNoise` its draws are those of the published code. Each round draws a
+    uniform number for each verified position, then a token for each position that failed.
     """
 
     @override
@@ -44,10 +44,10 @@ class PublishedSelfVerified(SelfVerified):
 
 @dataclass(frozen=True)
 class Level(ReplayNoise):
-    """No chance: every uniform number is the same, and where a token would be drawn it is the likeliest one.
+    """Constant noise: every uniform number is `uniforms`, and drawn tokens are the likeliest ones.
 
     Args:
-        uniforms: that number.
+        uniforms: the uniform number, in [0, 1).
     """
 
     uniforms: float = 0.0

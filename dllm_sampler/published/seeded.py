@@ -1,4 +1,4 @@
-"""Blocks whose first token comes from the forward that stores the text before them, as published loops have it."""
+"""Published loops in which the forward that stores the text before a block predicts the block's first token."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dllm_sampler.published.context import BlockDraws
 
 
 def seeds(canvas: Canvas) -> Tensor:
-    """`[B] bool` rows whose forward stores the text before a block and predicts the block's first token, alone."""
+    """Return `[B] bool` rows whose forward stores the text before a block and predicts only its first token."""
     return (canvas.age == 0) & (canvas.start == canvas.grid_start()) & (canvas.start > 0)
 
 
 def prefills(canvas: Canvas) -> Tensor:
-    """`[B] bool` rows whose forward stores the prompt's full blocks and predicts nothing: it ends inside a block."""
+    """Return `[B] bool` rows whose forward only stores the prompt's full blocks, since it ends inside a block."""
     return (
         (canvas.step == 0)
         & (canvas.start > (0 if canvas.layout.grid is None else canvas.layout.grid.length))
@@ -35,10 +35,10 @@ def prefills(canvas: Canvas) -> Tensor:
 
 @dataclass(frozen=True)
 class SeededBlocks(Around):
-    """Commit a block's first token, whatever its confidence, from a forward that has nothing of the block.
+    """A scheduler that commits a block's first token, whatever its confidence, before a forward computes the block.
 
-    Source: Fast-dLLM v2, arXiv 2509.26328. The last row of the forward that stores a block, or the prompt, predicts the
-    next token. The clean way predicts it together with the block, by the same row, and tests it like the others.
+    Source: Fast-dLLM v2, arXiv 2509.26328. The forward that stores the text before a block predicts the next token with
+    its last row. The package's own plug-ins predict this token together with the block, and test it like the others.
 
     Args:
         inner: the scheduler of all other forwards.
@@ -46,7 +46,7 @@ class SeededBlocks(Around):
 
     @property
     def traits(self) -> Traits:
-        """Forwards that only store ask nothing, the first position must be predicted, and it is a step by itself."""
+        """Traits of the inner scheduler. The first position must be predicted, and has a step of its own."""
         return replace(super().traits, needs_every_position=True, asks_block=False).without(PlannedCommits)
 
     @override
@@ -69,14 +69,13 @@ class SeededBlocks(Around):
 
 @dataclass(frozen=True)
 class SeededContext(SeededBlocks):
-    """`SeededBlocks` in a loop that leaves a block at an end token, and stores even the last one.
+    """`SeededBlocks` that closes a block once an end token has no mask before it in the block.
 
-    Source: Nemotron-Labs-Diffusion's `generate`. It leaves a block once an end token has no mask before it, though
-    masks may follow, and ends after the forward that stores the block. The canvas is one token longer than the
-    answer, so that the last block has such a forward too.
+    Source: Nemotron-Labs-Diffusion's `generate`. Masks may follow the end token. The row ends after the forward that
+    stores the block. The canvas must be one token longer than the answer, so that the last block is stored, too.
 
     Args:
-        eos: the end token.
+        eos: id of the end token.
     """
 
     eos: int = -1
@@ -86,7 +85,7 @@ class SeededContext(SeededBlocks):
         return carry[1]
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B] bool` rows that have left a block at an end token; inner."""
+        """Return `[B] bool` rows that have closed a block at an end token, and the inner carry."""
         return torch.zeros_like(canvas.done), super().init(canvas)
 
     @override
@@ -102,7 +101,7 @@ class SeededContext(SeededBlocks):
 
 @dataclass
 class StoresApart(BlockCausalCache):
-    """Its forwards that store text compute that text and nothing else."""
+    """A block-causal cache whose forwards that store text compute only that text."""
 
     @override
     def computes(self, canvas: Canvas) -> Tensor:
@@ -113,7 +112,7 @@ class StoresApart(BlockCausalCache):
 
 @dataclass
 class PublishedSubBlockCache(StoresApart, SubBlockCache):
-    """The block's first forward after the one that seeded it computes the whole block."""
+    """A sub-block cache that computes the whole block in the forward after the block's first token."""
 
     @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
@@ -124,7 +123,7 @@ class PublishedSubBlockCache(StoresApart, SubBlockCache):
 
 @dataclass(frozen=True)
 class PartDraws(ReplayNoise):
-    """Draws that cover the active part of a block, masks or not; a seed is the best token, without a draw."""
+    """Replayed noise that covers the active part of a block. A block's first token is the likeliest one."""
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
         nothing = torch.zeros(*positions.shape, vocab, device=positions.device)
@@ -139,7 +138,7 @@ class PartDraws(ReplayNoise):
 
 @dataclass(frozen=True)
 class ContextDraws(BlockDraws):
-    """One draw for a seed; then draws that cover the block."""
+    """`BlockDraws` with a single draw for a block's first token."""
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
         if not bool(seeds(canvas).any()):

@@ -19,19 +19,19 @@ from dllm_sampler.stops.fill import FillStop
 
 @dataclass(frozen=True)
 class FirstFromRefresh(Around):
-    """Commit only the window's first position from a forward that refreshes the cache, whatever its confidence.
+    """A scheduler that commits exactly the window's first position in a forward that refreshes the cache.
 
     Source: DSB's cached Dream loop.
 
     Args:
         inner: the scheduler of every other step.
-        every: commits from one refresh to the next, as `SlidingCache.every`.
+        every: commits from one refresh to the next, equal to the cache's `every`.
     """
 
     every: int = 32
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return the inner carry, and `[B]` the masks before the last refresh."""
+        """Return the inner carry, and `[B]` the number of masks at the last refresh, 0 before the first."""
         return super().init(canvas), torch.zeros_like(canvas.start)
 
     @override
@@ -50,14 +50,14 @@ class FirstFromRefresh(Around):
 
 @dataclass(frozen=True)
 class StepQuota(Scheduler):
-    """Commit the surest masks of the window, a fixed number in each forward.
+    """A scheduler that commits a fixed number of the most confident masks of the window in each forward.
 
     Source: DCD's `fixed` and `entropy_fixed`, and DSB without a threshold.
 
     Args:
         count: positions per forward.
-        extra: forwards that commit one position more, from the first one on.
-        score: how sure the model is of a position.
+        extra: number of forwards at the beginning that commit one position more.
+        score: measure by which positions are ranked.
     """
 
     count: int
@@ -78,7 +78,7 @@ class StepQuota(Scheduler):
 
 @dataclass
 class WithoutLookahead(SlidingCache):
-    """The last column of the window is not computed, because on a model with a logit shift it predicts nothing.
+    """A sliding cache that does not compute the window's last column, whose output a logit shift does not use.
 
     Source: DCD's wrapper of Dream with `lookahead=0`.
     """
@@ -90,7 +90,7 @@ class WithoutLookahead(SlidingCache):
 
 @dataclass(frozen=True)
 class FillAtBlock(FillStop):
-    """`FillStop` that acts once a block is over.
+    """`FillStop` that fills and ends a row only when a block is over.
 
     Source: DCD's baseline with fixed blocks.
     """

@@ -1,4 +1,4 @@
-"""SlowFast's slow phase, as its code has it."""
+"""SlowFast's slow phase as in its published code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dllm_sampler.schedulers.slowfast import SlowFast
 
 @dataclass(frozen=True)
 class PublishedSlowFast(SlowFast):
-    """The slow phase makes all its forwards, also when nothing is left to commit.
+    """SlowFast whose slow phase always makes `slow` forwards, even without masks left or after a stable estimate.
 
-    Source: SlowFast Sampling, arXiv 2506.10848. The edge is that of the first stable estimate.
+    Source: SlowFast Sampling, arXiv 2506.10848. The edge is the first stable estimate.
     """
 
     @override
@@ -30,5 +30,5 @@ class PublishedSlowFast(SlowFast):
         return slow >= self.slow
 
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`. A block may end with slow forwards that commit nothing."""
+        """Return the most steps. Each commit may be followed by `slow` forwards that commit nothing."""
         return tokens * (1 + self.slow)

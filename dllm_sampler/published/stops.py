@@ -1,4 +1,4 @@
-"""When the loops of SDAR, LLaDA2 and FreeDave end a row."""
+"""Stops of the loops of SDAR, LLaDA2, DMax and FreeDave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dllm_sampler.stops.end_tokens import BlockStop, PrefixStop, with_finish
 
 @dataclass(frozen=True)
 class StopAt(BlockStop):
-    """`BlockStop` for any of several tokens.
+    """`BlockStop` that ends a row at any of `tokens`.
 
     Source: SDAR's loop, arXiv 2510.06303.
     """
@@ -32,9 +32,9 @@ class StopAt(BlockStop):
 
 @dataclass(frozen=True)
 class EarlyStop(PrefixStop):
-    """As `PrefixStop`, but the published loop looks only when a step commits an end token, and after each block.
+    """`PrefixStop` that only checks a row in steps that commit an end token or finish a block.
 
-    It looks for the first end token from the prompt's first token on: one in the prompt has no mask before it.
+    If the prompt contains an end token, the row ends in the first step that commits another one.
     Source: LLaDA2's loop, arXiv 2512.15745.
     """
 
@@ -51,7 +51,7 @@ class EarlyStop(PrefixStop):
 
 @dataclass(frozen=True)
 class PromptCounts(BlockStop):
-    """As `BlockStop`, and an end token of the prompt counts in the block that it is in.
+    """`BlockStop` that also counts end tokens of the prompt in the current block.
 
     Source: the code of DMax, arXiv 2604.08302.
     """
@@ -64,12 +64,12 @@ class PromptCounts(BlockStop):
 
 @dataclass(frozen=True)
 class AllEnd(BlockStop):
-    """A block of nothing but end tokens, its part of the prompt included, ends the row.
+    """A stop that ends a row after a block of end tokens only. Prompt tokens in the block count, too.
 
     Source: the early exit of FreeDave's loops, arXiv 2510.00294.
 
     Args:
-        drafting: a loop that does not look where the forward that opens a block finds it full.
+        drafting: do not stop in the first step of a block, as the drafting loop.
     """
 
     drafting: bool = False

@@ -1,4 +1,4 @@
-"""The draws of DPad's code."""
+"""The random numbers of DPad's published code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from dllm_sampler.core.values import Canvas
 
 @dataclass(frozen=True)
 class SuffixDraws(ReplayNoise):
-    """One draw when a block opens: of numbers for all columns after it, or of an order of the columns asked about.
+    """Replayed noise that draws once when a block opens, to choose the columns after the block that stay visible.
 
-    Source: DPad, arXiv 2508.14148. One row, and nothing else that draws.
+    Source: DPad, arXiv 2508.14148. It serves one row at temperature 0. The draw is a uniform number for each later
+    column, or a random order of the queried columns.
     """
 
     @override
@@ -28,7 +29,7 @@ class SuffixDraws(ReplayNoise):
         return out.gather(1, positions.cpu()).to(positions.device)
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
-        """See `Noise.order`. No draw where all or nothing is taken."""
+        """Return `[B, Q]` numbers that rank `positions` in a random order, or zeros except when a block opens."""
         out, asked = torch.zeros(positions.shape), (positions < canvas.length).cpu()
         if int(canvas.age) == 0 and int(count) > 0:
             drawn = torch.randperm(int(asked.sum()), generator=self.generator)

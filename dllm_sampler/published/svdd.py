@@ -1,4 +1,4 @@
-"""The sampler that SVDD's code guides: MDLM's kernel on masks, with the code's noise."""
+"""The sampler that SVDD's published code guides: MDLM's reverse steps, with the noise of that code."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class AbsorbingKernel(Scheduler):
-    """Reverse steps of masked diffusion: a mask becomes a token with probability (m_t - m_s) / m_t, else it stays.
+    """Reverse steps of masked diffusion, in which a mask becomes a token with probability (m_t - m_s) / m_t.
 
-    Source: MDLM, arXiv 2406.07524, as in the code of SVDD, arXiv 2408.08252. m is the share of masks under a log-linear
-    schedule, at times evenly spaced from 1 to 1e-5. One more step fills what is left with the best tokens. All rows of
-    a batch draw from one generator, numbers for the whole canvas each time.
+    Source: MDLM, arXiv 2406.07524, as in the code of SVDD, arXiv 2408.08252. The share of masks m follows a log-linear
+    schedule, at times evenly spaced from 1 to 1e-5. One more step commits the likeliest token at each remaining mask.
+    All rows of a batch draw from one generator, in each step for the whole canvas.
 
     Args:
-        steps: T, without the last one.
-        seed: what the code gave to `torch.manual_seed`.
-        eps: what the schedule leaves unmasked at time 1.
+        steps: T, the number of steps without the last one.
+        seed: seed that the published run passed to `torch.manual_seed`.
+        eps: share of tokens that are not masks at time 1.
     """
 
     steps: int
@@ -37,16 +37,16 @@ class AbsorbingKernel(Scheduler):
 
     @property
     def traits(self) -> Traits:
-        """Chance decides which positions, and which tokens."""
+        """Traits of a scheduler that draws both the positions and the tokens that it commits."""
         return Traits(needs_every_position=True, ranks_by_confidence=False, draws_order=True)
 
     @property
     def needs(self) -> frozenset[str]:
-        """The whole distribution, to draw from."""
+        """Return `probabilities`, from which tokens are drawn."""
         return frozenset({"probabilities"})
 
     def masks(self) -> Tensor:
-        """`[T+1] float32` the share of masks at each time, falling."""
+        """Return `[T+1] float32` the decreasing share of masks at each time."""
         times = torch.linspace(1, 1e-5, self.steps + 1)
         return 1 - torch.exp(torch.log1p(-(1 - self.eps) * times))
 

@@ -1,4 +1,4 @@
-"""dInfer's block runner, around any scheduler."""
+"""dInfer's block runner for any scheduler."""
 
 from dataclasses import dataclass, replace
 
@@ -14,17 +14,17 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class Unrolled(Around):
-    """Look only every few iterations whether the block is full; until then forwards go on that commit nothing.
+    """A scheduler that checks only every few iterations if the block is full, so that some forwards commit nothing.
 
-    Source: dInfer, arXiv 2510.08666, which saves host synchronisations this way. At each look, the next one is due
-    after `masks // tpf` iterations, at least one and at most `maximum`. Here `Sampler(poll_every=...)` saves the same
-    without a wasted forward.
+    Source: dInfer, arXiv 2510.08666, which saves synchronisations with the device this way. At each check, the next
+    one is due after `masks // tpf` iterations, within [1, `maximum`]. `Sampler(poll_every=...)` saves the same
+    synchronisations without such forwards.
 
     Args:
         inner: the scheduler that commits.
-        tpf: tokens expected per forward.
-        maximum: iterations between two looks at most.
-        cached: a refresh of `PeriodicPrefix` or `PeriodicDual` and the narrow forward after it are one iteration.
+        tpf: expected tokens per forward.
+        maximum: most iterations from one check to the next.
+        cached: count a refresh of `PeriodicPrefix` or `PeriodicDual` and the forward after it as one iteration.
         every: the cache's `every`.
     """
 
@@ -38,7 +38,7 @@ class Unrolled(Around):
         check_count("scheduler.maximum", self.maximum)
 
     def init(self, canvas: Canvas) -> Carry:
-        """The inner carry, `[B]` iterations until the next look, `[B]` iterations made, `[B]` just refreshed."""
+        """Return the inner carry, and `[B]` each: iterations to the next check, those made, true after a refresh."""
         zero = torch.zeros_like(canvas.start)
         return super().init(canvas), zero, zero, zero > 0
 
@@ -60,7 +60,7 @@ class Unrolled(Around):
         return replace(edit, keep_block=keep_block), (inner, ahead, made, refresh)
 
     def bound(self, tokens: int) -> int:
-        """Each commit may be followed by wasted iterations, each iteration by a refresh."""
+        """Return the most forwards. Each commit may need `maximum` iterations, and each iteration a refresh."""
         return 2 * self.maximum * super().bound(tokens)
 
     def _refreshes(self, canvas: Canvas, made: Tensor, fresh: Tensor) -> Tensor:

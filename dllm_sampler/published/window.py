@@ -1,4 +1,4 @@
-"""The window of Fast-dLLM's cached Dream loops, and of those made from them: it begins with the block."""
+"""Caches whose window begins with the block, as in Fast-dLLM's cached Dream loops."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from dllm_sampler.published.forced import forces_first
 
 
 class PublishedWindow(WindowCache):
-    """On a model with a logit shift nothing predicts a block's first position, but the forward that opens the block.
+    """A window that begins with the block, even on a model with a logit shift.
 
-    Source: Fast-dLLM's Dream path (arXiv 2505.22618). It needs `ForcedFirst`. No difference on other models.
+    Source: Fast-dLLM's Dream path (arXiv 2505.22618). On such a model only the forward that opens a block predicts the
+    block's first position, so the scheduler must be a `ForcedFirst`. On other models nothing changes.
     """
 
     def bind(self, context: Context) -> Cache:
-        """See `Cache.bind`.
+        """Return a cache for this model, as `Cache.bind`.
 
         Raises:
-            UserError: the scheduler does not commit the position that nothing predicts.
+            UserError: the model has a logit shift, and the scheduler is not a `ForcedFirst`.
         """
         scheduler = context.scheduler
         if context.spec.shift and scheduler is not None and not forces_first(scheduler):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} leaves each block's first position without a prediction on this model,"
-                f" and scheduler={named(scheduler)} does not commit it first. Put ForcedFirst around it.",
+                f" and scheduler={named(scheduler)} does not commit it at once. Pass ForcedFirst(scheduler).",
             )
         return super().bind(context)
 

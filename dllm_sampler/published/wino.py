@@ -1,4 +1,4 @@
-"""WINO's bound on what a step takes back, and its record of open positions, as its code has them."""
+"""WINO's limit on remasked tokens and its record of open positions, as in its published code."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dllm_sampler.core.spec import CommittedMasks, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.wino import Wino
 
-FIRST = 30  # what the published loop takes for the commits before its first step
+FIRST = 30  # the published loop's number of commits "before" a block's first step
 
 
 @dataclass(frozen=True)
 class PublishedWino(Wino):
-    """The bound is one less than the *previous* step's commits, so that a step may lose tokens.
+    """WINO that remasks at most one token less than the *previous* step committed, so a step may lose tokens.
 
-    Source: WINO, arXiv 2507.18578. A step with a single commit takes nothing back. The loop has a record of its own of
-    the positions that are open: a mask token written under `compat` is decided, and shadows judge it like any other
-    token. Each block has a new record, so masks written in earlier blocks are open again then.
+    Source: WINO, arXiv 2507.18578. A step with a single commit remasks nothing. A mask token that the model predicts
+    (`compat=True`) counts as committed in its block, and a shadow judges it like any other token. When the next block
+    opens, such positions of earlier blocks become open again.
     """
 
     mask_id: int | None = field(init=False, default=None)
 
     @property
     def traits(self) -> Traits:
-        """Traits of WINO whose mask tokens may be final."""
+        """Traits of WINO. Mask tokens in the answer may be final."""
         return super().traits.adding(CommittedMasks())
 
     @override
@@ -38,11 +38,11 @@ class PublishedWino(Wino):
         return with_bound_fields(self, mask_id=context.spec.mask_id)
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B]` positions committed in the previous step; `[B, L+1] bool` masks of earlier blocks that are open."""
+        """Return `[B]` commits of the previous step, and `[B, L+1] bool` open positions of earlier blocks."""
         return torch.zeros_like(canvas.start), torch.zeros_like(canvas.masked)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask about the block, and about the masks of earlier blocks that are open."""
+        """Query the block and the open positions of earlier blocks."""
         return super().ask(canvas, carry).join(canvas, self.reopened(canvas, carry), canvas.layout.longest)
 
     @override
@@ -67,5 +67,5 @@ class PublishedWino(Wino):
         return carry[0].masked_fill(canvas.age == 0, FIRST).where(accepted > 1, 1) - 1
 
     def bound(self, tokens: int) -> int:
-        """See `Scheduler.bound`. Nothing says that it ends."""
+        """Return four steps per token. The published rule itself has no bound."""
         return 4 * tokens

@@ -116,8 +116,8 @@ WRONG = [
     (["temp=1"], "unknown option 'temp', did you mean 'temperature'?"),
     (["prompt=Ada"], "unknown option 'prompt': a prompt has no name."),
     (["prompts=Ada"], "or write prompts_file=FILE"),
-    (["guide=[regex,regex]", "guide.pattern=a"], "guide=[...] names regex twice"),
-    (["guide=[top_k,temperature,'top_k']"], "guide=[...] names top_k twice"),
+    (["guide=[regex,regex]", "guide.pattern=a"], "guide=[regex,regex] names regex twice"),
+    (["guide=[top_k,temperature,'top_k']"], "guide=[top_k,temperature,top_k] names top_k twice"),
     (["scheduler.treshold=1"], "scheduler=threshold has no field 'treshold', did you mean 'threshold'?"),
     (["scheduler=treshold"], "unknown scheduler 'treshold', did you mean 'threshold'?"),
     (["schedular=fixed"], "unknown option 'schedular', did you mean 'scheduler'?"),
@@ -143,9 +143,9 @@ WRONG = [
     (["stream=yes"], "stream is 'yes'. Set true or false"),
     (["steps=4"], "'steps': scheduler=threshold has no such field. Write scheduler=NAME scheduler.steps=4, where"),
     (["scheduler=fixed", "steps=4"], "unknown option 'steps', did you mean 'scheduler.steps=4'?"),
-    (["cache.every=4"], "Those that have it are cache=periodic_dual, periodic_prefix"),
+    (["cache.every=4"], "The field exists in cache=periodic_dual, periodic_prefix"),
     (["k=4"], "Write guide=top_k guide.top_k.k=4"),
-    (["guide.top_k.k=4"], "guide.top_k sets an unused guide. Add guide=top_k"),
+    (["guide.top_k.k=4"], "guide.top_k sets a guide that is not chosen. Add guide=top_k"),
     (["-m", "scheduler=fixed,threshold"], "Use dllm-eval"),
     (["--stream"], "--stream is not a flag. Write stream=true."),
     (["--max-new-tokens=9"], "Write max_new_tokens=9"),
@@ -153,7 +153,7 @@ WRONG = [
     (["output=out.csv"], "output=out.csv: .csv is not JSON lines"),
     (["scheduler.threshold=[0.1"], "Cannot read the override scheduler.threshold=[0.1"),
     (["scheduler@x=fixed"], "scheduler@x=fixed has an @"),
-    (["~scheduler"], "There is no scheduler. Add scheduler=NAME"),
+    (["~scheduler"], "No scheduler is chosen. Add scheduler=NAME"),
     (["++scheduler.foo=1"], "scheduler=threshold has no field 'foo'"),
     (["seed=${nope}"], "Interpolation key 'nope' not found"),
     (["seed=abc"], "seed is 'abc'. Set a whole number"),
@@ -204,7 +204,7 @@ def test_wrong_input(words: list[str], wrong: list[str], message: str, capsys: p
     ("line", "message"),
     [
         ("{", "b.jsonl line 2 is not JSON"),
-        ("{}", "b.jsonl line 2 has no prompt"),
+        ("{}", "b.jsonl line 2 has not exactly one of"),
         ('{"prompt": "a", "messages": []}', "line 2"),
         ("[1, 2]", "line 2"),
         ('{"prompt": 3}', 'line 2: "prompt" is neither text nor token ids'),
@@ -309,5 +309,6 @@ def test_an_experiment_that_sets_what_another_choice_does_not_have(
     both = [*words, "copy: Ada", "blocks=full", "experiment=fast-dllm"]
     assert main(both) == 2
     assert capsys.readouterr().err == (
-        "dllm-sample: experiment=fast-dllm sets blocks.length, unknown to blocks=full. Remove one.\n"
+        "dllm-sample: experiment=fast-dllm sets blocks.length, a field that blocks=full does not have. Choose another"
+        " blocks or experiment.\n"
     )

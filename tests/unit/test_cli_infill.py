@@ -108,13 +108,13 @@ def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path:
         (["infill=Ben"], "dllm-sample: infill has no gap"),
         (["copy: Ada", "infill={gap:0}Ada"], "dllm-sample: infill has {gap:0}"),
         (["copy: Ada", "infill={gap:99999999}"], "infill has gaps of 99999999 tokens"),
-        (["Ben{gap:2}", "prefix=Ada"], "prefix= conflicts with gaps in prompt 1"),
+        (["Ben{gap:2}", "prefix=Ada"], "prompt 1 has a gap, which conflicts with prefix="),
         (["Ben", "infill=Ben{gap:2}", "suffix=Ada"], "suffix= and infill="),
-        (["Ben{gap:2}", "infill=Ada{gap:1}"], "prompt 1 has a gap, and infill= answers one"),
-        (["Ben{gap:2}", "chat=true"], "prompt 1 has a gap, and chat=true answers one"),
+        (["Ben{gap:2}", "infill=Ada{gap:1}"], "prompt 1 has a gap, which conflicts with infill="),
+        (["Ben{gap:2}", "chat=true"], "prompt 1 has a gap, which conflicts with chat=true"),
         (["copy: Ben", "suffix=Ada, Ada, Ada, Ada"], "max_new_tokens=6"),
         (["copy: Ben", "prefix=nobody"], "prefix has 'nobody'"),
-        (["copy: Ben", "prefix=Ada", "target=some"], "prefix does nothing with target="),
+        (["copy: Ben", "prefix=Ada", "target=some"], "prefix= has no effect with target="),
         (["copy: Ben", "samples=0"], "samples is 0. Set a whole number of at least 1."),
         ([], "dllm-sample --help"),
     ],
@@ -165,7 +165,10 @@ def test_a_session(words: list[str], capsys: pytest.CaptureFixture[str], monkeyp
     complaints = [line for line in err.splitlines() if line.startswith("dllm-sample: ")]
     assert len(complaints) == 3 and "Traceback" not in err
     assert "did you mean 'threshold'?" in complaints[0] and "vocabulary" in complaints[1]
-    assert complaints[2] == "dllm-sample: target= does not work in a session. Restart with it."
+    assert (
+        complaints[2]
+        == "dllm-sample: target= does not work in a session. Restart dllm-sample with target= and a prompt."
+    )
     assert "NFE 2, " in err.splitlines()[-2] and not err.endswith("step 2")
     assert [line for line in err.splitlines() if "scheduler.threshold" in line and "scheduler=fixed" in line] == []
     shown = [line for line in err.splitlines() if line.startswith("step 1")]

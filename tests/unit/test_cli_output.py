@@ -141,7 +141,7 @@ def test_only_samples_are_overwritten(words: list[str], capsys: pytest.CaptureFi
     for name, held in (("config.json", '{"d_model": 16}'), ("schema.json", '{\n "type": "boolean"}'), ("a.txt", "a\n")):
         Path(name).write_text(held)
         assert main([*words, *PROMPTS, f"output={name}"]) == 2
-        assert f"output={name} would overwrite another file" in capsys.readouterr().err
+        assert f"output={name} exists and holds no samples" in capsys.readouterr().err
         assert Path(name).read_text() == held
     for name, held in (("o.json", ""), ("new.txt", '{"sch'), ("o.jsonl", "of another run\n")):
         Path(name).write_text(held)
@@ -232,7 +232,7 @@ def test_more_prompts_are_answered_and_others_refused(words: list[str], capsys: 
     assert main([*again, *PROMPTS]) == 2 and "o.jsonl line 1 is not a sample" in capsys.readouterr().err
     assert Path("o.jsonl").read_text() == "notes\n" + held
     assert main([*words, *PROMPTS, "output=/dev/stdout", "resume=true"]) == 2
-    assert "resume=true cannot read output=/dev/stdout" in capsys.readouterr().err
+    assert "resume=true cannot continue output=/dev/stdout" in capsys.readouterr().err
     assert main([*words, *PROMPTS, "resume=true"]) == 2
     assert "resume=true continues a file of samples. Name it as output=FILE.jsonl" in capsys.readouterr().err
 

@@ -49,13 +49,13 @@ def test_command_line(checkpoint: Path, target: Path, tmp_path: Path, capsys: py
     ("more", "sentence"),
     [
         (["stream=true"], "stream=true and target="),
-        (["block_length=4"], "block_length does nothing with target="),
-        (["scheduler=fixed"], "scheduler needs draft_scheduled=true"),
-        (["scheduler.threshold=0.5"], "scheduler needs draft_scheduled=true"),
+        (["block_length=4"], "block_length= has no effect with target="),
+        (["scheduler=fixed"], "scheduler has no effect with target= unless drafts are scheduled"),
+        (["scheduler.threshold=0.5"], "scheduler has no effect with target= unless drafts are scheduled"),
         (["draft_length=-1"], "draft_length is -1. Set a whole number of at least 0"),
         (["draft_scheduled=true", "temperature=1"], "draft_scheduled and temperature"),
         (["separator=[NONE]"], "separator='[NONE]'"),
-        (["target=null"], "draft_length needs a verifier"),
+        (["target=null"], "draft_length= has no effect without a verifier"),
         (["max_new_tokens=48"], "max_new_tokens=48"),
     ],
 )

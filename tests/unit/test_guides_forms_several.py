@@ -174,7 +174,10 @@ def test_prompts_with_forms(
     assert main([*words, "copy: Max", "forms=1"]) == 0 and capsys.readouterr().out == "Cal\n"
     for given, said in (
         (["copy: Max"], "Set forms="),
-        (["copy: Max", "prompts_file=a.jsonl"], 'prompt 1 names no form, and others do. Write "form" in each line'),
+        (
+            ["copy: Max", "prompts_file=a.jsonl"],
+            'prompt 1 names no form, but other prompts do. Give "form" for all prompts',
+        ),
         (["forms=1", "prompts_file=a.jsonl"], "forms= and a.jsonl both name forms"),
         (["copy: Max", "forms=[0,1]"], "forms has 2 numbers, and there is 1 prompt"),
     ):

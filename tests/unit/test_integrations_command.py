@@ -74,7 +74,7 @@ WRONG = {
     "stop=none": "the engine ends answers by itself",
     "max_new_tokens=9": "each request says it",
     "stream=false": "stream=false does not belong in an engine's settings",
-    "experiment=fast-dllm blocks=full": "experiment=fast-dllm sets blocks.length, unknown to blocks=full",
+    "experiment=fast-dllm blocks=full": "experiment=fast-dllm sets blocks.length, a field that blocks=full does not",
 }
 
 
