@@ -68,7 +68,7 @@ class About(TypedDict):
     - `refused`: the reason that the configuration cannot run, or null
     - `measures`: the task's measures of all answers together, by name. A measure that is not finite is null. The whole
       field is null until the run is complete, and if the task has no such measures
-    - `environments`: each versions, git commit (`+` if files differed), device, processor and platform that ran samples
+    - `environments`: where samples ran: versions, git commit (`+`: files differed), device, processor and platform
     """
 
     name: str

@@ -130,7 +130,7 @@ def _run(words: list[str]) -> int:
 
 
 def number(value: float | None, form: str, factor: float = 1, unit: str = "") -> str:
-    """Return `factor * value` in the format `form` and its unit, as text for a table. Returns "" for None."""
+    """Return `factor * value` in the format `form`, followed by the unit. Returns "" for None."""
     return "" if value is None else f"{factor * value:{form}}{unit}"
 
 
@@ -192,7 +192,7 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
 
 
 def stopped(comparison: Comparison) -> Iterator[str]:
-    """Yield a sentence for each configuration with answers that `max_steps` ended."""
+    """Yield a sentence for each configuration with answers that stopped at `max_steps`."""
     for method in comparison.methods:
         reasons = [record.finish_reason for run in method.runs.values() for record in run.records]
         if count := reasons.count("max_steps"):
@@ -210,7 +210,7 @@ def chosen_passes(names: Sequence[str], each: Sequence[Figures]) -> list[str]:
 
 
 def show_published(comparison: Comparison, console: Console) -> None:
-    """Print published figures beside those of runs under a protocol, and a warning where they differ much."""
+    """Print published figures beside those of runs under a protocol, and a warning on large differences."""
     from dllm_sampler.eval.report import published  # imports the runs' reader, which the page above does not wait for
 
     if rows := published.beside(comparison):

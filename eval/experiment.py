@@ -49,7 +49,7 @@ class Trial:
     """A configuration that a search tried.
 
     words: the words that select it, besides those of every trial
-    score: on the samples of the search. None if it cannot run
+    score: mean over tasks, on the samples of the search. None if it cannot run
     speed: the value of `tune.measure` on these samples. None if it cannot run
     reason: the reason that it does not qualify. Empty if it does
     """
@@ -79,7 +79,7 @@ def _reason(score: float, speed: float | None, plain: Found, tuning: Tuning) -> 
 def trials(study: Study, plain: Found, tuning: Tuning) -> list[Trial]:
     """Return the configurations that a study tried, each once.
 
-    Those that qualify come first, by speed; then those that do not, by score; then those that cannot run.
+    Those that qualify come first, the fastest first. Those that do not follow by score, then those that cannot run.
     """
     found: dict[tuple[str, ...], Trial] = {}
     for one in study.get_trials():
@@ -129,7 +129,7 @@ def show_trials(tried: Sequence[Trial], plain: Found, verdicts: Mapping[Sequence
         tried: the trials, the best first.
         plain: one token per step, on the samples of the search.
         verdicts: the results of qualified trials on samples that the search did not see, by the trials' words.
-        tuning: the search.
+        tuning: the settings of the search.
     """
     rows = [(t.words, t.score, t.speed, verdicts.get(t.words) or t.reason) for t in tried]
     rows.insert(sum(not one.reason for one in tried), (tuple(plain.chosen), plain.score, plain.speed, ONE_PER_STEP))
@@ -167,7 +167,7 @@ def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen
     """Return the text of a YAML file with the settings in which the winner differs from the defaults.
 
     Args:
-        tuning: the search.
+        tuning: the settings of the search.
         winner: the chosen configuration, on the samples of the search.
         fresh: the winner on the confirming samples.
         plain: one token per step on the confirming samples.

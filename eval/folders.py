@@ -29,8 +29,8 @@ class RunFolder:
     """The directory of a configuration in `output=FOLDER` of `dllm-eval`. Its name ends in a hash of `config`.
 
     `run.json` describes the run. A process appends samples to a file of its own, `part-*.jsonl`. When the last sample
-    is there, the parts become `samples.jsonl`, in order, at once. An incomplete line does not count. Rerunning the
-    command completes a folder whose `run.json` is lost or whose `samples.jsonl` was cut off.
+    is there, the parts are joined into `samples.jsonl`, in order, in one step. An incomplete line does not count.
+    Rerunning the command completes a folder whose `run.json` is lost or whose `samples.jsonl` was cut off.
     """
 
     def __init__(self, path: Path):
@@ -137,7 +137,7 @@ class RunFolder:
         return set(self._lines())
 
     def count(self) -> int:
-        """Return the number of lines in all sample files. It is near the number of finished samples, and fast."""
+        """Return about how many samples are finished: complete lines, also those of samples that were run twice."""
         total = 0
         for file in (*self.path.glob(PART), self.path / SAMPLES):
             with suppress(FileNotFoundError, NotADirectoryError):

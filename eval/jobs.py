@@ -133,7 +133,7 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The settings that identify this run, as a JSON object. All other runs differ in one of them."""
+        """The settings that identify this run, as a JSON object. Equal settings are the same run."""
         given = asdict(self.options).items()
         said = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}
         if self.options.threads == options.AUTO:  # before it was written like this
@@ -168,7 +168,7 @@ class Job:
 
 
 def job(words: Sequence[str]) -> Job:
-    """Return the configuration of words without sweeps.
+    """Return the job for a command line without sweeps.
 
     Raises:
         UserError: a word cannot be parsed, names an unknown group, choice or field, or has an invalid value.

@@ -105,7 +105,7 @@ def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
 
 
 def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, named: bool) -> dict[str, str]:
-    """Run all jobs in the workers of Hydra's launcher: joblib, unless the words have `named` another.
+    """Run all jobs in workers of a Hydra launcher: the one in the words if it is `named` there, else joblib.
 
     Returns the reason of each refused run, by the run's name.
     """

@@ -20,9 +20,10 @@ LEGAL_STOPS = (NoStop, BlockStop, PrefixStop, TruncateStop)  # stops that read o
 
 @dataclass(frozen=True)
 class Oracle(Scheduler):
-    """A scheduler that commits the masks of the block whose candidate is the token of a known answer, the reference.
+    """A scheduler that knows the answer that another one, the reference, has decoded.
 
-    If no candidate is, it writes the answer's token at the position that the reference committed first. So every step
+    It commits the masks of the block whose candidate is the answer's token. If no candidate is, it writes the answer's
+    token at the position that the reference committed first. So every step
     commits at least one position of the reference, and no more steps are needed than with one commit per step.
     Positions that the reference never committed, after its end-of-text token, stay masked.
 
@@ -54,7 +55,7 @@ class Oracle(Scheduler):
         return Oracle(self.answer.to(device), self.order.to(device))
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return None as the state. Raises `UserError` if the answers have another shape."""
+        """Return None as the state. Raises `UserError` if batch and answers differ in shape."""
         given = (canvas.ids.shape[0], canvas.layout.longest)
         if given != tuple(self.answer.shape):
             rows, tokens = self.answer.shape

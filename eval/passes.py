@@ -22,8 +22,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
     Args:
         samples: size of the pool, at least k.
-        correct: correct samples in the pool.
-        k: samples that are drawn.
+        correct: number of correct samples in the pool.
+        k: number of samples that are drawn.
     """
     return 1 - prod(max(0.0, 1 - k / i) for i in range(samples - correct + 1, samples + 1))
 
@@ -99,7 +99,7 @@ def passes(prompts: Sequence[Sequence[Record]], score: str) -> dict[str, float]:
 
 
 def title(name: str) -> str:
-    """Return the words of a table for a measure: `pass@8` for `pass_at_8`."""
+    """Return the title of a measure in tables, for example `pass@8` for `pass_at_8`."""
     *_, number = name.split("_")
     if name.startswith("pass_at_nfe_"):
         return f"pass@{number} NFE"

@@ -130,7 +130,7 @@ class Runner:
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(
                 "tokenizer-missing",
-                f"task={job.choices['task']} has text prompts, and the model no tokenizer.",
+                f"task={job.choices['task']} has text prompts, and the model has no tokenizer. Add its files.",
             )
         check_prompts(task, self._prompts, self.tokenizer, self.denoiser.spec, job.max_new_tokens)
 
@@ -254,7 +254,7 @@ class Runner:
         """Return for each answer the fewest forwards found that lead to it, with knowledge of the answer.
 
         The number is at most that of the scheduler itself. Returns None for an answer that the oracle does not
-        reproduce, and for a sampler that it cannot replace.
+        reproduce, and for settings that it does not support.
         """
         stop = self.plugins["stop"]
         batch, answers = [one.sample for one in answered], [one.answer for one in answered]
@@ -426,7 +426,7 @@ class History:
 
 @contextmanager
 def numbered(samples: Sequence[Sample]) -> Iterator[None]:
-    """Replace the places of prompts in a `RowError` by the numbers (from 1) of their samples."""
+    """Replace the numbers of prompts in a `RowError` by those (from 1) of their samples."""
     try:
         yield
     except RowError as error:

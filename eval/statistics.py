@@ -43,8 +43,8 @@ def interval(scores: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of a mean of scores from 0 to 1.
 
     It is Wilson's if all scores are 0 or 1. It is also Wilson's if all scores are equal, since resampling equal scores
-    gives no width. Scores of 0 and 1 have the largest variance for a mean, so that interval is too wide rather than too
-    narrow. Otherwise it is the bootstrap's.
+    gives no width. Of all scores with the same mean, 0 and 1 have the largest variance, so that interval is too wide
+    rather than too narrow. Otherwise it is the bootstrap's.
     """
     if all(score in (0, 1) for score in scores) or len(set(scores)) == 1:
         return wilson(sum(scores), len(scores))

@@ -179,8 +179,8 @@ class Tuner:
     def trial(self, study: Study, done: int, least: float) -> None:
         """Let Optuna propose a configuration, measure it, and report its value.
 
-        A score of at least `least` counts by its speed. A lower score counts as score - least, which is negative. A
-        configuration that cannot run counts as -1.
+        The value is the speed if the score is at least `least`. Otherwise it is score - least, which is negative. It is
+        -1 for a configuration that cannot run.
 
         Args:
             study: the search.
@@ -235,7 +235,9 @@ class Tuner:
         score, speed = figures["score"], figures[self.tuning.measure]
         assert score is not None
         if speed is None:
-            raise UserError("option-not-applicable", f"tune.measure={self.tuning.measure} needs texts. Set another.")
+            raise UserError(
+                "option-not-applicable", f"tune.measure={self.tuning.measure} needs text answers. Set another."
+            )
         return Found(found, chosen, score, speed, sum(len(run.records) for run in runs.values()))
 
     def confirm(self, tried: Sequence[Trial], reference: Found) -> tuple[Found, Found, Found, dict[Sequence[str], str]]:

@@ -49,12 +49,12 @@ def log_likelihood(
 ) -> float:
     """Estimate a lower bound of log p(answer | prompt) in nats with `count` masks.
 
-    With masks of every size equally often, each token in the mask weighs length / size. A model whose conditionals are
-    those of one joint law meets the bound: then the mean over all masks is log p itself.
+    With masks of every size equally often, each masked token has the weight length / size. A model whose conditionals
+    are those of one joint law meets the bound: then the mean over all masks is log p itself.
 
     Args:
-        prompt: token ids, at least one.
-        batch: masks per forward; no influence on the result beyond rounding.
+        prompt, answer: token ids. The prompt has at least one.
+        batch: masks per forward. It changes the result only by rounding.
     """
     spec, length = denoiser.spec, len(answer)
     if not length:

@@ -86,7 +86,7 @@ class SamplerLM(LM):
         if self.tokenizer.chat_template is None:
             raise UserError(
                 "chat-template-missing",
-                f"{self.settings.pretrained} has no chat template. Remove --apply_chat_template.",
+                f"pretrained={self.settings.pretrained} has no chat template. Remove --apply_chat_template.",
             )
         self.templated = True
         return chat_text(chat_history, self.tokenizer, "a sample", add_generation_prompt)
@@ -136,7 +136,7 @@ class SamplerLM(LM):
         return [answers[i] for i in range(len(requests))]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return each continuation's log-likelihood (nats) or a bound of it, and whether greedy decoding gives it."""
+        """Return each continuation's log-likelihood in nats or its bound, and True if greedy decoding gives it."""
         found = []
         for request in track(requests, "likelihoods", console=_console(), disable=disable_tqdm):
             prompt, answer = self._pair(*map(str, request.args))
@@ -146,7 +146,7 @@ class SamplerLM(LM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return whole texts' log-likelihoods or bounds of them, in windows of the context, one after the other."""
+        """Return the log-likelihood in nats of each text or its bound, summed over windows of the model's context."""
         found = []
         for request in track(requests, "likelihoods", console=_console(), disable=disable_tqdm):
             ids = self._plain(str(request.args[0]))
@@ -203,7 +203,7 @@ class SamplerLM(LM):
         """Return the token ids of a prompt. If it is too long, return the last ones that fit."""
         size = self.sampler.denoiser.spec.max_positions - room
         if size < 1:
-            raise UserError("context-exceeded", f"max_new_tokens={room} fills the model's context. Set less.")
+            raise UserError("context-exceeded", f"max_new_tokens={room} fills the context, {size + room}. Set less.")
         return (self._plain(text) if self.templated else self._special(text))[-size:] or [self._first()]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -42,10 +42,11 @@ def load(kind: str, data: Data, split: str, given: str | None) -> list[Document]
         if lacking:
             have = ", ".join(document)
             raise UserError(
-                "example-invalid", f"{where}: document {number} lacks `{lacking[0]}` (it has {have}). Set task.data."
+                "example-invalid",
+                f"{where}: document {number} lacks `{lacking[0]}` (it has {have}). Name other task.data.",
             )
     if not found:
-        raise UserError("samples-missing", f"{where} has no documents in split {split}. Set task.data to others.")
+        raise UserError("samples-missing", f"{where} has no documents in split {split}. Name other task.data.")
     return found
 
 

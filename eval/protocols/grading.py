@@ -38,7 +38,7 @@ class Grade:
 
 
 def grade(cell: Cell, document: Document, text: str) -> Grade:
-    """Grade the text of an answer, as `cut_answer` returns it.
+    """Return the grades of an answer's text, which `cut_answer` has cut.
 
     Programs are run in a child process.
 
@@ -179,7 +179,7 @@ def _last_number(document: Document, text: str) -> tuple[str, bool]:
 
 
 def _answer_is(document: Document, text: str) -> tuple[str, bool]:
-    """Apply the rule of LLaDA's copy for base models: a number after `The answer is` counts before the last one."""
+    """Apply the rule of LLaDA's OpenCompass for base models: a number after `The answer is`, else the last one."""
     said = re.search(r"the answer is[:\s]*(-?\d+(\.\d+)?)", text, re.IGNORECASE)
     return _last_number(document, text if said is None else said[1])
 
@@ -217,7 +217,7 @@ def _indented(document: Document, text: str) -> tuple[str, bool]:
 
 
 def _begin(document: Document, text: str) -> tuple[str, bool]:
-    """Apply the rule of LLaDA's copy: a quotation mark at either end is dropped."""
+    """Apply the rule of LLaDA's copy of OpenCompass: a quotation mark at either end is dropped."""
     evaluator = object.__new__(_definitions("datasets/mbpp.py", "MBPPEvaluator")["MBPPEvaluator"])
     program = evaluator._process_answer(text).removeprefix("'").removesuffix("'")
     return program, passes("\n".join([program, *document["test_list"]]), _MBPP_SECONDS)

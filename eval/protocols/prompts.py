@@ -143,7 +143,7 @@ def build(cell: Cell, documents: Sequence[Document], train: Sequence[Document], 
     generator, draws = Random(SEED), draws_examples(cell)
     if draws and len(train) < cell.shots:
         has = f"{where}: split train has {counted(len(train), 'document')}"
-        raise UserError("samples-missing", f"{has}. Prompts with {cell.shots} examples need {cell.shots} or more.")
+        raise UserError("samples-missing", f"{has}, and prompts have {cell.shots} examples. Name other task.data.")
     fixed = [] if draws or not cell.shots else lm_eval_examples(str(cell.lm_eval))[: cell.shots]
     for document in documents:
         if draws and cell.chat == "lm-eval-turn":

@@ -1,4 +1,4 @@
-"""Published figures of diffusion language models, and how far a figure of ours is from one."""
+"""Published figures of diffusion language models, and the distance of our figures from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Figure:
     """A row of `published.csv`. Texts are as in the file; an empty one is not stated in the source.
 
     model: the name on the hub without its owner; method: the decoding rule; cache: one of `CACHES`
-    task, shots: as the source has them; gen_length, block_length: tokens, or `full` for no blocks
+    task, shots: as in the source; gen_length, block_length: tokens, or `full` for no blocks
     settings: thresholds, temperature, chat template; accuracy: per cent
     metric: the metric of `accuracy`, with `(stated)` if the source names it, else `(inferred)`
     nfe, tpf, tps: forwards per question, tokens per forward, tokens per second; gpu: the GPU of `tps`
@@ -82,7 +82,7 @@ def parse(text: str) -> list[Figure]:
     """Return the rows of a CSV file, each checked.
 
     Raises:
-        UserError: a row does not have the schema; the message names its line.
+        UserError: a row does not have the schema. The message has its line.
     """
     reader = csv.DictReader(text.splitlines())
     if sorted(reader.fieldnames or ()) != sorted(COLUMNS):

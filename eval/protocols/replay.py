@@ -139,7 +139,7 @@ def _same(name: str, ours: Any, line: Line) -> bool:
 
 
 def _chat(family: str, messages: Sequence[Message], continues: bool) -> str:
-    """Return messages by the chat template that the recordings were made with."""
+    """Return the text of messages in the chat template of the recordings."""
     if family == "llada":
         turns = [_LLADA.format(role=one["role"], content=one["content"].strip()) for one in messages]
         return "".join([_BEGIN[family], *turns, "<|start_header_id|>assistant<|end_header_id|>\n\n"])

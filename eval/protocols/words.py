@@ -26,7 +26,7 @@ def lines(suite: str, words: Sequence[str]) -> list[list[str]]:
     Words of the command line replace those of the protocol and of the method.
 
     Raises:
-        UserError: an unknown task, variant or method.
+        UserError: a task, variant or method is unknown.
     """
     name = suite.removeprefix(PREFIX)
     protocol = spec.load(name)

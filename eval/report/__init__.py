@@ -1,1 +1,1 @@
-"""One page that says what runs found: `dllm-report`."""
+"""Reports of the results of runs: `dllm-report`."""

@@ -81,7 +81,7 @@ class Run:
 
     @cached_property
     def passes(self) -> Figures:
-        """The measures of `passes` over the prompts whose samples are all finished. Empty with one sample each."""
+        """The measures of `passes` over prompts with all samples finished. Empty with one sample for each prompt."""
         whole = [prompt for prompt in self.prompts if len(prompt) == self.samples_per_prompt]
         if self.samples_per_prompt == 1 or not whole:
             return {}
@@ -120,9 +120,9 @@ class Method:
     def figures(self, tasks: Iterable[str]) -> Figures:
         """Return every measure over several tasks.
 
-        The score and the measures of `passes` are means over tasks, whatever the sizes of the tasks. Their intervals
-        follow from those of the tasks (MOVER). Measures of `together` are means over tasks, if all tasks have them. All
-        other measures are computed from all samples.
+        The score and the measures of `Run.passes` are means over tasks, whatever the sizes of the tasks. Their
+        intervals follow from those of the tasks (MOVER). Measures of `Run.together` are means over tasks, if all tasks
+        have them. All other measures are computed from all samples.
         """
         runs = [self.runs[task] for task in tasks]
         everything = [record for run in runs for record in run.records]
@@ -454,7 +454,7 @@ def _names(known: Mapping[str, set[str]]) -> dict[str, str]:
 def _apart(runs: Sequence[Run], tasks: Sequence[str], labels: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the labels, with an addition to those that several runs of one task share.
 
-    It is the folder of the run, else the model's path, else the hash of the configuration, else all three.
+    The addition is the folder of the run, else the model's path, else the hash of the configuration, else all three.
     """
     here: dict[str, list[int]] = {}
     for place, (label, _) in enumerate(labels):

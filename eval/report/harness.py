@@ -60,7 +60,7 @@ def results(file: Path) -> list[Result]:
     except OSError as error:
         raise UserError("file-unreadable", f"Cannot read {file} ({error.strerror}). Check its permissions.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("file-invalid", f"{file} is not of lm-evaluation-harness ({error!r}). Move it away.") from None
+        raise UserError("file-invalid", f"{file} is not lm-evaluation-harness's ({error!r}). Move it away.") from None
 
 
 def _result(task: str, found: Mapping[str, Any], ours: Mapping[str, Any], digest: str) -> Result:

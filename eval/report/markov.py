@@ -75,7 +75,7 @@ def draw(families: dict[str, list[Run]]) -> bytes:
 
 
 def _line(families: dict[str, list[Run]], family: str, name: str) -> tuple[list[float], list[float]]:
-    """Return forwards and errors of a family's runs, from the fastest on."""
+    """Return forwards and errors of a family's runs, the fastest first."""
     found = sorted((_of(run, "nfe"), _of(run, name)) for run in families[family])
     if name == "transition_kl":  # exact samples are near 0, which a logarithmic axis cannot show
         found = [(forwards, max(kl, _noise(families, name) / 3)) for forwards, kl in found]

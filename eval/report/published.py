@@ -100,7 +100,7 @@ def beside(found: Comparison) -> list[Beside]:
 
 
 def warnings(rows: Sequence[Beside]) -> list[str]:
-    """Return a sentence on figures that differ by more than `DIFFERS`, with the usual reasons, in a list."""
+    """Return a list with a sentence on figures that differ by more than `DIFFERS`. It is empty if none do."""
     far = [row for row in rows if abs(row.z) > DIFFERS]
     if not far:
         return []
@@ -184,7 +184,7 @@ def _block(run: Run, length: int) -> str:
 def _has_method(row: Figure, run: Run) -> bool:
     """Return True if a row has the scheduler, its threshold, the blocks, and the cache of a run.
 
-    What a row leaves out matches.
+    A value that the row does not state matches.
     """
     choices, config = run.about["choices"], run.about["config"]
     scheduler: Mapping[str, Any] = config["scheduler"]

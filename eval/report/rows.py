@@ -44,7 +44,7 @@ def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def text(table: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as a CSV file: a head, commas, an empty cell for None, JSON for lists.
+    """Return rows as the text of a CSV file: with a header, empty cells for None, and JSON for lists.
 
     A text that a spreadsheet would run as a formula begins with a quotation mark.
     """

@@ -59,7 +59,7 @@ class Asked:
         try:
             json.dumps(given)
         except (TypeError, ValueError):
-            raise UserError("task-result", f"{self.called}: prompt {place + 1} is not JSON. Use texts.") from None
+            raise UserError("task-result", f"{self.called}: prompt {place + 1} is not JSON. Use text.") from None
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """Return the grades of an answer.

@@ -39,7 +39,7 @@ class Ideal(Drawn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.operation not in LAWS:
-            raise unknown("operation of ideal", self.operation, LAWS)
+            raise unknown("task.operation", self.operation, LAWS)
         most = {"latin_square": 4, "even_parity": 14}.get(self.operation, 1000)
         if not 2 <= self.items <= most:
             raise UserError("option-range", f"task.items is {self.items!r}. Set a number from 2 to {most}.")

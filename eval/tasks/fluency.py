@@ -1,4 +1,4 @@
-"""Fluency of a text: LanguageTool if it is installed, and a stand-in with its own name."""
+"""Fluency of a text: LanguageTool if it is installed, and a check without it, `fluency_proxy`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SILENT_H = re.compile(r"(?:hour|honest|honou?r|heir)", re.IGNORECASE)
 def fluency_proxy(text: str) -> float:
     """Return 1 if a text has no damage of the kinds that parallel decoding does, else 0. Grammar is not checked.
 
-    Damage: an empty text, a word twice in a row, `a` where `an` belongs and the other way round, brackets or quotes
-    that do not match, no capital at the start, no mark at the end, special tokens left over, three words three times.
+    Damage: an empty text, a word twice in a row, `a` in place of `an` and the other way round, brackets or quotes that
+    do not match, no capital at the start, no mark at the end, special tokens, or three words in a row three times.
     """
     text = text.strip()
     words = re.findall(r"[^\W_]+(?:['’][^\W_]+)*", text)
@@ -87,7 +87,7 @@ def _tool(grammar: str) -> Any:
     except ImportError:
         raise UserError(
             "package-missing",
-            "task.grammar needs LanguageTool. Run pip install language_tool_python (and Java), or set null.",
+            "task.grammar needs LanguageTool. Run pip install language_tool_python (and Java), or set it to null.",
         ) from None
     server = {} if grammar == "languagetool" else {"remote_server": grammar}
     try:

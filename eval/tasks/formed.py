@@ -1,4 +1,4 @@
-"""Answers whose form the prompt fixes, to compare shares in the form and right, with and without a guide."""
+"""A task whose prompts fix the form of the answers, to compare decoding with and without a guide."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Formed(Mini):
         several = replace(self, count=4 * self.count)
         found = [one for one in Mini.samples(several) if str(one.prompt).count(",") < NAMES][: self.count]
         if len(found) < self.count:
-            raise UserError("option-range", f"task.count={self.count} exceeds {len(found)} usable prompts. Lower it.")
+            raise UserError(
+                "option-range", f"task.count={self.count} exceeds the {len(found)} short prompts. Lower it."
+            )
         return [replace(one, index=index) for index, one in enumerate(found)]
 
     @override

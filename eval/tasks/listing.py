@@ -1,4 +1,4 @@
-"""Lists in answers: `["Ada Abbott", "Otto York"]`, read leniently and strictly, and what is wrong with them."""
+"""Lists in answers: `["Ada Abbott", "Otto York"]`, read leniently and strictly, and the mistakes in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loose(text: str) -> list[str]:
 
 
 def strict(text: str) -> list[str] | None:
-    """Return the items of the last list in a text, or None unless it has exactly the form of `written`."""
+    """Return the items of the last list in a text, or None if its form is not exactly that of `written`."""
     _, opened, rest = text.rpartition("[")
     inside, closed, _ = rest.partition("]")
     if not opened or not closed or not re.fullmatch(r'"[^"]*"(, "[^"]*")*', inside):

@@ -1,4 +1,4 @@
-"""Overlap of two texts: ROUGE, BLEU and, if its weights are there, BERTScore."""
+"""Overlap of two texts: ROUGE, BLEU and, if its package is installed, BERTScore."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dllm_sampler.errors import UserError, first_line, installing
 
 
 def need(module: str, what: str) -> Any:
-    """Return a module of the extra `eval`. Raises `UserError` that `what` needs it if it is not installed."""
+    """Return a module of the extra `eval`. If it is not installed, raise `UserError`: `what` needs it."""
     try:
         return import_module(module)
     except ImportError:
@@ -33,7 +33,7 @@ def _scorer(kinds: tuple[str, ...]) -> Any:
 def bleu(text: str, reference: str) -> float:
     """Return sentence BLEU against one reference, 0 to 1: 13a tokens, up to 4-grams, no smoothing (sacrebleu).
 
-    A text that shares no 4-gram with the reference has 0, and so has any of fewer than four tokens.
+    A text of fewer than four tokens, or without a 4-gram of the reference, has 0.
     """
     scorer = need("sacrebleu", "BLEU").BLEU(smooth_method="none", effective_order=False)
     return float(scorer.corpus_score([text], [[reference]]).score) / 100

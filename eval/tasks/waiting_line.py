@@ -1,8 +1,7 @@
 """Ten operations on a waiting line of people: some have one right answer, some have many (arXiv 2510.04767).
 
-Written from the published description: names, wording and code are our own, so scores are comparable in kind, not digit
-by digit. Two things are said that the published prompts leave out or contradict: positions count from 0, and sorting by
-last name is graded by last name.
+Names, wording and code are our own, after the published description, so scores differ from published ones in detail.
+Unlike the published prompts, ours say that positions count from 0. Sorting by last name is graded by last name.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class WaitingLine(Drawn):
             whole = PLACE in self._message(PLACE, "", 0)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
-                "option-syntax", f"task.template fails ({error}). Use {{queue}}, {{word}} and {{index}}."
+                "option-syntax", f"task.template is invalid ({error}). Use {{queue}}, {{word}} and {{index}}."
             ) from None
         if not whole:
             raise UserError("option-syntax", "task.template has no {queue}. Add it.")
@@ -94,7 +93,7 @@ class WaitingLine(Drawn):
         raise NotImplementedError
 
     def places(self, n: int) -> int:
-        """Return the number of positions of the operation."""
+        """Return the number of positions that the operation may name in a queue of n."""
         return n
 
     def accepts(self, found: list[str], queue: list[str], word: str, index: int) -> bool:

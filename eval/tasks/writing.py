@@ -116,9 +116,7 @@ class FromTexts(Writing):
         for number, line in found:
             for field in self.fields:
                 if not isinstance(line, dict) or not isinstance(line.get(field), str):
-                    raise UserError(
-                        "example-invalid", f"line {number} of {self.file}: '{field}' is not a text. Add one."
-                    )
+                    raise UserError("example-invalid", f"{self.file}, line {number}: '{field}' is not a text. Add one.")
         if not found:
             raise UserError("file-invalid", f"task.file={self.file} has no lines. Add some.")
         return [line for _, line in found]

@@ -19,7 +19,7 @@ from dllm_sampler.eval.testbeds.laws import UNKNOWN, normalised
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of a set of sequences from the chain. Each floor is the measure of as many exact samples.
+    """The distance of a set of sequences from the chain. Each floor is the size of a measure for as many exact samples.
 
     kl, kl_floor: nats per transition, sum over states of their share times KL(counted || true). The expectation over
         exact samples, about (free parameters) / (2 * transitions), is subtracted, so that exact samples are near 0. The
@@ -154,7 +154,7 @@ class MarkovChain:
         )
 
     def _gap(self, ids: Tensor, before: Tensor) -> float:
-        """Return expected minus found log-likelihood per token, with the expectation after these very starts."""
+        """Return the expected log-likelihood per token after the same starts, minus that of the sequences."""
         expected, law = 0.0, torch.nn.functional.one_hot(before, self.symbols).double().mean(0)
         for _ in range(self.length):
             expected += float(law @ torch.special.entr(self.matrix).sum(1))

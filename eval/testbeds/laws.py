@@ -91,7 +91,7 @@ class Listed:
 
     @cached_property
     def c_bits(self) -> float:
-        """Conditional total correlation in bits: KL(law || product of its marginals), the least of any product."""
+        """Conditional total correlation in bits: KL(law || product of its marginals), the least for any product."""
         single = self.marginals(torch.full((1, self.length), UNKNOWN), torch.zeros(1))[0]
         return float(torch.special.entr(single).sum()) / log(2) - log2(len(self.outcomes))
 
@@ -157,7 +157,7 @@ def _at_each(n: int, places: int, edit: Callable[[list[int], int], Sequence[int]
 
 @cache
 def latin_squares(n: int) -> Listed:
-    """Return all latin squares of side n, row by row."""
+    """Return the uniform law over latin squares of side n, each written row after row."""
     rows = list(permutations(range(n)))
     squares = [
         sum(square, ())

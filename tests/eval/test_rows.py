@@ -238,7 +238,7 @@ def test_reruns_are_told_apart_and_other_models_left_out(tmp_path: Path) -> None
 @each(
     ("content", "said"),
     [
-        *((content, "is not of lm-evaluation-harness (") for content in ("{", "[]", "{}", '{"config": 3}')),
+        *((content, "is not lm-evaluation-harness's (") for content in ("{", "[]", "{}", '{"config": 3}')),
         (
             '{"config": {"dllm_sampler": {"schema": 2}}}',
             "has schema 2, not 1. Read it with",
