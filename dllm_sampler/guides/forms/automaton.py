@@ -83,7 +83,7 @@ def build_all(
         if size > BYTES:
             raise UserError(
                 "form-too-large",
-                f"The form has {size} bytes as an expression, more than {BYTES}. Shorten it.",
+                f"The form {_short(pattern)} has {size} bytes as an expression, more than {BYTES}. Shorten it.",
             )
         if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
             raise UserError("form-invalid", f"The form {_short(pattern)} has half a surrogate pair. Remove it.")
@@ -181,7 +181,7 @@ def lifted(recipe: Recipe) -> Automaton:
 
 
 def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
-    """Build the automaton over bytes: its first state, the accepting ones, and the moves by byte.
+    """Build the automaton of an expression over bytes: first state, accepting states, and moves by byte.
 
     Args:
         seconds: most time to build, `library.SECONDS` by default.
@@ -237,7 +237,7 @@ def _short(pattern: str) -> str:
 
 
 def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:
-    """Return the automaton over tokens."""
+    """Return the automaton over tokens of an automaton over bytes."""
     names = {state: number for number, state in enumerate(dict.fromkeys([start, *moves, *finals]))}
     size = len(names)
     end, dead = size, size + 1

@@ -300,7 +300,7 @@ def choose(
 
 
 def _instead(found: Tensor, full: Tensor) -> Tensor:
-    """Return `[R, C+2]` values of classes. Classes that another guide took away are ranked by `full [R, C+2]`."""
+    """Return `[R, C+2]` values of classes. Classes that another guide excludes are ranked by `full [R, C+2]`."""
     return torch.where(found == LEAST, LEAST + _relative(full, full.amax(1, keepdim=True)), found)
 
 

@@ -31,10 +31,10 @@ class Edges:
 
     source: Tensor  # [P, E]
     target: Tensor  # [P, E]
-    edge: Tensor  # [P, M] of each move
+    edge: Tensor  # [P, M] the edge of each move
     kind: Tensor  # [P, M] the class of each move
     accepts: Tensor  # [P, S] bool
-    start: Tensor  # [P] a state
+    start: Tensor  # [P] the first state of each form
     after: Tensor  # [P, C+2, S+1] int32: the state after a token of each class. S means that the string is lost
     classes: Tensor  # [V] the class of each token
     sizes: Tensor  # [C+2] float64: logarithm of the number of tokens. The last two are -inf
@@ -59,7 +59,7 @@ class Edges:
 
 @lru_cache(maxsize=8)
 def joined(automata: tuple[Automaton, ...]) -> Edges:
-    """Return the edges of automata over the same tokens."""
+    """Return the edges of several automata over the same tokens, one form for each automaton."""
     classes, first = _shared([one.classes for one in automata])
     moves = [one.moves[:, one.classes[first]] for one in automata]  # [S+1, C'], the dead state is the last one
     fits = torch.stack([(one != len(one) - 1).any(0) for one in moves]).any(0)  # [C']

@@ -17,7 +17,7 @@ WAYS = {
     "back": ("a reference to another part, which an automaton cannot follow", "Write the texts out, as in aa|bb."),
     "atomic": ("an atomic group, which an automaton does not need", "Use (?:...)."),
     "comment": ("a comment", "Remove it."),
-    "word": ("a word boundary, which is not supported", "Write the signs that are there."),
+    "word": ("a word boundary, which is not supported", "Write the characters at that place."),
     "anchor": ("an anchor inside, and a pattern always matches the whole answer", "Remove it."),
     "brace": ("a brace that is not a count as in {2,3}", r"Write \{ for the brace itself."),
 }

@@ -1,4 +1,4 @@
-"""Forms of answers with given tokens: can an answer contain them, and at which positions must it not end?"""
+"""Forms of answers with given tokens: a check that an answer can contain them, and classes without end tokens."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def run(
         why: returns the fault of the input and what to do, instead of the library's own error.
 
     Raises:
-        UserError: the library refuses it, fails, or would take too much time or memory.
+        UserError: the library refuses the input, fails, or would take too much time or memory.
     """
     module()
     command = [sys.executable, "-P", "-c", BUILD]
@@ -80,7 +80,9 @@ def run(
         text = json.dumps({**given, "memory": MEMORY})
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds or SECONDS)
     except subprocess.TimeoutExpired:
-        raise UserError("form-too-large", f"The form {name} takes over {SECONDS} s. Make it simpler.") from None
+        raise UserError(
+            "form-too-large", f"The form {name} takes over {seconds or SECONDS:g} s. Simplify it."
+        ) from None
     if not done.returncode:
         return done.stdout
     said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""
@@ -88,7 +90,9 @@ def run(
         reason, way = why() if why else (said[9:].rstrip("."), "Correct it.")
         raise UserError("form-invalid", f"{name} is not a valid form ({reason}). {way}")
     if said.startswith("large: "):
-        raise UserError("form-too-large", f"The form {name} has {said[7:]} states. Simplify it to {given['states']}.")
+        raise UserError(
+            "form-too-large", f"The form {name} has {said[7:]} states, over {given['states']}. Simplify it."
+        )
     if done.returncode == -signal.SIGKILL or "memory allocation" in done.stderr or "MemoryError" in said:
         raise UserError("form-too-large", f"The form {name} needs over {MEMORY >> 30} GiB. Make it simpler.")
     if done.returncode == -signal.SIGSEGV or "overflowed its stack" in done.stderr:
@@ -104,7 +108,11 @@ def installed() -> str:
 
 
 def module() -> Any:
-    """Import `outlines_core`, or raise `UserError`."""
+    """Return the module `outlines_core`.
+
+    Raises:
+        UserError: it is not installed.
+    """
     try:
         import outlines_core
     except ImportError:

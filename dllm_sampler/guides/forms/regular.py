@@ -126,7 +126,7 @@ class Form(Guide):
         if any(token != FREE for token in given) and not completable(self.automata[form], given, self.end_ids):
             raise UserError(
                 "form-impossible",
-                f"{name}: no answer of {self._name(form)} has the given tokens. Change one of the two.",
+                f"{name}: no answer of {self._name(form)} has the given tokens. Change the form or the tokens.",
             )
 
     @override
@@ -134,7 +134,7 @@ class Form(Guide):
         return self.automata[form].accepted(tokens)
 
     def _name(self, form: int) -> str:
-        return f"form {form}" if self.forms else "that form"
+        return f"form {form}" if self.forms else "the form"
 
     @override
     def __call__(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
@@ -175,7 +175,7 @@ class Regex(Form):
         if not given or not all(isinstance(one, str) and one for one in (given if listed else [given])):
             raise UserError(
                 "option-type",
-                f"guide.regex.pattern={given!r} is not a text. Set a text or a list of texts.",
+                f"guide.regex.pattern={given!r} has no text. Set a text that is not empty, or a list of such texts.",
             )
         vars(self).update(pattern=tuple(given) if listed else given, forms=len(given) if listed else 0)
 
@@ -230,7 +230,7 @@ def _choices(given: Sequence[Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class JsonSchema(Form):
-    """JSON documents that a schema accepts, by a regular expression that outlines-core makes of it.
+    """JSON documents that a schema accepts, by a regular expression that outlines-core makes of the schema.
 
     Properties come in the schema's order. Keywords that the expression would not enforce are refused by name: bounds of
     numbers, `uniqueItems`, several `allOf`, `oneOf`, formats other than `date`, `time`, `date-time` and `uuid`,
@@ -238,7 +238,7 @@ class JsonSchema(Form):
     schema (`{}`) is refused, too: any JSON is `guide=grammar guide.grammar=json`.
 
     Args:
-        schema: a file, the schema as JSON, or a mapping. Or a list of these.
+        schema: a file, the schema as JSON, a mapping, or a list of any of them.
         whitespace: a regular expression of the white space between the signs of a document.
         depth: number of times that a reference to itself is followed.
         posterior: see `Form`.

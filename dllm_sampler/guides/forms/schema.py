@@ -42,7 +42,7 @@ def schema_text(given: Any) -> str:
 
 
 def schema_name(given: Any, text: str) -> str:
-    """Return what errors call a schema: the option, with the file if `text` was read from one."""
+    """Return the name of a schema in errors: the option, with the file if `text` was read from one."""
     return OPTION if text is given or not isinstance(given, str) else f"{OPTION}={short(given)}"
 
 
@@ -122,7 +122,7 @@ def _has(value: Any, shape: str) -> bool:
 
 
 def check_schema(schema: Any, name: str = OPTION) -> None:
-    """Refuse the first keyword that a regular expression would not enforce. Errors call the schema `name`."""
+    """Refuse the first keyword that a regular expression would not enforce. `name` is the schema's name in errors."""
     if not isinstance(schema, Mapping):
         said = json.dumps(schema)[:200]
         raise UserError("form-invalid", f'{name} has {said}. Give an object, for example {{"type": "integer"}}.')

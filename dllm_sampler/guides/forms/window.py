@@ -31,8 +31,7 @@ class Window:
 
     @staticmethod
     def of(edges: Edges, canvas: Canvas, head_rows: HeadRows) -> Window:
-        """Return the window of each candidate of a query's rows. The width is the largest that is
-        known without reading from the device."""
+        """Return the window of each candidate of a query's rows. Its width is known without reading the device."""
         length, wide, query = canvas.layout.longest, head_rows.stretch, head_rows.query
         fits = edges.accepts.numel() * length <= MOST
         width = min(wide, length) if wide is not None and fits else length
@@ -45,7 +44,7 @@ class Window:
 
     @property
     def whole(self) -> bool:
-        """Flag: the window has all positions."""
+        """True if the window has all positions."""
         return self.width == self.length
 
     def cut(self, values: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Nesting:
     """Groups of variables that derive each other, and variables that nest.
 
     Attributes:
-        bodies: of each variable, without elements that derive only the empty text.
+        bodies: the bodies of each variable, without elements that derive only the empty text.
         group: the number of each variable's group.
         part: the number of each variable's group once steps with text on both sides are left out.
         variable: a variable that nests. None if the grammar is regular.
@@ -101,11 +101,11 @@ def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: s
     """Build the automaton over bytes of texts nested at most `depth` deep: first state, final ones, and moves.
 
     Args:
-        depth: None for a regular grammar.
-        name: of the grammar, for errors.
+        depth: greatest depth, at least 0. A regular grammar needs none.
+        name: the grammar's name, for errors.
 
     Raises:
-        UserError: the grammar nests and no depth is given, no text has such a depth, or the automaton is too large.
+        UserError: the depth is missing, negative, or below that of every text, or the automaton is too large.
     """
     nesting = Nesting(grammar)
     deep = nesting.variable
@@ -138,7 +138,7 @@ def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: s
 
 
 class _Levels:
-    """Automata over terminals of variables at a depth."""
+    """Automata over terminals, one for each variable at each depth."""
 
     def __init__(self, nesting: Nesting, depth: int | None, check: Callable[[int], None]):
         self.nesting, self.depth, self.check = nesting, depth, check

@@ -12,7 +12,7 @@ NEVER = 1 << 40  # the cost of a text that cannot be completed
 
 
 def bounds(places: Sequence[int], tail: int, stops: Sequence[bool], lattice: Lattice) -> list[list[int]]:
-    """Return for each place the bytes of the rest, by state and then by kind, if any lexeme may follow any other.
+    """Return for each place the fewest bytes of the rest, by state and then by kind. Any lexeme may follow any other.
 
     Each token for a mask before `tail` costs a byte less than it has.
 

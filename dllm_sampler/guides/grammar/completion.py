@@ -40,8 +40,8 @@ def completion(
     Args:
         places: classes of bytes, `MASK` or `GAP`.
         limit: most steps of the search. If it needs more, the result is None.
-        ahead: bytes that a text may have more for each place further on, and still be tried first. The result is then
-            the first text that is found, much sooner.
+        ahead: bonus in bytes for each place that a text has reached, so that longer texts are tried first. The result
+            is then the first text that is found, much sooner.
         early: the text may end before any mask.
     """
     try:

@@ -86,7 +86,7 @@ class Grammar(Guide):
         if spec.mask_id is None:
             raise UserError(
                 "mask-token-missing",
-                "guide=grammar tests tokens beside masks, and this model has none. Set guide.grammar.depth=N.",
+                "guide=grammar without a depth needs a model with a mask token. Set guide.grammar.depth=N.",
             )
         ends = frozenset(spec.eos_ids)  # texts end at these. An end of turn has no text
         tokens = tuple(token_bytes(context.tokenizer))
@@ -168,7 +168,7 @@ class Grammar(Guide):
         words = [None if token == FREE else self.word(token) for token in given]
         if any(words) and not self.language.feasible([*words, END]):
             raise UserError(
-                "form-impossible", "guide=grammar: no text of the language has the given tokens. Change one."
+                "form-impossible", "guide=grammar: no text of the grammar has the given tokens. Change the tokens."
             )
 
     @override

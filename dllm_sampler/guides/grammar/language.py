@@ -56,7 +56,7 @@ class Language:
             name: name in errors.
 
         Raises:
-            UserError: with the name and the line.
+            UserError: a line is invalid. The message has the name and the line.
         """
         return Language(read(text, name))
 
@@ -98,7 +98,7 @@ class Language:
                 tried as every terminal, so this is only checked.
 
         Raises:
-            UserError: with the line of the rules.
+            UserError: a rule or a terminal is invalid.
         """
         found = Language(read(rules, "grammar", terminals, bytes(skip), prelex))
         dfas = dict(zip(found.terminals.names, found.terminals.dfas, strict=True))
@@ -164,7 +164,7 @@ class Language:
 
     @property
     def regular(self) -> bool:
-        """Flag: the rules are regular, since no variable is inside itself with text on both sides."""
+        """True if the rules are regular: no variable is inside itself with text on both sides."""
         return Nesting(self.grammar).variable is None
 
     def automaton(self, depth: int | None = None) -> Automaton:

@@ -37,8 +37,8 @@ class Scanner:
     """Lexes pieces and remembers the results.
 
     Args:
-        terminals: of the language.
-        grammar: splits are left out if a terminal follows another one that it follows in no word.
+        terminals: the terminals of the language.
+        grammar: the rules. A split with a terminal after another one that it never follows is left out.
     """
 
     def __init__(self, terminals: Terminals, grammar: Grammar):

@@ -42,8 +42,8 @@ class Source:
     """A grammar as it was written.
 
     Attributes:
-        name: of the file, for errors.
-        expressions: of the terminals, by number. Bytes are a literal text.
+        name: the file's name, for errors.
+        expressions: the expressions of the terminals, in order of their numbers. Bytes are a literal text.
         rules: the bodies of each variable.
         start: the variable from which texts are derived.
         skip: bytes that are allowed between lexemes.
@@ -70,9 +70,9 @@ def read(
     """Read a grammar.
 
     Args:
-        text: see the format.
-        name: of the file, for errors.
-        terminals, skip, prelex: definitions that hold already.
+        text: the grammar, in the format above.
+        name: the file's name, for errors.
+        terminals, skip, prelex: definitions besides those in the text.
 
     Raises:
         UserError: a line is wrong. The message has the file's name and the line.
@@ -96,7 +96,8 @@ def read(
             bodies.append((number, bodies[-1][1], line.strip()[1:]))
         elif words[1:2] == ["->"]:
             if not VARIABLE.fullmatch(words[0]):
-                raise UserError("grammar-invalid", f"{where}: the head {words[0]!r} is not capitalised. Rename it.")
+                text = f"{where}: the head {words[0]!r} is not a capital letter with letters, digits or _ after it."
+                raise UserError("grammar-invalid", f"{text} Rename it.")
             bodies.append((number, words[0], rest))
         elif words[1:2] == ["="]:
             if VARIABLE.fullmatch(words[0]) or words[0] in ("$", "ε"):

@@ -88,7 +88,7 @@ def minimal(dfa: Dfa) -> Dfa:
 
 
 def combined(one: Dfa, other: Dfa, keep: Callable[[bool, bool], bool]) -> Dfa:
-    """Return the minimal automaton of the words in `one` that `keep(True, is in other)` accepts."""
+    """Return the minimal automaton of the words in `one` that `keep` accepts. Its arguments: in `one`, in `other`."""
     number: dict[tuple[int, int | None], int] = {(0, 0): 0}
     order: list[tuple[int, int | None]] = [(0, 0)]
     moves, finals = {}, []

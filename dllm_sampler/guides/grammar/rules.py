@@ -20,7 +20,7 @@ Body = tuple[str | int, ...]  # names of variables, numbers of terminals
 class Grammar:
     """Rules in normal form. Each variable derives some word and occurs in a derivation."""
 
-    names: tuple[str, ...]  # of the variables. Those that the normal form adds have none from the file
+    names: tuple[str, ...]  # of the variables. Variables that the normal form adds have "" or a name in <>
     start: int
     empties: frozenset[int]  # A -> nothing
     leaves: tuple[tuple[int, int], ...]  # A -> terminal

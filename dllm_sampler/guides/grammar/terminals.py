@@ -22,7 +22,7 @@ WORD = frozenset(byte for byte in range(256) if byte >= 128 or chr(byte).isalnum
 
 @dataclass(frozen=True)
 class Terminals:
-    """The texts of each terminal, apart from the empty one."""
+    """The terminals of a grammar, with an automaton for the non-empty texts of each."""
 
     names: tuple[str, ...]
     dfas: tuple[Dfa, ...]  # over classes of bytes that all automata treat alike
@@ -42,7 +42,7 @@ def compiled(
     places: Mapping[str, str],
     name: str,
 ) -> Terminals:
-    """Build the automata.
+    """Build the automata of terminals.
 
     Args:
         expressions: a regular expression for each terminal, `A without B and C` for a difference. Bytes are a literal
@@ -50,7 +50,7 @@ def compiled(
         skip: bytes that are allowed between lexemes.
         prelex: a byte before each word of a text, and one after it.
         places: names of the terminals in errors.
-        name: of the grammar, for errors.
+        name: the grammar's name, for errors.
 
     Raises:
         UserError: a terminal cannot be built within the limits.
@@ -130,7 +130,7 @@ def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -
     if not skip or any(byte in WORD or bytes([byte]) in prelex for byte in skip):
         raise UserError(
             "grammar-invalid",
-            f"{name}: %skip has only letters, digits or the marks of prelex. Add a byte that can separate words.",
+            f"{name}: %skip is {bytes(sorted(skip))!r} with prelex. Set at least one byte, and no letter, digit, _ or mark.",
         )
 
 
