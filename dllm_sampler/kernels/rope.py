@@ -1,4 +1,4 @@
-"""From the fused projection to rotated heads: split, bias, norm of each head, rotary positions, slots; one launch."""
+"""From the fused projection to rotated heads in one launch: split, bias, norms, rotary positions and slots."""
 
 # Pyright knows neither names that a compile-time branch binds nor constants as constexpr.
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false

@@ -100,7 +100,7 @@ class Emptiness:
         return False
 
     def _upwards(self, near: bool, far: bool) -> list[int]:
-        """Return for each variable those that derive its texts, also with additions from a gap at either end."""
+        """Return for each variable the variables that derive its texts, with any text from a gap at either end."""
         grammar = self.grammar
         edges: list[list[int]] = [[] for _ in grammar.names]
         for head, body in grammar.units:

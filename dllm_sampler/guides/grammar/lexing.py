@@ -154,7 +154,7 @@ class Scanner:
         return ends, states if self.going[states] else DEAD
 
     def _behind(self, text: bytes, ends: list[tuple[int, int]]) -> dict[int, int]:
-        """Return the same ends after skipped bytes."""
+        """Return the terminals of `ends` by the offsets at which bytes skipped after them may end."""
         found: dict[int, int] = {}
         for end, which in ends:
             for at in self._stops(text, end):
@@ -194,7 +194,7 @@ class Scanner:
         return to
 
     def _set(self, states: int) -> int:
-        """Return the number of a set of states."""
+        """Return the number of a set of states. A new set is added."""
         if states not in self.number:
             self.held += len(self.terminals.classes)
             self.number[states] = len(self.sets)

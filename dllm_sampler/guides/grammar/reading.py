@@ -96,8 +96,8 @@ def read(
             bodies.append((number, bodies[-1][1], line.strip()[1:]))
         elif words[1:2] == ["->"]:
             if not VARIABLE.fullmatch(words[0]):
-                text = f"{where}: the head {words[0]!r} is not a capital letter with letters, digits or _ after it."
-                raise UserError("grammar-invalid", f"{text} Rename it.")
+                text = f"{where}: the head {words[0]!r} is not a capital letter, then letters, digits or _. Rename it."
+                raise UserError("grammar-invalid", text)
             bodies.append((number, words[0], rest))
         elif words[1:2] == ["="]:
             if VARIABLE.fullmatch(words[0]) or words[0] in ("$", "ε"):

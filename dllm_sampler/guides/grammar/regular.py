@@ -185,7 +185,7 @@ class Nfa:
         return minimal(trimmed(0, finals, moves))
 
     def _closed(self, states: Iterable[int]) -> frozenset[int]:
-        """Return some states, and those that are reached from them by reading nothing."""
+        """Return `states`, and the states that are reached from them by moves that read nothing."""
         found, todo = set(states), list(states)
         while todo:
             for to in self.silent[todo.pop()]:

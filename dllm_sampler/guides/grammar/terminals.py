@@ -130,7 +130,7 @@ def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -
     if not skip or any(byte in WORD or bytes([byte]) in prelex for byte in skip):
         raise UserError(
             "grammar-invalid",
-            f"{name}: %skip is {bytes(sorted(skip))!r} with prelex. Set at least one byte, and no letter, digit, _ or mark.",
+            f"{name}: %skip is {bytes(sorted(skip))!r} under prelex. Set bytes that are not in words or marks.",
         )
 
 
@@ -143,7 +143,7 @@ def _balanced(prelex: tuple[bytes, bytes]) -> Dfa:
 
 
 def _classes(dfas: Iterable[Dfa], sets: Iterable[frozenset[int]]) -> tuple[bytes, tuple[tuple[int, ...], ...]]:
-    """Return the class of each byte, and the bytes of each class. No automaton or set distinguishes its bytes."""
+    """Return the class of each byte, and the bytes of each class. No automaton or set tells bytes of a class apart."""
     kinds = [0] * 256
     rows = [*(dict.fromkeys(one, 0) for one in sets), *(there for dfa in dfas for there in dfa.moves)]
     for row in rows:
