@@ -81,7 +81,7 @@ class Run:
 
     @cached_property
     def passes(self) -> Figures:
-        """The measures of `passes` over prompts with all samples finished. Empty with one sample for each prompt."""
+        """The measures of `eval.passes` over prompts with all samples finished. Empty with one sample for each."""
         whole = [prompt for prompt in self.prompts if len(prompt) == self.samples_per_prompt]
         if self.samples_per_prompt == 1 or not whole:
             return {}

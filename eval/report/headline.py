@@ -113,8 +113,8 @@ def room(found: Comparison) -> str | None:
     return (
         f"A scheduler with perfect knowledge of the answers of one token per step would need"
         f" {_of(whole[found.reference.label], 'nfe') * _share(whole[found.reference.label]):.1f} forwards for each"
-        f" ({oracle[0]:.1f} tokens per forward): the fastest method that scores within one point of that reaches"
-        f" {100 * rate / oracle[0]:.0f} % of it (n = {_samples(whole[found.reference.label])})."
+        f" ({oracle[0]:.1f} tokens per forward). The fastest method within one point of their score reaches"
+        f" {100 * rate / oracle[0]:.0f} % of this speed (n = {_samples(whole[found.reference.label])})."
     )
 
 

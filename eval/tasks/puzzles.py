@@ -53,7 +53,7 @@ class LatinSquare(Drawn):
         return chat(self._message(asked), self._message(shown), square), {"symbols": asked}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Grade an answer. `score`: the first rows make a latin square. `score_strict`: it has nothing else."""
+        """Grade an answer. `score`: its rows make a latin square. `score_strict`: it has no other lines or spaces."""
         symbols, lines = set(sample.facts["symbols"]), answer.text.strip().splitlines()
         cells = [[cell.strip() for cell in line.split(",")] for line in lines]
         rows = [row for row in cells if set(row) == symbols and (self.compat or len(row) == self.side)][: self.side]
@@ -118,7 +118,7 @@ class Sudoku(Drawn):
         return chat(self._message(asked), self._message(shown), answer), {"puzzle": asked, "solution": solution}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Grade an answer. `score`: the lines of four digits are the solution. `score_strict`: it has nothing else."""
+        """Grade an answer. `score`: its lines of four digits are the solution. `score_strict`: so is the whole text."""
         solution, puzzle = str(sample.facts["solution"]), str(sample.facts["puzzle"])
         lines = [line.replace(" ", "").replace(",", "") for line in answer.text.splitlines()]
         rows = [line for line in lines if len(line) == SIDE and line.isascii() and line.isdigit()]

@@ -37,7 +37,7 @@ class WaitingLine(Drawn):
     """
 
     task: ClassVar[str]
-    adds: ClassVar[bool] = False  # a new person comes in
+    adds: ClassVar[bool] = False  # the operation adds a new person
 
     items: tuple[int, ...] = (3, 4, 5, 6)
     template: str | None = None
@@ -121,7 +121,7 @@ class WaitingLine(Drawn):
 
 
 class Copy(WaitingLine):
-    """The list unchanged."""
+    """The operation that leaves the list unchanged."""
 
     name = "copy"
     task = "Nobody has moved. Write the queue down once more, exactly as it is."
@@ -132,7 +132,7 @@ class Copy(WaitingLine):
 
 
 class Reverse(WaitingLine):
-    """The list from last to first."""
+    """The operation that reverses the list."""
 
     name = "reverse"
     task = "It was written down the wrong way round. Turn it around, so that the last person becomes the first."
@@ -144,7 +144,7 @@ class Reverse(WaitingLine):
 
 @dataclass
 class Sort(WaitingLine):
-    """The list sorted by last name.
+    """The operation that sorts the list by last name.
 
     Args:
         compat: grade by the whole name, first name first, as the published labels do, which contradicts the prompt.
@@ -161,7 +161,7 @@ class Sort(WaitingLine):
 
 
 class Shuffle(WaitingLine):
-    """The list in any other order."""
+    """The operation that puts the list in any other order."""
 
     name, many = "shuffle", True
     task = "To be fair to everyone, put the people in a random order. It must not be the order they have now."
@@ -179,7 +179,7 @@ class Shuffle(WaitingLine):
 
 
 class ReplaceIndex(WaitingLine):
-    """The list with a new person in place of the one at a given position."""
+    """The operation that replaces the person at a given position by a new one."""
 
     name, adds = "replace_index", True
     task = "{word} takes the place of the person at position {index}. Positions count from 0."
@@ -190,7 +190,7 @@ class ReplaceIndex(WaitingLine):
 
 
 class ReplaceRandom(ReplaceIndex):
-    """The list with a new person in place of any one."""
+    """The operation that replaces any one person by a new one."""
 
     name, many = "replace_random", True
     task = "{word} takes the place of one person. Pick that person at random."
@@ -206,7 +206,7 @@ class ReplaceRandom(ReplaceIndex):
 
 
 class InsertIndex(WaitingLine):
-    """The list with a new person inserted at a given position."""
+    """The operation that inserts a new person at a given position."""
 
     name, adds = "insert_index", True
     task = (
@@ -224,7 +224,7 @@ class InsertIndex(WaitingLine):
 
 
 class InsertRandom(InsertIndex):
-    """The list with a new person inserted anywhere."""
+    """The operation that inserts a new person anywhere."""
 
     name, many = "insert_random", True
     task = "{word} joins the queue. Pick the position at random."
@@ -238,7 +238,7 @@ class InsertRandom(InsertIndex):
 
 
 class RemoveIndex(WaitingLine):
-    """The list without the person at a given position."""
+    """The operation that removes the person at a given position."""
 
     name = "remove_index"
     task = "The person at position {index} leaves. Positions count from 0."
@@ -249,7 +249,7 @@ class RemoveIndex(WaitingLine):
 
 
 class RemoveRandom(RemoveIndex):
-    """The list without any one person."""
+    """The operation that removes any one person."""
 
     name, many = "remove_random", True
     task = "One person leaves. Pick that person at random."

@@ -125,7 +125,9 @@ def test_headline() -> None:
     assert first.endswith("not enough to say that it is as good: the scores may differ by -34.6 to +34.6 points.")
     assert second.startswith("Decoding in parallel costs more where tokens have to agree with one another: from")
     assert "from 100.0 % [51.0, 100.0] to 0.0 % [0.0, 49.0] on tasks of high dependency (n = 4 each), and" in second
-    assert "would need 1.0 forwards for each (4.0 tokens per forward)" in third and "reaches 50 % of it" in third
+    assert (
+        "would need 1.0 forwards for each (4.0 tokens per forward)" in third and "reaches 50 % of this speed" in third
+    )
 
 
 def scored(right: int, count: int, nfe: int) -> list[Record]:
