@@ -29,7 +29,8 @@ _MBPP_SECONDS = 10.0  # of OpenCompass
 class Grade:
     """The grades of one answer.
 
-    metrics: by the harness's names; extracted: the graded text of each filter; script: the program of a second script
+    metrics: values by the harness's names; extracted: the graded text of each filter
+    script: the program that a second script grades, or None
     """
 
     metrics: Mapping[str, float]

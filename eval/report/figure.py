@@ -360,7 +360,7 @@ def _schedulers(found: Comparison, looks: Mapping[str, Mapping[str, Any]], parts
 
 
 def _others(found: Comparison, looks: Mapping[str, Mapping[str, Any]], parts: Sequence[Panel]) -> list[Entry]:
-    """Return the legend's other entries: caches if there are several, the front, the oracle."""
+    """Return the legend's other entries: caches if there are several, the front, published figures, the oracle."""
     made: list[Entry] = []
     by_cache: dict[str, Method] = {}
     for method in found.methods:

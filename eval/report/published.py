@@ -145,7 +145,7 @@ def cell_of(run: Run) -> Cell | None:
 
 
 def related(run: Run, cell: Cell) -> list[Figure]:
-    """Return published accuracies of a run's model, task, examples and lengths, of any method."""
+    """Return published figures with an accuracy for a run's model, task, examples and lengths, by any method."""
     config = run.about["config"]
     length = int(config["task"].get("canvas") or cell.length)
     lengths = {"gen_length": str(length), "block_length": _block(run, length)}

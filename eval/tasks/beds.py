@@ -65,7 +65,7 @@ class Ideal(Drawn):
         return "high" if self.law.c_bits > 1e-9 else "low"
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Return the same prompt for every sample. Only the seeds of the draws differ."""
+        """Return the same prompt for every sample. Answers differ by the seeds of the draws."""
         return [0], {}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
@@ -121,7 +121,7 @@ class Markov(Drawn):
         return self.length
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
-        """Draw a state of the stationary law."""
+        """Draw the prompt, which is a state of the stationary law, and its facts."""
         # Rounded: the last digits of a sum differ from machine to machine.
         shares = [round(share, 9) for share in self.law.stationary.tolist()]
         start = rng.choices(range(self.states), shares)[0]

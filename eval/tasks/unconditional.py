@@ -89,7 +89,7 @@ class Unconditional(Task):
         return "high"
 
     def samples(self) -> Sequence[Sample]:
-        """Return equal samples. They differ by the seed of their draws."""
+        """Return samples with the same prompt. Their answers differ by the seeds of the draws."""
         return [Sample(index, self.begin or "") for index in range(self.count)]
 
     def prompt(self, sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> str | Sequence[int]:

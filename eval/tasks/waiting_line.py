@@ -69,7 +69,7 @@ class WaitingLine(Drawn):
         return chat(message, example, listing.written(right)), facts
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Return `score` (the list read leniently is right), `score_strict` (also written as asked), and mistakes."""
+        """Return `score` (1 if the list is right, read leniently), `score_strict` (its form, too), and the mistakes."""
         facts = sample.facts
         queue, word = list(facts["queue"]), str(facts["word"])
         found, exact = listing.loose(answer.text), listing.strict(answer.text)
