@@ -1,4 +1,4 @@
-"""AdaBlock: a block ends where a sentence does."""
+"""AdaBlock: blocks that end at a delimiter, for example at the end of a line."""
 
 from dataclasses import dataclass
 from typing import ClassVar

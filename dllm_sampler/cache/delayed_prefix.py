@@ -76,7 +76,7 @@ class DelayedPrefix(BaseCache):
         self.edge = self._due(canvas, self.since)
 
     def found(self, canvas: Canvas) -> Tensor:
-        """Return `[B, L+1]` the number of the forward, up to the next, that found each column finished, or -1."""
+        """Return `[B, L+1]` the number of the forward that found each column finished, the next one included, or -1."""
         fresh = (self.since < 0) & (canvas.columns() < canvas.start[:, None])
         return torch.where(fresh, canvas.step[:, None] + 1, self.since)
 

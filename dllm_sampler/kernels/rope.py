@@ -134,7 +134,7 @@ def qkv_rope(
     places: Tensor | None = None,
     fresh: bool = True,
 ) -> Heads:
-    """Return rotated queries `[T, H, Dh]`, and rotated keys and values `[T, Hkv, Dh]`, of a pack's fused projection.
+    """Return rotated queries `[T, H, Dh]`, rotated keys and plain values `[T, Hkv, Dh]` of a pack's fused projection.
 
     It rounds like `qkv_rope_reference`: after bias, norm, weight and rotation.
 

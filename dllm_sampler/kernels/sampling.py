@@ -29,7 +29,7 @@ class Sampling:
 
     @property
     def draws(self) -> bool:
-        """True if tokens are drawn and not the best ones."""
+        """True if tokens are drawn. Otherwise the best ones are chosen."""
         return self.temperature > 0
 
     def check(self, rows: Tensor, vocab: int) -> None:

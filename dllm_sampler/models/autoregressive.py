@@ -47,7 +47,7 @@ class Verifier:
 
     @property
     def guides(self) -> tuple[Guide, ...]:
-        """A guide that excludes tokens that the verifier does not know. None is needed if it knows all of them."""
+        """Guides that exclude tokens unknown to the verifier. Empty if it knows all of the model's tokens."""
         return (KnownTokens(self.vocab_size),) if self.vocab_size < self.spec.vocab_size else ()
 
     @property
@@ -171,7 +171,7 @@ class Reading(Cache):
         return self.slots[layer_idx]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0, which transformers does not use since it gets positions and mask."""
+        """Return 0. transformers does not use this number, since it gets positions and mask."""
         return 0
 
 

@@ -9,13 +9,14 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from dllm_sampler.core.protocols import LayerParts
 from dllm_sampler.kernels.compiling import compiled
 from dllm_sampler.models.transformer import Layer, Rope
 
 
 @dataclass(frozen=True)
-class Parts:
-    """One layer, as `LayerParts`.
+class Parts(LayerParts):
+    """One layer, taken apart.
 
     Args:
         layer: the module.
@@ -29,34 +30,34 @@ class Parts:
         """Return the result of `part`, a method of `Layer`, for this layer."""
         return part(self.layer, *arguments)
 
+    @override
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """See `LayerParts.qkv`."""
         return self.call(Layer.qkv, hidden, rope)
 
+    @override
     def values(self, hidden: Tensor) -> Tensor:
-        """See `LayerParts.values`."""
         return self.call(Layer.values, hidden)
 
+    @override
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See `LayerParts.attend`."""
         return self.call(Layer.attend, q, k, v, mask)
 
+    @override
     def output(self, heads: Tensor) -> Tensor:
-        """See `LayerParts.output`."""
         return self.call(Layer.output, heads)
 
+    @override
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See `LayerParts.weights`."""
         return self.call(Layer.weights, q, k, mask)
 
+    @override
     def mlp(self, hidden: Tensor) -> Tensor:
-        """See `LayerParts.mlp`."""
         return self.call(Layer.mlp, hidden, self.together)
 
 
 @dataclass(frozen=True)
 class CompiledParts(Parts):
-    """One layer, as `LayerParts`, with each part compiled. Code of a cache between the parts is not compiled."""
+    """One layer, taken apart, with each part compiled. Code of a cache between the parts is not compiled."""
 
     @override
     def call(self, part: Callable[..., Any], *arguments: Any) -> Any:

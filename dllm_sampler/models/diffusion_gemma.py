@@ -232,7 +232,7 @@ def load(
     try:
         from transformers import DiffusionGemmaForBlockDiffusion
     except ImportError:
-        raise UserError("package-missing", f"{folder} is a DiffusionGemma. Install transformers 5.23.") from None
+        raise UserError("package-missing", f"{folder} is a DiffusionGemma. Install transformers>=5.23.") from None
     _check_numbers(folder / "config.json")
     model = huggingface.pretrained(
         DiffusionGemmaForBlockDiffusion,

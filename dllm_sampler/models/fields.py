@@ -58,7 +58,7 @@ def end_tokens(places: Mapping[str, object]) -> dict[int, str]:
         places: `eos_token_id` of each file: a token id, a list of token ids, or None.
 
     Raises:
-        UserError: one is not a token id.
+        UserError: a value is not a token id.
     """
     found: dict[int, str] = {}
     for place, value in places.items():
@@ -257,7 +257,7 @@ def shown(value: Any) -> str:
 def check_numbers(raw: Any, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
     """Refuse sizes in a parsed `config.json`, at any depth, that are too large for the checkpoint's tensors.
 
-    For networks that transformers builds, which takes hours or fills the memory before transformers compares shapes.
+    transformers would build such a network for hours, or fill the memory, before it compares any shape.
 
     Args:
         raw: the parsed file.

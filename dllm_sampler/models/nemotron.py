@@ -28,7 +28,7 @@ def _positions(fields: Fields) -> tuple[float, Yarn | None]:
     if len(said) > 1:
         raise unsupported_error(fields.source, f"{said[1]} next to {said[0]}")
     if not isinstance(inside, dict):
-        raise unsupported_error(fields.source, f"{where}={shown(inside)}, not an object,")
+        raise config_error(fields.source, f"{where} must be an object, not {shown(inside)}")
     kind = inside.get("rope_type", inside.get("type"))
     if kind != "yarn":
         return fields.rope(10_000.0)[0], None
@@ -36,11 +36,11 @@ def _positions(fields: Fields) -> tuple[float, Yarn | None]:
         if key not in ROPE and not neutral(key, value):
             raise unsupported_error(fields.source, f"{where} with {key} = {shown(value)}")
     if inside.get(EVEN[0]) != inside.get(EVEN[1]) or not inside.get(EVEN[0]):
-        raise unsupported_error(fields.source, f"{where} with mscale other than mscale_all_dim")
+        raise unsupported_error(fields.source, f"{where} without equal mscale and mscale_all_dim")
     numbers = Fields({key: value for key, value in inside.items() if value is not None}, f"{fields.source}: {where}")
     theta = numbers.number("rope_theta", fields.number("rope_theta", 10_000.0), most=1e15)
     if fields.get("rope_theta") not in (None, theta):
-        raise config_error(fields.source, f"rope_theta and {where}.rope_theta differ")
+        raise config_error(fields.source, f"rope_theta and {where}.rope_theta contradict each other")
     queries = inside.get("llama_4_scaling_beta")
     yarn = Yarn(
         factor=numbers.number("factor", 1.0, most=1e6),

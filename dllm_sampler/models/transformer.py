@@ -175,7 +175,7 @@ class Layer(nn.Module):
         return pick_rows(hidden + self.mlp(hidden, together), late)
 
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries `[N, H, M, Dh]`, and rotated keys and values `[N, Hkv, M, Dh]`, of the stream."""
+        """Return rotated queries `[N, H, M, Dh]`, rotated keys and plain values `[N, Hkv, M, Dh]` of the stream."""
         normed = self.attn_norm(hidden)  # [N, M, D]
         return self.q(normed, rope), self.k(normed, rope), self.v(normed)
 
@@ -288,7 +288,7 @@ class Transformer(nn.Module):
         return self.head(hidden) if drive is None else hidden
 
     def together(self, positions: Tensor, keys: Tensor | None) -> Tensor | None:
-        """Return `[N M]` the block of each token, whose tokens choose experts together. None if tokens choose alone.
+        """Return `[N M]` numbers of blocks whose tokens choose experts together, or None if each token chooses alone.
 
         Args:
             positions: `[N, M]`. Where they decrease, a second copy of the row begins, with other blocks.

@@ -224,7 +224,7 @@ def _names(file: Path) -> list[str]:
 
 
 def _corrupt(file: Path, error: Exception) -> UserError:
-    return UserError("checkpoint-damaged", f"{file} is truncated or corrupt ({error}). Copy or download it again.")
+    return UserError("checkpoint-damaged", f"Cannot read {file} ({error}). Copy or download it again.")
 
 
 def complain(folder: Path, what: str, tensors: list[str]) -> None:

@@ -148,7 +148,7 @@ class Lattice:
         return [(begin, min(begin + size, length)) for begin in range(0, length, size)]
 
     def ahead(self, values: Tensor, several: bool) -> Tensor:
-        """Return `[N, L+1, S]` the best, or the sum, of what may follow each state at each position and at the end."""
+        """Return `[N, L+1, S]` the best value, or the sum, of strings that may follow each state at each position."""
         goal = self.window.left(self.edges, self.form, several)
         (source, target, _, _), found = self.lists, [goal]
         reduce, least = total if several else best, floor(found[0], found[0].shape[1], several)
@@ -158,7 +158,7 @@ class Lattice:
         return torch.stack(found[::-1], 1)
 
     def around(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `[N, L, S]` the sum of what may lead to each state before each position, and of what may follow it.
+        """Return sums `[N, L, S]` of strings that lead to each state before each position, and of those that follow it.
 
         Both passes run side by side. Sizes are small, so this takes hardly longer than one pass.
         """

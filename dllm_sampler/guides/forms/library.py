@@ -1,4 +1,4 @@
-"""Runs outlines-core, which compiles regular expressions and JSON schemas, within limits of time and memory."""
+"""Calls of outlines-core, which compiles regular expressions and JSON schemas, with limits of time and memory."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Form(Guide):
     def bind(self, context: Context) -> Self:
         spec, name = context.spec, f"guide={named(self)}"
         if context.tokenizer is None:
-            raise UserError("tokenizer-missing", f"{name} needs a tokenizer, and this model has none. Add one.")
+            raise UserError("tokenizer-missing", f"{name} needs a tokenizer, and this model has none. Pass one.")
         revises = context.scheduler is not None and context.scheduler.traits.revises
         redraws = spec.mask_id is None and revises
         if self.bound_to is not None and self.bound_to[0] is context.tokenizer and self.bound_to[1] == spec:

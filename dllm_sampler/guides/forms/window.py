@@ -78,7 +78,7 @@ class Window:
         return state[:, 0]
 
     def left(self, edges: Edges, form: Tensor, several: bool) -> Tensor:
-        """Return `[N, S]` the best, or the sum, of what may follow each state after the window."""
+        """Return `[N, S]` the best value, or the sum, of the strings that may follow each state after the window."""
         if self.whole:
             return _ends(edges).index_select(0, form)
         table = _tails(edges, several, self.length)  # [P, L', S]
@@ -91,9 +91,10 @@ def _ends(edges: Edges) -> Tensor:
 
 
 def _tails(edges: Edges, several: bool, length: int) -> Tensor:
-    """Return `[P, L', S]` the best, or the sum, of what may follow each state in 0, 1, ..., `length` or more positions.
+    """Return `[P, L', S]` the best value, or the sum, of strings of 0, 1, ... positions that may follow each state.
 
-    Made once for lengths up to a power of two, and never freed before the edges: a recorded step reads it in place.
+    L' is above `length`. The table is made once for lengths up to a power of two, and never freed before the edges,
+    since a recorded step reads it in place.
     """
     most = 1 << (length - 1).bit_length()
     if (several, most) not in edges.tails:
@@ -104,7 +105,7 @@ def _tails(edges: Edges, several: bool, length: int) -> Tensor:
 
 
 def _followed(edges: Edges, weight: Tensor, several: bool, most: int) -> Tensor:
-    """Return `[P, most + 1, S]` the best, or the sum, of what may follow a state. Classes have a `weight [P, C+2]`."""
+    """Return `[P, most + 1, S]` the best value, or the sum, of strings that follow, by `weight [P, C+2]` of classes."""
     reduce, each, found = total if several else best, weight.gather(1, edges.kind), [_ends(edges)]
     along = reduce(each, edges.edge, floor(each, edges.source.shape[1], several))
     least = floor(found[0], found[0].shape[1], several)

@@ -65,7 +65,7 @@ class Grammar(Guide):
         check_count("guide.grammar.tries", self.tries)
         if not isinstance(self.grammar, str):
             raise UserError(
-                "option-type", f"guide.grammar.grammar={self.grammar!r} is not a text. Name a file or a grammar."
+                "option-type", f"guide.grammar.grammar={self.grammar!r} is not a text. Set it to a file, or to json."
             )
 
     @property
@@ -77,7 +77,7 @@ class Grammar(Guide):
     def bind(self, context: Context) -> Guide:
         spec = context.spec
         if context.tokenizer is None:
-            raise UserError("tokenizer-missing", "guide=grammar needs a tokenizer, and this model has none. Add one.")
+            raise UserError("tokenizer-missing", "guide=grammar needs a tokenizer, and this model has none. Pass one.")
         if not self.grammar:
             raise UserError("option-missing", "guide=grammar has no grammar. Set guide.grammar.grammar=FILE or json.")
         language = Language.load(self.grammar)

@@ -179,7 +179,7 @@ class Lattice:
         return self.terminals.possible if number < 0 else self.grammar.follow.get(number, 0)
 
     def _followed(self, state: int) -> Moves:
-        """Go along all tokens at once, byte by byte. A smaller number is a better token."""
+        """Return the moves of tokens from a state, followed byte by byte. Tokens with smaller numbers are better."""
         begins, sizes = self.vocabulary.begins, self.sizes
         whole: dict[int, int] = {}
         parts: dict[int, int] = {}

@@ -100,7 +100,7 @@ def members(mask: int) -> Iterator[int]:
 
 
 def components(edges: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the strongly connected components of a graph, those that are reached from others first (Tarjan)."""
+    """Return the strongly connected components of a graph (Tarjan). Each comes before those that lead to it."""
     index, low, found = [-1] * len(edges), [0] * len(edges), []
     on, stack, count = [False] * len(edges), [], 0
     for root in range(len(edges)):
