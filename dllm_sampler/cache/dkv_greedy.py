@@ -35,7 +35,7 @@ class GreedyCache(BaseCache):
     Args:
         refresh_every: forwards from one full forward to the next, counted in each block. A block opens with a full
             forward. 1 never reuses.
-        window: masks around each position that is committed.
+        window: number of masks around each position that is committed.
     """
 
     refresh_every: int = 2

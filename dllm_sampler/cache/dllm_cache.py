@@ -72,9 +72,9 @@ class IntervalCache(BaseCache):
         init=False, default=0, repr=False, compare=False
     )  # forwards so far, the same for all rows that run
     fresh: tuple[bool, bool] = field(init=False, default=(True, True), repr=False, compare=False)  # prompt, response
-    attended: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
-    fed: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D]
-    urgent: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool
+    attended: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D] of attention
+    fed: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D] of the feed-forward
+    urgent: Tensor = field(init=False, repr=False, compare=False)  # [B, L+1] bool: replaced or remasked last
     difference: Tensor | None = field(init=False, default=None, repr=False, compare=False)  # see `ReusesGuidance`
 
     def __post_init__(self) -> None:

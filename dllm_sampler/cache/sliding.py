@@ -38,8 +38,8 @@ class SlidingCache(BaseCache):
         every: commits from one refresh to the next. With 1 every forward computes everything. DSB has the number of
             masks in a window.
         anchor: column that `before` counts from. `window`: the block's first one. `last`: the block's first one in the
-            last forward, so that tokens are computed again once they are committed. Both stay inside the answer.
-            `both`: `before` columns before the block, and at least all that it has just left (DSB).
+            last forward, so that tokens are computed again once they are committed. `window` and `last` do not reach
+            before the answer. `both`: `before` columns before the block, and at least all that it has just left (DSB).
     """
 
     before: int = 24

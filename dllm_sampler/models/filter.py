@@ -91,7 +91,7 @@ def load(path: Path, spec: ModelSpec) -> Layers:
         size = weight.shape[0]
     if size != layers[0][0].shape[1]:
         shape = f"{layers[0][0].shape[1]} positions to {size}"
-        raise UserError("filter-invalid", f"scheduler.filter: {path} maps {shape}. Set it to one with equal lengths.")
+        raise UserError("filter-invalid", f"scheduler.filter: {path} maps {shape}. Name one that keeps the number.")
     return tuple((weight.to(spec.device), bias.to(spec.device)) for weight, bias in layers)
 
 

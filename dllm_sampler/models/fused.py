@@ -88,7 +88,7 @@ class Fused:
     plan: Plan
     pack: Pack
     together: Tensor | None = None
-    feed: Tensor | None = None  # `[1, T, D]` of the layer before: the next norm adds it to the stream on its way
+    feed: Tensor | None = None  # `[1, T, D]` feed-forward of the layer before, which the next norm adds to the stream
 
     @cached_property
     def places(self) -> Tensor:

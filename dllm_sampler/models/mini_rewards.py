@@ -29,7 +29,7 @@ def correct(prompts: list[str], completions: list[str], task: list[str], answer:
 
 
 def partly(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """Return the share of the right answer's characters that a text has at their place. A longer text counts itself."""
+    """Return the share of places with the same character in a text and the right answer, out of the longer one's."""
     pairs = zip(completions, answer, strict=True)
     return [sum(map(str.__eq__, text, right)) / max(len(text), len(right), 1) for text, right in pairs]
 

@@ -73,7 +73,7 @@ class Lattice:
     edges: Edges
     head_rows: HeadRows
     strings: Strings
-    form: Tensor  # [N]
+    form: Tensor  # [N] number of each string's form
     window: Window
     state: Tensor  # [N] at the window's first position
     unasked: Tensor  # [N, L] bool: a mask that the query does not contain

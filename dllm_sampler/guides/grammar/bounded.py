@@ -169,7 +169,7 @@ class _Levels:
         ]
 
     def _build(self, members: list[Level]) -> None:
-        """Build the automata of levels that lead to each other, after those of other levels to which they lead."""
+        """Build the automata of levels that lead to each other. Those of other levels they lead to exist already."""
         nfa = Nfa(self.check)
         states: dict[Level | int, int] = {level: nfa.state() for level in members}
         end = nfa.state()  # end of all texts, or their beginning if the group is at the left ends of bodies
