@@ -35,7 +35,7 @@ def test_an_infinite_gap_says_nothing() -> None:
 def test_hidden_columns_keep_what_is_stored_of_them(cache) -> None:
     """A row in a fast phase of SlowFast hides columns; when it sees them again, its neighbours are not felt."""
     scheduler = {"name": "slowfast", "threshold": 0.7, "glimpse": 0.1, "slow": 2}
-    for length in (5, 9, 11):
+    for length in (5, 11):
         sampler = toys.sampler("gqa", scheduler=scheduler, cache=cache, blocks={"name": "fixed", "length": length})
         prompts = [[5, 2, 2, 16, 11], [7], [5, 19]]
         batch = sampler.generate(prompts, max_new_tokens=12)

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 from math import log
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,17 +22,10 @@ import pytest
 import torch
 import yaml
 
-pytest.importorskip("lm_eval")
-
-import lm_eval
-from lm_eval.config.evaluate_config import EvaluatorConfig
-from lm_eval.tasks import TaskManager
-
 from dllm_sampler import config
 from dllm_sampler.eval.command import main as evaluate
 from dllm_sampler.eval.lm_eval.__main__ import main
 from dllm_sampler.eval.lm_eval.likelihood import check, log_likelihood, masks
-from dllm_sampler.eval.lm_eval.model import SamplerLM
 from dllm_sampler.eval.lm_eval.settings import parse
 from dllm_sampler.eval.report.data import load
 from dllm_sampler.eval.testbeds.chain import MarkovChain
@@ -40,6 +35,7 @@ from tests import toys
 from tests.refusals import refused
 from tests.sampling import each, few
 
+pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed")
 DATA = Path(__file__).parent / "data/lm_eval"
 
 TASKS = {
@@ -64,11 +60,19 @@ metric_list: [{metric: byte_perplexity, aggregation: weighted_perplexity, higher
 }
 
 
+def lm(arguments: str, *options: Any) -> Any:
+    """Return the model of lm-evaluation-harness. The harness takes a second to import."""
+    from dllm_sampler.eval.lm_eval.model import SamplerLM
+
+    return SamplerLM.create_from_arg_string(arguments, *options)
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Run the command line on a local task and read what it wrote."""
     # The harness first reads each of its 14000 task files, which takes longer than all else.
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(TaskManager, include_defaults=False))
+    tasks = import_module("lm_eval.tasks")
+    monkeypatch.setattr(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False))
     for name, value in {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     for name, text in TASKS.items():
@@ -117,7 +121,7 @@ def test_generation_choice_and_perplexity(
 def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def execute() -> None:
         assert sys.argv[1:3] == ["--model", "dllm_sampler"]
-        SamplerLM.create_from_arg_string("pretrained=mini,treshold=0.9")
+        lm("pretrained=mini,treshold=0.9")
 
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", execute)
     assert main(["--model", "dllm_sampler"]) == 2
@@ -142,7 +146,7 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
 )
 def test_mistakes_are_one_sentence(arguments: str, said: str) -> None:
     with refused(said):
-        SamplerLM.create_from_arg_string(arguments)
+        lm(arguments)
 
 
 def test_settings_find_their_plugin() -> None:
@@ -161,7 +165,7 @@ def request(*args: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return SamplerLM.create_from_arg_string("pretrained=mini,mc_num=16,temperature=1", {"batch_size": 3})
+    return lm("pretrained=mini,mc_num=16,temperature=1", {"batch_size": 3})
 
 
 @pytest.mark.slow
@@ -170,7 +174,7 @@ def test_answers_do_not_depend_on_batches(model: Any) -> None:
     requests = [
         request(prompt, {"until": [", "] if i == 1 else [], "max_gen_toks": 32}) for i, prompt in enumerate(prompts)
     ]
-    alone = SamplerLM.create_from_arg_string("pretrained=mini,temperature=1", {"batch_size": 1})
+    alone = lm("pretrained=mini,temperature=1", {"batch_size": 1})
     found = model.generate_until(requests, disable_tqdm=True)
     assert found == alone.generate_until(requests, disable_tqdm=True)
     assert found[1] in ("Eve", "Ada"), "cut at the stop string"
@@ -198,7 +202,8 @@ def test_greedy_and_likelihood(model: Any) -> None:
 
 def test_exact_likelihoods_are_those_of_the_sampler() -> None:
     exact = {"likelihood": "exact", "stop": "none", "temperature": 1.0, "scheduler": "leftright", "blocks": "full"}
-    model = SamplerLM(pretrained="mini", device="cpu", check_greedy=False, **exact)
+    harness = import_module("dllm_sampler.eval.lm_eval.model")
+    model = harness.SamplerLM(pretrained="mini", device="cpu", check_greedy=False, **exact)
     pairs = [("reverse: Ada, Ben, Cal", text) for text in ("Cal, Ben, Ada", "Ada, Ben, Cal", "")]
     (right, _), (wrong, _), (nothing, _) = model.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
     expected = model.sampler.score(pairs[0][0], [pairs[0][1], pairs[1][1]]).log_p.tolist()
@@ -297,12 +302,12 @@ def test_settings_of_papers_are_read(name: str) -> None:
     assert found.pretrained in config.names("model")
     for group, plugin in found.plugins.items():
         config.build(group, plugin)
-    EvaluatorConfig(**given)
+    import_module("lm_eval.config.evaluate_config").EvaluatorConfig(**given)
 
 
 def task_folders(name: str) -> set[Path]:
     """Where the harness keeps a task, or the tasks of a group."""
-    files = (Path(lm_eval.__file__).parent / "tasks").rglob(f"{name.replace('_', '?')}.yaml")
+    files = (Path(import_module("lm_eval").__path__[0]) / "tasks").rglob(f"{name.replace('_', '?')}.yaml")
     texts = {file: file.read_text() for file in files}
     (file,) = (file for file in texts if re.search(rf"^(task|group): {name}$", texts[file], re.MULTILINE))
     members = re.findall(r"^ +- (\w+)$", texts[file], re.MULTILINE) if f"group: {name}\n" in texts[file] else []

@@ -156,7 +156,7 @@ def cases(draw: st.DrawFn, given: bool = True) -> Case:
     return case
 
 
-@fuzz(6, 3, case=cases(), data=st.data())
+@fuzz(3, 3, case=cases(), data=st.data())
 def test_a_row_of_a_batch_and_an_answer_in_flight_equal_the_row_alone(case: Case, data: st.DataObject) -> None:
     """In float64: tokens, step map, forwards, positions computed, and log-probabilities."""
     with warnings.catch_warnings():
@@ -288,7 +288,7 @@ def assert_keeps_promises(result: Result, case: Case, sampler: Sampler) -> None:
             assert case.plugins.get("guide") or values[written].isfinite().all()
 
 
-@fuzz(3, case=cases(given=False), draft_length=st.integers(0, 8), scheduled=st.booleans())
+@fuzz(2, case=cases(given=False), draft_length=st.integers(0, 8), scheduled=st.booleans())
 def test_a_row_of_a_speculative_batch_equals_the_row_alone(case: Case, draft_length: int, scheduled: bool) -> None:
     case.plugins.pop("guide", None)
     with warnings.catch_warnings():

@@ -82,8 +82,8 @@ def test_the_best_string(pattern: str, redraws: bool) -> None:
 
 @few("redraws", [True, False])
 def test_the_law_of_a_draw_is_exact(redraws: bool) -> None:
-    """Frequencies of whole strings in 20,000 draws, and the posterior, against every string there is."""
-    pattern, witness, accepted, rows = "(ab|c){1,2}", (0, 1, 4, 4), [False, True, False, False], 20_000
+    """Frequencies of whole strings in 8,000 draws, and the posterior, against every string there is."""
+    pattern, witness, accepted, rows = "(ab|c){1,2}", (0, 1, 4, 4), [False, True, False, False], 8_000
     assert witness in strings(pattern, EVERY)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5)).double()
     law: dict[tuple[int, ...], float] = {}
@@ -146,7 +146,7 @@ def sampler(scheduler: Any, **plugins: Any) -> Sampler:
 
 @few("temperature", [None, 0.0, 1.0])
 @each("scheduler", SCHEDULERS)
-@few("guide", GUIDES, 2)
+@few("guide", GUIDES)
 def test_every_answer_has_its_form(guide: dict[str, Any], scheduler: dict[str, Any], temperature: float | None) -> None:
     """Over two blocks of 16."""
     found = sampler(scheduler, guide=guide, temperature=temperature).generate(PROMPTS, max_new_tokens=32, seed=3)
@@ -168,9 +168,8 @@ def test_a_row_in_a_batch_and_in_flight_is_the_row_alone(
         made.generate(toys.PROMPTS[:2], max_new_tokens=15, max_steps=4)
     batch = made.generate(toys.PROMPTS, max_new_tokens=15, seed=toys.SEEDS)
     assert len(steps) == 4 and batch.valid is not None and batch.valid.all()
-    for row in (1, 3):
-        check_row(batch, row, made.generate([toys.PROMPTS[row]], max_new_tokens=15, seed=toys.SEEDS[row]))
-    answers = list(made.generate_many(toys.PROMPTS, batch_size=2, max_new_tokens=15, seed=toys.SEEDS))
+    check_row(batch, 3, made.generate([toys.PROMPTS[3]], max_new_tokens=15, seed=toys.SEEDS[3]))
+    answers = list(made.generate_many(toys.PROMPTS[:3], batch_size=2, max_new_tokens=15, seed=toys.SEEDS[:3]))
     assert [answer.tokens.tolist() for answer in answers] == [
         batch.tokens[row, : len(answer.tokens)].tolist() for row, answer in enumerate(answers)
     ]

@@ -324,7 +324,7 @@ def test_the_best_tokens_are_not_judged_where_written_ones_are_compared(options:
 
 @each("heat", [0.5, 1.0, 3.0])
 def test_positions_are_drawn_in_proportion_to_a_power_of_confidence(heat: float) -> None:
-    toy, count = beds()[WAVES], 4000
+    toy, count = beds()[WAVES], 2000
     rule = {"name": "threshold", "threshold": 2.0, "position_temperature": heat}
     made = toy.sampler(scheduler=rule, judge="best").generate([[4]], max_new_tokens=4, samples=count)
     weight = toy.table[-1].exp().amax(1) ** (1 / heat)  # of the state that is all masks

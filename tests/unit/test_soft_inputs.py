@@ -266,7 +266,7 @@ def test_a_table_of_integers_is_embedded_by_itself(rule: Any) -> None:
     assert same(*made) and table.calls > int(made[0].nfe.max())
 
 
-@few("kind", ["cfg", "causal", "llada", "dream"], 2)
+@few("kind", ["cfg", "causal", "llada", "dream"])
 def test_what_a_mixture_does(kind: str) -> None:
     """Answers differ from those of the same rules on tokens and masks alone."""
 
