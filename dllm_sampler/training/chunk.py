@@ -33,7 +33,8 @@ class Chunk:
     keys: Tensor  # bool [N, M] or [N, M, M]
     answers: Tensor  # [N, R] index among the M of each row that predicts a token
     mask_id: int
-    shared: tuple[Tensor, Tensor] | None = None  # [n] row of N, [n, Q] index of R
+    row_of: Tensor | None = None  # [n] row of N of each item. None if each has its own
+    answer_of: Tensor | None = None  # [n, Q] index of R of each token, beside `row_of`
 
     @staticmethod
     def of(
@@ -49,7 +50,6 @@ class Chunk:
     ) -> Chunk:
         """Return the forward that predicts the tokens `asked [n, L] bool` of `ids [n, L]` from `noisy [n, L]`.
 
-        positions, keys: `[n, L]` of the noisy rows
         block: `[n, L]` block of each column. The model then sees the blocks before a noisy one in a clean copy
         clean: tokens of that copy and its columns that exist, if not `ids` and `keys`
         """
@@ -83,15 +83,12 @@ class Chunk:
         place = (asked.cumsum(1) - 1)[row].gather(1, self.answers).masked_fill(~self.there, 0)
         answers = select.columns(asked, int(asked.sum(1).max())).clamp(max=width - 1)  # [N, R]
         seen = {name: getattr(self, name)[first] for name in ("ids", "positions", "keys")}
-        return replace(self, **seen, answers=answers, shared=(row, place))
+        return replace(self, **seen, answers=answers, row_of=row, answer_of=place)
 
     def to(self, device: torch.device) -> Chunk:
         """Return the forward with its tensors on a device."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in tensors.items()}
-        if self.shared is not None:
-            moved["shared"] = tuple(each.to(device) for each in self.shared)
-        return replace(self, **moved)
+        tensors: Any = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
     def scatter(self, values: Tensor, target: Tensor) -> None:
         """Write `values [n, Q]` to the places of their tokens in `target`, `[rows, columns]` on the CPU."""
@@ -101,8 +98,8 @@ class Chunk:
     def logits(self, model: nn.Module | Denoiser) -> Tensor:
         """Return `[n, Q, V]` of the predicted tokens, in float32 at least, with gradients."""
         logits = scorable(model)(self.ids, positions=self.positions, keys=self.keys, rows=self.answers)
-        if self.shared is not None:
-            logits = logits[self.shared[0][:, None], self.shared[1]]
+        if self.row_of is not None:
+            logits = logits[self.row_of[:, None], self.answer_of]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def losses(self, model: nn.Module | Denoiser) -> Tensor:

@@ -1,31 +1,38 @@
-"""`dllm-train`: a trainer and its arguments from a file of `conf/train`."""
+"""`dllm-train`: a trainer, its model, its data and its arguments, from a file of `conf/train` and what was typed."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from safetensors import SafetensorError
 
 from dllm_sampler import config
-from dllm_sampler.cli import compose, user_files
+from dllm_sampler.cli import compose, threads, user_files
 from dllm_sampler.cli.explain import LIMITS, listing
 from dllm_sampler.cli.help import check_topics
-from dllm_sampler.cli.terminal import ending, say, show
+from dllm_sampler.cli.terminal import ending, say, show, written
 from dllm_sampler.cli.user_files import about
 from dllm_sampler.cli.words import quoted
-from dllm_sampler.core.checks import check_switch
 from dllm_sampler.errors import NotWrittenError, UserError, first_line, unknown
+from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
+from dllm_sampler.host.reading import load_json
 from dllm_sampler.host.version import __version__
 from dllm_sampler.options import AUTO, check_threads
+
+if TYPE_CHECKING:  # these take seconds to import
+    from dllm_sampler.sampler import Sampler
+    from dllm_sampler.training.data import Data, Example
 
 USAGE = """\
 Train a model.
@@ -51,6 +58,11 @@ _FIELD = re.compile(r"train\.(\w+)[\w.]*=")  # a plain override; + and ~ are lef
 # A path, a name: Hydra's grammar has its own ideas of commas and brackets.
 _LITERAL = re.compile(r"train\.(model|output_dir|data\.path|data\.test)=(?!null\Z|['\"{])")
 
+RUN = "run.json"  # in the folder of a run: its deciding settings
+DECIDING = ("model", "tasks", "held_out", "prompts", "seed", "new_tokens", "block_length")
+DECIDING += ("teacher", "keep", "tail", "target", "answers")
+OWN = ("model", "data", "tasks", "held_out", "lora", "rewards", "prompts", "resume")  # fields of `Command`
+
 
 @dataclass(frozen=True)
 class Options:
@@ -62,32 +74,45 @@ class Options:
 TRAIN = compose.App("dllm-train", "train", ("train",), Options)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Command:
-    """A command line that was read."""
+    """A command line that was read: the settings of a task of `dllm-train`.
 
-    name: str  # of the task
-    target: Any  # class of its trainer
-    settings: dict[str, Any]  # of its YAML, with what was typed
-    threads: int | str
+    model: name, folder or hub id, or a dict with further settings of a model (`path`, `mask_id` ...)
+    data: your own examples (docs/training.md); where its path is null, mini's tasks
+    tasks: share of each of mini's tasks among the prompts
+    held_out: examples that no training uses, to measure on. None chooses a tenth of `data`, and of mini's tasks a
+        number of the task's
+    lora: fields of peft's `LoraConfig`, of adapters on the linear layers. With None all weights learn
+    rewards: weight of each: a name, or `package.module:function` in TRL's form
+    prompts: examples that are answered before training; null: all
+    resume: from the last checkpoint in the folder, if there is one
+    settings: any field of the trainer's arguments
+    """
+
+    name: str
+    trainer: Any  # its class
+    model: Any = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    tasks: Mapping[str, float] = field(default_factory=dict)
+    held_out: int | None = None
+    lora: Mapping[str, Any] | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    prompts: int | None = None
+    resume: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    threads: int | str = AUTO
 
     def run(self) -> None:
         """Train, and print the file or folder of the result."""
-        from accelerate import PartialState  # these take seconds to import
+        from accelerate import PartialState
 
-        from dllm_sampler.training.command import Front
-
-        settings = dict(self.settings)
-        resume = settings.pop("resume", False)
-        check_switch("train.resume", resume)
-        if not sys.stderr.isatty():  # a bar is for a terminal; in a file it would be a line a step
-            settings.setdefault("disable_tqdm", True)
-        front = Front.of(self.name, settings, self.threads)
         try:
+            _ = self.peft_config  # a mistake in it shows here
             with redirect_stdout(sys.stderr):  # where transformers prints its log
-                path = self.target.command(front, resume)
+                path = self.trainer.command(self)
         except SafetensorError as error:
-            said = f"{settings['output_dir']} cannot be written ({first_line(error)})."
+            said = f"{self.settings['output_dir']} cannot be written ({first_line(error)})."
             raise NotWrittenError(f"{said} Check the path, the disk and the permissions.") from None
         except UserError:
             raise
@@ -104,6 +129,103 @@ class Command:
             raise
         if PartialState().is_main_process:
             show(str(path))
+
+    @cached_property
+    def source(self) -> Data:
+        """The settings of the data, checked."""
+        from dllm_sampler.training.data import Data
+
+        return Data(**config.check("train.data", Data, self.data))
+
+    @cached_property
+    def peft_config(self) -> Any:
+        """The `LoraConfig` of the adapters, checked. None if there are none."""
+        if self.lora is None:
+            return None
+        from peft import LoraConfig
+
+        return LoraConfig(**config.check("train.lora", LoraConfig, self.lora))
+
+    @property
+    def reward_options(self) -> dict[str, Any]:
+        """The rewards as arguments of a trainer. Empty if there are none."""
+        return {"reward_funcs": [*self.rewards], "reward_weights": [*self.rewards.values()]} if self.rewards else {}
+
+    def arguments(self, kind: type[Any], **changes: Any) -> Any:
+        """Return the arguments of a trainer, each field checked."""
+        return kind(**config.check(f"train={self.name}", kind, {**self.settings, **changes}))
+
+    def sampler(self, args: Any, dtype: str | None = None, **options: Any) -> Sampler:
+        """Return a sampler of the model, and set the threads of torch for it."""
+        from dllm_sampler.sampler import Sampler
+        from dllm_sampler.training.model import Trainable
+
+        trained = Trainable.load(self.model, dtype)
+        self.choose_threads([trained], args.device)
+        return Sampler(trained.to(args.device).denoiser, tokenizer=trained.tokenizer, **options)
+
+    def choose_threads(self, networks: Iterable[Any], device: object) -> None:
+        """Set the threads of torch for some networks."""
+        threads.choose(self.threads, threads.parameters(networks), str(device))
+
+    def examples(
+        self, args: Any, answers: bool, most: int, count: int | None = None
+    ) -> tuple[list[Example], list[Example]]:
+        """Return examples to learn from and to measure on, of the data or of mini's tasks.
+
+        answers, most: see `Data.load`
+        count: examples of mini's tasks. None chooses as many as the steps take
+        """
+        if self.source.path is not None:
+            train, held = self.source.load(args.seed, self.held_out, answers, most)
+            return train[: self.prompts], held
+        from dllm_sampler.training.data import drawn
+
+        size = args.train_batch_size * args.world_size * args.gradient_accumulation_steps
+        number = count or self.prompts or max(args.max_steps, 1) * size
+        return drawn(self.tasks, args.seed, number), drawn(self.tasks, args.seed, self.held_out or most, held=True)
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """The settings that the data of a run, and the answers that it collects, depend on."""
+        known = {**self.settings, **vars(self)}
+        data = {f"data.{name}": value for name, value in vars(self.source).items()}
+        return {name: known[name] for name in known if name in DECIDING} | data
+
+    def begin(self, folder: Path, finished: bool, begun: object) -> None:
+        """Refuse to go on from a finished run, or from one that has `begun` without `resume` or by other settings."""
+        from accelerate import PartialState
+
+        if not PartialState().is_main_process:  # it may write there before the others look
+            return
+        output = self.settings["output_dir"]
+        if finished:
+            raise UserError("run-finished", f"{output} has a finished run. Choose another train.output_dir.")
+        if begun and not self.resume:
+            said = f"{output} has an unfinished run. Set train.resume=true or another train.output_dir."
+            raise UserError("run-unfinished", said)
+        before = load_json((folder / RUN).read_text()) if begun and (folder / RUN).exists() else {}
+        for name, then in before.items():
+            if then != (now := self.deciding.get(name)):
+                raise UserError(
+                    "run-differs",
+                    f"train.{name}={written(now)}, but the unfinished run in {output} has {written(then)}. Choose"
+                    " another train.output_dir or delete this folder.",
+                )
+
+    def record(self, folder: Path) -> None:
+        """Write the deciding settings into the folder of a run that has passed its checks."""
+        from accelerate import PartialState
+
+        if PartialState().is_main_process:
+            files.make_folder(folder)
+            files.write(folder / RUN, json.dumps(self.deciding, indent=1) + "\n")
+
+
+def last_checkpoint(folder: str) -> str | None:
+    """Return the last whole checkpoint in the folder of a run. Returns None if there is none."""
+    found = [file.parent for file in Path(folder).glob("checkpoint-*/trainer_state.json")]  # the file is written last
+    return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -135,11 +257,14 @@ def read(words: Sequence[str]) -> Command:
     tree = compose.composition(TRAIN, kept).tree
     check_threads("threads", tree["threads"])
     settings = dict(tree["train"])
-    target = str(settings.pop("_target_"))
+    trainer = config.plugin_class(f"train={name}", "train", str(settings.pop("_target_")))
     if not isinstance(folder := settings.get("output_dir"), str):
         raise UserError("option-type", f"train.output_dir is {folder!r}. Name a folder.")
     settings["output_dir"] = str(expanded("train.output_dir", folder))
-    return Command(name, config.plugin_class(f"train={name}", "train", target), settings, tree["threads"])
+    if not sys.stderr.isatty():  # a bar is for a terminal; in a file it would be a line a step
+        settings.setdefault("disable_tqdm", True)
+    own = config.check(f"train={name}", Command, {key: settings.pop(key) for key in OWN if key in settings})
+    return Command(name, trainer, **own, settings=settings, threads=tree["threads"])
 
 
 def _arguments() -> list[str]:
@@ -170,11 +295,10 @@ def _run(words: list[str]) -> int:
 
 def _help(name: str) -> None:
     settings = user_files.entry("train", name).settings  # a mistake in the name shows here
-    from dllm_sampler.training.command import Front
-
-    console, cls = Console(), config.plugin_class(f"train={name}", "train", str(settings.get("_target_")))
+    console = Console()
+    cls: Any = config.plugin_class(f"train={name}", "train", str(settings.get("_target_")))
     say(console, f"train={name}: {about('train', name)}")
-    listing(console, "train", type("Fields", (Front, cls.config), {}), settings)
+    listing(console, "train", type("Fields", (Command, cls.config), {}), settings)
     say(console, "The other fields are those of transformers' TrainingArguments, and any of them can be set.")
 
 

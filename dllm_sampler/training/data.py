@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -89,12 +90,6 @@ def drawn(tasks: Mapping[str, float], seed: object, count: int, *, held: bool = 
     names = rng.choices(list(tasks), list(tasks.values()), k=count)
     found = [(name, *draw_example(LESSONS[name], rng, held=held)) for name in names]
     return [Example(f"the task {name}", prompt, answer, name) for name, prompt, answer in found]
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase | None, named: str) -> None:
-    """Refuse a model that does not read mini's tasks."""
-    if tokenizer is None or tokenizer.get_vocab() != vocabulary():
-        raise UserError("tokenizer-differs", f"train.model={named} lacks mini's tokenizer. Set train.data=FILE.jsonl.")
 
 
 @dataclass(frozen=True)
@@ -235,8 +230,15 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec
 
+    @cached_property
+    def _reads_tasks(self) -> bool:
+        return self.tokenizer.get_vocab() == vocabulary()
+
     def prompt(self, example: Example, new_tokens: int | None) -> list[int]:
         """Return the tokens of a prompt that leaves room for `new_tokens`. With None it may be of any length."""
+        if example.task and not self._reads_tasks:
+            said = "train.tasks are mini's, and this model lacks mini's tokenizer. Set train.data=FILE.jsonl."
+            raise UserError("tokenizer-differs", said)
         spec = replace(self.spec, max_positions=sys.maxsize) if new_tokens is None else self.spec
         named = f"the prompt of {example.where}"
         return prompts.encode_one(example.prompt, self.tokenizer, spec, new_tokens or 1, named)

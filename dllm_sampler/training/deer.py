@@ -16,7 +16,7 @@ from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.generation.speculative import SpeculativeSampler
 from dllm_sampler.models import saving
-from dllm_sampler.training.command import Front, last_checkpoint
+from dllm_sampler.training.cli import Command, last_checkpoint
 from dllm_sampler.training.data import Encoder, Row
 from dllm_sampler.training.masked import Dice, Masks, Rows, chunk, collate, draw, weighted
 from dllm_sampler.training.sft import MaskedDiffusionConfig, MaskedDiffusionTrainer
@@ -24,9 +24,9 @@ from dllm_sampler.training.trainer import ANSWERS, Count, DiffusionConfig, Posit
 
 
 def refine_masks(rows: Rows, dice: Dice, longest: int, alpha: float) -> Masks:
-    """Return the masks of stage II: the last R tokens of an answer, the i-th of them of weight alpha^(R-i), i = 1..R.
+    """Return the masks of stage II: the last R tokens of an answer, the i-th with weight alpha^(R-i), i = 1..R.
 
-    R is uniform on 1..longest, but no more than there are. The token next to the prefix of a draft weighs most.
+    R is uniform on 1..longest, and at most the answer's length.
     """
     drawn = 1 + (dice.one() * longest).long()[:, None]
     after = rows.answer.flip(1).cumsum(1).flip(1) - 1  # R - i of the last R tokens
@@ -37,7 +37,7 @@ def refine_masks(rows: Rows, dice: Dice, longest: int, alpha: float) -> Masks:
 def stage_loss(network: nn.Module, rows: Rows, masks: Masks, spec: ModelSpec) -> Tensor:
     """Return the weighted nats of the masked tokens.
 
-    A block-causal drafter sees the blocks before with their masks, since a draft masks them all at once.
+    A block-causal drafter sees the masks of earlier blocks, too, since a draft masks several blocks at once.
     """
     one = chunk(rows, masks.hidden, masks.hidden, replace(spec, attention="bidirectional", seeds=False))
     if spec.attention == "block_causal":
@@ -76,9 +76,9 @@ class DeerConfig(MaskedDiffusionConfig):
 class DeerTrainer(MaskedDiffusionTrainer):
     """A stage of the alignment of a drafter, on a target's answers to prompts.
 
-    Stage I: the answers, cut at a random token, with a separator after the cut; masked-diffusion loss over the answer,
-    weight 1/t. Stage II: the masks of `refine_masks`. Learning rate, batch, range of t and the separator are not
-    published. After an answer there are end tokens, as many as a draft may reach past it; the cut may be among them.
+    Answers are cut at a random token, with a separator after the cut. An answer is followed by as many end tokens as a
+    draft may reach past it, and the cut may be among these. Stage I has the loss of masked diffusion with weight 1/t,
+    and stage II the masks of `refine_masks`. Learning rate, batch, range of t and separator are not published.
     """
 
     config: ClassVar[type[DiffusionConfig]] = DeerConfig
@@ -105,7 +105,7 @@ class DeerTrainer(MaskedDiffusionTrainer):
         return stage_loss(model, rows, masks, spec)
 
     def _cut(self, row: Row, place: float) -> list[int]:
-        """Return an answer and the end tokens after it up to a `place` from 0 to 1, and the separator."""
+        """Return an answer with its end tokens, cut at a `place` from 0 to 1, and the separator."""
         spec = self.trained.spec
         room = spec.max_positions - len(row.prompt) - len(self._after)
         tail = self.args.draft_length - 1 if row.answer[-1] in spec.eos_ids else 0
@@ -113,24 +113,23 @@ class DeerTrainer(MaskedDiffusionTrainer):
         return [*whole[: 1 + int(place * len(whole))], *self._after]
 
     @classmethod
-    def command(cls, front: Front, resume: bool) -> Path:
-        """Train what is not there yet, and return the drafter's folder."""
-        args = front.arguments(cls.config)
-        folder, target = Path(args.output_dir), args.target
-        if target is None:
+    def command(cls, line: Command) -> Path:
+        """Train the stages that are not finished, and return the drafter's folder."""
+        args = line.arguments(cls.config)
+        folder = Path(args.output_dir)
+        if args.target is None:
             raise UserError("option-missing", "train.target is missing. Name a causal LM with the drafter's tokenizer.")
-        examples, _ = front.examples(args, False, 0, args.answers)
+        examples, _ = line.examples(args, False, 0, args.answers)
         file = folder / ANSWERS
-        front.begin(folder, resume, saving.has_weights(folder / "drafter"), file.exists())
-        start = front.sampler(args, args.dtype)
+        line.begin(folder, saving.has_weights(folder / "drafter"), file.exists())
+        start = line.sampler(args, args.dtype)
         tokenizer, spec = start.tokenizer, start.denoiser.spec
         assert tokenizer is not None
         separator_ids(spec, tokenizer, args.separator)
-        plain = SpeculativeSampler(start, target, draft_length=0)
-        longest = min(spec.max_positions, plain.spec.max_positions)
-        encode = Encoder(tokenizer, replace(spec, max_positions=longest))
+        plain = SpeculativeSampler(start, args.target, draft_length=0)
+        encode = Encoder(tokenizer, replace(spec, max_positions=min(spec.max_positions, plain.spec.max_positions)))
         prompts = [encode.prompt(one, args.new_tokens) for one in examples]
-        front.record(folder)
+        line.record(folder)
 
         def answer(some: list[list[int]], _: range) -> list[dict[str, list[int]]]:
             found, size = list[dict[str, list[int]]](), args.answer_batch_size
@@ -141,25 +140,23 @@ class DeerTrainer(MaskedDiffusionTrainer):
             return found
 
         pairs = collected(file, prompts[: args.answers], answer)
-        model: Any = front.model
-        settings = {**model} if isinstance(model, Mapping) else {}
-        settings.pop("name", None)
-        for stage, name, steps in (
-            ("distill", "distilled", args.distill_steps),
-            ("refine", "drafter", args.refine_steps),
-        ):
+        model, more = line.model, dict[str, Any]()
+        if isinstance(model, Mapping):
+            more = {name: value for name, value in model.items() if name != "name"}
+        stages = ("distill", "distilled", args.distill_steps), ("refine", "drafter", args.refine_steps)
+        for stage, name, steps in stages:
             place = folder / name
             if not saving.has_weights(place):
-                own = front.arguments(cls.config, output_dir=str(place), stage=stage, max_steps=steps)
-                trainer = cls(model, own, pairs, peft_config=front.peft_config)
-                trainer.train(resume_from_checkpoint=last_checkpoint(str(place)) if resume else None)
+                own = line.arguments(cls.config, output_dir=str(place), stage=stage, max_steps=steps)
+                trainer = cls(model, own, pairs, peft_config=line.peft_config)
+                trainer.train(resume_from_checkpoint=last_checkpoint(str(place)) if line.resume else None)
                 trainer.save_model()
-            model = {**settings, "path": str(place)}
+            model = {**more, "path": str(place)}
         return folder / "drafter"
 
 
 def separator_ids(spec: ModelSpec, tokenizer: Any, separator: str | None) -> list[int]:
-    """Return the ids of a separator: one, or none."""
+    """Return the ids of a separator: one id, or none for None."""
     if separator is None:
         return []
     found = tokenizer.get_vocab().get(separator)

@@ -1,4 +1,4 @@
-"""The trainer of a Learn2PD filter (arXiv 2509.25188): which predictions of a model are already final?
+"""The trainer of a Learn2PD filter (arXiv 2509.25188), which tells which predictions of a model are already final.
 
 It learns from the model's own answers, replayed to see when each token was final.
 """
@@ -26,14 +26,13 @@ from dllm_sampler.blocks.fixed import FixedBlocks
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
 from dllm_sampler.host import files
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.models.filter import Layers, judge, save
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import lay_out
-from dllm_sampler.training.command import Front
+from dllm_sampler.training.cli import Command
 from dllm_sampler.training.data import Encoder
 from dllm_sampler.training.trainer import Arguments, Count, Positive
 
@@ -193,27 +192,24 @@ class FilterTrainer(Trainer):
         return found
 
     @classmethod
-    def command(cls, front: Front, resume: bool) -> Path:
+    def command(cls, line: Command) -> Path:
         """Collect records, train and save; return the filter's file.
 
-        `filter.json` next to it has `settings`, `records` (forwards learnt from) and `validation_loss`. The folder
-        `records` is an interrupted run's, whose answers a run that resumes does not make again.
+        `filter.json` next to it has `settings`, `records` (forwards learnt from) and `validation_loss`. A folder
+        `records` is an unfinished run's, which a run that resumes reads.
         """
-        args = front.arguments(FilterConfig)
+        args = line.arguments(FilterConfig)
         path = Path(args.output_dir) / "filter.safetensors"
         records = path.with_name("records")
-        if path.exists():
-            raise UserError("file-overwrite", f"{path} already exists. Choose another train.output_dir or remove it.")
-        train, held = front.examples(args, False, cls.most_held_out)
-        front.begin(records, resume, False, records.exists())  # the folder around it may be the model's
-        reference = front.sampler(args, scheduler=FixedSteps(), blocks=FixedBlocks(args.block_length), stop="none")
+        train, held = line.examples(args, False, cls.most_held_out)
+        line.begin(records, path.exists(), records.exists())  # the folder around it may be the model's
+        reference = line.sampler(args, scheduler=FixedSteps(), blocks=FixedBlocks(args.block_length), stop="none")
         tokenizer, spec = reference.tokenizer, reference.denoiser.spec
         assert tokenizer is not None
-        encode = Encoder(tokenizer, spec)
         for one in (*train, *held):
-            encode.prompt(one, args.new_tokens)
+            Encoder(tokenizer, spec).prompt(one, args.new_tokens)
         limits = args.new_tokens, args.block_length, args.answer_batch_size
-        front.record(records)
+        line.record(records)
         training, validation = (
             collect(reference, [one.prompt for one in part], *limits, records / name)
             for name, part in (("training", train), ("validation", held))
@@ -223,7 +219,7 @@ class FilterTrainer(Trainer):
         if not trainer.is_world_process_zero():
             return path
         report = {
-            "settings": {**front.settings, "model": front.model},
+            "settings": {**line.settings, "model": line.model},
             "records": {"training": len(training.known), "validation": len(validation.known)},
             "validation_loss": trainer.least,
         }

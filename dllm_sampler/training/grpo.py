@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.result import Result
+from dllm_sampler.result import Result, Trace
 from dllm_sampler.training import policy, rewards
 from dllm_sampler.training.data import Row, columns_of
 from dllm_sampler.training.masked import Dice
@@ -63,31 +63,17 @@ class TrajectoryGRPOConfig(DiffusionConfig):
         super().__post_init__()
         if not self.rollout.get("temperature"):
             raise UserError("option-range", "rollout.temperature=0 gives equal answers. Raise it.")
-        if self.save_strategy == "steps" and self.save_steps % self.num_iterations:
-            raise UserError(
-                "options-conflict",
-                f"save_steps={self.save_steps:g} is within num_iterations={self.num_iterations} steps on the same"
-                " answers. Set a multiple.",
-            )
-
-
-@dataclass
-class Rollout:
-    """Answers to the prompts of a batch, and what is learned from them."""
-
-    result: Result
-    advantage: Tensor  # [N]
-    weight: Tensor  # [N, 1] 1 / (samples with a score), or 0 for one without
-    reference: list[Tensor]  # log-probabilities under the reference, of each iteration; empty without one
-    old: list[Tensor]  # the same under the policy that sampled; empty with a single iteration
+        if self.num_iterations > 1 and self.save_strategy == "steps" and self.save_steps % self.num_iterations:
+            said = f"save_steps={self.save_steps:g} is not a multiple of num_iterations={self.num_iterations}. Set one."
+            raise UserError("options-conflict", said)
 
 
 class TrajectoryGRPOTrainer(DiffusionTrainer):
     """Samples answers to each prompt, and makes those more likely that are better than their group's mean.
 
-    The loss is the mean over a transition's tokens, then over a sample's transitions, then over the samples, however it
-    is cut into forwards. The official code of CJ-GRPO pools the tokens of all samples of a micro-batch instead, which
-    depends on the cut. Probabilities are those of the model itself, without temperature, guide or cache.
+    The loss is the mean over a transition's tokens, then over a sample's transitions, then over the samples. The
+    official code of CJ-GRPO pools the tokens of all samples of a micro-batch instead, which depends on the batch.
+    Probabilities are those of the model itself, without temperature, guide or cache.
 
     reward_funcs: functions in TRL's form, or names: see `rewards.find`
     reward_weights: of each. With None each counts 1
@@ -118,15 +104,14 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         self.reference = WeightCopy("reference", 0.0, args.ref_model_sync_steps)
         if args.beta and named.get("peft_config") is None:
             named["callbacks"] = [*named.get("callbacks", ()), self.reference]
-        self._rollouts: dict[tuple[int, ...], Rollout] = {}
+        self._rollouts: dict[tuple[int, ...], tuple[Trace, list[tuple[Trajectories, Goal]]]] = {}
         self._unscored = 0
         super().__init__(model, args, *given, **named)
         self.rollouts = self.sampler(**{**self.args.rollout, "entropy": True})
         size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
         if self.args.max_steps <= 0:
-            self.args.max_steps = self.args.num_iterations * math.ceil(
-                self.args.num_train_epochs * len(self.train_rows) / size
-            )
+            batches = math.ceil(self.args.num_train_epochs * len(self.train_rows) / size)
+            self.args.max_steps = self.args.num_iterations * batches
         self.train_dataset = [*islice(self._stream(size), self.args.max_steps * size)]
 
     def prepare(self) -> None:
@@ -160,15 +145,13 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         update, key = self.state.global_step % args.num_iterations, tuple(row.number for row in some)
         if update == 0:
             self._rollouts[key] = self._roll_out(model, some)
-        rollout = self._rollouts[key] if update + 1 < args.num_iterations else self._rollouts.pop(key)
-        moot = not rollout.weight.any() or (not rollout.advantage.any() and not args.beta)
+        trace, updates = self._rollouts[key] if update + 1 < args.num_iterations else self._rollouts.pop(key)
+        view, goal = updates[update]
+        moot = not goal.weight.any() or (not goal.advantage.any() and not args.beta)
         if moot and args.world_size == 1:  # others would wait for this one's gradients
             return torch.zeros((), device=args.device)
         model.train()
-        view, trace = self._view(rollout.result, key, update), rollout.result.trace
-        weight = view.weight * rollout.weight / self.current_gradient_accumulation_steps
-        old, reference = (each[update] if each else None for each in (rollout.old, rollout.reference))
-        goal = Goal(rollout.advantage, weight, old, reference)
+        goal = replace(goal, weight=goal.weight / self.current_gradient_accumulation_steps)
         learner = torch.zeros_like(trace.logprob)
         total, figures = torch.zeros((), device=args.device), {"clipped": 0.0, "kl": 0.0}
         parts = self.together(view.parts(args.batch_tokens))
@@ -188,9 +171,10 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
             self.note(policy.mismatch(trace.logprob, learner, view.valid))
         return total
 
-    def _roll_out(self, model: nn.Module, some: list[Row]) -> Rollout:
+    def _roll_out(self, model: nn.Module, some: list[Row]) -> tuple[Trace, list[tuple[Trajectories, Goal]]]:
+        """Answer and judge prompts; return the trace, and what each update scores and minimises."""
         args, group = self.args, self.args.num_generations
-        examples = [row.example for row in some]
+        examples, key = [row.example for row in some], tuple(row.number for row in some)
         seeds = [Random(self.seed_of("rollout", row.number, at)).getrandbits(48) for row in some for at in range(group)]
         result = Result.stack(self.answered(self.rollouts, [one.prompt for one in examples], seeds, group))
         repeated = [example for example in examples for _ in range(group)]
@@ -198,7 +182,6 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         columns: dict[str, list[Any]] = {"completion_ids": ids} | columns_of(repeated)
         scores = rewards.judge(self._rewards, [one.prompt for one in repeated], result.texts or [], columns)
         advantage = policy.advantages(scores.total, group, args.scale_rewards)
-        key = tuple(row.number for row in some)
         views = [self._view(result, key, update) for update in range(args.num_iterations)]
         self._report(scores, advantage, result, views[0])
         # A single update starts at the policy that sampled: its ratios are 1, and what made them is the graph itself.
@@ -207,7 +190,10 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
             with self.reference.applied() if self.trained.adapter is None else self.trained.without_adapters():
                 reference = self._score(model, views)
         there = (~scores.total.isnan()).double()
-        return Rollout(result, advantage, (there / there.sum().clamp(min=1))[:, None], reference, old)
+        share = (there / there.sum().clamp(min=1))[:, None]  # [N, 1]
+        nothing = [None] * len(views)
+        each = zip(views, old or nothing, reference or nothing, strict=True)
+        return result.trace, [(view, Goal(advantage, view.weight * share, *logs)) for view, *logs in each]
 
     def _score(self, model: nn.Module, views: list[Trajectories]) -> list[Tensor]:
         """Return log-probabilities of each view, computed once if the views are the same."""
@@ -246,7 +232,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         known = scores.total[there]
         self.note(
             {
-                "reward": float(known.mean()) if len(known) else math.nan,
+                "reward": float(known.mean()),  # NaN if there is none
                 **{f"reward/{name}": mean for name, mean in scores.means.items()},
                 "unscored": int((~there).sum()),
                 "equal_groups": float(flat.double().mean()),

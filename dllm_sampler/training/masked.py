@@ -2,8 +2,7 @@
 
 A bidirectional model sees the prompt and a masked answer, with one mask ratio t for the whole answer (LLaDA, arXiv
 2502.09992). A model that works block by block has a ratio for each block. It predicts a block from the clean blocks
-before it (block diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303). Blocks of a block-causal model are counted from
-the row's first token, and blocks in a causal context from the answer's, as the sampler counts them.
+before it (block diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303).
 
 Letters: B rows, L columns.
 """
@@ -95,9 +94,9 @@ def weighted(network: nn.Module, one: Chunk, weight: Tensor, spec: ModelSpec) ->
 
 
 def blocks(rows: Rows, spec: ModelSpec) -> Tensor | None:
-    """Return `[B, L]` the block of each column, -1 for a prompt in a causal context.
+    """Return `[B, L]` the block of each column, from the row's first token on. Returns None for a bidirectional model.
 
-    Returns None for a bidirectional model.
+    In a causal context blocks begin with the answer, and the prompt has -1.
     """
     if spec.attention == "bidirectional":
         return None

@@ -23,14 +23,14 @@ from dllm_sampler.models.mini_export import export
 from dllm_sampler.models.mini_pools import Batch, Pools
 from dllm_sampler.models.mini_tokenizer import MASK, build_tokenizer
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
-from dllm_sampler.training.command import Front, last_checkpoint
+from dllm_sampler.training.cli import Command, last_checkpoint
 from dllm_sampler.training.trainer import Arguments, Number
 
 SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
 
 
 def corrupt(batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the masked tokens, bool `[B, L]`, and the weight of each row's masked tokens, `[B, 1]`.
+    """Return the masked tokens, bool `[B, L]`, and their weight in each row, `[B, 1]`.
 
     Each response of R tokens loses exactly k of them, k uniform on 1..R and stratified over the batch, at weight R/k:
     the likelihood bound of LLaDA (arXiv 2502.09992, its equation 14) with less variance than a coin for every token.
@@ -83,10 +83,8 @@ class MiniTrainer(Trainer):
         for name in SIZES:
             check_count(f"train.model.{name}", shape[name])
         if shape["num_heads"] % shape["num_kv_heads"] or shape["head_dim"] % 2:
-            raise UserError(
-                "option-range",
-                "train.model: num_heads is not a multiple of num_kv_heads, or head_dim is odd. Correct them.",
-            )
+            said = "num_heads is not a multiple of num_kv_heads, or head_dim is odd. Correct them."
+            raise UserError("option-range", f"train.model: {said}")
         self.tokenizer = build_tokenizer(shape["max_positions"])
         pools = Pools(**config.check("train.data", Pools, {"seed": args.seed, **args.data}, whole=True))
         network = Transformer(TransformerConfig(**{**shape, "vocab_size": len(self.tokenizer)}))
@@ -115,16 +113,16 @@ class MiniTrainer(Trainer):
             export(self.network.cpu(), self.tokenizer, Path(output_dir or self.args.output_dir))
 
     @classmethod
-    def command(cls, front: Front, resume: bool) -> Path:
+    def command(cls, line: Command) -> Path:
         """Train from scratch or from the last checkpoint, and return the folder of the result."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError("processes-unsupported", "train=mini runs in one process. Start it without torchrun.")
-        args = front.arguments(MiniConfig, model=front.model, data=front.data)
+        args = line.arguments(MiniConfig, model=line.model, data=line.data)
         folder, last = Path(args.output_dir), last_checkpoint(args.output_dir)
-        front.begin(folder, resume, saving.has_weights(folder), last)
+        line.begin(folder, saving.has_weights(folder), last)
         trainer = cls(args)
-        front.choose_threads([trainer.network], args.device)
-        trainer.train(resume_from_checkpoint=last if resume else None)
+        line.choose_threads([trainer.network], args.device)
+        trainer.train(resume_from_checkpoint=last if line.resume else None)
         trainer.save_model()
         trainer.save_state()
         return folder

@@ -135,7 +135,8 @@ class Trainable(nn.Module):
         """The classes of layers, for accelerate's FSDP2."""
         if isinstance(self.network, UniformLM):
             return list(self.network.join_layers())
-        return sorted({type(layer).__name__ for layer in _layers(self.network)})
+        lists = (part for part in self.network.modules() if isinstance(part, nn.ModuleList))
+        return sorted({type(layer).__name__ for part in lists for layer in part})
 
     def tie_weights(self) -> None:
         """Share the weights that the model's configuration ties."""
@@ -145,11 +146,9 @@ class Trainable(nn.Module):
         """Return `run()`, which may sample: the model is in eval mode, and a sharded one has all its weights."""
         training = self.training
         self.eval()
+        register_fsdp_forward_method(self, "_gathered")  # does nothing for others
         try:
-            if isinstance(self, FSDPModule):
-                register_fsdp_forward_method(self, "_gathered")
-                return self._gathered(run)
-            return run()
+            return self._gathered(run)
         finally:
             self.train(training)
 
@@ -201,21 +200,3 @@ class Trainable(nn.Module):
                 adapters.save(made.adapter, source, hub or str(source.resolve()), folder / ADAPTER)
                 network = adapters.merged(made.adapter)
         saving.save(network, source, folder, hub)
-
-
-def _layers(network: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of the outermost lists of modules: the layers, in all networks."""
-    for child in network.children():
-        if isinstance(network, nn.ModuleList) and not isinstance(child, nn.ModuleList):
-            yield child
-        else:
-            yield from _layers(child)
-
-
-def lora_config(settings: Mapping[str, Any] | None) -> Any:
-    """Return peft's configuration of adapters. Returns None for None."""
-    if settings is None:
-        return None
-    from peft import LoraConfig  # takes seconds to import
-
-    return LoraConfig(**config.check("train.lora", LoraConfig, settings))

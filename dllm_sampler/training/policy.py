@@ -14,18 +14,18 @@ from dllm_sampler.training.chunk import Chunk
 
 @dataclass(frozen=True)
 class Goal:
-    """The parts of an update's loss: one number for each answer, or for each answer and column."""
+    """The constants of an update's loss."""
 
     advantage: Tensor  # [N]
     weight: Tensor  # [N, L] sums to 1
-    old: Tensor | None  # [N, L] log-probability under the policy that sampled. None for the present policy
-    reference: Tensor | None  # [N, L] under the reference
+    old: Tensor | None  # [N, L] log-probability under the policy that sampled. None stands for the present policy
+    reference: Tensor | None  # [N, L] log-probability under the reference
 
     def loss(self, chunk: Chunk, logprob: Tensor, epsilon: float, beta: float) -> tuple[Tensor, Mapping[str, float]]:
         """Return the chunk's share of the loss, and of the figures `clipped` and `kl`.
 
-        It is the ratio to the policy that sampled, clipped to 1 - epsilon and 1 + epsilon, plus `beta` times an
-        estimate of the divergence from the reference: exp(d) - d - 1 with d = log pi_ref - log pi.
+        A token's loss is -min(r A, clip(r) A) with its ratio r to the policy that sampled, clipped to 1 - epsilon and
+        1 + epsilon, plus `beta` times exp(d) - d - 1 with d = log pi_ref - log pi, an estimate of the divergence.
         """
 
         def at(values: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Goal:
 def advantages(scores: Tensor, group: int, scale: bool) -> Tensor:
     """Return `[N]` each score minus the mean of its group (`group` consecutive ones); 0 for samples without a score.
 
-    scale: also divide by the group's deviation (plus 1e-4), as GRPO does and CJ-GRPO does not
+    scale: divide by the group's deviation (plus 1e-4), as GRPO does and CJ-GRPO does not
     """
     groups = scores.view(-1, group)
     there = ~groups.isnan()
@@ -64,16 +64,16 @@ def advantages(scores: Tensor, group: int, scale: bool) -> Tensor:
 
 
 def distinct(result: Result, group: int) -> float:
-    """Return the mean over groups of `group` answers: share of them that differ, up to and with the end token."""
+    """Return the share of different answers in a group of `group`, mean over the groups."""
     rows = [tuple(row[:n]) for row, n in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
     groups = [rows[first : first + group] for first in range(0, len(rows), group)]
     return sum(len(set(some)) / len(some) for some in groups) / len(groups)
 
 
 def mismatch(sampled: Tensor, learner: Tensor, there: Tensor) -> dict[str, float]:
-    """Return importance ratios r of tokens, learner over sampler, before anything is learned from them.
+    """Return figures of the tokens' importance ratios r, learner over sampler. Empty if no token is `there`.
 
-    `ratio_kl` is the mean of r - 1 - log r, an estimate of KL(sampler || learner). Empty if no token counts.
+    `ratio_kl` is the mean of r - 1 - log r, an estimate of KL(sampler || learner).
     """
     away = (learner.double() - sampled.double())[there]
     if not len(away):

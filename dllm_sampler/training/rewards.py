@@ -28,7 +28,7 @@ def find(name: str) -> Reward:
 
 
 def call(name: str, reward: Reward, prompts: Sequence[Any], completions: list[str], columns: Mapping[str, Any]) -> Any:
-    """Return what a reward says of N completions: a number, or None where it does not apply, for each."""
+    """Return a reward's values of N completions: a number each, or None where it does not apply."""
     try:
         given = listed(reward(prompts=prompts, completions=completions, **columns))
         values = [None if one is None else float(one) for one in given]
@@ -59,10 +59,9 @@ def judge(
     completions: list[str],
     columns: Mapping[str, Any],
 ) -> Scores:
-    """Return the weighted sum of the rewards of N completions.
+    """Return the weighted sum of the rewards of N completions. A reward that is None adds nothing.
 
-    `None` means that a reward does not apply to a sample, and adds nothing. A sample has no score where a reward
-    fails or returns a number that is not finite, or where none applies.
+    A sample has no score if a reward fails or is not finite, or if none applies.
     """
     total = torch.zeros(len(completions), dtype=torch.float64)
     judged = torch.zeros(len(completions), dtype=torch.bool)

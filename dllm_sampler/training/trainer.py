@@ -25,17 +25,16 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_utils import EvalLoopOutput
 
 from dllm_sampler import config
-from dllm_sampler.errors import NotFiniteError, UserError, unknown
+from dllm_sampler.errors import NotFiniteError, UserError
 from dllm_sampler.host import files
 from dllm_sampler.inputs.metrics import Metric
 from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.models import saving
 from dllm_sampler.models.huggingface import wrap
-from dllm_sampler.options import SamplerOptions
 from dllm_sampler.result import Answer
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.command import Front, last_checkpoint
-from dllm_sampler.training.data import Encoder, Example, Row, check_tokenizer, examples
+from dllm_sampler.training.cli import Command, last_checkpoint
+from dllm_sampler.training.data import Encoder, Example, Row, examples
 from dllm_sampler.training.model import Model, Trainable
 
 ANSWERS = "answers.json"  # in the folder of a run that learns from collected answers
@@ -77,13 +76,6 @@ class DiffusionConfig(Arguments):
     average: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     samplers: ClassVar[tuple[str, ...]] = ("evaluation",)  # fields that are settings of a sampler
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in self.samplers:
-            for option in getattr(self, name):
-                if option not in SamplerOptions.__annotations__:
-                    raise unknown(f"field of {name}", option, SamplerOptions.__annotations__)
 
 
 class WeightCopy(TrainerCallback):
@@ -234,13 +226,11 @@ class DiffusionTrainer(Trainer):
             model = Sampler(wrap(model, processing_class), tokenizer=processing_class)
         self.trained = Trainable.load(model, args.dtype, peft_config, args.seed, self.uniform)
         self.metric = Metric("metric", metric) if isinstance(metric, str) else metric
-        if self.examples[0].task:
-            check_tokenizer(self.trained.tokenizer, self.trained.named)
         self._figures: dict[str, list[float]] = {}
         self.average = WeightCopy("average", args.average)
         self.copies: list[WeightCopy] = [self.average, *(one for one in callbacks if isinstance(one, WeightCopy))]
         for name in args.samplers:
-            self.sampler(**getattr(args, name))  # a mistake in one shows here
+            self.sampler(**config.check(name, Sampler, getattr(args, name)))  # a mistake in one shows here
         self.prepare()
         self.train_rows, self.held_rows = self.rows(self.examples), self.rows(held, held=True)
         super().__init__(
@@ -257,20 +247,20 @@ class DiffusionTrainer(Trainer):
         self.can_return_loss = self.held_out_loss
 
     @classmethod
-    def command(cls, front: Front, resume: bool) -> Path:
+    def command(cls, line: Command) -> Path:
         """Train and save with the settings of `dllm-train`, and return the folder of the result."""
-        args = front.arguments(cls.config)
+        args = line.arguments(cls.config)
         folder, found = Path(args.output_dir), last_checkpoint(args.output_dir)
-        last = found if resume else None
+        last = found if line.resume else None
         args.eval_on_start = args.eval_on_start and last is None
-        train, held = front.examples(args, cls.answers, cls.most_held_out)
-        front.begin(folder, resume, saving.has_weights(folder), found or (folder / ANSWERS).exists())
+        train, held = line.examples(args, cls.answers, cls.most_held_out)
+        line.begin(folder, saving.has_weights(folder), found or (folder / ANSWERS).exists())
         trainer = cls(
-            front.model, args=args, train_dataset=train, eval_dataset=held, peft_config=front.peft_config,
-            metric=Metric("train.data.metric", front.source.metric), **front.reward_options,
+            line.model, args=args, train_dataset=train, eval_dataset=held, peft_config=line.peft_config,
+            metric=Metric("train.data.metric", line.source.metric), **line.reward_options,
         )  # fmt: skip
-        front.choose_threads([trainer.trained], args.device)
-        front.record(folder)
+        line.choose_threads([trainer.trained], args.device)
+        line.record(folder)
         trainer.train(resume_from_checkpoint=last)
         trainer.save_model()
         trainer.save_state()

@@ -112,12 +112,12 @@ class Trajectories:
         return torch.stack([self.valid.nonzero()[:, 0], self._local[self.valid]], 1).unique(dim=0)
 
     def parts(self, batch_tokens: int) -> Sequence[Tensor]:
-        """Return all items in groups for `chunk`: as many as `batch_tokens` columns hold, but one at least."""
+        """Return all items in groups of at most `batch_tokens` columns, but one item at least."""
         width = self.trace.ids.shape[1] * (2 if self.copied else 1)
         return self.items().split(max(1, batch_tokens // width))
 
     def chunks(self, batch_tokens: int) -> Iterator[Chunk]:
-        """Yield the forwards of all items, each of at most `batch_tokens` columns: the bound of the memory."""
+        """Yield the forwards of all items, each of at most `batch_tokens` columns, which bound the memory."""
         yield from map(self.chunk, self.parts(batch_tokens))
 
     def chunk(self, items: Tensor) -> Chunk:
@@ -173,10 +173,7 @@ class Trajectories:
 
 
 def check(sampler: Sampler) -> None:
-    """Refuse a sampler whose trajectories cannot be scored again.
-
-    One with an approximate cache is accepted: what is scored is the model's own probability, without the cache.
-    """
+    """Refuse a sampler whose trajectories cannot be scored again. Scores are the model's own, also under a cache."""
     plugins, spec = sampler.plugins, sampler.denoiser.spec
     traits, blocks, stop = plugins.scheduler.traits, plugins.blocks, plugins.stop
     rule, fixed = f"scheduler={named(plugins.scheduler)}", "Use scheduler=fixed, threshold or ascending."

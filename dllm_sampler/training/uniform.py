@@ -2,7 +2,7 @@
 
 It has no paper. The loss is that of NVIDIA's public recipe for the model (NeMo AutoModel, `dllm_sft`): the mean
 cross-entropy without the 1/t of masked diffusion, self-conditioning in half of the examples, and the next-token loss of
-the encoder, which shares its weights with the decoder. That recipe learns one canvas of each answer in a step; this
+the encoder, which shares its weights with the decoder. That recipe learns one canvas of each answer in a step. This
 module learns all of them, each with a noise level of its own.
 
 Letters: B rows, L columns, A columns of the longest answer.
@@ -53,10 +53,9 @@ class UniformLoss:
         return self.of(network, rows, self.draw(rows, dice))
 
     def of(self, network: nn.Module, rows: Rows, noise: Noise) -> Tensor:
-        """Return the weighted sum over the tokens of the rows' answers."""
+        """Return the weighted sum of the cross-entropies of answers' tokens under a given noise."""
         device = self.spec.device
-        width = int((rows.length - rows.prompt).max())
-        columns = rows.prompt[:, None] + torch.arange(width)  # [B, A]
+        columns = rows.prompt[:, None] + torch.arange(int((rows.length - rows.prompt).max()))  # [B, A]
         there = columns < rows.length[:, None]
         columns = columns.minimum(rows.length[:, None] - 1)
         tokens, weight = rows.ids.gather(1, columns), torch.where(there, noise.weight.gather(1, columns), 0)

@@ -23,8 +23,8 @@ from dllm_sampler.core.spec import RareTrait, Traits
 from dllm_sampler.eval.command import main as evaluate
 from dllm_sampler.eval.tuning import main as tune
 from dllm_sampler.host.functions import resolve_callable
+from dllm_sampler.training.cli import Command
 from dllm_sampler.training.cli import main as train
-from dllm_sampler.training.command import Front
 from tests.refusals import refused
 from tests.sampling import each, few
 
@@ -247,7 +247,7 @@ def test_a_trainer_s_page_says_what_each_field_is(name: str, capsys: pytest.Capt
     assert train(["--help", f"train={name}"]) == 0
     page, given = flat(capsys.readouterr().out), dict(config.entry("train", name).settings)
     target: Any = resolve_callable(name, given.pop("_target_"))
-    meanings = explain.meanings(type("Fields", (Front, target.config), {}))
+    meanings = explain.meanings(type("Fields", (Command, target.config), {}))
     of_transformers = TrainingArguments.__dataclass_fields__.keys()
     assert given.keys() - of_transformers <= meanings.keys(), f"{name} has a field without a line in its docstring"
     assert all(f"train.{field}" in page and meanings.get(field, "") in page for field in given)

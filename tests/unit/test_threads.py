@@ -72,7 +72,7 @@ def test_every_command(
     assert evaluate(["task.count=1", "max_new_tokens=8", "device=cpu", "oracle=false", *said]) == 0
     assert torch.get_num_threads() == expected
     for name, more in (("mini", []), ("sft", ["train.tasks={copy: 1}", "train.max_steps=1"])):
-        cls = training.read([f"train={name}", *more]).target
+        cls = training.read([f"train={name}", *more]).trainer
 
         def stop(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt

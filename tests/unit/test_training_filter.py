@@ -129,7 +129,7 @@ def test_run(checkpoint: Path, prompts: Path, tmp_path: Path, capsys: pytest.Cap
     assert report["validation_loss"] > 0
     assert sorted(file.name for file in output.iterdir()) == ["checkpoint-1", "filter.json", "filter.safetensors"]
     assert cli.main(given) == 2
-    assert "already exists" in capsys.readouterr().err
+    assert "has a finished run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, BertForMaskedLM
 
 from dllm_sampler import Sampler
 from dllm_sampler.models.adapter import WEIGHTS
-from dllm_sampler.training import masked
+from dllm_sampler.training import cli, masked
 from dllm_sampler.training.masked import Dice
-from dllm_sampler.training.model import ADAPTER, Trainable, lora_config
+from dllm_sampler.training.model import ADAPTER, Trainable
 from tests import tiny
 from tests.refusals import refused
 from tests.sampling import sampled
@@ -50,7 +50,7 @@ def tree(tensors: dict[str, torch.Tensor]) -> nn.Module:
 def test_peft_reads_the_adapters_of_every_family(name: str, tmp_path: Path) -> None:
     """Merged by peft into the original tensors, they are the merged checkpoint that is saved."""
     source = tiny.write(name, tmp_path / "m")
-    it = Trainable.load(source, "float64", lora_config(LORA)).eval()
+    it = Trainable.load(source, "float64", peft.LoraConfig(**LORA)).eval()
     with torch.no_grad():
         for number, weight in enumerate(it.learned().values()):  # up-projections begin at 0
             weight.copy_(
@@ -76,7 +76,7 @@ def test_the_gradients_of_adapters(name: str, tmp_path: Path) -> None:
     from peft.tuners.lora import LoraLayer
 
     source = str(tiny.write(name, tmp_path / "m"))
-    it, plain = (Trainable.load(source, "float64", lora_config(lora)).eval() for lora in (LORA, None))
+    it, plain = (Trainable.load(source, "float64", lora).eval() for lora in (peft.LoraConfig(**LORA), None))
     prefix = "" if it.inner is it.network else "model."
     weights: dict[str, torch.Tensor] = {**dict(plain.network.named_parameters())}
     pairs: dict[str, list[torch.Tensor]] = {}
@@ -141,7 +141,7 @@ def test_a_model_of_transformers_in_memory(tmp_path: Path) -> None:
     assert Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("Hi", max_new_tokens=4).texts
 
 
-def test_refusals(tmp_path: Path) -> None:
-    for lora in ({"alpha": 2}, {"r": "2"}, {"r": 2, "dropout": 0}):
-        with refused("field-unknown: train.lora" if len(lora) > 1 or "r" not in lora else "option-type: train.lora"):
-            lora_config(lora)
+def test_refusals() -> None:
+    for lora, code in (("alpha: 2", "field-unknown"), ("r: '2'", "option-type"), ("r: 2, dropout: 0", "field-unknown")):
+        with refused(f"{code}: train.lora"):
+            _ = cli.read(["train=sft", f"train.lora={{{lora}}}"]).peft_config

@@ -20,7 +20,6 @@ from dllm_sampler import Sampler, config
 from dllm_sampler.cli import main as sample
 from dllm_sampler.models import loading
 from dllm_sampler.training import cli
-from dllm_sampler.training.command import Front
 from dllm_sampler.training.distill import DistillConfig, DistillTrainer
 from dllm_sampler.training.grpo import TrajectoryGRPOConfig, TrajectoryGRPOTrainer
 from dllm_sampler.training.masked import Dice
@@ -367,12 +366,12 @@ def test_the_clip_of_a_second_iteration(llada: Path, tmp_path: Path, monkeypatch
 def test_settings_in_braces_replace() -> None:
     """Also where the default is null, which Hydra can neither delete nor merge into."""
     words = ["train.rewards={items: 2}", "train.tasks={copy: 1}", "train.evaluation.scheduler={name: threshold}"]
-    found = cli.read(["train=cjgrpo", *words]).settings
-    assert (found["rewards"], found["tasks"]) == ({"items": 2}, {"copy": 1})
-    assert found["evaluation"]["scheduler"] == {"name": "threshold"}
+    found = cli.read(["train=cjgrpo", *words])
+    assert (found.rewards, found.tasks) == ({"items": 2}, {"copy": 1})
+    assert found.settings["evaluation"]["scheduler"] == {"name": "threshold"}
     for written in ("{items:2,my.module:reward: 0.5}", "{items: 2, my.module:reward: 0.5}"):
-        found = cli.read(["train=cjgrpo", f"train.rewards={written}"]).settings
-        assert found["rewards"] == {"items": 2, "my.module:reward": 0.5}
+        found = cli.read(["train=cjgrpo", f"train.rewards={written}"])
+        assert found.rewards == {"items": 2, "my.module:reward": 0.5}
     found = cli.read(["train=sft", "train.fsdp_config={version: 2}", "train.max_grad_norm=0.5"]).settings
     assert found["fsdp_config"] == {"version": 2} and found["max_grad_norm"] == 0.5
 
@@ -380,6 +379,5 @@ def test_settings_in_braces_replace() -> None:
 def test_every_yaml_is_right() -> None:
     for name in config.names("train"):
         found = cli.read([f"train={name}"])
-        front = Front.of(name, {key: value for key, value in found.settings.items() if key != "resume"})
         if name != "mini":
-            assert front.arguments(found.target.config).output_dir == f"{name}-run"
+            assert found.arguments(found.trainer.config).output_dir == f"{name}-run"

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from dllm_sampler.training import cli
 from dllm_sampler.training.masked import Dice, Rows, collate
-from dllm_sampler.training.model import Trainable, lora_config
+from dllm_sampler.training.model import Trainable
 from dllm_sampler.training.uniform import Noise, UniformLoss
 from tests import tiny
 from tests.sampling import crossed
 from tests.unit.test_training_families import gradients
 
+peft: Any = pytest.importorskip("peft")
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"), reason="this transformers has no DiffusionGemma"
 )
@@ -35,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(folder: Path, lora: dict[str, float] | None = None) -> Trainable:
-    return Trainable.load(folder, "float64", lora_config(lora), uniform=True).eval()
+    adapters = None if lora is None else peft.LoraConfig(**lora)
+    return Trainable.load(folder, "float64", adapters, uniform=True).eval()
 
 
 def by_hand(model: Any, rows: Rows, noise: Noise, encoder: float) -> Tensor:
@@ -129,7 +131,6 @@ def test_noise(folder: Path) -> None:
 @pytest.mark.slow
 def test_adapters_are_merged_and_saved(folder: Path, tmp_path: Path) -> None:
     """Encoder and decoder share them: merging adds them once, and peft reads them around transformers' model."""
-    peft = pytest.importorskip("peft")
     it = trained(folder, LORA)
     for name, weight in it.network.named_parameters():
         if "lora_B" in name:
