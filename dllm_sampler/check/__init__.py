@@ -1,5 +1,5 @@
 """The contract of plug-ins, checked on small networks: `python -m dllm_sampler.check scheduler=NAME`.
 
-`promises` has what every plug-in must keep, `reads` finds reads of the device, and `settings` and `toys` have what they
-are tried on. The tests of this package run the same code.
+`promises` has the promises of every plug-in, and `reads` finds reads of the device. `settings` and `toys` have the
+settings and the networks for the checks. The tests of this package run the same code.
 """

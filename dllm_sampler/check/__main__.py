@@ -21,7 +21,7 @@ COMMAND = "python -m dllm_sampler.check"
 HELP = f"""\
 usage: {COMMAND} GROUP=NAME [GROUP.FIELD=VALUE ...] [--config-dir DIR]
 
-Check what every plug-in must keep, on small random networks in float64:
+Check the promises of every plug-in, on small random networks in float64:
   rows     a row of a ragged batch equals the row alone
   reads    no step reads the device
   prompts  prompts, padding and finished rows never change
@@ -31,7 +31,7 @@ Check what every plug-in must keep, on small random networks in float64:
 and list the plug-ins that it runs with. GROUP is scheduler, cache, blocks, stop or guide. NAME is a packaged choice, or
 your own in ./conf/GROUP/NAME.yaml or DIR/GROUP/NAME.yaml. Several groups can be set: all others are tried in turn.
 
-exit status: 0 all was kept, 1 something was not, 2 a mistake in the words or in the YAML
+exit status: 0 every promise is kept, 1 a promise is broken, 2 a mistake in the command or in the YAML
 """
 # Toys. The last three are block-causal, have a causal context, and have no mask token.
 TOYS = ("llada", "dream", "cfg", "causal", "context", "uniform")
@@ -40,7 +40,7 @@ ROWS_DIFFER = (
     " outside the carry."
 )
 GROUPS = tuple(group for group in config.GROUPS if group not in ("model", "particles"))  # what acts in a step
-Labelled = tuple[str | None, Any]  # a case, and what was added to the plainest plug-ins
+Labelled = tuple[str | None, Any]  # a case, after the plug-in that it adds to the plainest ones
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -59,10 +59,10 @@ def _run(words: Sequence[str]) -> int:
 
 
 def subject(words: Sequence[str]) -> dict[str, Any]:
-    """Return the plug-ins that words choose: group to what `config.build` takes.
+    """Return the specs (`config.build`) of the plug-ins that the command's `words` set, by group.
 
     Raises:
-        UserError: a word cannot be read, or sets something else.
+        UserError: a word cannot be parsed, or does not set a plug-in.
     """
     groups = dict[str, None]()
     for word in (word for given in spelled_out(words) for word in literal(given)):
@@ -70,13 +70,13 @@ def subject(words: Sequence[str]) -> dict[str, Any]:
         if group not in GROUPS:
             raise UserError(
                 "option-not-applicable",
-                f"{word} is not a plug-in's of a step. Set plug-ins only: {', '.join(GROUPS)}.",
+                f"{word} does not set a plug-in that acts in a step. Set only {', '.join(GROUPS)}.",
             )
         groups[group] = None
     if not groups:
         raise UserError(
             "option-missing",
-            "No plug-in is named. Add scheduler=NAME, or another group of --help.",
+            "No plug-in is named. Add scheduler=NAME, or another group of those in --help.",
         )
     _, plugins = parts(composition(SAMPLE, words))
     return {group: plugins[group] for group in groups}
@@ -168,9 +168,9 @@ def check(chosen: dict[str, Any]) -> int:
 
 
 def combinations(chosen: dict[str, Any]) -> tuple[list[Labelled], list[tuple[str, str]]]:
-    """Return the legal combinations of plug-ins with all others, and those that are refused with the reason.
+    """Return the legal combinations of plug-ins with all others, and the refused ones with the reasons.
 
-    The label of a combination is what was added. It is None if nothing was added to the plainest plug-ins.
+    The label of a combination names the plug-in that was added to the plainest ones. It is None if none was added.
     """
     from dllm_sampler.check import promises
     from dllm_sampler.check.settings import settings
@@ -213,10 +213,10 @@ def combinations(chosen: dict[str, Any]) -> tuple[list[Labelled], list[tuple[str
 
 
 def explained(error: Exception, built: Sequence[Any]) -> str:
-    """Return what went wrong in a sentence, with the line of the plug-in that raised an error.
+    """Return a sentence about an error, with the line of the plug-in that raised it.
 
     Args:
-        built: the plug-ins. A guide is in a tuple.
+        built: the plug-ins. Guides are in a tuple.
     """
     from dllm_sampler.check.promises import Broken
     from dllm_sampler.check.reads import HostRead
@@ -228,15 +228,15 @@ def explained(error: Exception, built: Sequence[Any]) -> str:
     frame = next((one for one in reversed(frames) if one.filename in own), frames[-1])
     where = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     if isinstance(error, HostRead):
-        return f"A step reads the device: {error} ({where}). Use tensor operations, or set Traits(graph_safe=False)."
+        return f"A step reads the device: {error} ({where}). Use tensor operations, or set graph_safe or syncs."
     return f"It raised {type(error).__name__}: {' '.join(str(error).split())} ({where})."
 
 
 def _report(promise: str, broken: Sequence[tuple[str | None, str]], tried: int, hint: str = "") -> int:
-    """Print how a promise came out, and return 1 if it is broken.
+    """Print the outcome of a promise, and return 1 if it is broken.
 
     Args:
-        hint: where to look if it is broken.
+        hint: advice on where to look if the promise is broken.
     """
     if not broken:
         print(f"    ok  {promise}")
@@ -251,7 +251,7 @@ def _report(promise: str, broken: Sequence[tuple[str | None, str]], tried: int, 
 
 
 def _name(spec: object) -> str:
-    """Return the name of a plug-in, or of several."""
+    """Return the name in a plug-in's spec, or the names in a list of specs."""
     if isinstance(spec, list):
         return _name(spec[0]) if len(spec) == 1 else f"[{','.join(map(_name, spec))}]" if spec else "none"
     return str(spec.get("name")) if isinstance(spec, dict) else str(spec)

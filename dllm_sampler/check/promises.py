@@ -63,13 +63,13 @@ class Case:
         return toys.sampler(self.toy, **self.plugins)
 
     def generate(self, rows: Iterable[int] = EVERY, **options: Any) -> Result:
-        """Return the answer to some of the toy prompts, as one batch."""
+        """Return the answers to the toy prompts `rows`, generated as one batch."""
         sampler, chosen = toys.sampler(self.toy, **self.plugins, **options), list(rows)
         prompts, seeds = [toys.PROMPTS[row] for row in chosen], [toys.SEEDS[row] for row in chosen]
         return sampler.generate(prompts, max_new_tokens=TOKENS, seed=seeds)
 
     def stream(self) -> list[Commits]:
-        """Return every step of all toy prompts as one batch."""
+        """Return the commits of every step, with all toy prompts as one batch."""
         return self._steps
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def result(self) -> Result:
-        """The answer to all toy prompts as one batch."""
+        """The answers to all toy prompts, generated as one batch."""
         result = self.stream()[-1].result
         assert result is not None
         return result
@@ -91,7 +91,7 @@ class Case:
 
 
 def refusal(toy: str, **plugins: Any) -> str | None:
-    """Return the reason that plug-ins cannot run together on a toy. Returns None if they can.
+    """Return the reason why plug-ins cannot run together on a toy, or None if they can.
 
     Raises:
         UserError: one of them breaks its contract, whatever it is combined with.
@@ -107,13 +107,13 @@ def refusal(toy: str, **plugins: Any) -> str | None:
 
 @contextmanager
 def known_tokens() -> Iterator[None]:
-    """Raise `Broken` where an edit commits a token that the toys do not have, before a network looks it up."""
+    """Raise `Broken` if an edit commits a token that the toys do not have, before a network embeds it."""
     apply = Canvas.apply
 
     def checked(self: Canvas, positions: Tensor, edit: Edit) -> Canvas:
         strange = edit.ids[edit.commit & ((edit.ids < 0) | (edit.ids >= toys.VOCAB))]
         if len(strange):
-            raise Broken(f"It commits token {int(strange[0])}, and the toy's tokens are 0 to {toys.VOCAB - 1}.")
+            raise Broken(f"An edit commits token {int(strange[0])}, and the toy's tokens are 0 to {toys.VOCAB - 1}.")
         return apply(self, positions, edit)
 
     Canvas.apply = checked
@@ -124,7 +124,7 @@ def known_tokens() -> Iterator[None]:
 
 
 def check_row(batch: Result, row: int, alone: Result) -> None:
-    """Check that a row of a batch is what it is alone: tokens, forwards, step map and computed positions.
+    """Check that a row of a batch equals the row alone: tokens, forwards, step map and computed positions.
 
     Raises:
         Broken: something differs.
@@ -149,10 +149,10 @@ def check_row(batch: Result, row: int, alone: Result) -> None:
 
 
 def check_rows(case: Case, rows: Iterable[int]) -> None:
-    """Check that rows of a ragged batch come out as if each was alone.
+    """Check that the `rows` of a ragged batch equal the same rows alone.
 
     Raises:
-        Broken: one of them differs.
+        Broken: a row differs.
     """
     for row in rows:
         check_row(case.result, row, case.generate([row]))
@@ -162,7 +162,7 @@ def check_prompts(case: Case) -> None:
     """Check that prompts, padding and finished rows never change.
 
     Raises:
-        Broken: one of them does.
+        Broken: a prompt, padding or a finished row changed.
     """
     trace = case.result.trace
     for row, (prompt, ids, steps) in enumerate(
@@ -187,8 +187,8 @@ def check_prompts(case: Case) -> None:
 def check_commits(case: Case) -> None:
     """Check that a committed token stays, if the scheduler's `traits` do not say `revises`.
 
-    Columns of a scheduler with `ChangingLength` move, and a stop that `fills` writes over the answer's rest: nothing
-    is checked with these.
+    Nothing is checked for a scheduler with `ChangingLength`, whose columns move, and for a stop that `fills`, which
+    writes over the rest of the answer.
 
     Raises:
         Broken: a token changes, or is a mask again.
@@ -213,7 +213,7 @@ def check_end(case: Case) -> None:
     """Check that every row ends, within the bound that the plug-ins give, with no mask left.
 
     Raises:
-        Broken: a row does not.
+        Broken: a row does not end in time, or an answer has a mask.
     """
     steps, result, stuck = case.stream(), case.result, case.stuck
     bound = case.sampler.plugins.bound(TOKENS)
@@ -221,16 +221,18 @@ def check_end(case: Case) -> None:
     if unfinished.any():
         row = int(unfinished.int().argmax())
         raise Broken(
-            f"It does not end: row {row} has {int(steps[-1].masked[row].sum())} masks after {len(steps)} forwards, and"
+            f"Row {row} does not end: it has {int(steps[-1].masked[row].sum())} masks after {len(steps)} forwards, and"
             f" `bound` promises at most {bound} for {TOKENS} tokens. Commit an eligible position in each step, or raise"
             " `bound`."
         )
-    if not len(steps) == int(result.nfe.max()) <= bound:
+    if len(steps) > bound:
         raise Broken(
             f"It took {len(steps)} forwards, and `bound` promises at most {bound} for {TOKENS} tokens. Raise `bound`."
         )
+    if len(steps) != int(result.nfe.max()):
+        raise Broken(f"It took {len(steps)} steps, and its NFE is {int(result.nfe.max())}.")
     if result.complete[stuck].any():
-        raise Broken("A row that the guide has ended is complete.")
+        raise Broken("A row that a guide has ended is reported as complete.")
     answer = torch.arange(TOKENS) < result.lengths[:, None]
     written = result.trace.generated >= 0
     if ((~written | (result.tokens == toys.MASK)) & answer & ~stuck[:, None]).any():
@@ -241,7 +243,7 @@ def check_reads(case: Case, rows: Iterable[int] = EVERY, max_steps: int = 5) -> 
     """Check that no step reads the device.
 
     Raises:
-        HostRead: one does.
+        HostRead: a step reads the device.
     """
     with watched_steps() as taken:
         result = case.generate(rows, max_steps=max_steps)
@@ -257,7 +259,7 @@ def reads(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class Scrambled(Around):
-    """A scheduler around another one, which gets confidences times random numbers."""
+    """A scheduler around another one, which sees confidences that are multiplied by random numbers."""
 
     @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
@@ -267,7 +269,7 @@ class Scrambled(Around):
 
 @dataclass(frozen=True)
 class Aged(Around):
-    """A scheduler around another one, which gets a greater `age`, except in the forward that opens a block."""
+    """A scheduler around another one, which sees a greater `age`, except in the forward that opens a block."""
 
     @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
@@ -310,7 +312,7 @@ def check_asks(scheduler: Settings, toy: str = "llada") -> None:
     """Check that a scheduler asks about the positions that `traits.asks` and `traits.asks_block` say.
 
     Raises:
-        Broken: it asks about others.
+        Broken: it asks about other positions.
         CannotTry: its traits promise nothing, or it cannot be wrapped.
     """
     inner: Scheduler = config.build("scheduler", scheduler)
@@ -324,10 +326,10 @@ def check_asks(scheduler: Settings, toy: str = "llada") -> None:
 
 
 def check_confidence(scheduler: Settings, toy: str = "llada") -> None:
-    """Check what `traits.ranks_by_confidence` says. EOSER, which scales confidences, goes by it.
+    """Check that `traits.ranks_by_confidence` is true. EOSER, which scales confidences, relies on it.
 
     Raises:
-        Broken: it is not true.
+        Broken: the trait is not true.
         CannotTry: the scheduler drafts, or it cannot be wrapped.
     """
     traits, same = _unchanged(scheduler, toy, Scrambled)
@@ -339,12 +341,12 @@ def check_confidence(scheduler: Settings, toy: str = "llada") -> None:
 
 
 def check_age(scheduler: Settings, toy: str = "llada") -> None:
-    """Check that `traits` says `scheduled` if a rule depends on `canvas.age`. Blocks of several go by it.
+    """Check that `traits` says `scheduled` if a rule depends on `canvas.age`.
 
-    These refuse what `revises`, too.
+    Blocks that open several at once, or slide, rely on it. They refuse `revises` anyway, so it is exempt.
 
     Raises:
-        Broken: it does not say so.
+        Broken: the rule depends on `canvas.age`, and `traits` does not say so.
         CannotTry: the scheduler drafts, or it cannot be wrapped.
     """
     traits, same = _unchanged(scheduler, toy, Aged)
@@ -356,10 +358,10 @@ def check_age(scheduler: Settings, toy: str = "llada") -> None:
 
 
 def _unchanged(scheduler: Settings, toy: str, around: type[Around]) -> tuple[Traits, bool]:
-    """Return the traits of a scheduler, and True if `around` it changes no answer."""
+    """Return the traits of a scheduler, and True if the wrapper `around` changes no answer."""
     inner: Scheduler = config.build("scheduler", scheduler)
     if inner.traits.drafts:
-        raise CannotTry("a scheduler that drafts goes by the scheduler inside")
+        raise CannotTry("a scheduler that drafts follows its inner scheduler")
     try:
         alone = toys.sampler(toy, scheduler=scheduler, temperature=1.0)
         other = toys.sampler(toy, scheduler=around(inner), temperature=1.0)

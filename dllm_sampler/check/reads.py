@@ -1,4 +1,4 @@
-"""A step never waits for the device: on a GPU each of these operations would stall the queue."""
+"""The check that no step waits for the device. On a GPU the operations in `FORBIDDEN` would stall the queue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HostRead(AssertionError):
 
 @functools.cache
 def _described(operation: Any) -> tuple[bool, str]:
-    """Return True if an operation consists of others, and its name without the overload's."""
+    """Return True if an operation is composed of others, and its name without the overload."""
     return operation.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd), str(operation.overloadpacket)
 
 

@@ -1,8 +1,8 @@
 """Every plug-in of `conf/`, under settings that give it something to do on a canvas of a few tokens.
 
-A new YAML is in the list at once, with its defaults. Where these are too tame for a short canvas, `SETTINGS` has
-others; every entry there is one more setting under which tests check the whole contract. A function there is called
-for the value: transformers takes seconds to import.
+A plug-in without an entry in `SETTINGS` has its defaults. If these do little on a short canvas, `SETTINGS` has others.
+Each entry is one more setting under which tests check the whole contract. A value that is a function is called only
+when it is needed, because transformers takes seconds to import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small random networks in memory, in float64 by default: what exactness is checked on."""
+"""Small random networks, in float64 by default, on which plug-ins are checked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def transformer(
     layers: int = 2,
     vocab: int = VOCAB,
 ) -> Transformer:
-    """Random layers. Wide weights make the answers varied and the confidences anything from 0.1 to 1."""
+    """Return a random network. Its weights are large, so that answers vary and confidences range from 0.1 to 1."""
     config = TransformerConfig(
         vocab_size=vocab,
         hidden_size=32,
@@ -58,7 +58,7 @@ def transformer(
 
 
 def causal_transformer(seed: int = 2) -> Transformer:
-    """Build a network as LLaDA2's: query and key norms, partly rotated heads, a dense layer, groups of experts."""
+    """Return a network like LLaDA2's: query and key norms, partly rotated heads, a dense layer, groups of experts."""
     experts = MoeConfig(
         num_experts=8, top_k=2, expert_size=24, layers=frozenset({1}), shared_size=16, score="sigmoid", groups=4,
         top_groups=2, normalise=True, scale=1.5, bias=True,
@@ -79,9 +79,12 @@ def wrapped(model: Transformer, shift: bool = False) -> TransformerDenoiser:
 
 @cache
 def denoiser(kind: str = "llada", device: str = "cpu", dtype: torch.dtype = torch.float64) -> Denoiser:
-    """`llada`, `gqa` (two key heads for four), `dream` (logit shift), `cfg` (guided), `causal` (block-causal), `fast`
-    (block-causal with a logit shift), `context` (blocks in a causal context), `in_blocks` (the same without it: the
-    prompt is a block), `uniform` (without the mask token)."""
+    """Return the toy of a kind.
+
+    Kinds: `llada`, `gqa` (four query heads, two key heads), `dream` (logit shift), `cfg` (classifier-free guidance),
+    `causal` (block-causal), `fast` (block-causal with a logit shift), `context` (blocks in a causal context),
+    `in_blocks` (its network as a block-causal model whose prompt is a block), `uniform` (no mask token).
+    """
     if kind == "in_blocks":
         given = denoiser("context", device, dtype)
         assert isinstance(given, TransformerDenoiser)
@@ -101,7 +104,7 @@ def denoiser(kind: str = "llada", device: str = "cpu", dtype: torch.dtype = torc
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """More for more kinds of tokens, whatever their names; alike for many answers."""
+    """Return the number of different tokens in each answer, so that many answers tie."""
     return [float(len(set(ids))) for ids in completion_ids]
 
 
@@ -139,7 +142,7 @@ SIGNS = [*"abcdefghij0123456789", "ab", "ba", "cd", "abc", *'"{}:,[]- ', "true",
 
 @cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return signs and short words; end token and mask where the toys have them."""
+    """Return a tokenizer of signs and short words, with the end-of-text token and the mask of the toys."""
     ids = [token for token in range(VOCAB) if token not in (EOS, MASK)]
     vocab = dict(zip(SIGNS, ids, strict=True)) | {"<end>": EOS, "<mask>": MASK}
     made = Tokenizer(WordLevel(vocab, unk_token="<mask>"))

@@ -17,33 +17,32 @@ from dllm_sampler.core.values import Canvas, Query
 class Around(Scheduler):
     """A scheduler that passes everything on to the inner one. A subclass defines `tell`.
 
-    A subclass that changes a trait derives its own: `replace(super().traits, drafts=True)`, and `adding` or `without`
-    for rare ones. A subclass whose carry holds more than the inner scheduler's overrides `inside`, which returns that
-    part.
+    A subclass that changes a trait copies the inner traits: `replace(super().traits, drafts=True)`. For a rare trait it
+    calls `Traits.adding` or `Traits.without`. A subclass with a carry of its own overrides `inside`.
     """
 
     inner: Scheduler
 
     @property
     def traits(self) -> Traits:
-        """Those of the inner scheduler."""
+        """Traits of the inner scheduler."""
         return self.inner.traits
 
     @property
     def needs(self) -> frozenset[str]:
-        """Those of the inner scheduler."""
+        """Fields of `Readout` that the inner scheduler needs."""
         return self.inner.needs
 
     def inside(self, carry: Carry) -> Carry:
-        """Return the inner scheduler's part of this one's carry; default: all of it."""
+        """Return the part of `carry` that belongs to the inner scheduler. The default is all of it."""
         return carry
 
     def bind(self, context: Context) -> Self:
-        """Bind the inner scheduler."""
+        """Return a copy whose inner scheduler is bound."""
         return replace(self, inner=self.inner.bind(context))
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return the inner scheduler's carry."""
+        """Return the inner scheduler's carry before the first step."""
         return self.inner.init(canvas)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
@@ -65,20 +64,20 @@ class Around(Scheduler):
         return self.inner.added_steps
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """See `Planner.ahead`. Returns None if the inner scheduler is not a planner."""
+        """Return the inner scheduler's plan (`Planner.ahead`), or None if it is not a `Planner`."""
         return self.inner.ahead(canvas, self.inside(carry)) if isinstance(self.inner, Planner) else None
 
     def with_candidates(self, most: int) -> Self:
-        """See `Paced.with_candidates`."""
+        """Return a copy with this limit on the inner scheduler's candidates, if that scheduler is `Paced`."""
         twin = copy(self)
         if isinstance(self.inner, Paced):
             vars(twin)["inner"] = self.inner.with_candidates(most)
         return twin
 
     def pace(self, made: ForwardRequest, seconds: float) -> int | None:
-        """See `Paced.pace`."""
+        """Return the inner scheduler's limit (`Paced.pace`), or None if it is not `Paced`."""
         return self.inner.pace(made, seconds) if isinstance(self.inner, Paced) else None
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """See `Tempered.guides`."""
+        """Return the guides of an inner scheduler that is `Tempered`, or else the guides `given`."""
         return self.inner.guides(given) if isinstance(self.inner, Tempered) else given

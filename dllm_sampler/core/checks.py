@@ -1,4 +1,4 @@
-"""Refuse impossible settings of plug-ins.
+"""Checks that refuse impossible settings of plug-ins with a `UserError`.
 
 `name` is the setting as the user writes it, for example `scheduler.steps`.
 """
@@ -13,30 +13,29 @@ Inner = TypeVar("Inner")
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Return True for a whole number. Python counts true and false among them, and here they are not."""
+    """Return True if `value` is an int, but not True or False."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_real(value: object) -> TypeGuard[int | float]:
-    """Return True for a number, NaN and infinities included. True and false are not numbers."""
+    """Return True if `value` is an int or a float (NaN and infinities included), but not True or False."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_switch(name: str, value: object) -> None:
-    """Refuse anything but true or false: every other value would count as one of them."""
+    """Refuse anything but True and False."""
     if not isinstance(value, bool):
         raise UserError("option-type", f"{name} is {value!r}. Set true or false.")
 
 
 def check_count(name: str, value: object, least: int = 1, *, most: int | None = None, optional: bool = False) -> None:
-    """Refuse anything but a whole number from `least` to `most`; None passes where it is `optional`."""
+    """Refuse anything but a whole number from `least` to `most`. None is allowed if the setting is `optional`."""
     if optional and value is None:
         return
-    if not is_whole(value) or value < least:
+    if not is_whole(value) or value < least or (most is not None and value > most):
+        span = f"of at least {least}" if most is None else f"from {least} to {most}"
         null = ", or null" if optional else ""
-        raise UserError("option-range", f"{name} is {value!r}. Set a whole number of at least {least}{null}.")
-    if most is not None and value > most:
-        raise UserError("option-range", f"{name} is {value}. Set at most {most}.")
+        raise UserError("option-range", f"{name} is {value!r}. Set a whole number {span}{null}.")
 
 
 def check_number(
@@ -49,11 +48,11 @@ def check_number(
     finite: bool = False,
     optional: bool = False,
 ) -> None:
-    """Refuse NaN and anything but a number from `least` to `most`; None passes where it is `optional`.
+    """Refuse anything but a number from `least` to `most`. NaN is refused. None is allowed if it is `optional`.
 
     Args:
-        what: what an error calls it, for example "a probability".
-        finite: refuse infinity too.
+        what: name of the quantity in an error, for example "a probability".
+        finite: refuse infinities too.
     """
     if optional and value is None:
         return
@@ -65,34 +64,36 @@ def check_number(
     raise UserError("option-range", f"{name} is {value!r}. Set {what}{span}{null}.")
 
 
-def check_positive(name: str, value: Any, what: str = "a number", *, most: float | None = None) -> None:
-    """Refuse anything but a finite number above 0, `most` at most."""
+def check_positive(name: str, value: Any, what: str = "a finite number", *, most: float | None = None) -> None:
+    """Refuse anything but a finite number above 0 and at most `most`. `what` is as in `check_number`."""
     if not is_real(value) or not 0 < value < inf or (most is not None and value > most):
         limit = "" if most is None else f", at most {most}"
         raise UserError("option-range", f"{name} is {value!r}. Set {what} above 0{limit}.")
 
 
 def check_share(name: str, value: object, what: str = "a share") -> None:
-    """Refuse anything but a number between 0 and 1."""
+    """Refuse anything but a number between 0 and 1. `what` is as in `check_number`."""
     check_number(name, value, what, most=1)
 
 
 def check_inner(inner: Inner) -> Inner:
-    """Return the scheduler inside another one. Refuses anything else; only a dict's `inner` may be a name."""
+    """Return the inner scheduler of another one. Refuses a class and anything without a `tell`."""
     if isinstance(inner, type) or not hasattr(inner, "tell"):
-        raise UserError("option-type", f"scheduler.inner is {inner!r}. Give a Scheduler, for example FixedSteps().")
+        raise UserError(
+            "option-type", f"scheduler.inner is {inner!r}. Give an instance of a Scheduler, for example FixedSteps()."
+        )
     return inner
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
-    """Refuse what is none of the `choices`, a `Literal` of words."""
+    """Refuse a value that is not one of the words of `choices`, a `Literal` type."""
     words = get_args(choices)
     if value not in words:
         raise UserError("choice-unknown", f"{name} is {value!r}. Set {', '.join(words[:-1])} or {words[-1]}.")
 
 
 def checked_tokens(name: str, value: Any) -> tuple[int, ...]:
-    """Return token ids as a tuple; refuses anything but a list of whole numbers of at least 0."""
+    """Return token ids as a tuple. Refuses anything but an iterable of whole numbers of at least 0."""
     listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray)
     ids: tuple[Any, ...] = tuple(value) if listed else ()
     if not listed or not all(is_whole(one) and one >= 0 for one in ids):
@@ -101,8 +102,9 @@ def checked_tokens(name: str, value: Any) -> tuple[int, ...]:
 
 
 def check_text(name: str, text: str) -> None:
-    """Refuse a text with half of a character, as a byte outside UTF-8 becomes on a command line."""
+    """Refuse a text with a lone surrogate, for example from a command-line argument that is not UTF-8."""
     try:
         text.encode()
-    except UnicodeEncodeError:
-        raise UserError("text-invalid", f"{name} is not valid Unicode. Save it as UTF-8.") from None
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise UserError("text-invalid", f"{name} contains the lone surrogate {half!r}. Pass text in UTF-8.") from None

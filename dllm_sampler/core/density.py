@@ -12,7 +12,7 @@ from dllm_sampler.core.values import Canvas
 
 
 def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
-    """Return `[B, Q]` the share of committed positions around each of `positions`, by a Gaussian of width `sigma`."""
+    """Return `[B, Q]` the committed share around each of `positions`, weighted by a Gaussian of width `sigma`."""
     offset, weight, total = bell(sigma, canvas.layout.longest, positions.device)
     near = positions[..., None] + offset  # [B, Q, N]
     place, length = near - canvas.layout.first[:, None, None], canvas.layout.new_tokens[:, None, None]
@@ -25,10 +25,11 @@ def density(canvas: Canvas, positions: Tensor, sigma: float) -> Tensor:
 
 @cache  # for good: a recorded step (`engine/graphs.py`) reads these tensors where they are
 def bell(sigma: float, longest: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return offsets `[N]` from the nearest on, a Gaussian `[N]` over them, and its sums for each length.
+    """Return offsets `[N]` (nearest first), their Gaussian weights `[N]`, and normalisers `[longest + 1]`.
 
-    A generation of n tokens sums it over 3 n on either side, as published (`[n]` of the sums). No position is farther
-    than twice the length from what is counted, and what is farther than nine sigma does not change a float64 sum.
+    Normaliser n, for an answer of n tokens, is the sum over the nearest 6 n offsets, as published. Offsets beyond
+    twice `longest` are left out of N: no column that counts is so far away. So are offsets beyond nine `sigma`, whose
+    weights do not change a float64 sum.
     """
     near = 2 * min(2 * longest, math.ceil(9 * sigma)) + 1
     with torch.inference_mode(False):  # other steps may run without it

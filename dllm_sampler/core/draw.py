@@ -17,13 +17,13 @@ from dllm_sampler.errors import UserError, short
 
 
 class Barred(NamedTuple):
-    """Tokens that no answer may have: the mask, and end tokens before a given token."""
+    """Tokens that no answer may have: the mask token, and end-of-text tokens before a given token."""
 
-    mask_id: int | None  # None: it may be chosen, or there is none
+    mask_id: int | None  # None if the model has no mask token, or if it may be chosen
     ends: tuple[int, ...] = ()
 
     def exclude(self, logits: Tensor, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """Set their logits in `[R, V]` to minus infinity, in place."""
+        """Set these tokens' logits in `[R, V]` to minus infinity, in place, and return the logits."""
         if self.mask_id is not None:
             logits[..., self.mask_id].fill_(-torch.inf)
         if canvas.layout.given is not None and self.ends:
@@ -34,10 +34,10 @@ class Barred(NamedTuple):
 
 
 def rewritten(guide: Guide, logits: Tensor, canvas: Canvas, head_rows: HeadRows, barred: Barred) -> Tensor:
-    """Return `[R, V]` logits as a guide rewrites them, without the tokens that are barred.
+    """Return logits `[R, V]` rewritten by a guide, with the barred tokens excluded.
 
     Raises:
-        UserError: the guide returned something else than logits of this shape.
+        UserError: the guide did not return floating-point logits of the same shape on the same device.
     """
     found: Any = guide(logits, canvas, head_rows)
     if guide.keeps_excluded:
@@ -45,21 +45,24 @@ def rewritten(guide: Guide, logits: Tensor, canvas: Canvas, head_rows: HeadRows,
     if found is logits:
         return barred.exclude(logits, canvas, head_rows)
     if not isinstance(found, Tensor) or not found.is_floating_point():
-        what = f"a tensor of {found.dtype}" if isinstance(found, Tensor) else short(repr(found))
-        raise UserError("plugin-result", f"guide={named(guide)} returned {what}. Return a floating-point tensor.")
+        raise UserError(
+            "plugin-result", f"guide={named(guide)} returned {_kind(found)}. Return a floating-point tensor."
+        )
     if found.shape != logits.shape or found.device != logits.device:
         was, now = (f"{list(one.shape)} on {one.device}" for one in (logits, found))
-        raise UserError(
-            "plugin-result", f"guide={named(guide)} returned logits of shape {now}, given {was}. Return one for each."
-        )
+        raise UserError("plugin-result", f"guide={named(guide)} returned logits {now}. Return logits {was}.")
     return barred.exclude(found.clone(), canvas, head_rows)
+
+
+def _kind(found: object) -> str:
+    return f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else short(repr(found))
 
 
 @dataclass(frozen=True)
 class Draw:
-    """The choice of a step, to be made again from other logits or by other noise.
+    """The choice of a step's tokens. It can be repeated with other logits or other noise.
 
-    Calls choose from logits `[B, K, Q, V]` and return tokens `[B, K, Q]`, 0 where nothing is answered.
+    A call takes logits `[B, K, Q, V]` and returns tokens `[B, K, Q]`. They are 0 where the forward answered nothing.
     """
 
     guides: tuple[Guide, ...]  # in the order of application
@@ -73,7 +76,7 @@ class Draw:
 
     @staticmethod
     def of(guides: tuple[Guide, ...], canvas: Canvas, head_rows: HeadRows, vocab: int, barred: Barred) -> Draw:
-        """Return the step's own choice. Its noise is drawn once, so that further choices are coupled to the first."""
+        """Return the step's own choice. Its noise is drawn here, so that repeated choices share it."""
         draws = is_random(guides)
         noise = canvas.layout.noise.tokens(canvas, head_rows, vocab) if draws else None
         return Draw(guides, canvas, head_rows, vocab, barred, None, noise, draws)
@@ -85,13 +88,13 @@ class Draw:
         return self.raw
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return `[B, K, Q]` tokens chosen from `[B, K, Q, V]`."""
+        """Return `[B, K, Q]` tokens chosen from `logits [B, K, Q, V]`."""
         return self.head_rows.spread(self.chosen(self.head_rows.pick(logits))[0])
 
     def chosen(self, choice: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return `[R]` tokens chosen from `[R, V]`, and with a guide `[R] bool` whether they could be chosen.
+        """Return tokens `[R]` chosen from `choice [R, V]`, and `[R] bool` rows in which a token could be chosen.
 
-        No token can be chosen if the guides left a NaN, a +inf or no finite logit.
+        No token can be chosen if the guides left a NaN, a +inf or no finite logit. Without guides the second is None.
         """
         if not self.guides:
             return argmax(choice), None
@@ -107,24 +110,24 @@ class Draw:
         if not isinstance(token, Tensor) or (token.shape, token.dtype) != (choice.shape[:-1], torch.int64):
             raise UserError(
                 "plugin-result",
-                f"guide={named(joint)} did not choose one token for each of {len(choice)} rows. Return int64 ids.",
+                f"guide={named(joint)}: choose returned {_kind(token)}. Return [{len(choice)}] of torch.int64.",
             )
         # Where nothing is left of `choice`, the joint guide chooses by `whole`.
         return token, (choice.amax(-1) < torch.inf) & whole.amax(-1).isfinite()
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Return `[B, K, Q, V]` scores. A choice from the logits is the best of them, but for joint guides."""
+        """Return `[B, K, Q, V]` scores: rewritten logits plus noise. The highest is chosen, unless a guide is joint."""
         choice, _ = self._rewritten(self.head_rows.pick(logits))
         return self.head_rows.spread(_noised(choice, self._noise())[1])
 
     def law(self, logits: Tensor) -> Tensor:
-        """Return `[B, K, Q, V]` the probabilities that tokens of logits of that shape have, at least float32."""
+        """Return `[B, K, Q, V]` the tokens' probabilities under the guides, in float32 or float64."""
         choice, _ = self._rewritten(self.head_rows.pick(logits))
         precise = torch.promote_types(choice.dtype, torch.float32)
         return self.head_rows.spread(torch.softmax(choice, -1, dtype=precise))
 
     def log_law(self, logits: Tensor, token: Tensor) -> Tensor:
-        """Return `[B, K, Q] float64` log-probabilities that `token [B, K, Q]` is drawn with from `logits [B, K, Q, V]`.
+        """Return `[B, K, Q] float64` log-probabilities of drawing `token [B, K, Q]` from `logits [B, K, Q, V]`.
 
         A choice without noise draws the best token with probability 1.
         """
@@ -136,14 +139,14 @@ class Draw:
         return self.head_rows.spread(found)
 
     def drawn(self, weight: Tensor) -> Tensor:
-        """Return `[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`, whatever the guides say."""
+        """Return `[B, K, Q]` tokens drawn in proportion to `weight [B, K, Q, V]`. Guides are not applied."""
         choice = self.head_rows.pick(weight).log()
         return self.head_rows.spread(argmax(_noised(choice, self._noise())[1]))
 
     def _rewritten(self, choice: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits `[R, V]` after all guides but a joint one, and after those that exclude no token.
 
-        Without a joint guide, which alone wants it, the second is of no meaning.
+        Only a joint guide uses the second. Without one it has no meaning.
         """
         whole, joint = choice, any(guide.joint for guide in self.guides)
         for guide in self.guides:
@@ -156,27 +159,27 @@ class Draw:
         return choice, whole
 
     def _noise(self) -> Tensor | None:
-        """Return the noise `[R, V]`, or None if the best token is taken."""
+        """Return the noise `[R, V]`, or None if the choice is greedy."""
         if not self.draws or self.noise is not None:
             return self.noise
         return self.canvas.layout.noise.tokens(self.canvas, self.head_rows, self.vocab)
 
     def seeded(self, seeds: Tensor) -> Draw:
-        """Return the same with the noise of other row seeds, `[B] int64`."""
+        """Return the same choice with the noise of other row `seeds [B] int64`."""
         return replace(self, canvas=self.canvas.with_layout(seeds=seeds), noise=None)
 
     def greedy(self) -> Draw:
-        """Return the same without noise: the best tokens."""
+        """Return the same choice without noise: the best tokens."""
         return replace(self, noise=None, draws=False)
 
     def under(self, candidate: Tensor) -> Draw:
-        """Return the same under one candidate per row, `candidate [B]`, for logits and tokens with K = 1."""
+        """Return the choice under one candidate per row, `candidate [B]`, for logits and tokens with K = 1."""
         raw = None if self.raw is None else at_candidate(self.raw, candidate)
         return replace(self, head_rows=self.head_rows.under(candidate), raw=raw, noise=None)
 
 
 def _noised(choice: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return logits `[R, V]`, and the same with noise where tokens are drawn."""
+    """Return the logits and the noisy logits, both `[R, V]`. They are equal if `noise` is None."""
     if noise is None:
         return choice, choice
     # In half precision the sums would tie, and ties go to the lower id.

@@ -24,5 +24,5 @@ def is_end(ids: Tensor, ends: tuple[int, ...]) -> Tensor:
 
 
 def first_end(tokens: Iterable[int], ends: tuple[int, ...]) -> int | None:
-    """Return the place of the first end-of-text token in a list of ids, or None if it has none."""
+    """Return the index of the first end-of-text token in a list of ids, or None if there is none."""
     return next((place for place, token in enumerate(tokens) if token in ends), None)

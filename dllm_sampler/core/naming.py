@@ -12,10 +12,10 @@ _TYPED: dict[type, str] = {}
 
 
 def named(plugin: object) -> str:
-    """Return the name of a plug-in in `conf/`, as in `cache=dllm` for an `IntervalCache`.
+    """Return the name by which a user selects a plug-in, for example `dllm` for an `IntervalCache` (`cache=dllm`).
 
-    A class that no YAML names has its own name. A class that others are built of says in `stands_for` what the user
-    has named: a name, a class, or another plug-in.
+    A plug-in whose class no YAML names is called by its class. A plug-in that was built in place of another one has
+    the name of its `stands_for`: a name, a class or a plug-in.
     """
     stands_for = getattr(plugin, "stands_for", None)
     if stands_for is not None:
@@ -25,7 +25,7 @@ def named(plugin: object) -> str:
 
 
 def described(plugin: object) -> str:
-    """Return a plug-in by its name, with the fields that are not its defaults: `threshold(threshold=0.7)`."""
+    """Return a plug-in's name and the fields that differ from their defaults: `threshold(threshold=0.7)`."""
     told = []
     settings = [one for one in fields(plugin) if one.init and one.repr] if is_dataclass(plugin) else []
     for one in settings:
@@ -43,19 +43,19 @@ def _same(one: object, other: object) -> bool:
 
 
 def typed(cls: type, name: str) -> None:
-    """Remember that a plug-in of a class was built by a name, which may be that of a user's own YAML."""
+    """Remember the name of the YAML, possibly a user's own, from which a plug-in of class `cls` was built."""
     _TYPED[cls] = name
 
 
 def _packaged(cls: type) -> str | None:
-    """Return the packaged YAML that names a class, if one does."""
+    """Return the name of the packaged YAML whose `_target_` is a class, or None."""
     names = {package: name for (package, word), name in _targets().items() if word == cls.__name__}
     return next((name for package, name in names.items() if f"{cls.__module__}.".startswith(f"{package}.")), None)
 
 
 @cache
 def _targets() -> dict[tuple[str, str], str]:
-    """Package and class of each plug-in's `_target_`, and the YAML's name. A package may import what others define."""
+    """Return the YAML name for the module and the class of each packaged `_target_`."""
     found = {}
     for kind in KINDS:
         for file in files("dllm_sampler.conf").joinpath(kind).iterdir():

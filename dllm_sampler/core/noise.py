@@ -1,7 +1,7 @@
 """Random numbers keyed by (row seed, step, position): batching, order and device never change them.
 
-`CounterNoise` is the default: a hash of the key, no state. `ReplayNoise` draws from a `torch.Generator` in the order
-of published code, so that a recorded run can be repeated; its draws depend on the batch, and it reads the host.
+`CounterNoise` is the default: a hash of the key, without a state. `ReplayNoise` repeats a recorded run: it draws from a
+`torch.Generator` on the CPU in the order of published code, so its draws depend on the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dllm_sampler.core.values import Canvas
 
 
 def gumbel(uniform: Tensor) -> Tensor:
-    """Standard Gumbel noise from uniform noise; written so that the large values come from the fine end of floats."""
+    """Return Gumbel noise from uniform noise in (0, 1). Large values come from near 0, where floats are finest."""
     return gumbel_(uniform.clone())
 
 
@@ -36,14 +36,14 @@ SCALE = 2.0**-31 * (1 - 2.0**-24)
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """Apply the splitmix64 finaliser to wrapping int64."""
+    """Return int64 hashed by the splitmix64 finaliser. Products wrap around."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """Apply a bias-free 32-bit finaliser (constants of C. Wellons' `lowbias32`) to wrapping int32, in place."""
+    """Hash int32 in place by C. Wellons' `lowbias32`. Products wrap around."""
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
@@ -53,27 +53,27 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def key(canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
-    """Return `[B, Q] int64` hash of (row seed, step, position, stream); positions are columns."""
+    """Return `[B, Q] int64` hashes of row seed, step, position (a column) and stream."""
     return hashed(canvas.layout.seeds, canvas.step, positions, stream)
 
 
 def hashed(seeds: Tensor, steps: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """Return `[N, Q] int64` the `key` of positions `[N, Q]` for `seeds [N]` and `steps [N]`."""
+    """Return `[N, Q] int64` the hashes that `key` returns, for `seeds [N]`, `steps [N]` and `positions [N, Q]`."""
     return _mix64(_row_key(seeds, steps, stream)[:, None] + positions * -0x61C8864680B583EB)
 
 
 def unit(keys: Tensor) -> Tensor:
-    """Return `[...] float64` uniform in (0, 1) of `keys [...] int64`."""
+    """Return `[...] float64` uniform numbers in (0, 1) from `keys [...] int64`."""
     return ((keys & 0xFFFFFFFFFFFF).double() + 0.5) * 2.0**-48
 
 
 def candidate_seeds(canvas: Canvas, candidate: int) -> Tensor:
-    """Return `[B] int64` row seeds for candidate number `candidate` of this step. Number 1 has the row's own seed."""
+    """Return `[B] int64` row seeds for a candidate from 1 on. Candidate 0 has the row's own seed (`Layout.seeds`)."""
     return hashed(canvas.layout.seeds, canvas.step, torch.full_like(canvas.start, candidate)[:, None], CANDIDATES)[:, 0]
 
 
 def row_seeds(seeds: Tensor, number: int, rows: int) -> Tensor:
-    """Return `[N, rows] int64` seeds of the rows of each prompt, from `seeds [N]`. Another `number` gives others."""
+    """Return `[N, rows] int64` seeds for the rows of N prompts with `seeds [N]`. Each `number` gives another set."""
     slots = torch.arange(rows, device=seeds.device).expand(len(seeds), -1)
     return hashed(seeds, torch.full_like(seeds, number), slots, PARTICLES)
 
@@ -83,7 +83,7 @@ def _row_key(seed: Tensor, step: Tensor, stream: int) -> Tensor:
 
 
 def token_noise(keys: Tensor, vocab: int) -> Tensor:
-    """Return `[..., V]` standard Gumbel noise of `keys [...] int64`, each the `key` of a position in `TOKENS`."""
+    """Return `[..., V] float32` standard Gumbel noise from `keys [...] int64`, hashes of the stream `TOKENS`."""
     k = keys.flatten()[:, None]
     low, high = (k & 0x7FFFFFFF).int(), ((k >> 32) & 0x7FFFFFFF).int()
     word = torch.arange(vocab, device=keys.device, dtype=torch.int32) * -0x61C88647
@@ -100,33 +100,33 @@ class CounterNoise:
     """Counter-based noise: the same numbers for a row whatever else is in the batch.
 
     Args:
-        begin: `[B]` column of the row at which the canvas begins, for a canvas that is one block of it. By default its
-            first.
+        begin: `[B]` column of the row at which the canvas begins, if the canvas holds one block of the row only. The
+            default is column 0.
     """
 
     begin: Tensor | None = field(default=None, kw_only=True)
 
     def keys(self, canvas: Canvas, head_rows: HeadRows) -> Tensor:
-        """Return `[R] int64` the `key` of each answer's token, by the step that its candidate stands for."""
+        """Return `[R] int64` the hash for each head row's token noise, with the step of its candidate."""
         row, position = head_rows.row, head_rows.position
         position = position if self.begin is None else position + self.begin[row]
         keys = _row_key(canvas.layout.seeds[row], head_rows.step(canvas), TOKENS)
         return _mix64(keys + position * -0x61C8864680B583EB)
 
     def tokens(self, canvas: Canvas, head_rows: HeadRows, vocab: int) -> Tensor:
-        """See `Noise.tokens`."""
+        """Return token noise `[R, V]` in float32 (`Noise.tokens`)."""
         return token_noise(self.keys(canvas, head_rows), vocab)
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
-        """See `Noise.order`."""
+        """Return ranking noise `[B, Q]` in float64, whatever `count` is (`Noise.order`)."""
         return gumbel(unit(self._key(canvas, positions, ORDER)))
 
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """See `Noise.uniform`."""
+        """Return uniform numbers `[B, Q]` in float64 (`Noise.uniform`)."""
         return unit(self._key(canvas, positions, UNIFORM))
 
     def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """See `Noise.ids`."""
+        """Return random token ids `[B, Q]` (`Noise.ids`)."""
         return ((self._key(canvas, positions, IDS) & 0x7FFFFFFF) * vocab) >> 31
 
     def _key(self, canvas: Canvas, positions: Tensor, stream: int) -> Tensor:
@@ -138,12 +138,12 @@ class ReplayNoise:
     """Noise from torch's CPU generator in the order of published code. For the replay of recorded runs only.
 
     Args:
-        seed: what the published run passed to `torch.manual_seed`.
-        layout: whose order. `"dream"`: one draw per mask, in row order, ranking noise over the full row.
-            `"llada"`: every draw covers the full row, masks or not. `"sdar"`: every position of the active block of
-            a block-causal model, masks or not, and no draw where nothing is asked; one row.
-        beyond: further columns after the canvas. `"llada"` draws tokens for them too.
-        fine: `"llada"` draws uniform numbers in float64, as it does tokens, not in float32.
+        seed: number that the published run passed to `torch.manual_seed`.
+        layout: published code whose order is repeated. `"dream"` draws for each queried position, in row order, and
+            ranking noise for the full row. `"llada"` draws for the full row. `"sdar"` draws for each position of the
+            active block of a block-causal model, unless nothing is queried. It takes a single row.
+        beyond: columns after the canvas that `"llada"` draws token noise for too.
+        fine: `"llada"` draws uniform numbers in float64 in place of float32.
     """
 
     seed: int
@@ -156,7 +156,7 @@ class ReplayNoise:
         object.__setattr__(self, "generator", torch.Generator().manual_seed(self.seed))
 
     def tokens(self, canvas: Canvas, head_rows: HeadRows, vocab: int) -> Tensor:
-        """See `Noise.tokens`."""
+        """Return token noise `[R, V]` in the published order (`Noise.tokens`)."""
         return head_rows.pick(self._tokens(canvas, head_rows.query.positions, vocab)[:, None])
 
     def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
@@ -177,14 +177,14 @@ class ReplayNoise:
         return noise.to(positions.device)
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
-        """See `Noise.order`. No draw where nothing is to be chosen, as in the published loop."""
+        """Return ranking noise `[B, Q]` (`Noise.order`). Draws nothing if every `count` is 0, as the published loop."""
         if not bool((count > 0).any()):
             return torch.zeros(positions.shape, device=positions.device)
         row = torch.empty(canvas.ids.shape[0], canvas.length).exponential_(generator=self.generator)
         return self._gather(-torch.log(row), canvas, positions)
 
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """See `Noise.uniform`."""
+        """Return uniform numbers `[B, Q]` in the published order (`Noise.uniform`)."""
         if self.layout == "llada":
             shape, dtype = (canvas.ids.shape[0], canvas.length), torch.float64 if self.fine else torch.float32
             return self._gather(torch.rand(shape, dtype=dtype, generator=self.generator), canvas, positions)
@@ -194,11 +194,11 @@ class ReplayNoise:
         return out.to(positions.device)
 
     def pick(self, weight: Tensor) -> Tensor:
-        """Return `[N]` one draw in proportion to each row of `weight [N, V]`, on the CPU."""
+        """Return `[N]` one index for each row of `weight [N, V]`, drawn in proportion to it. Both are on the CPU."""
         return torch.multinomial(weight, 1, generator=self.generator)[:, 0]
 
     def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """See `Noise.ids`. DiffusionGemma's code draws after every step, once for nothing when a canvas is over."""
+        """Return random token ids `[B, Q]` (`Noise.ids`). A new block drops one draw, as published code."""
         opens = canvas.age == 0
         if bool((opens & (canvas.step > 0)).any()):
             torch.randint(vocab, positions.shape, generator=self.generator)
@@ -219,6 +219,6 @@ class ReplayNoise:
 
     @staticmethod
     def _padded(canvas: Canvas, positions: Tensor) -> Tensor:
-        """Return `[B, Q]` the columns in published code, whose rows are left-padded; on the CPU."""
+        """Return `[B, Q]` the columns of `positions` in left-padded rows, as in published code, on the CPU."""
         behind = canvas.layout.first.max() - canvas.layout.first
         return (positions + behind[:, None]).clamp(max=canvas.length).cpu()

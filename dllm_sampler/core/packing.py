@@ -39,7 +39,7 @@ class ForwardRequest:
     computed: Tensor  # [B, L+1] bool: columns that each row computes; none of a finished row
     answered: Tensor  # [B, K, Q] bool: queried positions that this forward predicts
     previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step, void at age 0
-    most_candidates: int | None = None  # a scheduler that goes by the clock asked about at most as many (`Paced`)
+    most_candidates: int | None = None  # limit on candidates that a `Paced` scheduler was given. None: no limit
     sizes: Sizes = UNMEASURED
 
     @staticmethod
@@ -68,7 +68,7 @@ class ForwardRequest:
         return chosen & ~(hidden if canvas.layout.given is None else hidden & ~canvas.layout.frozen[:, None])
 
     def shadows(self, canvas: Canvas) -> Tensor:
-        """Return `[B, Q] bool` positions of a `leave_one_out` query that get a shadow: all of the block."""
+        """Return `[B, Q] bool` answered positions of the block that get a shadow in a `leave_one_out` query."""
         shadows, causal = self.answered[:, 0] & canvas.inside(self.query.positions), self.query.causal
         return shadows if causal is None else shadows & causal[:, None]
 
@@ -117,11 +117,12 @@ def answerable(canvas: Canvas, query: Query, computed: Tensor, spec: ModelSpec) 
 def host_counts(canvas: Canvas, wanted: ForwardRequest, failed_at: Tensor, joint: bool = False) -> Tensor:
     """Return `[8 B] int64`, the numbers that the host reads between two steps: eight for each row.
 
-    A ninth follows if the query hides columns: their number. A tenth is for a `joint` guide: the length of the
-    stretch of the answer that it goes through. `read_counts` has their order.
+    A ninth, the number of hidden columns, follows if there are any or a guide is joint. A joint guide adds a tenth, the
+    length of the `stretch`. `read_counts` has the order.
 
     Args:
         failed_at: `[B]` see `Canvas.reject_nonfinite`.
+        joint: a guide chooses tokens together (`Guide.joint`).
     """
     limit, entries = wanted.query.limit, wanted.entries(canvas)
     end = canvas.end if limit is None else torch.minimum(canvas.end, limit)
@@ -138,9 +139,8 @@ def host_counts(canvas: Canvas, wanted: ForwardRequest, failed_at: Tensor, joint
 def stretch(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return `[B]` where the stretch of each answer begins and `[B]` where it ends, counted from the answer's start.
 
-    A choice of tokens that belong together (`Guide.joint`) goes through the positions of the stretch one after the
-    other. It is what is between the decided beginning of an answer and the end that nothing is asked about: before it
-    one way is left, and after it all ways are open, whatever the step decides.
+    A joint guide (`Guide.joint`) chooses the tokens of the stretch one after the other. Before the stretch every token
+    is committed. After it every position is a mask that the step does not ask about.
 
     Args:
         positions: `[B, Q]` columns that are asked about.
@@ -155,7 +155,7 @@ def stretch(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_exact_sizes(canvas: Canvas, wanted: ForwardRequest) -> ForwardRequest:
-    """Return the request in its exact sizes, for one forward outside the loop.
+    """Return the request with its exact sizes, for one forward outside the loop.
 
     The host waits for the device here, because nothing else knows how large that forward is.
     """
@@ -172,7 +172,7 @@ class HostCounts(NamedTuple):
 
 
 def read_counts(counts: Tensor, batch: int) -> HostCounts:
-    """Read `host_counts` of a `batch`. The host waits for the device."""
+    """Return the numbers of `host_counts` for a `batch` of rows. The host waits for the device."""
     numbers = _to_host(counts)
     entries, head_rows, queries, block, end, age, done, failed_at, *more = (
         numbers[at : at + batch] for at in range(0, len(numbers), batch)
@@ -264,7 +264,7 @@ class HeadRows:
         return self.query.positions.flatten()[flat]
 
     def step(self, canvas: Canvas) -> Tensor:
-        """Return `[R]` the forward that keys each head row's noise."""
+        """Return `[R]` the number of the forward that keys each head row's noise."""
         steps = self.query.candidates.step
         if steps is None:
             return canvas.step[self.row]
@@ -272,7 +272,7 @@ class HeadRows:
         return steps.flatten()[self.row * self.query.ids.shape[1] + self.candidate]
 
     def pick(self, values: Tensor) -> Tensor:
-        """Return the values `[R, ...]` of `values [B, K, Q, ...]`."""
+        """Return the head rows' values `[R, ...]` out of `values [B, K, Q, ...]`."""
         flat = values.flatten(0, 2)
         return flat if self.whole else flat.index_select(0, self._there)
 
@@ -376,7 +376,7 @@ class Pack:
         return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
     def together(self, length: int) -> Tensor:
-        """Return `[T]` a number below T for each entry. Entries of one block, row and segment have the same.
+        """Return `[T]` a number below T for each entry. Entries of one block, row and segment share it.
 
         Args:
             length: columns of a block.
@@ -387,7 +387,7 @@ class Pack:
         return torch.searchsorted(number, number)
 
     def mixed(self, canvas: Canvas, query: Query) -> Tensor:
-        """Return `[T]` the place of each entry's mixture in the flat `[B*Q]`. It is B*Q for a token."""
+        """Return `[T]` the place of each entry's mixture in the flat `[B*Q]`. Entries that read a token have B*Q."""
         assert query.mixture is not None and self.segment is None
         where = query.mixture.where & (query.positions < canvas.length)
         size = where.numel()
@@ -411,7 +411,7 @@ class Pack:
 
 
 def _places(chosen: Tensor, count: int) -> Tensor:
-    """Return `[T]` the places of a set in the flat `chosen [B, ..., L+1] bool`, for a `count` of T.
+    """Return `[T]` the places of the columns `chosen [B, ..., L+1] bool` in the flat tensor, with T = `count`.
 
     A filler is at the last place of all, the empty slot of the last row.
     """
@@ -419,11 +419,11 @@ def _places(chosen: Tensor, count: int) -> Tensor:
 
 
 def _entries_at(place: Tensor, wanted: Tensor) -> Tensor:
-    """Return `[R]` the entries at the places `wanted [R]`, of entries at `place [T]`."""
+    """Return `[R]` the indices in `place [T]` of the places `wanted [R]`."""
     return torch.searchsorted(place, wanted).clamp(max=len(place) - 1)
 
 
 def without_unused_columns(wanted: ForwardRequest) -> ForwardRequest:
-    """Return the request without the last query columns, which no row uses."""
+    """Return the request without the last query columns, which are padding in every row."""
     most = wanted.sizes.queries
     return replace(wanted, query=wanted.query.trim(most), answered=wanted.answered[..., :most])

@@ -81,7 +81,7 @@ class LayerParts(Protocol):
         ...
 
     def weights(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Return attention probabilities `[N, H, M, S]`, for caches that look at them. Arguments as in `attend`."""
+        """Return attention probabilities `[N, H, M, S]`, for caches that use them. Arguments as in `attend`."""
         ...
 
     def mlp(self, hidden: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ class Corrects(Protocol):
     """A scheduler with forwards that correct tokens at the same noise, for models with self-conditioning."""
 
     def conditions(self, canvas: Canvas) -> Tensor:
-        """Return `[B] bool` rows whose next forward is conditioned on this one. The others keep what conditioned it.
+        """Return `[B] bool` rows whose next forward is conditioned on this one. The others keep this one's condition.
 
         Args:
             canvas: the state that this forward saw.
@@ -473,7 +473,7 @@ class Guide:
 
     @property
     def temperature(self) -> float | None:
-        """Divisor of the logits, if dividing is all that it does: kernels do it instead. None if it does more."""
+        """Divisor of the logits if the guide only divides, so that kernels can do it. None for any other guide."""
         return None
 
     def bind(self, context: Context) -> Guide:
@@ -695,7 +695,7 @@ class Cache:
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
         """Remove the positions that the next forward does not predict from a query.
 
-        The engine does not call this if every column is computed.
+        The engine calls this if `computes` chose columns, or if the model has an encoder.
 
         Args:
             canvas: the state before the step.
@@ -789,7 +789,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Rows of G prompts, N rows of each, between two steps."""
+    """A meeting of the N rows of each of G prompts: a point between two steps at which rows may be replaced."""
 
     canvas: Canvas  # of all G * N rows. The rows of a prompt follow each other
     log_p: Tensor  # [G, N] float64 sum of the log-probabilities of the tokens that a row has committed
@@ -800,7 +800,7 @@ class Meeting:
 
 
 class Resampled(NamedTuple):
-    """The outcome of a meeting."""
+    """The outcome of `Particles.meet`."""
 
     log_weights: Tensor  # [G, N] float64 weights of the rows before the meeting, up to a constant
     ancestors: Tensor  # [G, N] int64 number of the row that is copied to each place. -1 in prompts whose rows stay
@@ -838,7 +838,7 @@ class Particles(PlugIn):
         return False
 
     def around(self, scheduler: Scheduler) -> Scheduler:
-        """Add what meetings must know of a step to the scheduler. The default adds nothing.
+        """Return a scheduler that also records what `meet` needs to know about a step. The default adds nothing.
 
         Args:
             scheduler: the bound scheduler.
@@ -891,11 +891,11 @@ class Foresees(Protocol):
     """A cache that must know what the next forward commits, from a scheduler with `PlannedCommits`."""
 
     def expect(self, ahead: Tensor, most: int) -> None:
-        """Take note of what the next forward commits.
+        """Store the plan of what the next forward commits.
 
         Args:
             ahead: `[B, L+1]` see `Planner.ahead`.
-            most: no row commits more positions.
+            most: upper bound on the positions that a row commits.
         """
 
 

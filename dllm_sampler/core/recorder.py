@@ -10,18 +10,18 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout, Refusals, Spe
 
 
 class Recorder:
-    """Device buffers of a running generation; nothing is transferred before the end.
+    """Device buffers of a running generation. Nothing is transferred before the end.
 
-    Costs 20 bytes per column of a row, 24 with the entropy (24 and 32 for float64 models), and per step some ten
+    They take 20 bytes per column of a row, 24 with the entropy (24 and 32 for float64 models). A step takes some ten
     small operations on the queried positions. The entropy is one more reduction of the logits, unless a plug-in needs
     it anyway.
 
     Args:
-        canvas: before the first step.
-        dtype: of the model; log-probabilities are float32, of a float64 model float64.
-        entropy: whether steps measure it.
-        revises: whether the scheduler may take back or replace tokens.
-        resizes: whether it changes the length of answers.
+        canvas: the state before the first step.
+        dtype: type of the model. Log-probabilities are float64 if it is float64, and float32 otherwise.
+        entropy: record the entropy of each committed prediction.
+        revises: the scheduler may remask or replace tokens.
+        resizes: the scheduler may change the length of answers.
     """
 
     def __init__(
@@ -34,19 +34,19 @@ class Recorder:
     ):
         self.revises = revises
         precise = torch.float64 if dtype == torch.float64 else torch.float32
-        self.step_map = torch.full_like(canvas.ids, -1)  # [B, L+1]
-        self.gone = torch.full_like(canvas.ids, -1)  # [B, L+1]
+        self.step_map = torch.full_like(canvas.ids, -1)  # [B, L+1] forward that committed each column. -1: none
+        self.gone = torch.full_like(canvas.ids, -1)  # [B, L+1] forward that cut off each column. -1: none
         self.logprob = torch.zeros(canvas.ids.shape, dtype=precise, device=canvas.ids.device)  # [B, L+1]
         self.entropy = torch.zeros_like(self.logprob) if entropy else None
         self.born = torch.zeros_like(canvas.ids) if resizes else None  # [B, L+1]
-        self.revised = torch.zeros_like(canvas.done)  # [B]
+        self.revised = torch.zeros_like(canvas.done)  # [B] rows in which a committed token was changed
         self.rejected = torch.zeros_like(canvas.step)  # [B] commits that a guide refused
         self.stuck = torch.zeros_like(canvas.done)  # [B] rows in which a guide refused every commit
         self.nfe = torch.zeros_like(canvas.step)  # [B] passes that the row took part in
         self.computed = torch.zeros_like(canvas.step)  # [B] positions computed for the row
 
     def note(self, before: Canvas, after: Canvas, query: Query, edit: Edit, readout: Readout, spent: Spent) -> None:
-        """Record what one step wrote and cost. Tokens are recorded under the row's own count of forwards."""
+        """Record what one step wrote and cost. Tokens get the number of the row's forward (`Canvas.step`)."""
         self.nfe, self.computed = self.nfe + spent.nfe, self.computed + spent.computed
         at = query.positions
         was, noise = before.masked.gather(1, at), after.masked.gather(1, at)
@@ -78,7 +78,7 @@ class Recorder:
         self.stuck |= refusals.stuck
 
     def move(self, before: Canvas, moved: Moved) -> None:
-        """Follow a change of length, after `note`: the records of a column move with it."""
+        """Move the records of each column with it, after a change of length. Called after `note`."""
         step = before.step[:, None]
         wrote = moved.added & ~moved.change.masked[:, None]  # tokens that the rule has written at the end
         self.step_map = torch.where(wrote, step, moved.values(self.step_map, -1))

@@ -15,13 +15,13 @@ class Moved:
     """A change of length on one canvas."""
 
     change: Resize
-    live: Tensor  # [B] bool: rows that it is for
-    end: Tensor  # [B] of all rows from now on
-    opens: Tensor  # [B] bool: rows whose next forward opens the block: what is kept by column is void
+    live: Tensor  # [B] bool: rows that change
+    end: Tensor  # [B] end of each row after the change
+    opens: Tensor  # [B] bool: rows whose next forward opens the block, since what a cache stores by column is void
     lost: Tensor  # [B] bool: rows that lost columns
     source: Tensor | None  # [B, L+1] the former place of each column. None if no column has moved
     new: Tensor  # [B, L+1] bool: columns that did not exist before
-    added: Tensor  # [B, L+1] bool: those at the end
+    added: Tensor  # [B, L+1] bool: new columns at the end
     there: Tensor  # [B, L+1] bool: columns that exist
 
     def values(self, before: Tensor, fresh: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Choosing positions without reading the host: stable ties, the lower position wins."""
+"""The choice of positions without a read of the device. Of equal scores the lower position wins."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _ALONE = Lock()  # two threads would each make a tensor, and one of them would b
 
 
 def arange(size: int, device: torch.device) -> Tensor:
-    """Return `[size] int64` 0, 1, 2, ...; a view of what is made once, not to be written to."""
+    """Return `[size] int64` 0, 1, 2, ... Never write to it: it may be a view of a shared tensor."""
     # A compiled part makes them for free.
     return torch.arange(size, device=device) if torch.compiler.is_compiling() else _view(size, device)
 
 
 def line(size: int, device: torch.device) -> Tensor:
-    """Return `[1, size] int64` the same, to compare with one number of each row."""
+    """Return `arange(size, device)` as `[1, size]`, to compare with one number of each row."""
     return arange(size, device)[None] if torch.compiler.is_compiling() else _line(size, device)
 
 
@@ -48,11 +48,11 @@ def wait_for(device: torch.device) -> None:
 
 
 def columns(chosen: Tensor, width: int) -> Tensor:
-    """Sorted column numbers of a set, in a static size.
+    """Return the sorted column numbers of a set, in a static size.
 
     Args:
         chosen: `[B, L+1] bool`, never true at the empty slot L.
-        width: Q; rows with more members lose the last ones, rows with fewer pad with L.
+        width: number of columns to return. Rows with more lose the last ones, and rows with fewer pad with L.
 
     Returns:
         `[B, width] int64`.
@@ -65,7 +65,7 @@ def columns(chosen: Tensor, width: int) -> Tensor:
 
 
 def rank(score: Tensor, eligible: Tensor) -> Tensor:
-    """Return `[B, Q]` place of each eligible position by descending score (0 is best); the others come last."""
+    """Return `[B, Q]` the rank of each eligible position by descending score, 0 for the best. The others come last."""
     # An eligible score of -inf still comes before every ineligible position.
     score = score.clamp(min=torch.finfo(score.dtype).min).masked_fill(~eligible, -torch.inf)
     order = score.argsort(dim=1, descending=True, stable=True)

@@ -24,7 +24,7 @@ BlocksFrom = Literal["text", "answer", "whole_prompt"]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model, in a few numbers and facts."""
+    """The facts about a model that the loop and the plug-ins rely on."""
 
     vocab_size: int
     mask_id: int | None  # None: uniform diffusion, no mask token
@@ -39,20 +39,20 @@ class ModelSpec:
     eot_id: int | None = None  # end of turn, where it differs from eos
     attention: Attention = "bidirectional"
     blocks_from: BlocksFrom = "text"  # block-causal: where blocks are counted from
-    block_length: int | None = None  # blocks it was trained on, where that is one length
+    block_length: int | None = None  # length of the blocks it was trained on. None if they have no single length
     shift: bool = False  # raw row i predicts token i + 1 (Dream)
     seeds: bool = False  # the row before a block predicts the block's first token; other rows predict their own
     routing: int | None = None  # tokens of a block of this length choose their experts together
-    cacheable: bool = True  # False: only whole rows can be run, no cache but `none` is legal
-    encoder: bool = False  # one reads the text before the block; the block, whole, is all that is predicted
-    self_conditioning: bool = False  # wants the logits of the last step back (`ForwardRequest.previous`)
+    cacheable: bool = True  # False: a forward computes whole rows only, so cache=none is the only cache
+    encoder: bool = False  # an encoder reads the text before the block, and a forward predicts the whole block only
+    self_conditioning: bool = False  # a forward reads the logits of the last step (`ForwardRequest.previous`)
     branches: int = 1  # 2 under classifier-free guidance: a cache keeps a twin
     folder: Path | None = None  # of the checkpoint, which may ship what was learnt for the model (Learn2PD's filter)
     other_eos_ids: tuple[int, ...] = ()  # further tokens that end an answer
 
     @property
     def noise_id(self) -> int:
-        """The token at noise: the mask token, or `pad_id` for a model without one (random tokens replace it)."""
+        """Token at positions of noise: the mask token. Without one it is `pad_id`, which random tokens then replace."""
         return self.pad_id if self.mask_id is None else self.mask_id
 
     @property
@@ -61,7 +61,7 @@ class ModelSpec:
         return end_ids((self.eos_id, *self.other_eos_ids))
 
     def with_ends(self, more: int | Iterable[int]) -> ModelSpec:
-        """Return the same model with `more` end-of-text tokens, after those that it has."""
+        """Return the same facts with `more` end-of-text tokens after the model's own."""
         found = end_ids((*self.eos_ids, *end_ids(more)))
         return self if found == self.eos_ids else replace(self, other_eos_ids=found[1:])
 
@@ -122,7 +122,7 @@ class Traits:
         return self.find(kind) is not None
 
     def adding(self, *rare: RareTrait) -> Traits:
-        """Return the same traits with rare ones, in place of those of the same kinds."""
+        """Return the same traits with these rare ones, which replace any of the same kinds."""
         return replace(self, rare=(*self.without(*map(type, rare)).rare, *rare))
 
     def without(self, *kinds: type[RareTrait]) -> Traits:
@@ -139,7 +139,7 @@ class RareTrait:
 class AllColumns(RareTrait):
     """Every forward computes every column: no cache that leaves some out.
 
-    Its choices or edits lie outside the block too, or its shadow rows see all.
+    It also queries or edits positions outside the block, or its shadow rows see every column.
     """
 
 
@@ -203,7 +203,7 @@ class ChangingLength(RareTrait):
 
 @dataclass(frozen=True)
 class TrainedBlocks(RareTrait):
-    """Blocks of one length are what it was made for: a learned rule."""
+    """The rule is learned, for blocks of one length."""
 
     length: int
 
@@ -243,7 +243,7 @@ class CommittedMasks(RareTrait):
 def with_bound_fields(plugin: Made, **values: object) -> Made:
     """Return a copy of a plug-in with `values` for fields that are not arguments (`field(init=False)`), in `bind`."""
     unknown = values.keys() - {one.name for one in fields(plugin) if not one.init}  # pyright: ignore
-    assert not unknown, f"{type(plugin).__name__} has no fields {unknown} to learn"
+    assert not unknown, f"{type(plugin).__name__} has no bound fields {unknown}"
     twin = copy(plugin)
     vars(twin).update(values)
     return twin

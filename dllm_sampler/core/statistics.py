@@ -1,4 +1,4 @@
-"""Statistics of distributions over the vocabulary, on any device, and what it takes to choose from them."""
+"""Statistics of distributions over the vocabulary, and the choice of the most likely token, on any device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TILE = 64  # the least width of the tiles that `argmax` looks at
 MANY = 2**15  # logits: from here on a CPU finds the best one faster in tiles than by torch's argmax
 CACHE = 2**19  # numbers that are worked on at once: a CPU still has them in a cache, and there are few calls
 LEAST = 2.0**-23  # of a probability in `jensen_shannon`
-TINY = 1e-12  # a probability below which it does not matter how little it is
+TINY = 1e-12  # a probability that is added where a logarithm or a quotient must stay finite
 # Temperatures outside are brought to the nearer end: the quotients stay finite, and the law is the limit's already.
 COLDEST, HOTTEST = 1e-20, 1e20
 
 
 class Predictions(NamedTuple):
-    """Whole distributions in the form that a readout holds (`needs` of `predictions`), to compare later ones with."""
+    """Whole distributions in the form that the readout has (`predictions` in `needs`), to compare with later ones."""
 
     table: Tensor  # [B, Q, V] probabilities, or logits
     norm: Tensor | None  # [B, Q] the logits' logsumexp. None for probabilities
@@ -34,7 +34,10 @@ class Predictions(NamedTuple):
         return Predictions(readout.logits[:, 0], readout.logsumexp[:, 0])
 
     def drift(self, then: Predictions, index: Tensor, precise: bool) -> Tensor:
-        """Return `[B, Q]` the KL in nats from the rows `index [B, Q]` of `then`, counted over the batch."""
+        """Return `[B, Q]` the KL in nats from earlier predictions `then`, at `index [B, Q]` in their flat `[B*Q]`.
+
+        `precise` is as in `divergence`. It has no effect on logits.
+        """
         now, old, at = self.table.flatten(0, 1), then.table.flatten(0, 1), index.flatten()
         if self.norm is None or then.norm is None:
             return divergence(now, old, at, precise).view_as(index)
@@ -81,7 +84,7 @@ def measure(
 
 
 def probability(weight: Tensor, token: Tensor, kept: bool = True) -> Tensor:
-    """Return `[...] float64` the probability of `token [...]` by `weight [..., V]`, overwritten unless it is `kept`."""
+    """Return `[...] float64` probabilities of `token [...]` in `weight [..., V]`. Overwrites `weight` unless `kept`."""
     at = token[..., None]
     mass = weight.gather(-1, at)
     own = mass[..., 0].double()
@@ -95,8 +98,8 @@ def probability(weight: Tensor, token: Tensor, kept: bool = True) -> Tensor:
 def _standing(weight: Tensor, current: Tensor, logit: Tensor, normaliser: Tensor) -> Tensor:
     """Return `[...]` log-probability of `current [...]`, whose `logit` is `[..., 1]`, by `weight [..., V]`.
 
-    Near certainty by the others' mass: of the difference of two logarithms no digit is left there, and tokens that are
-    taken back are ranked by it.
+    Above a probability of 0.5 it is computed from the other tokens' mass. Near 1 the difference of two logarithms would
+    have no correct digit, and tokens to remask are ranked by this number.
     """
     at = current[..., None]
     own = weight.gather(-1, at)
@@ -109,8 +112,8 @@ def _standing(weight: Tensor, current: Tensor, logit: Tensor, normaliser: Tensor
 def _entropy(weight: Tensor) -> Tensor:
     """Return `[...]` entropy in nats of `weight [..., V]`, precise where one token has nearly all of it.
 
-    It is not split at the token that was drawn: positions with one law must tie to the last bit, or rounding would rank
-    them by what they drew and correlate what a step commits.
+    The sum is split at the most likely token, not at the drawn one. So positions with equal distributions tie to the
+    last bit, and rounding does not rank them by what they drew.
     """
     at = argmax(weight)[..., None]
     most = weight.gather(-1, at)
@@ -132,8 +135,8 @@ def entropy(weight: Tensor) -> Tensor:
 def divergence(now: Tensor, then: Tensor, index: Tensor, precise: bool = False) -> Tensor:
     """Return `[N]` the KL in nats of `now [N, V]` from the rows `index [N]` of `then [M, V]`, with `TINY` added.
 
-    Rounding makes float32 rows sum to 1 only within 1e-7, and the KL of such rows is as rough: good for a bound, not
-    for telling the smallest. `precise`: float64, and rows brought to a sum of 1, which leaves errors of second order.
+    Float32 rows sum to 1 within 1e-7 only, so their KL is precise enough for a threshold, but not to find the smallest
+    one. With `precise`, rows are normalised in float64, which leaves errors of second order.
     """
     parts, size = [], rows_at_once(now, 4 if precise else 1)
     for part, at in zip(now.split(size), index.split(size), strict=True):
@@ -167,10 +170,10 @@ def drift(now: Tensor, then: Tensor, norm: Tensor, index: Tensor) -> Tensor:
 
 
 def rows_at_once(table: Tensor, room: int = 1) -> int:
-    """Return the number of rows of `table [N, V]` to work on at once: a CPU's time goes into untouched buffers.
+    """Return the number of rows of `table [N, V]` to work on at once. On a CPU, their buffers should fit its cache.
 
     Args:
-        room: buffers that the work takes in the cache, for example for float64 copies.
+        room: buffers of the size of a row that the work needs, for example for float64 copies.
     """
     rows, width = table.shape
     return max(1, min(rows, CACHE // (room * width)) if table.device.type == "cpu" else rows)
@@ -193,14 +196,14 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def digits(dtype: torch.dtype) -> int:
-    """Decimal digits that sums of numbers of `dtype` agree on, in whatever order they are summed."""
+    """Return the number of decimal digits to which sums of numbers of `dtype` agree in any order of summation."""
     return 9 if dtype == torch.float64 else 5
 
 
 def significant(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `values`, sums in `dtype`, rounded to the `digits` that are exact, so that equal ones tie.
+    """Return `values`, sums in `dtype`, rounded to their reliable `digits`, so that equal ones tie.
 
-    The others must not rank them, since they differ between a batch and a row alone.
+    Further digits differ between a batch and a row alone, so they must not decide a ranking.
     """
     mantissa, exponent = values.frexp()  # not by a number of decimals: the smallest must not become 0
     return torch.ldexp(mantissa.round(decimals=digits(dtype)), exponent)

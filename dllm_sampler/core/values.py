@@ -136,7 +136,7 @@ class Canvas:
     start: Tensor  # [B] first column of the active block
     stop: Tensor  # [B] end of the active block
     end: Tensor  # [B] nothing from here on is seen
-    age: Tensor  # [B] forwards made since the active block begins here; 0 opens it
+    age: Tensor  # [B] forwards made on the active block. At 0 the next forward opens it
     step: Tensor  # [B] forwards made by this row
     done: Tensor  # [B] bool
     layout: Layout
@@ -236,7 +236,7 @@ class Canvas:
         return torch.where(free, columns, self.end[:, None]).amin(1)
 
     def grid_line(self, column: Tensor, length: int) -> Tensor:
-        """Return `[B]` the last line of a grid of `length` up to each `column [B]` of an answer."""
+        """Return `[B]` the last line at or before each `column [B]` of an answer, of a grid with blocks of `length`."""
         origin = self.layout.grid_origin
         return column - (column if origin is None else column - origin) % length
 
@@ -307,7 +307,7 @@ class Canvas:
     def reject_nonfinite(
         self, positions: Tensor, edit: Edit, failed_at: Tensor, confidence: Tensor, forbidden: int | None
     ) -> tuple[Tensor, Edit]:
-        """Take away commits in rows whose statistics are not finite.
+        """Remove the commits of rows whose statistics are not finite, and all commits of a `forbidden` token.
 
         Args:
             failed_at: `[B]` the first forward (from 1) that failed. 0 if none did.
@@ -315,7 +315,7 @@ class Canvas:
             forbidden: a token that is never committed.
 
         Returns:
-            `[B]` `failed_at` after this forward, and the edit without the commits of failed rows.
+            `[B]` `failed_at` after this forward, and the edit without these commits.
         """
         failing = confidence.isnan().any(dim=(1, 2)) & ~self.done
         failed_at = torch.where(failing & (failed_at == 0), self.step + 1, failed_at)
@@ -379,7 +379,7 @@ class Candidates(NamedTuple):  # dynamo traces a tuple as a default, and no data
     live: Tensor | None = None  # [B, K] bool: candidates that are computed. None: all K
     step: Tensor | None = None  # [B, K] the step each candidate belongs to, which keys its noise. None: canvas.step
     stops: Tensor | None = None  # [B, K] end of each candidate's active block, under a limit. None: the row's
-    forks: bool = False  # the step may go on from any candidate (`Edit.candidate`), whose keys are then stored
+    forks: bool = False  # the step may continue from any candidate (`Edit.candidate`), whose keys are then stored
 
 
 ONE_CANDIDATE = Candidates()
@@ -388,11 +388,11 @@ ONE_CANDIDATE = Candidates()
 class Mixture(NamedTuple):
     """Soft inputs of a query: at some positions the model reads a mixture of embeddings in place of a token's.
 
-    The mask token has what the weights leave of 1.
+    If the weights sum to less than 1, the rest is the weight of the mask token's embedding.
     """
 
     ids: Tensor  # [B, Q, k] tokens
-    weights: Tensor  # [B, Q, k] float32, of their embeddings. In float64 rounding would grow from forward to forward
+    weights: Tensor  # [B, Q, k] float32, weights of their embeddings
     where: Tensor  # [B, Q] bool: the positions. The model reads tokens at the others
     keep_norm: bool = False  # scale a mixture to the weighted mean of the norms of its embeddings
 
@@ -414,8 +414,9 @@ class Query:
     hidden: Tensor | None = None  # [B, L+1] bool: columns that are hidden besides: masks, by blocks or a cache
     keeps_positions: bool = False  # a cache may not drop positions that it does not predict
     leave_one_out: bool = False  # re-predict committed positions without seeing their token
-    causal: Tensor | None = None  # [B] bool: rows that predict each position from what is before it, by shadows with
-    # leave_one_out, else by the row before; the other rows are asked as without either
+    # [B] bool: rows that predict each position from the columns before it. With leave_one_out shadows predict them, and
+    # otherwise the column before each. In the other rows both have no effect
+    causal: Tensor | None = None
     candidates: Candidates = ONE_CANDIDATE
     mixture: Mixture | None = None  # of a scheduler with `SoftInputs`, for one candidate and positions of the block
 
@@ -485,7 +486,7 @@ class Query:
         return replace(self, ids=at_candidate(self.ids, candidate), candidates=Candidates(step=step))
 
     def trim(self, width: int) -> Query:
-        """Return the query without its last columns, which no row uses."""
+        """Return the query with its first `width` columns. The others must be padding."""
         if width >= self.positions.shape[1]:
             return self
         return self._about(self.positions[:, :width], self.ids[:, :, :width])
@@ -513,11 +514,11 @@ class TokenChoice(Protocol):
         ...
 
     def law(self, logits: Tensor) -> Tensor:
-        """Return `[B, K, Q, V]` the probabilities that tokens are drawn with."""
+        """Return `[B, K, Q, V]` the tokens' probabilities under the guides."""
         ...
 
     def log_law(self, logits: Tensor, token: Tensor) -> Tensor:
-        """Return `[B, K, Q] float64` log-probabilities that `token [B, K, Q]` is drawn with."""
+        """Return `[B, K, Q] float64` log-probabilities of drawing `token [B, K, Q]`."""
         ...
 
     def drawn(self, weight: Tensor) -> Tensor:
@@ -550,9 +551,9 @@ class Readout:
     current: Tensor | None = None  # [B, K, Q] log-probability of the token in query.ids
     probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; a scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
-    draw: TokenChoice | None = None  # what the step's guides and noise choose from other logits
+    draw: TokenChoice | None = None  # the step's choice, which can be repeated from other logits
     attention: Tensor | None = None  # [B, 1, Q, L+1] probability with which each position looks at each column
-    attended: Tensor | None = None  # [B, 1, L+1] mean of the same over all columns that the row has
+    attended: Tensor | None = None  # [B, 1, L+1] mean of these probabilities over all columns of the row
     written: Tensor | None = None  # [B, K, Q] tokens to write in place of `token`, under judge="best"
     written_confidence: Tensor | None = None  # [B, K, Q] float64 probability of `written`
 
@@ -568,7 +569,7 @@ class Readout:
 class AttentionMeans:
     """Attention in a forward, as a mean over heads and the last layers. The model fills in the two fields."""
 
-    layers: int  # number of last layers, or all of fewer
+    layers: int  # number of last layers in the mean. All layers if the model has fewer
     attention: Tensor | None = None  # see `Readout`
     attended: Tensor | None = None
 
@@ -595,11 +596,11 @@ class Resize:
     """
 
     end: Tensor  # [B] the row's end after the insertion. Below the old end it cuts, also committed tokens
-    ids: Tensor  # [B] what new columns at the end hold
-    masked: Tensor  # [B] bool: these are noise
+    ids: Tensor  # [B] token of new columns at the end
+    masked: Tensor  # [B] bool: new columns at the end are noise
     behind: Tensor | None = None  # [B] columns are inserted after this one
-    count: Tensor | None = None  # [B] how many; 0: none. None: none in any row
-    reopen: Tensor | None = None  # [B] bool: the next forward opens the block, as it does where columns move or go
+    count: Tensor | None = None  # [B] number of inserted columns. None inserts none in any row
+    reopen: Tensor | None = None  # [B] bool: the next forward opens the block. It always does if columns move or go
 
 
 @dataclass(frozen=True)
@@ -613,11 +614,11 @@ class Edit:
     commit: Tensor  # [B, Q] bool: write, also over a committed token
     remask: Tensor | None = None  # [B, Q] bool: make it noise again. The engine writes the mask token here
     keep_block: Tensor | None = None  # [B] bool: stay in the block although it is full
-    close_block: Tensor | None = None  # [B] bool: go on to the next block although this one is not full
+    close_block: Tensor | None = None  # [B] bool: continue with the next block although this one is not full
     finish: Tensor | None = None  # [B] bool: stop the row
     stop: Tensor | None = None  # [B] end the block here; what is left of it is for the next one
     end: Tensor | None = None  # [B] cut the canvas here
-    resize: Resize | None = None  # what becomes of the answer's length, in the end
+    resize: Resize | None = None  # change of the answer's length, after the rest of the edit
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not `Readout.token`
     candidate: Tensor | None = None  # [B] the candidate from which the step continues, of a query with `forks`
     score: Tensor | None = None  # [B, Q] rank of positions, higher first. None means the confidence

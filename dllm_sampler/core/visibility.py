@@ -1,4 +1,4 @@
-"""Who sees whom in a forward, stated once; and which row predicts a position.
+"""The columns that each entry of a forward sees, and the column that predicts a position.
 
 An entry of a forward is a position of one row, and of one segment of that row: a candidate, the canvas, or a shadow.
 An entry at column c sees a key at column j of its own row if all of these hold:
@@ -8,8 +8,8 @@ An entry at column c sees a key at column j of its own row if all of these hold:
 - The key is stored and not replaced by fresh ones (`stored_seen`), or a fresh one of a segment that the entry sees
   (`fresh_seen`).
 
-Networks, caches, references in torch and Triton kernels compare with these numbers and know no other rule. Training
-has whole rows in place of entries: `block_causal` and `clean_and_noisy`.
+Networks, caches, references in torch and Triton kernels use these numbers and no other rule. Training has whole rows
+in place of entries: `block_causal` and `clean_and_noisy`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Visible:
 
     @staticmethod
     def of(canvas: Canvas, query: Query, attention: Attention) -> Visible:
-        """Return what the model's attention, the blocks of the canvas and the query say."""
+        """Return the columns that the model's attention, the blocks of the canvas and the query leave visible."""
         column = canvas.columns()
         found = Visible(canvas.end if query.limit is None else torch.minimum(canvas.end, query.limit))
         if attention == "causal_context":
@@ -47,15 +47,15 @@ class Visible:
         return found
 
     def bounded(self, until: Tensor) -> Visible:
-        """Return the same where each column sees nothing from `until [1|B, L+1]` on either."""
+        """Return a copy in which each column also sees nothing from `until [1|B, L+1]` on."""
         return replace(self, until=torch.minimum(until, self.end[:, None] if self.until is None else self.until))
 
     def in_blocks(self, column: Tensor, length: int, origin: Tensor | None) -> Visible:
-        """Return the same where `column [1, L+1]` sees its block and earlier ones; see `block_end`."""
+        """Return a copy in which each `column [1, L+1]` sees its block and earlier ones only (`block_end`)."""
         return self.bounded(block_end(column, length, None if origin is None else origin[:, None]))
 
     def causal(self, column: Tensor, first: Tensor, stop: Tensor) -> Visible:
-        """Return the same where `column [1, L+1]` from `first [B]` to `stop [B]` sees nothing after itself."""
+        """Return a copy in which each `column [1, L+1]` from `first [B]` to `stop [B]` sees nothing after itself."""
         inside = (column >= first[:, None]) & (column < stop[:, None])
         return self.bounded(torch.where(inside, column + 1, column.shape[1]))
 
@@ -64,7 +64,7 @@ class Visible:
         return None if self.until is None else self.until.flatten()[row * self.until.shape[1] + column]
 
     def keys(self, canvas: Canvas, query: Query, positions: Tensor) -> Tensor | None:
-        """Return the keys that `positions [B, M]` see, as `PaddedPlan.keys` has them."""
+        """Return the keys that `positions [B, M]` see, in the form of `PaddedPlan.keys`."""
         seen = visible(canvas, query)
         if self.until is not None:
             return seen[:, None] & (canvas.columns() < self.until.gather(1, positions)[..., None])
@@ -79,7 +79,7 @@ def visible(canvas: Canvas, query: Query) -> Tensor:
 
 
 def stored_seen(until: Tensor, columns: int, unread: Tensor | None) -> Tensor:
-    """Return `[N, M, S] bool` which of S stored `columns` entries see.
+    """Return `[N, M, S] bool` the stored columns that each entry sees, with S = `columns`.
 
     until: `[N, M]` first column that each entry does not see
     unread: `[N, S] bool` stored columns that no entry sees: they are hidden, or fresh keys replace them
@@ -89,7 +89,7 @@ def stored_seen(until: Tensor, columns: int, unread: Tensor | None) -> Tensor:
 
 
 def fresh_seen(until: Tensor, column: Tensor, segment: Tensor | None, unseen: Tensor | None) -> Tensor:
-    """Return `[N, M, M] bool` which entries see each other's fresh keys. A shadow sees its own segment and the canvas.
+    """Return `[N, M, M] bool` the fresh keys that each entry sees. A shadow sees its own segment and the canvas.
 
     until: `[N, M]` first column that each entry does not see
     column, segment: `[N, M]` of each entry; the canvas is segment 0
@@ -106,7 +106,7 @@ def fresh_seen(until: Tensor, column: Tensor, segment: Tensor | None, unseen: Te
 
 
 def block_end(column: Tensor, length: int, origin: Tensor | None = None) -> Tensor:
-    """Return the end of the block of `length` that each column is in. What is before `origin` is one block."""
+    """Return the end of the block of `length` that contains each column. The columns before `origin` are one block."""
     if origin is None:
         return (column // length + 1) * length
     return ((column - origin) // length + 1).clamp(min=0) * length + origin
@@ -115,15 +115,15 @@ def block_end(column: Tensor, length: int, origin: Tensor | None = None) -> Tens
 def block_causal(queries: Tensor, keys: Tensor, length: int) -> Tensor:
     """Return `[N, M, S] bool` the keys that a row sees under block-causal attention: its block's and earlier ones.
 
-    queries, keys: int64 `[N, M]` and `[N, S]`, positions counted from the row's first token; blocks of `length` too
+    queries, keys: int64 `[N, M]` and `[N, S]`, positions counted from the row's first token, as are the blocks
     """
     return keys[:, None] < block_end(queries, length)[..., None]
 
 
 def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor, *, causal: bool = False) -> Tensor:
-    """Return `[N, 2L, 2L] bool` what a clean copy of a text and the noisy copy after it see (arXiv 2503.09573).
+    """Return `[N, 2L, 2L] bool` the keys that a clean copy of a text and a noisy copy after it see (arXiv 2503.09573).
 
-    The clean copy sees the clean blocks up to its own; a noisy block sees the clean ones before it, and itself. So one
+    A clean block sees the clean blocks up to itself. A noisy block sees the clean blocks before it, and itself. So one
     forward predicts every block as a block-causal model does when the blocks before it are decoded.
 
     Args:
@@ -140,7 +140,7 @@ def clean_and_noisy(block: Tensor, clean: Tensor, noisy: Tensor, *, causal: bool
 
 
 def mask_of(keys: Tensor | None) -> Tensor | None:
-    """Return the keys that are seen, `[N, S]` or `[N, M, S]`, as attention wants them."""
+    """Return an attention mask `[N, 1, 1|M, S]` of the seen `keys`, `[N, S]` or `[N, M, S]`. None stays None."""
     if keys is None:
         return None
     return keys[:, None] if keys.dim() == 3 else keys[:, None, None]
@@ -151,12 +151,12 @@ class Predicts(Protocol):
 
     @property
     def shift(self) -> bool:
-        """Raw row i predicts token i + 1."""
+        """True if raw row i predicts token i + 1."""
         ...
 
     @property
     def seeds(self) -> bool:
-        """The row before the active block predicts the block's first token."""
+        """True if the row before the active block predicts the block's first token."""
         ...
 
 

@@ -22,7 +22,7 @@ SIZES = "wanted.sizes"  # what the host sets between two steps
 
 
 def address(tensor: Tensor) -> Hashable:
-    """Where a tensor's memory begins: another one where it was moved."""
+    """Return the address of a tensor's memory, or of its parts. It changes when the tensor is moved."""
     parts = getattr(tensor.data, "__tensor_flatten__", None)  # sharded or quantised: several tensors
     return tensor.data_ptr() if parts is None else tuple(address(getattr(tensor.data, name)) for name in parts()[0])
 
@@ -31,10 +31,10 @@ def address(tensor: Tensor) -> Hashable:
 class Step:
     """A recorded step.
 
-    replay: repeats it
-    after: the state's objects (not its numbers) after it, in the order of `PARTS`
-    key: the state key after it
-    generation: the last one that repeated it, see `Buffers.generation`
+    replay: function that repeats the step
+    after: the state's objects (not its numbers) after the step, in the order of `PARTS`
+    key: number of the state key after the step
+    generation: number of the last generation that replayed the step (`Buffers.generation`)
     """
 
     replay: Callable[[], None]
@@ -47,28 +47,29 @@ class Buffers:
     """A buffer for every tensor of a state, by its path in the state, and the steps that were recorded on them.
 
     Args:
-        fits: what the recordings hold for.
+        fits: canvas shape, stream, GPU and facts of the model. The recordings are valid for these only.
     """
 
     def __init__(self, fits: tuple[Hashable, ...]):
         self.fits = fits
-        self.generation = 0  # number of those that had the buffers before
+        self.generation = 0  # number of generations that had the buffers before
         self.held: dict[Hashable, Any] = {}
         self.storages: set[int] = set()
         self.steps: dict[Hashable, Step | None] = {}  # None: run once, not recorded yet
         self.keys: dict[Hashable, int] = {}  # state keys by number, which is hashed in each step
-        self.complete = False  # while a step is recorded: a new buffer would live inside the recording
+        self.complete = False  # True while a step is recorded, when a new buffer would live inside the recording
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size of all buffers in bytes."""
         tensors = (one for buffer in self.held.values() for one in _tensors(buffer))
         return sum(one.numel() * one.element_size() for one in tensors)
 
     def make_room(self, most: int) -> bool:
-        """Forget the oldest recording that this generation has not repeated if there are `most`, for a new one.
+        """Return True if there is room for a new recording, which may delete an old one.
 
-        Returns False if it has repeated all of them.
+        If there are `most`, the oldest one that this generation has not replayed is deleted. If it has replayed all,
+        the result is False.
         """
         made = [(key, step.generation) for key, step in self.steps.items() if step is not None]
         old = next((key for key, generation in made if generation < self.generation), None)
@@ -120,7 +121,7 @@ class Buffers:
 
     def _make(self, name: Hashable, value: Tensor | Slots) -> Tensor | Slots:
         if self.complete:
-            raise RuntimeError(f"{name} appeared while its step was recorded")
+            raise RuntimeError(f"the step added a tensor to the state while it was recorded: {name}")
         # Fields may share memory, so each gets its own; a slot store is shared with nothing, and large.
         buffer = value if isinstance(value, Slots) else value.clone(memory_format=torch.contiguous_format)
         self.storages |= {storage(one) for one in _tensors(buffer)}
@@ -133,7 +134,7 @@ def _tensors(buffer: Tensor | Slots) -> list[Tensor]:
 
 
 def storage(tensor: Tensor) -> int:
-    """Address of the memory that a tensor is a view of."""
+    """Return the address of the memory that a tensor is a view of."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -148,6 +149,6 @@ def copies(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def restore(state: Generation, parts: tuple[Any, ...]) -> None:
-    """Give a state these objects."""
+    """Set the objects of a state to `parts`, in the order of `PARTS`."""
     for part, value in zip(PARTS, parts, strict=True):
         setattr(state, part, value)

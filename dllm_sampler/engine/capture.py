@@ -15,19 +15,20 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]  # makes a function 
 
 
 class GraphRecorder:
-    """Records functions as CUDA graphs that share a pool of memory.
+    """A recorder of functions as CUDA graphs, which share a pool of memory.
 
-    Graphs of one recorder must be replayed one after the other: each may overwrite what another has computed. So every
-    engine has a recorder of its own. Recorders of several threads take turns.
+    Graphs of one recorder must be replayed one after the other, because each may overwrite the results of another. So
+    every engine has a recorder of its own. Recorders of several threads take turns.
     """
 
     def __init__(self) -> None:
         self._pools: dict[int, tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]] = {}  # by GPU
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record the launches of `run` on the current GPU. None of them happens before a replay.
+        """Record the launches of `run` on the current GPU, and return a function that replays them.
 
-        A recording owns what was allocated while it was made, nothing else: whatever `run` reads has to outlive it.
+        No launch happens before a replay. A recording owns only the memory that was allocated while it was made, so
+        every tensor that `run` reads must outlive it.
         """
         device, graph = torch.cuda.current_device(), torch.cuda.CUDAGraph()
         try:
@@ -73,9 +74,9 @@ def _close(device: int, pool: Any) -> None:
 
 @contextmanager
 def no_grad_on_device(device: torch.device, inference: bool = False) -> Iterator[None]:
-    """Without gradients, in torch's inference mode where `inference` is true, and with a GPU as the current one.
+    """Run the body without gradients, in torch's inference mode if `inference` is true, and on `device`.
 
-    Triton's launches and CUDA graphs go to the current one, wherever their tensors are.
+    A GPU becomes the current one: Triton's launches and CUDA graphs go there, wherever their tensors are.
     """
     with (
         torch.inference_mode() if inference else torch.no_grad(),

@@ -134,7 +134,7 @@ def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: 
         canvas: the state that the forward saw.
         query: the question to the model.
         seen: the predictions, statistics `[B, K, Q]`.
-        carry: the scheduler's.
+        carry: the scheduler's state.
         failed_at: `[B]` see `Canvas.reject_nonfinite`.
     """
     blocks = plugins.blocks
@@ -204,7 +204,7 @@ def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent
 
 
 def conditioning(plugins: Plugins, canvas: Canvas, before: Tensor | None, logits: Tensor) -> Tensor:
-    """Return `[B, W, V]` what the next forward is conditioned on: the step's `logits`, or what was `before`."""
+    """Return `[B, W, V]` the logits that condition the next forward: the step's `logits`, or those `before`."""
     if before is None or not isinstance(plugins.scheduler, Corrects):
         return logits
     before = pad(before, (0, 0, 0, logits.shape[1] - before.shape[1]))  # rows with a wider block may be done now

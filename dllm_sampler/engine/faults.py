@@ -1,4 +1,4 @@
-"""Mistakes of plug-ins, each told in a sentence that names the plug-in."""
+"""Errors about results of plug-ins. Each names the plug-in."""
 
 from __future__ import annotations
 
@@ -30,15 +30,21 @@ EDIT = (
 KINDS = {"scheduler": Scheduler, "blocks": Blocks, "stop": Stop, "guide": Guide, "cache": Cache}
 
 
+def _kind(value: object) -> str:
+    kinds = value if isinstance(value, tuple) else [value]
+    names = ", ".join(type(one).__name__ for one in kinds)
+    return f"({names})" if isinstance(value, tuple) else names
+
+
 def checked_answer(scheduler: Scheduler, told: Any, canvas: Canvas, query: Query) -> tuple[Edit, Carry]:
     """Return the edit and the carry that a scheduler's `tell` returned.
 
     Raises:
-        UserError: it is something else, or the edit does not fit the query.
+        UserError: `told` is not such a pair, or the edit does not fit the query.
     """
     if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], Edit):
         raise UserError(
-            "plugin-result", f"scheduler={named(scheduler)}: tell returned {type(told).__name__}. Return (edit, carry)."
+            "plugin-result", f"scheduler={named(scheduler)}: tell returned {_kind(told)}. Return (edit, carry)."
         )
     check_edit("scheduler", scheduler, told[0], canvas, query)
     return told[0], told[1]
@@ -64,8 +70,8 @@ def check_edit(group: str, plugin: object, edit: Any, canvas: Canvas, query: Que
         right = f"{list(wanted)}{' of torch.bool' * boolean}"
         raise UserError(
             "plugin-result",
-            f"{group}={named(plugin)} returned an Edit whose {name} is {shape}, and {right} is needed. Return one value"
-            f" for each {'of query.positions' if each else 'row'}.",
+            f"{group}={named(plugin)} returned an Edit whose {name} is {shape}. Return {right}, one value for each"
+            f" {'of query.positions' if each else 'row'}.",
         )
 
 
@@ -73,19 +79,19 @@ def checked_settlement(guide: Guide, settled: Any, canvas: Canvas, query: Query)
     """Return the edit and the refusals that a guide's `settle` returned.
 
     Raises:
-        UserError: it is something else, or it does not fit the query.
+        UserError: `settled` is not such a pair, or the edit does not fit the query.
     """
     if not isinstance(settled, tuple) or len(settled) != 2 or not isinstance(settled[1], Refusals):
         raise UserError(
             "plugin-result",
-            f"guide={named(guide)}: settle returned {type(settled).__name__}. Return an edit and Refusals.",
+            f"guide={named(guide)}: settle returned {_kind(settled)}. Return (Edit, Refusals).",
         )
     check_edit("guide", guide, settled[0], canvas, query)
     return settled[0], settled[1]
 
 
 def check_stopped(stop: Stop, stopped: Any, edit: Edit, canvas: Canvas, query: Query) -> None:
-    """Refuse what a stop policy returned in place of `edit` if it is not an edit, or keeps or closes a block.
+    """Refuse the result of a stop policy if it is not an edit, or if its block fields are not those of `edit`.
 
     Raises:
         UserError: naming the policy and the field.
@@ -93,16 +99,18 @@ def check_stopped(stop: Stop, stopped: Any, edit: Edit, canvas: Canvas, query: Q
     check_edit("stop", stop, stopped, canvas, query)
     if stopped.close_block is not edit.close_block or stopped.keep_block is not edit.keep_block:
         raise UserError(
-            "plugin-result", f"stop={named(stop)} returned close_block or keep_block. Return finish or end."
+            "plugin-result",
+            f"stop={named(stop)} changed close_block or keep_block of the edit. Return dataclasses.replace(edit, ...)"
+            " with finish, end or tokens.",
         )
 
 
 def check_needs(error: Exception, seen: Readout) -> None:
-    """Refuse a plug-in that failed because it read a field that was not measured; else do nothing.
+    """Refuse a plug-in that failed because it read a field that was not measured. Ignore other errors.
 
     Args:
-        error: how it failed.
-        seen: what it read.
+        error: the plug-in's error.
+        seen: the readout that the plug-in got.
 
     Raises:
         UserError: naming the plug-in and the field.

@@ -42,7 +42,7 @@ LEAST = 16  # rows: a matrix unit multiplies as many at once
 MOST = 512  # entries of a pack up to which steps are recorded
 RECORDED = 64  # steps for one shape of canvas. A batch of 16 whose rows come and go needs some 25
 ENGINES = 4  # settings of a sampler whose recordings are kept, such as the block lengths that calls take turns with
-COUNTED = "A plug-in that counts steps in a plain number needs a recording for each: let it count in a tensor."
+COUNTED = "If a plug-in counts steps in a Python number, each step needs its own recording: count in a tensor instead."
 
 
 @runtime_checkable
@@ -50,15 +50,15 @@ class ReadsDevice(Protocol):
     """A module whose forward may wait for the device."""
 
     def reads_device(self, device: torch.device) -> bool:
-        """Return True if its forward waits for such a device."""
+        """Return True if the module's forward waits for a device of this kind."""
         ...
 
 
 def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
-    """Return the reason that steps of these cannot be recorded, or None if they can."""
+    """Return the reason why steps with these plug-ins, noise and model cannot be recorded, or None if they can."""
     spec = denoiser.spec
     if spec.device.type != "cuda":
-        return f"graphs are CUDA's, and the model is on {spec.device.type}"
+        return f"the model is on {spec.device.type}, not on a GPU"
     if plugins.cache.syncs:
         return f"cache={named(plugins.cache)} reads the device inside a step"
     if plugins.cache.shared:
@@ -81,7 +81,7 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
 
 
 def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
-    """Return what a forward does besides launching kernels on one GPU, or None."""
+    """Return the reason why a recording cannot repeat the networks' forward, or None if it can."""
     weights = list(networks.parameters())
     if not weights:
         return "the model is a function, not a module, and a recording cannot know when its weights move"
@@ -95,7 +95,7 @@ def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
     for name, module in networks.named_modules():
         if has_hooks(module):
             name = name.partition(".")[2] or type(module).__name__
-            return f"a hook or another forward is at the model's {name}: no replay calls it"
+            return f"the model's {name} has a hook or a replaced forward, which a replay does not call"
         if isinstance(module, ReadsDevice) and module.reads_device(device):
             return "torch's grouped product waits for the GPU, except in bfloat16 on an H100 or a B200"
     return None
@@ -120,7 +120,7 @@ def networks(denoiser: object) -> Iterator[nn.Module]:
 
 
 def _items(value: Any) -> Iterable[Any]:
-    """Return what a list, a tuple or a dict contains, and anything else as it is."""
+    """Return the items of a list, a tuple or a dict, and any other value as the only item."""
     return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
 
 
@@ -154,8 +154,8 @@ def _settings(module: nn.Module) -> Hashable:
 class InPlace(Generation):
     """A state and its buffers.
 
-    key: the number of the state key; it holds while the state has the objects `held`
-    shared: these objects belong to a recording, and must be copied before anything changes them
+    key: the number of the state key. It is valid while the state has the objects `held`
+    shared: the objects belong to a recording, and must be copied before anything changes them
     """
 
     buffers: Buffers = field(kw_only=True)
@@ -164,7 +164,7 @@ class InPlace(Generation):
     shared: bool = False
 
     def enter(self) -> None:
-        """Copy what is not there yet into the buffers."""
+        """Copy the tensors that are not in the buffers yet into them."""
         if len(self.held) != len(PARTS) or any(map(is_not, objects(self), self.held)):
             self.key, self.shared = self.buffers.copy_in(self), False
             self.held = objects(self)
@@ -176,7 +176,7 @@ class InPlace(Generation):
             self.shared, self.held = False, ()
 
     def replayed(self, step: Step) -> None:
-        """Take over what a replay of `step` leaves."""
+        """Set the state to the objects and the key that a replay of `step` leaves."""
         restore(self, step.after)
         self.key, self.held, self.shared = step.key, step.after, True
 
@@ -184,12 +184,12 @@ class InPlace(Generation):
 class StaticEngine(Engine):
     """An engine that records and replays its steps.
 
-    A recording is good for one shape of canvas. So that prompts of nearly the same length share it, they are padded to
-    a multiple of `multiple`, and the buffers of several shapes are kept.
+    A recording is valid for one shape of canvas. Canvases are padded to a multiple of `multiple` columns, so that
+    prompts of nearly the same length share recordings. The buffers of several shapes are kept.
 
     Args:
-        record: what makes a step repeatable, a `GraphRecorder` of this engine alone. None: every step runs eagerly.
-        must: refuse a plug-in whose state no recording knows of; else its generations run eagerly, with a warning.
+        record: a `GraphRecorder` that no other engine uses. None runs every step eagerly.
+        must: refuse a plug-in whose state cannot be recorded. If false, its generations run eagerly, with a warning.
     """
 
     multiple = 256
@@ -210,18 +210,18 @@ class StaticEngine(Engine):
         self.record, self.must = record, must
         self.origin = denoiser
         self.settings = (plugins, poll_every, kernels, entropy, samples, compile, self.inference_mode)
-        # Of generations that are over, the latest last: one like it finds its recordings. Engines may share the list.
+        # Buffers of finished generations, the latest last. Later ones reuse the recordings. Engines may share the list.
         self.free: list[Buffers] = []
 
     def begin(self, canvas: Canvas) -> Generation:
-        """See `Engine.begin`. Generations that overlap in time have buffers of their own."""
+        """Create the initial state in buffers (`Engine.begin`). Generations that overlap have separate buffers."""
         buffers = self._found(canvas)
         plain = super().begin(canvas)
         state = InPlace(**{one.name: getattr(plain, one.name) for one in fields(plain)}, buffers=buffers)
         try:
             state.enter()
         except UnsupportedLeaf as error:
-            why = f"{error}, and a recording cannot know what it keeps"
+            why = f"{error}, whose contents cannot be recorded"
             if self.must:
                 raise UserError(
                     "graph-unsupported", f"cuda_graph=true is not supported here ({why}). Remove it."
@@ -266,27 +266,27 @@ class StaticEngine(Engine):
         state.replayed(step)
 
     def poll(self, state: Generation) -> None:
-        """See `Engine.poll`. Keeps the key of the state (`InPlace.key`), which does not contain sizes."""
+        """Read sizes and finished rows (`Engine.poll`). `InPlace.key` stays valid, since it does not contain sizes."""
         before = state.wanted
         super().poll(state)
         if isinstance(state, InPlace) and state.held and before is state.held[WANTED]:
             state.held = (*state.held[:WANTED], state.wanted, *state.held[WANTED + 1 :])
 
     def end(self, state: Generation) -> None:
-        """See `Engine.end`. A later generation may have the buffers."""
+        """Free the buffers for a later generation (`Engine.end`)."""
         if isinstance(state, InPlace):
             # The latest stay whatever their size: most generations are followed by one like them.
             self._make_room(KEPT - 1, max(0, ROOM - state.buffers.size))
             self.free.append(state.buffers)
 
     def _eager(self, state: InPlace) -> None:
-        """Make a step that is not recorded, and copy what it leaves into the buffers."""
+        """Run a step without a recording, and copy its results into the buffers."""
         state.own()
         super().step(state)
         state.enter()
 
     def _recorded(self, state: InPlace, record: Record) -> Step | None:
-        """Record the next step. Returns None if it cannot be, and then no further step is recorded."""
+        """Record the next step. If that fails, return None and record no further step."""
         before = copies(objects(state))
         state.buffers.complete = True
 
@@ -325,18 +325,18 @@ class StaticEngine(Engine):
         return Buffers(fits)
 
     def _make_room(self, most: int, room: int) -> None:
-        """Let the oldest free buffers go until there are at most `most`, and no more than `room` bytes in all."""
+        """Delete the oldest free buffers until at most `most` of them are left, with at most `room` bytes in all."""
         sizes = [one.size for one in self.free]
         while len(self.free) > most or sum(sizes) > room:
             del self.free[0], sizes[0]
 
 
 def rounded(canvas: Canvas, sizes: Sizes) -> Sizes:
-    """Return sizes that are large enough. There are few of them, since each needs a recording of its own.
+    """Return sizes rounded up to one of a few values, since each value needs a recording of its own.
 
-    Up to 64 rows a product takes as long as its weight takes to be read: 16, 32 and 64 are all there is. Beyond, eight
-    from one power of two to the next, so at most an eighth is computed for nothing; of the head's rows, which are a
-    small part of a step, one.
+    Up to 64 entries a matrix product takes as long as reading its weight, so only 16, 32 and 64 are used. Above, eight
+    values from one power of two to the next are used, so at most an eighth is computed for nothing. The head's rows are
+    a small part of a step, and are rounded to a power of two.
     """
     most = canvas.length
     return Sizes(
@@ -351,7 +351,7 @@ def rounded(canvas: Canvas, sizes: Sizes) -> Sizes:
 
 
 def _up(size: int) -> int:
-    """Return a size that is at least as large."""
+    """Return the lowest of the values in `rounded` that is not below `size`."""
     power = 1 << (size - 1).bit_length()
     if power <= 64:
         return max(LEAST, power)
@@ -372,12 +372,13 @@ def engine(
     """Return the engine of `Sampler(cuda_graph=...)`.
 
     Args:
+        choice: the option `cuda_graph`.
         options: entropy, samples and compile, as `Engine` has them.
-        kept: those that record for this denoiser, the latest last. One of the same settings is taken again. A new one
-            joins them, and all share the room for buffers.
+        kept: engines that record steps, the latest last. One with the same settings is reused. A new one is appended,
+            and shares their free buffers.
 
     Raises:
-        UserError: steps are to be recorded, and cannot be.
+        UserError: `choice` is True and steps cannot be recorded.
     """
     why = None if choice is False else obstacle(plugins, noise, denoiser)
     if why is not None and choice is True:

@@ -1,7 +1,7 @@
-"""Rows of one prompt, between two steps: they wait for each other, meet, and are copied.
+"""Rows of one prompt, between two steps: they wait for each other, and rows are replaced by copies of others.
 
-A group is `Particles.count` consecutive rows. A row that has closed a block rests until all rows of its group are
-there, as a row does that is done. Nothing of this happens in a step.
+A group is the `Particles.count` consecutive rows of a prompt. A row that has closed a block, or made `Particles.every`
+forwards, waits for the others of its group. Then the group has a meeting: `Particles.meet` decides which rows continue.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AGAIN = 1  # number of the seeds after a meeting. The seeds before the first ste
 def meeting(
     particles: Particles, canvas: Canvas, recorder: Recorder, here: Tensor, final: Tensor, carry: Any = None
 ) -> Meeting:
-    """Return what particles see of the rows of groups."""
+    """Return the rows of all groups in the form that `Particles.meet` and `Particles.rate` take."""
     log_p = recorder.logprob.double().masked_fill(recorder.step_map < 0, 0).sum(1)
     shape = (-1, particles.count)
     return Meeting(canvas, log_p.view(shape), recorder.stuck.view(shape), here, final, carry)
@@ -44,7 +44,7 @@ class Groups:
     """The groups of a running generation, whose rows wait and meet.
 
     Args:
-        engine: runs the steps.
+        engine: the engine that runs the steps.
         lanes: the request of each row. None where a lane is free.
     """
 
@@ -53,12 +53,12 @@ class Groups:
         self.kept: tuple[Generation, dict[str, Tensor]] | None = None  # the state before a step in which rows wait
 
     def __call__(self, state: Generation) -> None:
-        """Look at the rows after a step. Then set `state.done` for groups whose rows have all ended.
+        """Hold the meetings that are due after a step. Then set `state.done` for groups whose rows have all ended.
 
         Reads the device once if the particles meet, and again in a meeting.
 
         Raises:
-            UserError: a plug-in keeps something that is not one row for each row.
+            UserError: the state of a plug-in cannot be copied row by row.
         """
         particles = self.engine.plugins.particles
         with no_grad_on_device(state.canvas.ids.device, self.engine.inference_mode):
@@ -68,7 +68,7 @@ class Groups:
             except UnsupportedLeaf as error:
                 raise UserError(
                     "particles-incompatible",
-                    f"particles={named(particles)} copies rows, and {error}. Use particles=best_of_n.",
+                    f"particles={named(particles)} copies rows, and {error} without rows. Use particles=best_of_n.",
                 ) from None
         for rows in self._running():
             # The host takes out rows that are done, or that failed, with all others of their group.
@@ -86,7 +86,7 @@ class Groups:
         return [rows for rows in groups if (one := self.lanes[rows.start]) is not None and one.state == "running"]
 
     def _gather(self, state: Generation) -> None:
-        """Let rows that have closed a block wait. Let complete groups meet."""
+        """Make rows wait that have reached a meeting, and hold the meetings of complete groups."""
         self._restore(state)
         canvas, group, particles = state.canvas, state.group, self.engine.plugins.particles
         assert group is not None
@@ -105,9 +105,9 @@ class Groups:
             self._keep(state)
 
     def _keep(self, state: Generation) -> None:
-        """Keep what rows that wait carry: a step may change that of a row that rests.
+        """Store cache and carry before a step, which may change those of waiting rows.
 
-        The next forward computes no column of these rows, also if it computes all columns of the others.
+        The next forward computes no column of these rows, even if it computes all columns of the others.
         """
         assert state.wanted is not None
         state.wanted = replace(state.wanted, sizes=state.wanted.sizes._replace(whole=False))
@@ -115,7 +115,7 @@ class Groups:
         self.kept = replace(state), cache
 
     def _restore(self, state: Generation) -> None:
-        """Give the rows that waited in the last step what they had before it."""
+        """Restore cache and carry of the rows that waited in the last step."""
         if self.kept is None:
             return
         (before, cache), self.kept, empty = self.kept, None, state.canvas.length
@@ -129,7 +129,7 @@ class Groups:
         state.carry = where_rows(waited, before.carry, state.carry, empty)
 
     def _meet(self, state: Generation, group: Group, groups: Sequence[range], final: Sequence[bool]) -> None:
-        """Let groups meet, given by their rows. `final` is true of those that are at their end."""
+        """Hold the meeting of `groups`, ranges of rows. `final` is true for groups whose rows have all ended."""
         particles, device = self.engine.plugins.particles, state.canvas.ids.device
         count = particles.count
         numbers = torch.tensor([rows.start // count for rows in groups], device=device)
@@ -153,7 +153,7 @@ class Groups:
         log_weights: Sequence[list[float]],
         ancestors: Sequence[list[int]],
     ) -> None:
-        """Record what meetings decided, and copy rows."""
+        """Record the weights and ancestors of a meeting, and replace rows by copies of their ancestors."""
         sources, copied = [*range(len(state.canvas.ids))], []
         for rows, last in zip(groups, final, strict=True):
             number = rows.start // len(rows)
@@ -172,7 +172,7 @@ class Groups:
             self._rekey(state, torch.tensor(copied, device=device))
 
     def _copy(self, state: Generation, sources: Tensor) -> None:
-        """Make each row a copy of the row `sources [B]`, with all that it carries."""
+        """Replace each row by a copy of the row `sources [B]` with its whole state."""
         canvas, recorder, group = state.canvas, state.recorder, state.group
         assert group is not None
         moved = (sources != torch.arange(len(sources), device=sources.device)).nonzero()[:, 0]

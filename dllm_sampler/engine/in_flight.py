@@ -46,7 +46,7 @@ class Request:
 
     Args:
         prompt: token ids. May be empty if tokens of the answer are given.
-        max_steps: most forwards.
+        max_steps: upper bound on the forwards of the answer.
         form: number of its form, if a guide has a list of forms.
         given: the answer with `FREE` at each position to generate. None if no token is given.
         index: number of the prompt in the call, from 0.
@@ -62,9 +62,11 @@ class Request:
     index: int = 0
     sample: int = 0
     state: Literal["waiting", "running", "done"] = "waiting"
-    forwards: int = 0  # in the batch that runs
+    forwards: int = 0  # made in the running batch
     is_finite: bool = True  # False if the model returned no finite statistics for it
-    meetings: list[MeetingRecord] = field(default_factory=list)  # of the rows of its prompt, in the first one
+    meetings: list[MeetingRecord] = field(
+        default_factory=list
+    )  # of the rows of its prompt, stored in the first request only
 
     @property
     def free_tokens(self) -> int:
@@ -83,7 +85,7 @@ class Ended:
 
 
 def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
-    """Return the reason that rows cannot join a generation that runs. Returns None if they can."""
+    """Return the reason why rows cannot join a running generation, or None if they can."""
     if plugins.cache.shared:
         return f"cache={named(plugins.cache)} counts forwards for the batch as a whole"
     if plugins.scheduler.traits.has(BatchState):
@@ -96,7 +98,7 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
 
 
 class CannotJoin(ValueError):
-    """The state of a generation has something other than one row per lane."""
+    """An error: the state of a generation has a value that is not a tensor with one row per lane."""
 
     def __init__(self, what: str):
         super().__init__(f"{what}, and not a tensor with one row per prompt")
@@ -106,12 +108,12 @@ class RunningBatch:
     """A running generation whose rows come and go.
 
     Args:
-        engine: runs the steps.
-        lay_out: makes the canvas of some requests. Its number of columns is the same in each call.
+        engine: the engine that runs the steps.
+        lay_out: function that makes the canvas of some requests. Its number of columns is the same in each call.
         lanes: most rows at a time.
 
     Attributes:
-        watch: called after each step. It may end rows (`Canvas.done`), and asks again then.
+        watch: function called after each step. If it ends rows (`Canvas.done`), it calls `Engine.ask_and_poll`.
     """
 
     def __init__(self, engine: Engine, lay_out: Callable[[Sequence[Request]], Canvas], lanes: int):
@@ -133,7 +135,7 @@ class RunningBatch:
             samples: each `samples` consecutive requests have the same prompt, which a cache may compute once for them.
 
         Raises:
-            CannotJoin: the state of a generation has something other than one row per lane. Running rows may go on.
+            CannotJoin: the state of a generation has something other than one row per lane. Running rows can continue.
         """
         assert all(request.state == "waiting" for request in requests)
         lanes, canvas = self.free[: len(requests)], self.lay_out(requests)
@@ -170,7 +172,7 @@ class RunningBatch:
             return self._leave(state, ended) if ended else None
 
     def _leave(self, state: Generation, ended: dict[int, Request]) -> Ended:
-        """Take out these lanes' rows."""
+        """Return copies of the rows of these lanes, and mark their requests as done."""
         device = state.canvas.ids.device
         for lane, request in ended.items():
             request.state, request.is_finite = "done", lane not in state.failed
@@ -189,7 +191,7 @@ class RunningBatch:
         return left
 
     def masks_left(self) -> int:
-        """Return how many masks the running rows have left, with columns that they may still get. Reads the device."""
+        """Return the number of masks in running rows and of columns that may still be added. Reads the device."""
         assert self.state is not None
         canvas = self.state.canvas
         left = canvas.masked.sum(1)
@@ -198,13 +200,13 @@ class RunningBatch:
         return int((left * ~canvas.done).sum())
 
     def close(self) -> None:
-        """Free what the engine stores for the next step. No row may be running."""
+        """End the generation, so that the engine frees its buffers. No row may be running."""
         if self.state is not None:
             self.engine.end(self.state)
         self.state = None
 
     def _empty(self, request: Request) -> Canvas:
-        """Return a canvas without a live row, with lanes that `request` could have."""
+        """Return a canvas of finished rows, laid out as `request` in every lane."""
         canvas = self.lay_out([request] * len(self.lanes))
         return replace(canvas, done=torch.ones_like(canvas.done)).with_layout(padded=True)
 
@@ -212,8 +214,8 @@ class RunningBatch:
 def join(state: Generation, fresh: Generation, lanes: Tensor) -> None:
     """Copy the rows of `fresh` to the `lanes [n]` of a running state.
 
-    A history that a row lacks before its first forward stays as the row before left it. None of its numbers counts,
-    since the row's `step` and `age` are 0.
+    A tensor that is empty in `fresh`, such as a history, stays as the lane's last row left it. Its numbers have no
+    effect, since the new row's `step` and `age` are 0.
 
     Raises:
         CannotJoin: the state has something other than one row per lane.
@@ -242,7 +244,7 @@ def join(state: Generation, fresh: Generation, lanes: Tensor) -> None:
 
 
 def _cleaned(_: str, leaf: Any, rows: Tensor, lanes: int) -> Any:
-    """Return a leaf without NaN or infinity in `rows [n]`. Even a masked one would spoil the next row's sums."""
+    """Return a leaf with 0 for NaN and infinity in `rows [n]`. Even masked ones would spoil sums of a later row."""
     if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() and len(leaf) == lanes:
         own = leaf[rows]
         leaf = leaf.index_copy(0, rows, own.masked_fill(~own.isfinite(), 0))
@@ -262,5 +264,5 @@ def leaves(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def taken(tree: Any, rows: Tensor) -> Any:
-    """Return a part of a state for some `rows [n]` alone."""
+    """Return a copy of a part of a state that has only the rows `rows [n]`."""
     return map_leaves(tree, lambda _, leaf: leaf.index_select(0, rows) if isinstance(leaf, Tensor) else leaf, "")

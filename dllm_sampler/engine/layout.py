@@ -1,4 +1,4 @@
-"""Laying prompts out as a canvas."""
+"""The layout of prompts on a canvas."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ def canvas(
     """Lay out a batch before its first step: each prompt from column 0 on, then `new_tokens` of noise.
 
     Args:
-        rows: token ids of each prompt; one may be empty where tokens of its answer are given.
-        new_tokens: of each answer, or one number for all.
-        cuts: whether a stop policy may shorten rows.
+        rows: token ids of each prompt. A prompt may be empty if tokens of its answer are given.
+        new_tokens: length of each answer, or one number for all.
+        cuts: a stop policy may shorten rows.
         multiple: the canvas is rounded up to a multiple of this many columns, as far as the model has positions. No row
             uses the last ones.
-        length: the canvas has at least this many.
-        lengths: of other answers that the canvas must have room for: see `engine/in_flight.py`.
-        forms: which of a guide's forms each answer has, if a guide has a list of them.
-        given: as many tokens as the answer has for each row, `FREE` where one is to be generated, or None for a row
-            without given tokens. None if no row has one, nor will one that joins.
-        changing: the number of columns that each answer begins with, without a given beginning. There is room for all.
+        length: least number of columns.
+        lengths: lengths of answers that may join the batch later (`engine/in_flight.py`).
+        forms: number of each answer's form, if a guide has a list of forms (`Guide.forms`).
+        given: for each row the answer's tokens, with `FREE` at each position to generate, or None without given tokens.
+            None if no row has given tokens, nor any row that joins later.
+        changing: the scheduler's trait, which has the initial number of columns after the last given token. The canvas
+            reserves `new_tokens` columns.
 
-    A model that denoises whole blocks gets whole ones, and columns to spare after the answer.
+    For a model that denoises whole blocks (`ModelSpec.encoder`), answers are rounded up to whole blocks.
     """
     wanted = [new_tokens] * len(rows) if isinstance(new_tokens, int) else new_tokens
     block = spec.block_length if spec.encoder and spec.block_length else 1
@@ -96,12 +97,12 @@ def canvas(
 
 
 def block_canvas(ids: Tensor, masked: Tensor, frozen: Tensor, spec: ModelSpec) -> Canvas:
-    """Lay out one open block of each row, which is its whole canvas.
+    """Return a canvas whose only content is one open block in each row.
 
     Args:
         ids: tokens `[B, L]`.
-        masked: positions of noise.
-        frozen: positions that no step may change. A run of them at the beginning counts as the prompt.
+        masked: `[B, L] bool` positions of noise.
+        frozen: `[B, L] bool` positions that no step may change. A run of them at the beginning counts as the prompt.
     """
     length = ids.shape[1]
     first = frozen.long().cumprod(1).sum(1)
@@ -124,7 +125,7 @@ def block_canvas(ids: Tensor, masked: Tensor, frozen: Tensor, spec: ModelSpec) -
 
 
 def _unopened(ids: Tensor, masked: Tensor, end: Tensor, layout: Layout) -> Canvas:
-    """Return a canvas before its first step, with an empty block. Its last column belongs to no row."""
+    """Return a canvas before its first step, with an empty active block. The last column is the empty slot."""
     first, zero = layout.first, torch.zeros_like(layout.first)
     return Canvas(
         ids=ids, masked=masked, start=first, stop=first, end=end, age=zero, step=zero, done=zero > 0, layout=layout
@@ -134,15 +135,16 @@ def _unopened(ids: Tensor, masked: Tensor, end: Tensor, layout: Layout) -> Canva
 def planned_steps(
     prompt: int, tokens: int, given: Sequence[int] | None, steps: int, blocks: Blocks, spec: ModelSpec
 ) -> tuple[int, int]:
-    """Return the forwards that the blocks of an answer plan when they share `steps`, and how many blocks there are.
+    """Return the number of forwards that an answer's blocks plan when they share `steps`, and the number of blocks.
 
-    Both are the least where a block's first forward shortens it. On the host: it mirrors `Canvas.block_end` and
-    `budget.block_steps`.
+    If the first forward of a block may shorten it, both are lower bounds. Runs on the host, and follows the rules of
+    `Canvas.block_end` and `budget.block_steps`.
 
     Args:
         prompt: tokens before the answer.
         tokens: positions of the answer.
-        given: see `canvas`.
+        given: the answer's tokens, `FREE` at each position to generate. None without given tokens.
+        steps: forwards for the whole answer.
     """
     free = [0, *accumulate([1] * tokens if given is None else [token == FREE for token in given])]
     width, ends, line = blocks.lookahead(tokens), blocks.ends(tokens), blocks.part or blocks.grid

@@ -1,4 +1,4 @@
-"""Ranks that share a model's weights (FSDP2) gather them in each forward, so all must make equally many."""
+"""Ranks that share a model's weights (FSDP2) gather them in each forward, so all must run equally many forwards."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks among which a model's weights are sharded; one alone where `mesh` is None."""
+    """The ranks among which a model's weights are sharded. There is a single rank if `mesh` is None."""
 
     mesh: Any = None
 
     @staticmethod
     def of(denoiser: Denoiser) -> Ranks:
-        """Return those of a denoiser's weights."""
+        """Return the ranks among which a denoiser's weights are sharded."""
         weights = (weight for network in networks(denoiser) for weight in network.parameters())
         mesh = next((found for weight in weights if (found := getattr(weight, "device_mesh", None)) is not None), None)
         return Ranks(None if mesh is None or mesh.size() == 1 else mesh)
 
     def max_over_ranks(self, value: int) -> int:
-        """Return the largest `value` of any rank; waits for all of them."""
+        """Return the largest `value` of any rank. Collective: every rank must call it."""
         if self.mesh is None:
             return value
         found = torch.tensor(value, device=self.mesh.device_type)

@@ -53,11 +53,11 @@ Judge = Literal["draw", "best"]
 
 @dataclass(frozen=True)
 class Plugins:
-    """One of each kind, bound.
+    """A set of plug-ins for one model, bound to each other.
 
     Args:
         compat: let the mask id be chosen, as published code does.
-        judge: `draw` if plug-ins judge the tokens that a step draws. `best`: they judge the best ones.
+        judge: `draw` if plug-ins judge the drawn tokens, `best` if they judge the most likely ones.
     """
 
     scheduler: Scheduler
@@ -69,13 +69,13 @@ class Plugins:
     particles: Particles
     context: Context = field(repr=False, compare=False)  # without the scheduler
     judge: Judge = "draw"
-    paced: bool = field(init=False, repr=False, compare=False)  # the scheduler goes by the clock (`Paced`)
+    paced: bool = field(init=False, repr=False, compare=False)  # the scheduler measures time (`Paced`)
     owns_noise: bool = field(init=False, repr=False, compare=False)  # the scheduler writes random tokens itself
     foresees: bool = field(init=False, repr=False, compare=False)  # the cache must know what comes next (`Foresees`)
 
     @property
     def described(self) -> str:
-        """All of them by name, with the settings that are not their defaults."""
+        """Names of all plug-ins, with the settings that differ from their defaults."""
         kinds = [f"{kind}={described(getattr(self, kind))}" for kind in ("scheduler", "blocks", "stop", "cache")]
         guides = ", ".join(map(described, self.guides))
         kinds += [f"guide=[{guides}]"] if guides else []
@@ -83,7 +83,7 @@ class Plugins:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Readout fields that any of them wants."""
+        """Fields of `Readout` that scheduler, blocks, stop or a vetoing guide needs."""
         # Such a guide looks for another token where it refuses one.
         vetoed = {"draw", "logits"} if any(guide.vetoes for guide in self.guides) else frozenset[str]()
         return self.scheduler.needs | self.blocks.needs | self.stop.needs | vetoed
@@ -100,9 +100,9 @@ class Plugins:
         return self.context.spec.mask_id if self.compat and not self.scheduler.traits.has(CommittedMasks) else None
 
     def bound(self, tokens: int) -> int:
-        """Return an upper bound on the number of steps. A vetoing guide lets at least one token through each time.
+        """Return an upper bound on the number of steps. A step with a vetoing guide may commit a single token.
 
-        Rows of one prompt wait for each other, at worst in turns.
+        If rows of one prompt wait for each other, in the worst case they run one after the other.
         """
         steps = self.scheduler.bound(tokens)
         steps = steps + tokens if any(guide.vetoes for guide in self.guides) else steps
@@ -110,7 +110,7 @@ class Plugins:
 
     @property
     def forms(self) -> int:
-        """Number of forms of answers. Each prompt names one. 0 without such a guide."""
+        """Number of forms of answers. Each prompt names a form. 0 if no guide has a list of forms."""
         return max((guide.forms for guide in self.guides), default=0)
 
     def __post_init__(self) -> None:
@@ -123,18 +123,21 @@ class Plugins:
         """Return the same set with blocks of another length.
 
         Raises:
-            UserError: these blocks have no such length.
+            UserError: the blocks are not blocks=fixed.
         """
         if not isinstance(self.blocks, FixedBlocks):
             name = named(self.blocks)
-            raise UserError("options-conflict", f"block_length needs blocks=fixed, not blocks={name}. Remove one.")
+            raise UserError(
+                "options-conflict",
+                f"block_length needs blocks=fixed, not blocks={name}. Remove block_length, or set blocks=fixed.",
+            )
         return self.with_blocks(FixedBlocks(block_length))
 
     def with_blocks(self, blocks: Blocks) -> Plugins:
         """Return the same set with other blocks.
 
         Raises:
-            UserError: an impossible combination.
+            UserError: the plug-ins cannot work together with these blocks.
         """
         context = replace(self.context, blocks=blocks)
         context = replace(context, blocks=blocks.bind(context))
@@ -170,7 +173,7 @@ def assemble(
     judge: Judge = "draw",
     particles: object = None,
 ) -> Plugins:
-    """Build every plug-in (`config.build` says what a spec may be) and refuse combinations that cannot work.
+    """Build every plug-in from its spec (`config.build`), and refuse combinations that cannot work.
 
     Raises:
         UserError: an unknown name or field, a bad value, or an impossible combination.
@@ -210,7 +213,7 @@ def assemble(
 
 
 def _set(guides: list[Guide], new: Guide, field: str, place: int) -> None:
-    """Give the guides of `new`'s kind its `field`; where there is none, insert it."""
+    """Copy `field` of `new` to the guides of its class. If there is none, insert `new` at `place`."""
     found = [i for i, one in enumerate(guides) if isinstance(one, type(new))]
     for i in found:
         guides[i] = replace(cast(Any, guides[i]), **{field: getattr(new, field)})
@@ -229,10 +232,10 @@ def _of(kind: type[Kind], group: str, plugin: object) -> Kind:
 def check(plugins: Plugins) -> None:
     """Refuse a set of plug-ins that cannot work together, or not with this model.
 
-    What one plug-in needs of the others, it says itself (`bind`): the rules here are about traits of several.
+    The conditions of a single plug-in are checked in its `bind`. The rules here compare traits of several plug-ins.
 
     Raises:
-        UserError: naming both sides and the way out.
+        UserError: they cannot. The message names both sides and the way out.
     """
     for group in ("scheduler", "blocks", "stop"):
         plugin = getattr(plugins, group)
@@ -240,7 +243,7 @@ def check(plugins: Plugins) -> None:
         if unknown:
             raise UserError(
                 "plugin-needs",
-                f"{group}={named(plugin)} needs {', '.join(unknown)}, which no readout has. Choose from"
+                f"{group}={named(plugin)} needs {', '.join(unknown)}, which `Readout` does not have. Choose from"
                 f" {', '.join(sorted(FIELDS))}.",
             )
     why = next(chain(_obstacles(plugins), _of_guides(plugins.guides), _of_best(plugins)), None)
@@ -260,23 +263,22 @@ def untrained(plugins: Plugins) -> str | None:
 
 
 def _obstacles(plugins: Plugins) -> Iterator[str]:
-    """Yield what scheduler, blocks, stop, cache and model cannot do together."""
+    """Yield a message for each conflict between scheduler, blocks, stop, cache, guides and model."""
     spec, traits = plugins.context.spec, plugins.scheduler.traits
     scheduler, blocks, stop = (f"{group}={named(getattr(plugins, group))}" for group in ("scheduler", "blocks", "stop"))
     if traits.has(OwnInputs) and not (spec.cacheable and spec.mask_id is not None):
-        yield (
-            f"{scheduler} adds shadow rows of masks or mixtures of embeddings to the forward, which this model does not"
-            " take. Use another scheduler, for example threshold."
-        )
+        inputs = "shadow rows of masks" if traits.has(ShadowRows) else "mixtures of embeddings"
+        other = "entropy_renoise" if spec.mask_id is None else "threshold"
+        yield f"{scheduler} needs {inputs} as inputs, which this model does not support. Use scheduler={other}."
     if traits.drafts and (plugins.stop.cuts or plugins.stop.fills):
         yield (
-            f"{scheduler} has drafted what comes next when a step is over, and {stop} would change the canvas under it."
-            " Use stop=prefix, block or none."
+            f"{scheduler} drafts tokens for later steps, and {stop} would change the canvas that they are drafted for."
+            " Use stop=prefix, stop=block or stop=none."
         )
     if plugins.stop.judges_all and isinstance(plugins.cache, SuffixCache):
         yield (
             f"{stop} waits for a prediction of every mask, and cache={named(plugins.cache)} hides masks after the"
-            " block. Use stop=prefix or block, or another cache."
+            " block. Use stop=prefix, stop=block or another cache."
         )
     if plugins.watched_layers:
         yield from _of_attention(plugins)
@@ -284,23 +286,23 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         yield from _of_lengths(plugins, scheduler, blocks, stop)
     forms = [f"guide={named(guide)}" for guide in plugins.guides if guide.joint or guide.vetoes]
     if len(forms) > 1:
-        yield f"{' and '.join(forms)} both say what form an answer has. Remove one of them."
+        yield f"{' and '.join(forms)} both restrict the form of the answer. Remove one of them."
     if forms and traits.own_tokens:
         yield (
-            f"{scheduler} writes other tokens than those predicted in its step, and {forms[0]} checks only these."
-            " Use another scheduler, for example threshold."
+            f"{scheduler} writes tokens that its step did not predict, and {forms[0]} checks predicted tokens only. Use"
+            " another scheduler, for example threshold."
         )
     if forms and plugins.stop.fills:
         yield f"{stop} writes tokens that {forms[0]} has not checked. Use stop=prefix."
     if any(guide.vetoes for guide in plugins.guides):
         if traits.drafts:
             yield (
-                f"{scheduler} counts on commits that {forms[0]} may refuse. Use another scheduler, for example"
+                f"{scheduler} relies on commits that {forms[0]} may refuse. Use another scheduler, for example"
                 " threshold."
             )
         if plugins.foresees:
             yield (
-                f"cache={named(plugins.cache)} counts on commits that {forms[0]} may refuse. Use another cache,"
+                f"cache={named(plugins.cache)} relies on commits that {forms[0]} may refuse. Use another cache,"
                 " for example dual."
             )
     if plugins.blocks.several or plugins.blocks.slides:
@@ -320,7 +322,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
     if spec.mask_id is None and uniform is None:
         yield (
-            f"{scheduler} fills masks, and this model has none: its noise is random tokens (uniform diffusion). Use"
+            f"{scheduler} needs a mask token, and this model's noise is random tokens (uniform diffusion). Use"
             " scheduler=entropy_renoise, scheduler=block_refine or scheduler=discrete_ddim."
         )
     if spec.encoder and _length(plugins.blocks, spec.block_length or 1) != spec.block_length:
@@ -330,8 +332,8 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
         )
     if spec.encoder and plugins.stop.cuts:
         yield (
-            f"{stop} cuts the canvas after an end token, and this model takes whole canvases only. Use stop=prefix or"
-            " stop=block."
+            f"{stop} cuts the canvas after an end-of-text token, and this model takes whole canvases only. Use"
+            " stop=prefix or stop=block."
         )
     if spec.attention == "block_causal" and plugins.blocks.grid is None:
         yield (
@@ -346,7 +348,7 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
     if spec.routing is not None and traits.has(ShadowRows):
         yield (
             f"{scheduler} adds shadow rows of mask tokens to the forward, and this model chooses experts for blocks of"
-            " tokens together, which these would change. Use another scheduler, for example threshold."
+            " tokens together, which shadow rows would change. Use another scheduler, for example threshold."
         )
     if spec.seeds and (traits.has(ShadowRows) or traits.drafts) and not traits.has(CausalQueries):
         yield (
@@ -356,31 +358,34 @@ def _obstacles(plugins: Plugins) -> Iterator[str]:
 
 
 def _of_best(plugins: Plugins) -> Iterator[str]:
-    """Yield what does not fit `judge="best"`, which writes drawn tokens in place of those that are judged."""
+    """Yield conflicts with `judge="best"`, which writes drawn tokens in place of those that are judged."""
     if plugins.judge != "best":
         return
     traits, scheduler = plugins.scheduler.traits, f"scheduler={named(plugins.scheduler)}"
     if traits.drafts or traits.revises or traits.has(LeftToRightVerifier):
-        yield f"{scheduler} compares the tokens that it writes with later predictions. Remove judge=best."
+        yield f"{scheduler} checks its tokens later, and judge=best writes other tokens. Remove judge=best."
     if plugins.stop.fills:
         yield f"stop={named(plugins.stop)} writes tokens that are not drawn. Remove judge=best, or use stop=prefix."
 
 
 def _of_attention(plugins: Plugins) -> Iterator[str]:
-    """Yield what cannot be where a plug-in needs attention: it is measured in whole rows of one candidate."""
+    """Yield conflicts with a plug-in that needs attention, which is measured for whole rows of one candidate."""
     spec, cache = plugins.context.spec, plugins.cache
     kinds = {"scheduler": plugins.scheduler, "blocks": plugins.blocks, "stop": plugins.stop}
     who = next(f"{kind}={named(one)}" for kind, one in kinds.items() if "attention" in one.needs)
     if not spec.cacheable:
-        yield f"{who} looks at attention, which this model does not show. Use scheduler=threshold."
+        kind = who.partition("=")[0]
+        other = "scheduler=threshold" if kind == "scheduler" else f"another {kind}"
+        yield f"{who} needs attention, which this model does not provide. Use {other}."
     if cache.stores or isinstance(cache, SuffixCache):
-        yield f"{who} looks at attention between all columns, and cache={named(cache)} omits some. Use cache=none."
+        yield f"{who} needs attention between all columns, and cache={named(cache)} omits some. Use cache=none."
     if plugins.scheduler.traits.drafts or plugins.scheduler.traits.has(ShadowRows):
-        yield f"{who} looks at attention, and scheduler={named(plugins.scheduler)} has several candidates. Remove one."
+        name = named(plugins.scheduler)
+        yield f"{who} needs attention, and scheduler={name} has candidates or shadow rows. Remove one of them."
 
 
 def _of_several(scheduler: Scheduler, blocks: Blocks) -> Iterator[str]:
-    """Yield reasons why a scheduler cannot run if several blocks are open, or a window slides."""
+    """Yield reasons why a scheduler cannot run if several blocks are open or a window slides."""
     does = "opens several blocks at once" if blocks.several else "slides a window"
     inner = scheduler.inner if isinstance(scheduler, Around) else None
     inside = [] if inner is None else _of_one_block(inner.traits)
@@ -390,28 +395,28 @@ def _of_several(scheduler: Scheduler, blocks: Blocks) -> Iterator[str]:
 
 
 def _of_one_block(traits: Traits) -> list[str]:
-    """Return what a scheduler does that has a meaning in single blocks only."""
+    """Return phrases for the abilities of a scheduler that need one open block that does not move."""
     trained = traits.find(TrainedBlocks)
     facts = {
-        "takes back or replaces tokens, which a finished block cannot have": traits.revises,
+        "remasks or replaces tokens, which a finished block does not allow": traits.revises,
         "plans what a forward commits": traits.has(PlannedCommits),
-        "goes by the block's length, or by the forwards made in it": traits.scheduled,
+        "depends on the block's length or on the forwards made in it": traits.scheduled,
     }
     said = [fact for fact, holds in facts.items() if holds]
     return said if trained is None else [*said, f"was trained on single blocks of {trained.length} positions"]
 
 
 def _of_lengths(plugins: Plugins, scheduler: str, blocks: str, stop: str) -> Iterator[str]:
-    """Yield what a scheduler that changes the length of answers cannot do with the others."""
+    """Yield conflicts with a scheduler that changes the length of answers (`ChangingLength`)."""
     if plugins.context.spec.attention != "bidirectional" or plugins.context.spec.encoder:
         yield (
             f"{scheduler} looks for the end of the answer after the block, which this model does not see. Use"
-            " scheduler=threshold with stop=prefix, which takes max_new_tokens as a bound, too."
+            " scheduler=threshold with stop=prefix. Then max_new_tokens is an upper bound, too."
         )
     if plugins.blocks.sizes_on_open or plugins.blocks.several or plugins.blocks.slides:
-        yield f"{scheduler} moves the end of a block, and {blocks} says where it is. Use blocks=fixed or blocks=full."
+        yield f"{scheduler} moves the end of a block, and so does {blocks}. Use blocks=fixed or blocks=full."
     if plugins.stop.cuts or plugins.stop.fills:
-        yield f"{scheduler} says how long the answer is, and {stop} changes the canvas under it. Use stop=prefix."
+        yield f"{scheduler} changes the length of the answer, and {stop} changes the canvas too. Use stop=prefix."
     for guide in plugins.guides:
         if guide.joint or guide.vetoes:
             yield (
@@ -421,17 +426,17 @@ def _of_lengths(plugins: Plugins, scheduler: str, blocks: str, stop: str) -> Ite
 
 
 def _length(blocks: Blocks, near: int) -> int:
-    """Return the number of positions per block, in a generation of many blocks of about `near`."""
+    """Return the number of positions per block, in a long answer whose blocks have about `near` positions."""
     return blocks.lookahead(near * 2**16)
 
 
 def _of_guides(guides: tuple[Guide, ...]) -> Iterator[str]:
-    """Yield what guides cannot do together."""
+    """Yield a message for each conflict between guides."""
     draws, cut = is_random(guides), None
     for guide in guides:
         name = named(guide)
         if guide.truncates and not draws and not guide.measures:
-            yield f"{name} changes nothing without a temperature. Add temperature=1."
+            yield f"{name} changes nothing at temperature 0. Set a temperature above 0, for example temperature=1."
         if guide.excludes and cut is not None:
-            yield (f"guide={name} comes after {cut}, which may leave only tokens that it removes. Put {name} first.")
+            yield f"guide={name} is after {cut}, which may keep only tokens that {name} excludes. Put {name} first."
         cut = name if guide.truncates else cut

@@ -1,4 +1,4 @@
-"""From logits to the few numbers per position that schedulers judge."""
+"""The readout: from logits to the statistics per position that plug-ins judge."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ FIELDS = frozenset(MEASURABLE) | {"predictions"}  # what a plug-in may list in `
 
 
 class Head(Protocol):
-    """The part of a denoiser that makes logits of hidden states."""
+    """The part of a denoiser that computes logits from hidden states."""
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Return logits `[..., V]` of `[..., D]`."""
+        """Return logits `[..., V]` of hidden states `[..., D]`."""
         ...
 
 
 class Rule(NamedTuple):
-    """The choice of tokens and the measures: the same in every step of a generation."""
+    """The settings of the readout, which are the same in every step of a generation."""
 
     spec: ModelSpec
     guides: tuple[Guide, ...]  # in the order of application
@@ -52,14 +52,13 @@ def predict(
     """Choose a token per answer from hidden states `[R, D]` and measure how sure the model is.
 
     Args:
-        hidden: `[R, D]`; the model's head makes logits of it.
-        kernels: None or torch's: `read` does the work. Triton's do it for a greedy choice or a draw at one temperature
-            with counted noise, if `needs` has only `MEASURED` and `STORED` and no token of an answer is given. Where
-            the head is a plain product (`head_weight`) and `needs` has nothing of `STORED`, they store no logits. The
-            other arguments: see `read`.
+        hidden: `[R, D]` hidden states after the final norm.
+        kernels: Triton's kernels replace `read` for a greedy choice, or for a draw at one temperature with
+            `CounterNoise`. No token may be given, and `needs` may have only `MEASURED` and `STORED`. If the head is a
+            plain product (`head_weight`) and `needs` has nothing of `STORED`, they store no logits.
 
     Returns:
-        `[B, K, Q]` statistics; 0 where nothing is answered.
+        `[B, K, Q]` statistics. They are 0 where the forward answered nothing.
     """
     plain = kernels is not None and kernels.name == "triton"
     sampling = _sampling(canvas, head_rows, rule) if plain else None
@@ -88,7 +87,7 @@ def spread(found: Readout, head_rows: HeadRows) -> Readout:
 
 
 def fusable_head_weight(denoiser: Head, rows: Tensor) -> Tensor | None:
-    """Return the head's weight `[V, D]` if the kernel `head` can multiply `rows [N, D]` with it; else None."""
+    """Return the head's weight `[V, D]` if the kernel `head` can multiply `rows [N, D]` with it, or None."""
     weight = denoiser.head_weight() if hasattr(denoiser, "head_weight") else None  # pyright: ignore
     return weight if weight is not None and weight.dtype == rows.dtype else None
 
@@ -98,7 +97,7 @@ def _sampling(
     head_rows: HeadRows,
     rule: Rule,
 ) -> Sampling | None:
-    """Return the settings of a kernel that does as `read` does, or None if no kernel can."""
+    """Return settings with which a kernel returns the results of `read`, or None if no kernel can."""
     spec, guides, needs, compat, judges_best = rule
     if judges_best and is_random(guides):
         return None
@@ -128,8 +127,8 @@ def read(
         logits: `[R, V]`, overwritten.
 
     Returns:
-        `[B, K, Q]` statistics; 0 where nothing is answered. Confidence is NaN where the model or a guide left NaN, +inf
-        or no finite logit.
+        `[B, K, Q]` statistics. They are 0 where the forward answered nothing. Confidence is NaN where the model or a
+        guide left NaN, +inf or no finite logit.
     """
     spec, guides, needs, compat, judges_best = rule
     barred = Barred(None) if compat else Barred(spec.mask_id, spec.eos_ids)
@@ -155,8 +154,8 @@ def read(
 def round_for_ties(seen: Readout, bound: Tensor, dtype: torch.dtype) -> Readout:
     """Return statistics `[R]` under a form, rounded to the precision of `dtype` where `bound [R]` is true.
 
-    Tokens that make each other certain have equal probabilities, except for rounding errors. These must not rank them,
-    since they differ between a batch and a row alone.
+    Under a form, one token can make another one certain. Then their probabilities are equal except for rounding errors,
+    which differ between a batch and a row alone. The errors must not decide a ranking.
     """
     parts = {name: getattr(seen, name) for name in ("margin", "gap", "entropy", "current")}
     parts = {name: (one, one.round(decimals=digits(dtype))) for name, one in parts.items() if one is not None}

@@ -21,10 +21,11 @@ PLAIN = (type(None), bool, int, float, str, Path, torch.dtype, torch.device, Siz
 
 
 class UnsupportedLeaf(TypeError):
-    """An object in a state that may keep what nothing outside knows of."""
+    """An error: a value of a state cannot be copied row by row."""
 
     def __init__(self, path: str, value: object):
-        super().__init__(f"{path} is a {type(value).__name__}")
+        kind = f"tensor {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+        super().__init__(f"{path} is a {kind}")
 
 
 def map_leaves(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
@@ -33,7 +34,7 @@ def map_leaves(value: Any, visit: Callable[[str, Any], Any], path: str) -> Any:
     Branches are tuples, lists, dicts, dataclasses and the recorder.
 
     Raises:
-        UnsupportedLeaf: there is something else.
+        UnsupportedLeaf: a value is neither a leaf nor a branch.
     """
     if isinstance(value, (Tensor, Slots, *PLAIN)):
         return visit(path, value)

@@ -1,1 +1,1 @@
-"""Several rows of each prompt: which of them go on, and which one is the answer."""
+"""Several rows of each prompt: rules that choose the rows to continue and the row to return."""

@@ -1,4 +1,4 @@
-"""Best of N: rows that know nothing of each other, and the best of them."""
+"""Best of N: the best of several independent rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ By = Literal["confidence", "likelihood", "reward"]
 
 @dataclass(frozen=True)
 class BestOfN(SeveralRows):
-    """Decode rows that never meet, and return the best one.
+    """Independent rows for each prompt. The best one is the answer.
 
     Args:
-        by: `confidence`: the probability of all tokens, each as its step saw it. `likelihood`: that of the answer under
-            model and sampler (`Sampler.score`), which takes as many forwards again. `reward`: a function's judgement.
+        by: `confidence` is the product of the tokens' probabilities, each in the step that committed it. `likelihood`
+            is the probability of the answer under model and sampler (`Sampler.score`), which takes forwards of its own.
+            `reward` is the value of the function `reward`.
         reward: a function, or `package.module:function`; see `inputs.rewards.Reward` and docs/rewards.md.
     """
 
@@ -49,7 +50,7 @@ class BestOfN(SeveralRows):
             if self.reward is not None:
                 raise UserError(
                     "option-not-applicable",
-                    f"particles.reward is not read with particles.by={self.by}. Set particles.by=reward.",
+                    f"particles.reward has no effect with particles.by={self.by}. Set particles.by=reward.",
                 )
             return bound
         return with_bound_fields(bound, judge=judge_of(self.reward, f"particles={named(self)}", context))

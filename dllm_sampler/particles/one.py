@@ -7,4 +7,4 @@ from dllm_sampler.core.protocols import Particles
 
 @dataclass(frozen=True)
 class OneRow(Particles):
-    """Decode one row for each prompt, which is its answer."""
+    """One row for each prompt, which is the answer."""

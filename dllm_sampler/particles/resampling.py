@@ -1,4 +1,4 @@
-"""The common part of particles: what rows of one prompt need, and how ancestors are drawn."""
+"""The common part of particles with several rows: their conditions, and the draw of ancestors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SeveralRows(Particles):
         if not is_random(context.guides) and not scheduler.traits.draws_order:
             raise UserError(
                 "candidates-identical",
-                f"{name} compares rows of one prompt, and nothing is drawn, so that all are the same. Set a"
+                f"{name} compares rows of one prompt, which are identical because decoding is greedy. Set a"
                 " temperature, for example temperature=1.",
             )
         if self.meets and scheduler.traits.has(BatchState):
@@ -56,7 +56,7 @@ class SeveralRows(Particles):
         if self.meets and self.every is None and context.blocks.slides:
             raise UserError(
                 "particles-incompatible",
-                f"{name} meets when blocks are over, and blocks={named(context.blocks)} has a window that slides. Use"
+                f"{name} compares rows when blocks end, and blocks={named(context.blocks)} has a sliding window. Use"
                 " particles=best_of_n, or particles=steering with particles.every.",
             )
         if self.meets and context.spec.encoder:
@@ -70,11 +70,11 @@ class SeveralRows(Particles):
 
 @dataclass(frozen=True)
 class Resampling(SeveralRows):
-    """The base of particles whose rows are drawn again at meetings, in proportion to their weights.
+    """The base of particles whose rows are resampled at meetings, in proportion to their weights.
 
     Args:
-        ess: share of `count` below which the effective number of rows leads to a resampling. With None every meeting
-            resamples.
+        ess: rows are resampled if their effective number is below this share of `count`. With None they are resampled
+            at every meeting.
     """
 
     meets: ClassVar[bool] = True
@@ -86,7 +86,7 @@ class Resampling(SeveralRows):
         check_number("particles.ess", self.ess, "a share", most=1, optional=True)
 
     def ancestors(self, meeting: Meeting, log_weights: Tensor) -> Tensor:
-        """Return `[G, N] int64` ancestors by weights `[G, N]`, -1 in prompts that are not resampled."""
+        """Return `[G, N] int64` ancestors for `log_weights [G, N]`. They are -1 in prompts that are not resampled."""
         weights = self.weights(log_weights, meeting.stuck)
         again = meeting.here
         if self.ess is not None:
@@ -99,24 +99,24 @@ class Resampling(SeveralRows):
         return log_weights.softmax(1)
 
     def draw(self, meeting: Meeting, weights: Tensor, again: Tensor) -> Tensor:
-        """Return `[G, N] int64` draws with replacement. Only those of the prompts `again [G] bool` count."""
+        """Return `[G, N] int64` rows drawn by `weights [G, N]`. Only those of prompts in `again [G] bool` are used."""
         seeds, count = meeting.canvas.layout.seeds.view(-1, self.count)[:, 0], self.count
         keys = hashed(seeds, torch.full_like(seeds, DRAWS), arange(count * count, seeds.device)[None], PARTICLES)
         return (weights.log()[:, None] + gumbel(unit(keys)).view(-1, count, count)).argmax(2)
 
 
 def judge_of(given: Any, name: str, context: Context) -> Reward:
-    """Return a reward from a function or its name, as `particles.reward` has it."""
+    """Return the reward for the option `particles.reward`, a function or `package.module:function`."""
     if given is None:
         raise UserError("option-missing", f"{name} needs a reward. Set particles.reward=package.module:function.")
     return Reward.of(given, "particles.reward", context.tokenizer, context.spec.eos_ids)
 
 
 def rewards(judge: Reward, meeting: Meeting, filled: Tensor | None = None) -> Tensor:
-    """Return `[G * N, F] float64` rewards of the answers so far. Masks are left out, or have the tokens of `filled`.
+    """Return `[G * N, F] float64` rewards of the answers so far, with `filled` in place of masks.
 
     Args:
-        filled: `[G * N, F, L+1]` tokens for masks, `NOTHING` where there is none. None: masks are left out (F = 1).
+        filled: `[G * N, F, L+1]` tokens for masks. Masks with `NOTHING` are left out. None leaves out all (F = 1).
     """
     canvas, judged = meeting.canvas, meeting.here.repeat_interleave(meeting.log_p.shape[1])
     ids = torch.where(canvas.masked[:, None], NOTHING if filled is None else filled, canvas.ids[:, None])

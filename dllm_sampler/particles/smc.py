@@ -1,4 +1,4 @@
-"""Self-rewarding sequential Monte Carlo: rows that are surer of their tokens are copied."""
+"""Self-rewarding sequential Monte Carlo: rows with more probable tokens are copied."""
 
 from dataclasses import dataclass
 
@@ -13,16 +13,16 @@ from dllm_sampler.particles.resampling import Resampling
 
 @dataclass(frozen=True)
 class SelfRewarding(Resampling):
-    """Weight rows by the probability of the tokens that they committed since the last resampling.
+    """Rows weighted by the probability of the tokens that they committed since the last resampling.
 
     Source: SR-SMC, arXiv 2602.01849. When all rows have closed a block, also the last one, and the effective number of
-    rows is below `ess * count`, rows are drawn again with replacement. The answer is the row with the highest
-    probability of all its tokens. Probabilities are those that schedulers judge, before the temperature. With two rows
-    the effective number is at least 1, so they are never drawn again: that is the better of two.
+    rows is below `ess * count`, rows are resampled with replacement. The answer is the row with the highest
+    probability of all its tokens. Probabilities are those that schedulers judge, before the temperature. Two rows with
+    `ess=0.5` are never resampled, since their effective number is at least 1. Then the answer is the better of both.
     """
 
     def init(self, canvas: Canvas) -> Carry:
-        """`[B] float64` log-probability of a row at its last resampling."""
+        """Return `[B] float64` the log-probability of each row at its last resampling, 0 before the first step."""
         return torch.zeros(canvas.start.shape, dtype=torch.float64, device=canvas.start.device)
 
     @override

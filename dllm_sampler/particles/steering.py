@@ -34,21 +34,21 @@ class Past(NamedTuple):
 
 @dataclass(frozen=True)
 class Steering(Resampling):
-    """Weight rows by the reward of the answer so far, and return the row with the highest reward.
+    """Rows weighted by the reward of the answer so far. The row with the highest reward is the answer.
 
     Source: Feynman-Kac steering, arXiv 2501.06848. With many rows the answers, drawn in proportion to their weights,
     follow the sampler's law times exp(strength * reward). At a meeting within a block, masks that the last forward
-    predicted have tokens that it drew; other masks are left out of the answer. The published code values an unfinished
-    answer in the same way, by the mean of exp(reward) over several draws.
+    predicted are filled with drawn tokens. Other masks are left out of the answer. As in the published code, the reward
+    of an unfinished answer is the logarithm of the mean of exp(reward) over several draws.
 
     Args:
         reward: a function, or `package.module:function`; see `inputs.rewards.Reward` and docs/rewards.md.
         strength: lambda, factor of the reward.
-        potential: `diff`: the growth of the reward since the last meeting. `rt`, `max`, `add`: the reward, the largest
-            one so far, the sum so far; the last meeting divides by what the earlier ones multiplied.
+        potential: `diff` is the growth of the reward since the last meeting. `rt` is the reward, `max` the largest one
+            so far, `add` the sum so far. With these three the last meeting divides by the factors of the earlier ones.
         every: forwards of a row from one meeting to the next. With None rows meet after each block.
-        fills: draws for the masks of an unfinished answer. The first one is what the step itself drew.
-        ess: see `Resampling`. The published code resamples at every meeting.
+        fills: draws for the masks of an unfinished answer. The first one has the tokens that the step itself drew.
+        ess: as in `Resampling`. The default, None, resamples at every meeting, as the published code.
     """
 
     reward: Any = None
@@ -73,7 +73,9 @@ class Steering(Resampling):
         within = self.every is not None or context.blocks.several or context.blocks.slides
         if self.fills > 1 and not within:
             raise UserError(
-                "option-not-applicable", f"{name} meets at the ends of blocks, without masks. Remove particles.fills."
+                "option-not-applicable",
+                f"particles.fills={self.fills} has no effect: {name} compares rows at the ends of blocks, where no mask"
+                " is left. Remove particles.fills, or set particles.every.",
             )
         judge = judge_of(self.reward, name, context)
         return with_bound_fields(bound, judge=judge, predicts=within and self.count > 1)
@@ -103,7 +105,7 @@ class Steering(Resampling):
         return Resampled(weight.view_as(meeting.log_p), ancestors, after)
 
     def value(self, meeting: Meeting) -> Tensor:
-        """Return `[B] float64` the reward of each answer, of unfinished ones over several draws."""
+        """Return `[B] float64` the reward of each answer: log mean exp over the draws for its masks."""
         assert self.judge is not None
         found = rewards(self.judge, meeting, meeting.carry[1] if self.predicts else None)
         return found.logsumexp(1) - log(found.shape[1]) if found.shape[1] > 1 else found[:, 0]
@@ -116,11 +118,11 @@ class Steering(Resampling):
 
 @dataclass(frozen=True)
 class Predicting(Around):
-    """Keep the tokens that the last forward drew for its masks, for the reward of an unfinished answer.
+    """A scheduler that also stores the tokens drawn for masks, for the reward of an unfinished answer.
 
     Args:
-        inner: the scheduler.
-        fills: draws of each mask.
+        inner: the scheduler that decides the commits.
+        fills: draws for each mask.
     """
 
     fills: int = 1
@@ -140,7 +142,7 @@ class Predicting(Around):
         return carry[0]
 
     def init(self, canvas: Canvas) -> Carry:
-        """Inner; `[B, fills, L+1]` tokens, `NOTHING` where none was predicted."""
+        """Return the inner carry, and `[B, fills, L+1]` tokens with `NOTHING` where none was predicted."""
         return super().init(canvas), canvas.ids.new_full((len(canvas.ids), self.fills, canvas.length + 1), NOTHING)
 
     @override

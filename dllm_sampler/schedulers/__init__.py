@@ -3,7 +3,7 @@
 The docstring of each class begins with its rule as pseudo-code. Names in it are options of the scheduler, are defined
 there, or mean the same everywhere:
 
-    model(canvas)               a forward, which gives what is left of it for each position asked about
+    model(canvas)               a forward. The names on its left are its results for each queried position
     p, token                    the predicted distribution, and the token drawn from it (or the best one)
     confidence                  the probability of that token. The surest mask has the highest one
     score                       the statistic that the option score names

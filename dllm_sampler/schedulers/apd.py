@@ -32,11 +32,11 @@ class ParallelDecoding(Leftmost):
                 until one differs from its target
 
     Source: APD, arXiv 2506.00413. Targets are drawn by the same guides (temperature, top-p) and the same noise as the
-    draft. The token that differs is drafted again with more context. The text is neither model's exactly. It is
-    published with `blocks=full` and its window W as `cache=trailing`. The verifier's passes do not count as NFE.
+    draft. The token that differs is drafted again with more context. The text follows neither model's law exactly. It
+    is published with `blocks=full` and its window W as `cache=trailing`. The verifier's passes do not count as NFE.
 
     Args:
-        max_lookahead: M, columns from the first mask on that the model sees and drafts. By default all.
+        max_lookahead: M, columns from the first mask on that the model sees and drafts. With None all.
         verifier: a causal LM of transformers with the model's tokenizer: a folder, a hub id or a live model.
         mixture_weight: R, the model's own share. 1 takes every draft, 0 only what the verifier draws.
     """
@@ -51,10 +51,10 @@ class ParallelDecoding(Leftmost):
         check_share("scheduler.mixture_weight", self.mixture_weight, "a number")
 
     def bind(self, context: Context) -> Self:
-        """Load the verifier, once for a model.
+        """Return a copy with the verifier, which is loaded once for a model.
 
         Raises:
-            UserError: none given, nothing to load, or another vocabulary or tokenizer than the model's.
+            UserError: no verifier is given or can be loaded, or its vocabulary or tokenizer is not the model's.
         """
         from dllm_sampler.models import autoregressive  # transformers' modelling code takes seconds to import
 
@@ -66,7 +66,7 @@ class ParallelDecoding(Leftmost):
         return with_bound_fields(self, loaded=loaded)
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """Return the guides, after those that leave only tokens that the verifier knows."""
+        """Return the guides `given`, after guides that exclude tokens which the verifier does not know."""
         assert self.loaded is not None
         return (*self.loaded.guides, *given)
 
@@ -77,12 +77,12 @@ class ParallelDecoding(Leftmost):
 
     @property
     def traits(self) -> Traits:
-        """The verifier keeps what it read in a cache of its own, and reads from left to right."""
+        """Traits of a rule with a verifier that has its own cache and reads from left to right."""
         facts = replace(super().traits, graph_safe=False, own_tokens=True, scope="model")
         return facts.adding(BatchState(), LeftToRightVerifier())
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return an empty reading of the verifier."""
+        """Return the state of a verifier that has not read any text."""
         assert self.loaded is not None
         return self.loaded.begin(canvas)
 

@@ -24,7 +24,7 @@ class BlockRefine(Scheduler):
     Source: the block-refinement sampler for DiffusionGemma. Committed tokens are not edited.
 
     Args:
-        steps: forwards per block at most. One that is ahead of its quota by the threshold may commit nothing.
+        steps: upper bound on the forwards per block. A forward may commit nothing if the block is ahead of its quota.
         threshold: a position above this probability is committed beyond the quota too. From 1 on only the quota counts.
     """
 
@@ -48,5 +48,5 @@ class BlockRefine(Scheduler):
         return Edit(readout.token[:, 0], top(sure, eligible, due) | (eligible & (sure > self.threshold))), carry
 
     def bound(self, tokens: int) -> int:
-        """Return the steps of blocks of one token each."""
+        """Return an upper bound on the steps: `steps` for each token, as in blocks of one token."""
         return tokens * self.steps

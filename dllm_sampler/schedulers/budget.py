@@ -17,18 +17,18 @@ class SharedSteps:
 
     @property
     def total_steps(self) -> int | None:
-        """The option `steps`."""
+        """Number of forwards for a whole answer, which is the option `steps`."""
         return self.steps
 
 
 def check_eps(eps: float) -> None:
-    """Refuse an end time outside (0, 1)."""
+    """Refuse an end time that is not a float between 0 and 1, both excluded."""
     if not isinstance(eps, float) or not 0 < eps < 1:
-        raise UserError("option-range", f"scheduler.eps is {eps!r}. Set a number between 0 and 1.")
+        raise UserError("option-range", f"scheduler.eps is {eps!r}. Set a number above 0 and below 1.")
 
 
 def block_steps(canvas: Canvas, steps: int | None) -> Tensor:
-    """Return `[B]` the active block's part of a generation's `steps`, by its length. By default one per position."""
+    """Return `[B]` the active block's part of an answer's `steps`, by its length. With None, one per free column."""
     if steps is None:
         return canvas.free_in_block().clamp(min=1)
     total = canvas.free_total()  # a stop may have cut off a part of them
@@ -46,7 +46,7 @@ def plan_block(canvas: Canvas, steps: int | None, plan: tuple[Tensor, Tensor], l
 
     Args:
         steps: forwards for the whole generation. By default one per token.
-        plan: what this returned in the last step.
+        plan: result of this function in the last step.
         left: `[B]` masks of the block now.
     """
     opens = canvas.age == 0
@@ -61,14 +61,14 @@ def even_share(
     Args:
         steps: forwards for the whole generation. By default one per token.
         plan: see `plan_block`.
-        left: `[B]` masks of the block now, where they are counted already.
+        left: `[B]` masks of the block now. With None they are counted here.
     """
     masks, planned = plan_block(canvas, steps, plan, canvas.noise_left() if left is None else left)
     return uniform_share(masks, planned, canvas.age).clamp(min=1), (masks, planned)
 
 
 def timestep(steps: Tensor, at: Tensor, eps: float) -> Tensor:
-    """Return `[B]` the time before step `at` of `steps` from 1 to `eps`, in float32 as torch.linspace has it."""
+    """Return `[B]` the time before step `at`, if it falls from 1 to `eps` in `steps`: float32, as torch.linspace."""
     # linspace counts from the nearer end by a fused multiply-add, which decides the last bit and, truncated, a count:
     # float32 operands, exact in float64, rounded once.
     last = torch.full_like(steps, eps, dtype=torch.float32)
@@ -78,20 +78,23 @@ def timestep(steps: Tensor, at: Tensor, eps: float) -> Tensor:
 
 
 def timestep_share(masks: Tensor, steps: Tensor, age: Tensor, eps: float) -> Tensor:
-    """Return `[B]` Dream's counts: the part 1 - s/t of the masks left, truncated, and in the last step all."""
+    """Return `[B]` Dream's counts: the part 1 - s/t of the masks left, truncated. The last step takes all.
+
+    t and s are the times before and after the step (`timestep`).
+    """
     now, then = timestep(steps, age, eps), timestep(steps, age + 1, eps)
     share = (masks.float() * (1 - then / now)).long()
     return torch.where(age + 1 >= steps, masks.long(), share)
 
 
 def timestep_odds(steps: Tensor, age: Tensor, eps: float) -> Tensor:
-    """Return `[B]` Dream's probability for a mask to be opened in this step: 1 - s/t, 1 in the last."""
+    """Return `[B]` Dream's probability of committing a mask in this step: 1 - s/t as in `timestep_share`, finally 1."""
     odds = 1 - timestep(steps, age + 1, eps) / timestep(steps, age, eps)
     return torch.where(age + 1 >= steps, 1.0, odds)
 
 
 def even_rest(masks: Tensor, steps: Tensor, done: Tensor) -> Tensor:
-    """Return `[B]` RND1's counts: the masks after `done [B]` of `steps [B]` steps, masks (1 - done / steps) cut off.
+    """Return `[B]` the masks that RND1 leaves after `done` of `steps` steps: masks * (1 - done / steps), truncated.
 
     The product is one of float32 numbers, as published: its last bit decides a count.
     """
@@ -116,9 +119,10 @@ def equal_steps(canvas: Canvas, steps: int | None) -> Tensor:
 
 
 def opened_share(steps: Tensor, done: Tensor, *, cosine: bool = False) -> Tensor:
-    """Part of the masks left that the step after `done` of `steps` opens: 1 - s/t, or that of a cosine; 1 in the last.
+    """Return the part of the masks left that the step after `done` of `steps` opens: 1 - s/t, and 1 in the last step.
 
-    In float32, as published by `dllm`: where a product lies midway between two numbers, the last bit decides.
+    t and s are the times before and after the step, which fall from 1 to 0 evenly, or on a cosine if `cosine` is true.
+    They are float32, as published by `dllm`, since the last bit decides how a product between two counts is rounded.
     """
 
     def hidden(left: Tensor) -> Tensor:
@@ -131,13 +135,13 @@ def opened_share(steps: Tensor, done: Tensor, *, cosine: bool = False) -> Tensor
 def rounded_share(
     left: Tensor, steps: Tensor, done: Tensor, most: int, *, cosine: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return `[B]` the counts of `dllm`: the part `opened_share` of the masks `left`, rounded to the nearest even.
+    """Return `[B]` the counts of `dllm`: `left` times `opened_share`, rounded to an integer, ties to even.
 
-    A step that would open nothing is passed over. After the last one all that is left is opened.
+    A step that would open nothing is skipped. After the last one all masks left are opened.
 
     Args:
         left: `[B]` masks of the block now.
-        steps, done: `[B]` steps of the block, and those made or passed over so far.
+        steps, done: `[B]` steps of the block, and those made or skipped so far.
         most: no block has more steps.
 
     Returns:

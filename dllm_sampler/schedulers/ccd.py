@@ -36,10 +36,10 @@ class Coherent(SharedSteps, Scheduler):
     Args:
         dynamic: commit all that agree (CCD-DS). False commits the step's share (CCD).
         steps: forwards for the whole generation. By default one per token.
-        score: what ranks the masks. With entropy the lowest is first.
+        score: statistic that ranks the masks. With entropy the lowest is first.
         warmup: steps at the start of a block that commit the best positions unverified.
-        expand: how often n the line grows beyond the first n.
-        late: share of the block's masks from which on the line is two positions again, as after its first growth.
+        expand: limit on the growth of the line beyond n masks, as a multiple of n.
+        late: share of the block's positions. If no more masks than that are left, the line has at most two positions.
     """
 
     dynamic: bool = True
@@ -58,7 +58,7 @@ class Coherent(SharedSteps, Scheduler):
 
     @property
     def traits(self) -> Traits:
-        """A predicted token must stay the same to be supported."""
+        """Traits of a rule that compares a predicted token with the one predicted before."""
         ranks, draws = self.score == "confidence", self.score == "random"
         facts = Traits(ranks_by_confidence=ranks, draws_order=draws, scheduled=True)
         return facts.adding(JudgedTokens())

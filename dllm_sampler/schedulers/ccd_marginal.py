@@ -38,7 +38,7 @@ class CoherentMarginal(SharedSteps, Scheduler):
         steps: forwards for the whole generation. By default one per token.
         depth: steps averaged over, this one included.
         buffer: positions kept per step.
-        epsilon: bound in nats on the averaged entropy. 0.325 is that of a (0.9, 0.1) choice.
+        epsilon: bound in nats on the entropy of the average. 0.325 is the entropy of the distribution (0.9, 0.1).
     """
 
     dynamic: bool = True
@@ -55,7 +55,7 @@ class CoherentMarginal(SharedSteps, Scheduler):
         check_number("scheduler.epsilon", self.epsilon, "a number of nats", least=-inf)
 
     def bind(self, context: Context) -> Self:
-        """Take the size of the vocabulary."""
+        """Return a copy that stores the size of the vocabulary."""
         return with_bound_fields(self, vocab=context.spec.vocab_size)
 
     @property

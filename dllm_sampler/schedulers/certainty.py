@@ -25,7 +25,7 @@ class CertaintyPrior(FixedSteps):
             commit the n masks with the highest score * density
 
     Source: d2Cache, arXiv 2509.23094. As published, the Gaussian reaches one length of the generation beyond either
-    end. Everything before the generation counts as committed, everything after it as its last position does. The order
+    end. Columns before the answer count as committed, and columns after it count like its last position. The order
     becomes nearly left to right.
 
     Args:
@@ -38,11 +38,15 @@ class CertaintyPrior(FixedSteps):
         super().__post_init__()
         check_positive("scheduler.sigma", self.sigma, "a number of positions")
         if self.score == "entropy":
-            raise UserError("options-conflict", "scheduler.score=entropy has no density. Use confidence.")
+            raise UserError(
+                "options-conflict",
+                "scheduler.score=entropy cannot be multiplied by a density, because low entropies come first. Use"
+                " scheduler.score=confidence.",
+            )
 
     @property
     def traits(self) -> Traits:
-        """The density looks over the whole generation."""
+        """Traits of a rule whose density depends on the whole answer."""
         return replace(super().traits, scope="answer")
 
     @override

@@ -1,4 +1,4 @@
-"""D2F: commit what is sure, in all blocks that are open."""
+"""D2F: commit sure positions in all blocks that are open."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Self
@@ -27,11 +27,11 @@ class D2F(Scheduler):
                 commit the mask with the highest score
 
     Source: D2F, arXiv 2508.09192, as in the code of LoPA, arXiv 2512.16229. It is made for `blocks=pipeline`, which
-    says what block must advance. Of other blocks the active one must.
+    decides which blocks must advance. With other blocks the active block must advance.
 
     Args:
-        threshold: probability; "above" is >, as in the published code. 1 commits one position per block and step.
-        score: what the best mask is the best by: the lowest entropy, the largest margin, the highest confidence.
+        threshold: probability that a mask must exceed. 1 commits one position per block and step.
+        score: statistic of the best mask: the lowest entropy, the largest margin or the highest confidence.
     """
 
     threshold: float = 0.9
@@ -53,7 +53,7 @@ class D2F(Scheduler):
         return score_needs(self.score)
 
     def bind(self, context: Context) -> Self:
-        """Take the blocks."""
+        """Return a copy that stores the blocks."""
         return with_bound_fields(self, blocks=context.blocks)
 
     @override

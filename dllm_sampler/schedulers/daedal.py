@@ -31,15 +31,15 @@ class Daedal(Lengthening):
     Source: DAEDAL, arXiv 2508.00819, the rule of its code. The signal is the sum of the probabilities of the last
     `eos_tokens` predicted end tokens, divided by `eos_tokens`. `max_new_tokens` is a bound: nothing is appended beyond
     it, and an insertion cuts off at the right what exceeds it. Blocks are windows that begin where the one before
-    ended. Deviations: the published function commits above its threshold, here the inner scheduler says (`threshold`:
-    from it on), and the mask token is never chosen. That function ends all rows of a batch together, and fails under
-    guidance. Here guidance masks the prompt.
+    ended. Deviations: the published function commits above its threshold. Here the inner scheduler decides, and the
+    mask token is never chosen. The published function ends all rows of a batch together, and fails under guidance. Here
+    guidance masks the prompt.
 
     Args:
         inner, initial, expand, eos_tokens: see `Lengthening`.
         grow: signal to reach before decoding begins. With 0 the answer keeps its initial length.
         insert: signal from which on nothing is inserted. With 0 nothing ever is.
-        unsure: probability below which a mask asks for more room.
+        unsure: confidence of the least sure mask below which masks are inserted after it.
     """
 
     grow: float = 0.5
@@ -56,7 +56,7 @@ class Daedal(Lengthening):
         return ~canvas.done, super().init(canvas)
 
     def bound(self, tokens: int) -> int:
-        """Return the most steps, with forwards that commit nothing, and commits that a cut takes away."""
+        """Return an upper bound on the steps. Forwards may commit nothing, and a cut may remove commits."""
         return super().bound(tokens) + 1 + -(-max(0, tokens - self.initial) // self.expand) + self.expand
 
     @override
@@ -84,7 +84,7 @@ class Daedal(Lengthening):
         return edit, (grows, where_rows(ready, inner, before, canvas.length))
 
     def _gap(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> tuple[Tensor, Tensor]:
-        """Return `[B]` the least sure mask left in the block, the first of equals, and `[B]` masks that it asks for."""
+        """Return `[B]` the least sure mask left in the block, the first of equals, and `[B]` masks to insert there."""
         left = canvas.eligible(query.positions) & ~edit.commit
         sure = readout.confidence[:, 0].masked_fill(~left, torch.inf)
         least, at = sure.min(1)

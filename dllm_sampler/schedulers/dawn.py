@@ -1,4 +1,4 @@
-"""DAWN: commit what does not depend on one another, by a graph of attention."""
+"""DAWN: commit positions that do not depend on one another, by a graph of attention."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Dawn(Scheduler):
     predicted tokens are linked. That is not reproduced.
 
     Args:
-        threshold: confidence of sure positions and of text that others may lean on.
-        low: confidence that a position needs without such help.
+        threshold: confidence of sure positions and of sure text.
+        low: confidence that a position needs to be in the walk.
         induce: confidence that a position needs if it depends on sure text.
         edge: attention from which a position depends on a column. Above 1 none does.
         sink: mean attention above which a column is a sink.
         relative_sink: `sink` is a multiple of the mean over a row's columns, which is 1 divided by their number.
-        exclude: what is left out of the walk. `linked` positions, as in the paper, or as in the `published` code.
-        attention_layers: number of last layers, or all of fewer.
+        exclude: positions left out of the walk: `linked` ones, as in the paper, or those of the `published` code.
+        attention_layers: number of last layers in the mean. All layers if the model has fewer.
     """
 
     threshold: float = 0.9
@@ -116,7 +116,7 @@ class Dawn(Scheduler):
         return (attention >= self.edge) & (canvas.columns() != block[..., None]) & ~sinks[:, None]
 
     def walk(self, rest: Tensor, confidence: Tensor, links: Tensor) -> Tensor:
-        """Return `[B, W] bool` those of `rest` that a walk by confidence takes: none is linked to one before it."""
+        """Return `[B, W] bool` positions of `rest` that a walk by confidence takes, none linked to another."""
         order = confidence.masked_fill(~rest, -torch.inf).argsort(dim=1, descending=True, stable=True)
         links = links.gather(1, order[..., None].expand_as(links))
         links = links.gather(2, order[:, None].expand_as(links))

@@ -25,7 +25,7 @@ class DInferThreshold(Threshold):
 
     Args:
         threshold: probability. Above 1 only the best and its near-ties are committed.
-        slack: how far below the best still counts as a tie.
+        slack: largest difference from the best confidence that counts as a tie.
     """
 
     slack: float = 1e-5

@@ -47,14 +47,14 @@ class DiscreteDDIM(Scheduler):
     lowest_current_prob and 0.006 with lowest_maxprob.
 
     Args:
-        max_denoising_steps: F, forwards per block at most.
+        max_denoising_steps: F, upper bound on the forwards per block.
         corrector_steps: c, sweeps after each early predictor step.
         corrector_k: positions that a sweep draws again, all at once.
-        corrector_selection: `random` positions, or those least sure of their token by this number.
+        corrector_selection: `random` positions, or the least sure ones by this statistic.
         corrector_selection_tau: temperature of the choice of positions. Lower takes the least sure ones.
-        stability_threshold: predictor steps before this one that must have had the same best tokens. None never stops
-            early.
-        confidence_threshold: nats that the block's mean entropy must be below as well. None never stops early.
+        stability_threshold: number of predictor steps before this one whose best tokens must be the same to stop early.
+            None never stops early.
+        confidence_threshold: nats. The block's mean entropy must be below it to stop early. None never stops early.
     """
 
     max_denoising_steps: int = 48
@@ -76,7 +76,7 @@ class DiscreteDDIM(Scheduler):
 
     @property
     def traits(self) -> Traits:
-        """Nothing is accepted before the last step, and what is written may be a random token."""
+        """Traits of a rule that accepts nothing before its last step, and may write random tokens."""
         facts = Traits(
             asks="window", ranks_by_confidence=False, needs_every_position=True, revises=True, own_tokens=True
         )
@@ -89,9 +89,10 @@ class DiscreteDDIM(Scheduler):
         return found if self.confidence_threshold is None else found | {"entropy"}
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return what the last predictor step left: `[B, L+1]` best tokens, and two numbers `[B]`.
+        """Return the facts about the last predictor step, zero or false before the first one.
 
-        These are the steps before it with the same best tokens, and true if it has settled the block.
+        They are its best tokens `[B, L+1]`, the number of steps before it with the same best tokens `[B]`, and the rows
+        whose block it has settled `[B] bool`.
         """
         return torch.zeros_like(canvas.ids), torch.zeros_like(canvas.age), torch.zeros_like(canvas.done)
 
@@ -106,13 +107,13 @@ class DiscreteDDIM(Scheduler):
         return self.max_denoising_steps - self.corrected_steps * self.corrector_steps
 
     def clock(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """Return `[B]` the number of the predictor step, from 0, and of the sweep after it. 0 is the step itself."""
+        """Return `[B]` the number of the predictor step from 0, and `[B]` of the sweep after it, 0 without one."""
         early, group = canvas.age < self.corrected_steps * (1 + self.corrector_steps), 1 + self.corrector_steps
         late = canvas.age - self.corrected_steps * self.corrector_steps
         return torch.where(early, canvas.age // group, late), torch.where(early, canvas.age % group, 0)
 
     def conditions(self, canvas: Canvas) -> Tensor:
-        """Return true for predictor steps. A sweep leaves the self-conditioning as it was."""
+        """Return `[B] bool` rows in a predictor step. A sweep does not change the self-conditioning."""
         return self.clock(canvas)[1] == 0
 
     @override
@@ -170,7 +171,7 @@ class DiscreteDDIM(Scheduler):
         return ids.scatter(1, chosen, self.draw(canvas, query.positions.gather(1, chosen), law))
 
     def doubt(self, logits: Tensor, ids: Tensor, survival: Tensor) -> Tensor:
-        """Return `[B, Q]` how unsure each position is of its token. Positions are chosen by its exponential."""
+        """Return `[B, Q]` scores of doubt in the tokens. Positions are drawn in proportion to exp(score / tau)."""
         if self.corrector_selection == "random":
             return torch.zeros_like(ids, dtype=torch.float64)
         law, at = conditional(logits, ids, survival), ids[..., None]
@@ -204,7 +205,7 @@ def route_law(same: Tensor, number: Tensor, steps: int, vocab: int) -> Tensor:
 
     Args:
         same: `[B, Q] bool` positions whose token is the predicted clean one.
-        number: `[B]` of the predictor step, from 0.
+        number: `[B]` number of the predictor step, from 0.
         steps: predictor steps of a block.
         vocab: number of tokens.
     """
@@ -217,12 +218,12 @@ def route_law(same: Tensor, number: Tensor, steps: int, vocab: int) -> Tensor:
 def conditional(logits: Tensor, ids: Tensor, survival: Tensor) -> Tensor:
     """Return `[B, Q, V] float64` log-probabilities of a noisy token, given all others: p_s(x_i | others).
 
-    The leave-one-out form takes what the token itself says of the clean one out of the model's prediction.
+    The leave-one-out form removes from the model's prediction the evidence of the noisy token itself.
 
     Args:
         logits: `[B, Q, V]` of the model, which has seen the token.
         ids: `[B, Q]` the tokens.
-        survival: `[B] float64` probability that a clean token has become no noise, above 0 and below 1.
+        survival: `[B] float64` probability that a token is still clean, above 0 and below 1.
     """
     alpha, vocab = survival[:, None, None], logits.shape[-1]
     told = torch.log1p(vocab * alpha / (1 - alpha)).expand(*ids.shape, 1)

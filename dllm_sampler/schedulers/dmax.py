@@ -18,7 +18,7 @@ SURE = 0.9  # a block with no prediction below is over
 
 
 class Standing(NamedTuple):
-    """The tokens that the last forward of a block predicted, and how sure of them it was."""
+    """The tokens that the last forward of a block predicted, and their probabilities."""
 
     token: Tensor  # [B, L+1], -1 where none was predicted
     sure: Tensor  # [B, L+1] float32
@@ -36,14 +36,14 @@ class SoftParallel(Scheduler):
             close the block if no mask is left,
                 and all confidence >= 0.9 or nothing changed
 
-    Source: DMax, arXiv 2604.08302. Its checkpoints are trained for such inputs. Other models collapse, says the paper.
-    E is the table of embeddings; a mixture gets the mean norm of its parts. After as many forwards as the block has
-    columns it is closed in any case. The forward that opens a block reads tokens and masks alone, and a cache stores a
-    finished block as tokens.
+    Source: DMax, arXiv 2604.08302. Its checkpoints are trained for such inputs. According to the paper other models
+    collapse. E is the table of embeddings. A mixture gets the mean norm of its parts. After as many forwards as the
+    block has columns it is closed in any case. The forward that opens a block reads tokens and masks alone, and a cache
+    stores a finished block as tokens.
 
     Args:
-        threshold: a mask below it ends the run. The published evaluation has 0.5. With 0 the first forward of a block
-            commits all of it, and later ones revise.
+        threshold: confidence below which a mask ends the run of commits. The published evaluation has 0.5. With 0 the
+            first forward of a block commits all of it, and later ones revise.
     """
 
     threshold: float = 0.5
@@ -53,7 +53,7 @@ class SoftParallel(Scheduler):
         check_number("scheduler.threshold", self.threshold, "a probability")
 
     def bind(self, context: Context) -> Self:
-        """Take the block length. A block takes at most as many forwards (see `bound`)."""
+        """Return a copy that stores the length of blocks, for `bound`."""
         return with_bound_fields(self, grid=context.blocks.grid or 1)
 
     @property
@@ -89,5 +89,5 @@ class SoftParallel(Scheduler):
         return edit, Standing(carry.token.scatter(1, at, token), carry.sure.scatter(1, at, sure.float()))
 
     def bound(self, tokens: int) -> int:
-        """Return the most steps. Every block may have as many as columns, even if most of them are a prompt's."""
+        """Return an upper bound on the steps. A block may take one for each column, prompt included."""
         return tokens * self.grid

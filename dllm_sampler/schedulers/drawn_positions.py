@@ -1,4 +1,4 @@
-"""The base of rules that draw the position which they commit although it is not sure."""
+"""The base of rules that may draw the position to commit in place of the surest one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class DrawnPositions(Scheduler, ABC):
-    """Rank by confidence, or draw in proportion to confidence ** (1 / position_temperature).
+    """Positions ranked by confidence, or drawn in proportion to confidence ** (1 / position_temperature).
 
     Source: tempered remasking, arXiv 2604.09921. A rule that always takes the surest draw collapses onto what is easy:
-    an unlikely token waits, and is drawn again. Positions that are sure enough by themselves are committed as ever.
+    an unlikely token waits, and is drawn again. Positions that are sure enough by themselves are committed as usual.
     `alg_temp` of `scheduler=fixed` is Dream's: it draws every position, in proportion to exp(confidence / alg_temp).
 
     Args:
@@ -43,7 +43,7 @@ class DrawnPositions(Scheduler, ABC):
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]: ...
 
     def chosen_or_one(self, canvas: Canvas, query: Query, chosen: Tensor, sure: Tensor, eligible: Tensor) -> Tensor:
-        """Return `[B, Q] bool` the eligible among `chosen`, and one position where none is chosen."""
+        """Return `[B, Q] bool` the eligible among `chosen`, or one eligible position if none is chosen."""
         if not self.position_temperature:
             return at_least_one(chosen, sure, eligible)
         drawn = at_least_one(torch.zeros_like(eligible), self.order(canvas, query, sure), eligible)

@@ -1,4 +1,4 @@
-"""The sampler of block-causal models: a fixed pace, and everything that is sure where that is more."""
+"""The sampler of block-causal models: a fixed number of masks per step, or all sure ones if these are more."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class DynamicThreshold(Threshold):
-    """The sampler of block-causal models: a fixed pace, and everything that is sure where that is more.
+    """The sampler of block-causal models: a fixed number of masks per step, or all sure ones if these are more.
 
         while masks remain in the block:
             token, confidence, score = model(canvas)
@@ -35,7 +35,7 @@ class DynamicThreshold(Threshold):
     Args:
         threshold: probability a mask must exceed. From 1 on only the share counts.
         steps: forwards for a whole block (not for the generation). By default one per position.
-        score: what ranks the masks where too few are above the threshold. With position it is left to right.
+        score: statistic that ranks the masks if too few are above the threshold. With position it is left to right.
     """
 
     steps: int | None = None
@@ -48,12 +48,13 @@ class DynamicThreshold(Threshold):
         if self.position_temperature and self.score != "confidence":
             raise UserError(
                 "options-conflict",
-                f"scheduler.position_temperature draws by confidence, not by scheduler.score={self.score}. Remove one.",
+                f"scheduler.position_temperature draws by confidence, not by scheduler.score={self.score}. Remove one"
+                " of them.",
             )
 
     @property
     def traits(self) -> Traits:
-        """Below the threshold the score decides. From a threshold of 1 on it decides alone."""
+        """Traits of a rule whose threshold compares confidences, unless it is 1 or more."""
         ranks = self.threshold < 1 or self.score == "confidence"
         draws = super().traits.draws_order or self.score == "random"
         return replace(super().traits, ranks_by_confidence=ranks, draws_order=draws, scheduled=True)
@@ -64,7 +65,7 @@ class DynamicThreshold(Threshold):
         return score_needs(self.score)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return `[B]` positions of the block when it was opened: a stop may shorten the canvas later."""
+        """Return `[B]` positions of the block when it was opened, since a stop may shorten the canvas later."""
         return torch.zeros_like(canvas.start)
 
     @override
@@ -76,13 +77,13 @@ class DynamicThreshold(Threshold):
         return Edit(readout.token[:, 0], commit), length
 
     def share(self, canvas: Canvas, length: Tensor) -> Tensor:
-        """Return `[B]` positions that this step commits at least, in a block of `length [B]`."""
+        """Return `[B]` the least number of positions that this step commits, in a block of `length [B]`."""
         grid = canvas.layout.grid
         whole = length if grid is None else torch.full_like(length, grid.part or grid.length)
         steps = whole if self.steps is None else torch.full_like(whole, self.steps)
         return uniform_share(whole, steps.clamp(min=1), canvas.age).clamp(min=1)
 
     def chosen(self, confidence: Tensor, score: Tensor, eligible: Tensor, share: Tensor) -> Tensor:
-        """Return `[B, Q] bool` all above the threshold if these are `share [B]` or more, else the best `share`."""
+        """Return `[B, Q] bool` all above the threshold if these are `share [B]` or more, otherwise the best `share`."""
         sure = eligible & (confidence > self.threshold)
         return torch.where((sure.sum(1) >= share)[:, None], sure, top(score, eligible, share))

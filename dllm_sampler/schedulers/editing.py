@@ -21,10 +21,10 @@ BOUNDS: dict[str, float] = {"low_prob": 0.5, "t2t_remask": 0.9, "logit_diff": 0.
 
 
 class Suspects(NamedTuple):
-    """The state of `remask`: what earlier steps say of each column."""
+    """The state of `remask`: facts about each column from earlier steps."""
 
     made: Tensor  # [B] forwards of the full block
-    taken: Tensor  # [B, L+1] times that a column's token was taken back
+    taken: Tensor  # [B, L+1] times that a column was remasked
     token: Tensor  # [B, L+1] token that the last step left in the column. -1 if it judged none
     support: Tensor  # [B, L+1] probability of that token in the last step
 
@@ -45,8 +45,8 @@ class TokenEditing(Threshold):
     Source: LLaDA2.1, arXiv 2602.08676 (T2T editing inside the active block, earlier ones are not edited). Comparisons
     are strict, as published.
 
-    Source of `remask`: T2M (targeted remasking), arXiv 2604.18738. A wrong token need not have one sure replacement to
-    be taken back, and no wrong replacement misleads the others. Its paper has remask=low_prob with remask_threshold=0.3
+    Source of `remask`: T2M (targeted remasking), arXiv 2604.18738. A wrong token can be remasked without a sure
+    replacement, and no wrong replacement misleads the others. Its paper has remask=low_prob with remask_threshold=0.3
     and remask_limit=1.
 
     Deviation: the model's block-causal mask bans later blocks. Public copies of the code hand the network the mask as 0
@@ -57,16 +57,16 @@ class TokenEditing(Threshold):
         threshold: probability a mask must exceed. If fewer than `quota` do, the `quota` surest are committed.
         edit: probability a different token must exceed to replace a committed one. From 1 on nothing is edited. The
             published loop still makes one editing step per block then, which this one omits.
-        quota: masks committed per step at least.
-        extra: editing steps after the last mask at most. With `remask` it is the largest number of forwards
+        quota: least number of masks that a step commits.
+        extra: upper bound on the editing steps after the last mask. With `remask` it is the largest number of forwards
             that a full block gets.
         remask: the trigger. low_prob: the probability of the token is now below `remask_threshold`. t2t_remask:
             another token's probability exceeds it. logit_diff: the token's probability has fallen by more than it since
             the last step. None replaces tokens.
         remask_threshold: bound of the trigger. None means 0.5 for low_prob, 0.9 for t2t_remask, 0.3 for logit_diff.
-        remask_limit: a position is taken back at most this often.
-        remask_share: a step takes back at most this share of the block's committed tokens, and at most one if that is
-            less than one. The most suspect ones go first.
+        remask_limit: upper bound on the times that a position is remasked.
+        remask_share: a step remasks at most this share of the block's committed tokens, or one if that is less than
+            one. The most suspect ones go first.
     """
 
     threshold: float = 0.7
@@ -91,7 +91,7 @@ class TokenEditing(Threshold):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The log-probability of the committed token, for triggers that look at it."""
+        """Fields of the readout. Some triggers also need the committed token's log-probability."""
         return super().needs | ({"current"} if self.remask in ("low_prob", "logit_diff") else set())
 
     @property
@@ -138,7 +138,7 @@ class TokenEditing(Threshold):
         eligible: Tensor,
         written: Tensor,
     ) -> tuple[Edit, Suspects]:
-        """Return the edit that commits `fill [B, Q]` and takes suspects among `written [B, Q]` back."""
+        """Return the edit that commits `fill [B, Q]` and remasks suspects among `written [B, Q]`."""
         at, token, sure = query.positions, readout.token[:, 0], readout.confidence[:, 0]  # [B, Q]
         old, taken = canvas.ids.gather(1, at), carry.taken.gather(1, at)
         support = sure if readout.current is None else readout.current[:, 0].exp()
@@ -168,5 +168,5 @@ class TokenEditing(Threshold):
         return Edit(token, fill, back, keep_block=again), after
 
     def bound(self, tokens: int) -> int:
-        """Return the most steps. Every block may be edited on, and every token may be taken back."""
+        """Return an upper bound on the steps. Every block may be edited after it is full, and every token remasked."""
         return tokens * (1 + self.extra + (self.remask_limit if self.remask is not None else 0))

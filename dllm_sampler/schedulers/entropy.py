@@ -21,7 +21,7 @@ class EntropyThreshold(Scheduler):
             commit the masks with H <= entropy, or else the one with the lowest H
 
     Source: dParallel, arXiv 2509.26488, its LLaDA sampler. It is made for models trained by its certainty-forcing
-    distillation, and legal with any.
+    distillation, and works with any.
 
     Args:
         entropy: bound in nats. Below 0 it commits one position per step.

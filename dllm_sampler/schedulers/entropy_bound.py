@@ -31,7 +31,7 @@ class EntropyBound(Scheduler):
 
     Args:
         gamma: bound in nats. 0 commits one per step, infinity all.
-        score: what ranks the masks (the paper's error proxy). With entropy the lowest is first. RND1 has
+        score: statistic that ranks the masks (the paper's error proxy). With entropy the lowest is first. RND1 uses
             confidence.
     """
 
@@ -61,10 +61,11 @@ class EntropyBound(Scheduler):
 
 
 def bounded(entropy: Tensor, eligible: Tensor, bound: float, score: Tensor | None = None) -> Tensor:
-    """Return `[B, Q] bool` most `eligible` positions whose entropies sum to `bound` without the largest.
+    """Return `[B, Q] bool` the longest run of `eligible` positions whose sum without the largest is within `bound`.
 
     Args:
-        score: `[B, Q]` higher first. With None the lowest entropy is first.
+        entropy: `[B, Q]` the numbers that are summed.
+        score: `[B, Q]` order of the run, higher first. With None the lowest entropy is first.
     """
     place = rank(-entropy if score is None else score, eligible)
     ordered = torch.zeros_like(entropy).scatter_(1, place, entropy.masked_fill(~eligible, torch.inf))

@@ -37,11 +37,12 @@ class EntropyRenoise(Scheduler):
 
     Args:
         entropy_bound: nats. The entropies of the accepted positions, without the largest, sum to at most this.
-        max_denoising_steps: forwards per block at most.
+        max_denoising_steps: upper bound on the forwards per block.
         t_min, t_max: temperatures. The lower one is not reached. If both are 0, the best tokens are taken
             and measured as they are.
-        stability_threshold: forwards before this one that must have had the same best tokens. None never stops early.
-        confidence_threshold: nats that the block's mean entropy must be below as well. None never stops early.
+        stability_threshold: number of forwards before this one whose best tokens must be the same to stop early. None
+            never stops early.
+        confidence_threshold: nats. The block's mean entropy must be below it to stop early. None never stops early.
     """
 
     entropy_bound: float = 0.1
@@ -61,10 +62,10 @@ class EntropyRenoise(Scheduler):
         check_number("scheduler.confidence_threshold", self.confidence_threshold, optional=True)
         if self.t_max < self.t_min:
             said = f"scheduler.t_max={self.t_max!r} is below scheduler.t_min={self.t_min}"
-            raise UserError("option-range", f"{said}. Raise it.")
+            raise UserError("option-range", f"{said}. Set scheduler.t_max to that or more.")
 
     def bind(self, context: Context) -> Self:
-        """Note if a guide chooses the tokens of a step together."""
+        """Return a copy that knows if a guide restricts the form of the answer."""
         formed = any(guide.joint or guide.vetoes for guide in context.guides)
         return with_bound_fields(self, formed=formed)
 
@@ -131,5 +132,5 @@ class EntropyRenoise(Scheduler):
         return edit, (carry[0].scatter(1, at, best), still)
 
     def bound(self, tokens: int) -> int:
-        """Return the steps of blocks of one token each."""
+        """Return an upper bound on the steps, which blocks of one token each reach."""
         return tokens * self.max_denoising_steps

@@ -1,14 +1,14 @@
 """EOSER: lower the rank of end tokens early in decoding."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from dllm_sampler.core.around import Around
-from dllm_sampler.core.checks import check_inner, check_number
+from dllm_sampler.core.checks import check_choice, check_count, check_inner, check_number
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
@@ -51,18 +51,23 @@ class Eoser(Around):
     def __post_init__(self) -> None:
         check_number("scheduler.low", self.low, finite=True)
         check_number("scheduler.high", self.high, finite=True)
-        if self.progress not in get_args(Progress) or (self.progress == "committed") != (self.steps is None):
-            raise UserError(
-                "options-conflict",
-                f"scheduler.progress={self.progress} needs scheduler.steps. Set it, or scheduler.progress=committed.",
-            )
+        check_choice("scheduler.progress", self.progress, Progress)
+        check_count("scheduler.steps", self.steps, optional=True)
+        if (self.progress == "committed") != (self.steps is None):
+            does, way_out = "needs", "Set scheduler.steps, or scheduler.progress=committed"
+            if self.steps is not None:
+                does, way_out = "does not use", "Remove scheduler.steps, or set scheduler.progress=step"
+            said = f"scheduler.progress={self.progress} {does} scheduler.steps"
+            raise UserError("options-conflict", f"{said}. {way_out}.")
         inner = named(check_inner(self.inner))
         if self.inner.traits.drafts:
-            way_out = f"Put eoser inside {inner}" if isinstance(self.inner, Around) else "Use scheduler.inner=fixed"
+            around = isinstance(self.inner, Around)
+            way_out = f"Use scheduler={inner} with scheduler.inner=eoser" if around else "Use scheduler.inner=fixed"
             raise UserError("scheduler-incompatible", f"scheduler=eoser cannot change drafts of {inner}. {way_out}.")
         if self.inner.traits.has(ChangingLength):
             raise UserError(
-                "scheduler-incompatible", f"scheduler=eoser hides end tokens from {inner}. Use scheduler.inner=fixed."
+                "scheduler-incompatible",
+                f"scheduler=eoser changes confidences of end tokens that {inner} relies on. Use scheduler.inner=fixed.",
             )
         if not self.inner.traits.ranks_by_confidence:
             raise UserError(
@@ -78,7 +83,7 @@ class Eoser(Around):
         return replace(inner, scope=scope, scheduled=inner.scheduled or self.progress == "step")
 
     def bind(self, context: Context) -> Self:
-        """Take the end tokens."""
+        """Return a copy that stores the end-of-text tokens, around the bound inner scheduler."""
         return with_bound_fields(super().bind(context), end_ids=context.spec.eos_ids)
 
     @override
@@ -89,7 +94,7 @@ class Eoser(Around):
         return replace(edit, score=held[:, 0] if edit.score is None else edit.score), carry
 
     def _progress(self, canvas: Canvas) -> Tensor:
-        """Return `[B]` how far decoding is, from 0 to 1."""
+        """Return `[B]` the progress of decoding that the option `progress` names."""
         if self.steps is None:
             return canvas.progress()
         if self.progress == "ascending":

@@ -1,4 +1,4 @@
-"""Fixed steps: a schedule says how many positions to commit, a score says which."""
+"""Fixed steps: a schedule decides how many positions to commit, and a score decides which."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -30,7 +30,7 @@ ROUNDED = ("rounded", "cosine")
 
 @dataclass(frozen=True)
 class FixedSteps(SharedSteps, Scheduler):
-    """Decoding in a fixed number of steps: a schedule says how many masks are committed, a score says which.
+    """A fixed number of steps: a schedule decides how many masks are committed, and a score decides which.
 
         while masks remain in the block:
             token, score = model(canvas)
@@ -46,13 +46,13 @@ class FixedSteps(SharedSteps, Scheduler):
 
     Args:
         steps: forwards for the whole generation. By default one per token.
-        score: what ranks the masks. With entropy the lowest is first.
+        score: statistic that ranks the masks. With entropy the lowest is first.
         schedule: `uniform` divides the block's masks evenly, the first steps taking one more. `even` spreads these
-            steps: step k of n leaves masks (1 - k/n), cut off. `timestep` commits the share 1 - s/t of what is left,
-            cut off, t falling from 1 to `eps`. `rounded` commits that share with t falling to 0, rounded to the
-            nearest even number, and passes over steps without a commit. `cosine` is `rounded` for times on a cosine:
-            few tokens first.
-        eps: where the timestep schedule ends.
+            steps: step k of n leaves masks * (1 - k/n), truncated. `timestep` commits the share 1 - s/t of the masks
+            left, truncated. The times t before a step and s after it fall from 1 to `eps`. `rounded` commits that share
+            for times that fall to 0, rounded to an integer, ties to even. It skips steps without a commit. `cosine` is
+            `rounded` for times on a cosine: few tokens first.
+        eps: time at which the timestep schedule ends.
         alg_temp: above 0, positions are drawn by softmax(score / alg_temp) instead of taken from the top.
     """
 
@@ -86,9 +86,9 @@ class FixedSteps(SharedSteps, Scheduler):
         return score_needs(self.score)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return `[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later.
+        """Return `[B]` masks and `[B]` steps of the block when it was opened, since a stop may shorten the canvas.
 
-        In place of the masks a rounded schedule has the steps made or passed over so far.
+        In place of the masks a rounded schedule has the steps made or skipped so far.
         """
         return torch.zeros_like(canvas.start), torch.zeros_like(canvas.start)
 
@@ -112,7 +112,7 @@ class FixedSteps(SharedSteps, Scheduler):
         return self.share(canvas, masks, steps, left), (masks, steps)
 
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
-        """Return `[B]` positions that this step commits in a block of `masks [B]`, `left [B]` of them undecided."""
+        """Return `[B]` positions that this step commits in a block of initial `masks [B]` if `left [B]` remain."""
         if self.schedule == "uniform":
             count = uniform_share(masks, steps, canvas.age)
         elif self.schedule == "even":
@@ -122,14 +122,14 @@ class FixedSteps(SharedSteps, Scheduler):
         return torch.where(canvas.age + 1 >= steps, left, count.clamp(min=1))
 
     def order(self, canvas: Canvas, query: Query, readout: Readout, count: Tensor) -> Tensor:
-        """Return `[B, Q]` what this step ranks the masks by: `rate`, with noise under a temperature."""
+        """Return `[B, Q]` the score that ranks the masks in this step: `rate`, with noise if `alg_temp` is set."""
         score = self.rate(canvas, query, readout)
         if not self.alg_temp:
             return score
         return score / self.alg_temp + canvas.layout.noise.order(canvas, query.positions, count)
 
     def rate(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """Return `[B, Q]` what ranks the masks, higher first."""
+        """Return `[B, Q]` the score of the masks, higher first."""
         return rate(self.score, canvas, query, readout)
 
     @override

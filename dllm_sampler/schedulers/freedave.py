@@ -40,8 +40,8 @@ class FreeDave(Drafting):
     Args:
         inner, eager: see `Drafting`.
         draft: states per forward, the canvas included. 1 is the inner scheduler itself. `auto` has as many as take
-            hardly longer than one, measured while it runs: the same tokens, but forwards depend on the machine.
-        match: what makes a draft the next state.
+            hardly longer than one, measured while it runs. Then the number of forwards depends on the machine.
+        match: condition for a draft to be the next state, `exact` or `subset`.
     """
 
     inner: Scheduler = field(default_factory=FixedSteps)
@@ -57,12 +57,12 @@ class FreeDave(Drafting):
         check_choice("scheduler.match", self.match, Match)
 
     def bind(self, context: Context) -> Self:
-        """Bind as `Drafting` does, and keep what was measured on this model."""
+        """Return a bound copy (`Drafting.bind`), which keeps the times that were measured on this model."""
         bound = super().bind(context)
         return with_bound_fields(bound, measured=self.measured) if self.mask_id == bound.mask_id else bound
 
     def branches(self, most: int) -> list[Branch]:
-        """Return one, two, three ... drafted steps. A candidate without a mask would have nothing to predict."""
+        """Return branches of 1, 2, 3, ... steps, fewer than `most`: a candidate without a mask predicts nothing."""
         longest = self.measured.most if self.draft == "auto" else self.draft
         longest = longest if self.most_candidates is None else min(longest, self.most_candidates)
         return [Branch(steps) for steps in range(1, min(longest, most))]
@@ -76,7 +76,7 @@ class FreeDave(Drafting):
         return self.measured.next(made, seconds) if self.draft == "auto" else None
 
     def fits(self, query: Query, before: State, after: State) -> Tensor:
-        """Return how well each candidate fits. `subset` prefers the fullest one that the step covers."""
+        """Return `[B, K]` the fit of each candidate. `subset` prefers the fullest one that the step covers."""
         if self.match == "exact":
             return super().fits(query, before, after)
         noise = query.ids == self.mask_id  # [B, K, Q]

@@ -30,9 +30,9 @@ class Hierarchical(Scheduler):
 
     Args:
         low: confidence the best of a run must exceed. The surest mask of the block is committed in any case.
-        threshold: masks above it are committed wherever they are. None commits none so.
-        remask: committed tokens of the block at whose position the confidence is now below it count as masks: they are
-            either chosen again or become noise. None takes nothing back.
+        threshold: confidence above which masks are committed wherever they are. With None this rule is off.
+        remask: confidence below which a committed position of the block counts as a mask. It is either chosen again or
+            becomes noise. None remasks nothing.
     """
 
     low: float = 0.4
@@ -47,7 +47,8 @@ class Hierarchical(Scheduler):
     @override
     def bind(self, context: Context) -> Self:
         if self.remask is not None and context.spec.mask_id is None:
-            raise UserError("mask-token-missing", "scheduler.remask needs a model with a mask token. Set it to null.")
+            said = f"scheduler.remask={self.remask} needs a model with a mask token"
+            raise UserError("mask-token-missing", f"{said}. Set scheduler.remask=null.")
         return self
 
     @property
@@ -72,14 +73,14 @@ class Hierarchical(Scheduler):
         return Edit(token, chosen & free, remask=doubtful & ~chosen), carry
 
     def _doubtful(self, canvas: Canvas, at: Tensor, eligible: Tensor, sure: Tensor) -> Tensor | None:
-        """Return `[B, Q]` the block's tokens that the model doubts while masks are left, or None without `remask`."""
+        """Return `[B, Q] bool` committed positions to decide again while masks are left. None without `remask`."""
         if self.remask is None:
             return None
         return (canvas.inside(at) ^ eligible) & (sure < self.remask) & eligible.any(1, keepdim=True)
 
     @staticmethod
     def _nominees(canvas: Canvas, query: Query, place: Tensor, free: Tensor) -> Tensor:
-        """Return `[B, Q]` the best `place [B, Q]` of each run of neighbours in `free [B, Q]`."""
+        """Return `[B, Q] bool` the position of best rank `place [B, Q]` in each run of neighbours in `free [B, Q]`."""
         # Runs of the canvas: a cache may choose which of a run's masks are asked, so there may be more runs than asked
         # masks. Padding is never open, nor is what a finished row left.
         row = (canvas.masked & canvas.in_block() & ~canvas.done[:, None]).scatter(1, query.positions, free)

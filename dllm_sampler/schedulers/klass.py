@@ -37,8 +37,8 @@ class Klass(FixedSteps):
     Args:
         steps, score, schedule, eps, alg_temp: of the fixed schedule.
         threshold: confidence to exceed. The paper has 0.6, the published function 0.9 by default.
-        divergence: nats to stay below. 0 is the fixed schedule, infinity threshold decoding once there is a history.
-        history: divergences looked at.
+        divergence: bound in nats. 0 is the fixed schedule, infinity threshold decoding once there is a history.
+        history: number of last divergences that must be below the bound.
         take: commit all ready masks, only the surest one or only the one of least divergence.
     """
 
@@ -56,12 +56,12 @@ class Klass(FixedSteps):
         check_choice("scheduler.take", self.take, Take)
 
     def bind(self, context: Context) -> Self:
-        """Take the size of the vocabulary."""
+        """Return a copy that stores the facts about the model."""
         return with_bound_fields(self, model=context.spec)
 
     @property
     def traits(self) -> Traits:
-        """Confidence decides with any score. Without `steps` a forward commits one position if no mask is ready."""
+        """Traits of a rule that needs confidence with any score. Without `steps` it does not depend on the block."""
         scheduled = self.steps is not None or self.schedule != "uniform"
         return replace(super().traits, ranks_by_confidence=True, scheduled=scheduled)
 

@@ -51,10 +51,10 @@ class LearnedFilter(SharedSteps, DrawnPositions):
         check_share("scheduler.threshold", self.threshold, "a probability")
 
     def bind(self, context: Context) -> Self:
-        """Load the filter onto the model's device, once for a model.
+        """Return a copy with the filter on the model's device, which is loaded once for a model.
 
         Raises:
-            UserError: no file given and none shipped, none there, not a filter, or one of another model.
+            UserError: the file cannot be read, or has no filter for this model.
         """
         spec = context.spec
         if self.loaded is not None and self.loaded[0] == spec:
@@ -63,7 +63,7 @@ class LearnedFilter(SharedSteps, DrawnPositions):
 
     @property
     def layers(self) -> Layers:
-        """The filter. It is empty before `bind`."""
+        """Layers of the filter, none before `bind`."""
         return () if self.loaded is None else self.loaded[1]
 
     @property
@@ -73,7 +73,7 @@ class LearnedFilter(SharedSteps, DrawnPositions):
         return replace(super().traits, asks="window", rare=trained)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return the block's schedule, and `[B, N]` its last confidences."""
+        """Return the block's schedule, and `[B, N]` the last confidences at the N positions of a block."""
         size, one = self.layers[0][0].shape[1], torch.ones_like(canvas.start)
         return (one, one), torch.ones(one.shape[0], size, device=one.device)
 
@@ -87,7 +87,7 @@ class LearnedFilter(SharedSteps, DrawnPositions):
         return Edit(readout.token[:, 0], accepted | surest), (plan, known)
 
     def accepts(self, known: Tensor, offset: Tensor) -> Tensor:
-        """Return `[B, Q] bool` the positions that the filter accepts; see `lay_out` for the arguments."""
+        """Return `[B, Q] bool` the positions that the filter accepts. `lay_out` returns the arguments."""
         logit = torch.cat([judge(self.layers, known), known[:, :1]], 1).gather(1, offset)
         return logit.sigmoid() > self.threshold
 

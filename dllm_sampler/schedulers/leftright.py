@@ -15,10 +15,10 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 @dataclass(frozen=True)
 class Leftmost(Scheduler):
-    """The base of rules that commit a run of the block's leftmost masks; a subclass defines `tell`.
+    """The base of rules that commit a run of the block's leftmost masks. A subclass defines `tell`.
 
     Args:
-        max_lookahead: columns from the first mask on that the model gets to see, and at most commits. By default all.
+        max_lookahead: columns from the first mask on that the model sees, and may commit. With None all.
     """
 
     max_lookahead: int | None
@@ -28,7 +28,7 @@ class Leftmost(Scheduler):
 
     @property
     def traits(self) -> Traits:
-        """Traits of a rule that goes by position. A mask that is passed over would break the order."""
+        """Traits of a rule that commits by position. A mask without a prediction would break the order."""
         facts = Traits(asks_block=False, needs_every_position=True, ranks_by_confidence=False)
         limit = self.max_lookahead
         return facts if limit is None else replace(facts, scope="model").adding(HiddenMasks(limit))

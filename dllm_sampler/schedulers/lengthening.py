@@ -1,4 +1,4 @@
-"""The base of schedulers around another one that change the length of answers by how sure the end token is."""
+"""The base of schedulers around another one that change the length of answers by the probability of end tokens."""
 
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -20,16 +20,16 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class Lengthening(Around):
-    """Commit as the inner scheduler does, and ask for all of the answer besides.
+    """A scheduler that commits as the inner one does, and queries the rest of the answer too.
 
     After a change of length blocks open again: schedules and histories restart, and caches refresh. The noise of a
     column stays with it.
 
     Args:
-        inner: what commits.
+        inner: the scheduler that decides the commits.
         initial: columns that an answer begins with, after the given ones.
         expand: columns of one expansion.
-        eos_tokens: how many predicted end tokens the signal looks at.
+        eos_tokens: number of predicted end tokens in the signal.
     """
 
     inner: Scheduler = field(default_factory=Threshold)
@@ -46,10 +46,10 @@ class Lengthening(Around):
         traits = check_inner(self.inner).traits
         reasons = {
             "asks about states that may not come true": traits.drafts,
-            "takes tokens back": traits.revises,
-            "changes it too": traits.has(ChangingLength),
-            "hides a part of it": traits.has(HiddenMasks),
-            "goes by more than the logits of one block": traits.scope != "block",
+            "remasks or replaces tokens": traits.revises,
+            "changes them too": traits.has(ChangingLength),
+            "hides masks": traits.has(HiddenMasks),
+            "needs more than the logits of one block": traits.scope != "block",
         }
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if why is not None:
@@ -67,30 +67,30 @@ class Lengthening(Around):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The inner scheduler's needs, and where tokens are drawn, what the best one would be."""
+        """Fields that the inner scheduler needs, and probabilities to find the best token if tokens are drawn."""
         return super().needs | {"probabilities"} if self.draws else super().needs
 
     def bind(self, context: Context) -> Self:
-        """Take the end tokens and the mask token."""
+        """Return a bound copy that stores the end tokens and the mask token."""
         spec = context.spec
         mask = spec.pad_id if spec.mask_id is None else spec.mask_id  # without a mask token it is refused
         return with_bound_fields(super().bind(context), end_ids=spec.eos_ids, mask=mask, draws=context.draws)
 
     def inside(self, carry: Carry) -> Carry:
-        """Return what is after the rule's own state."""
+        """Return the inner scheduler's carry, which is after the rule's own state."""
         return carry[1]
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask the inner scheduler's query, and about every column of the answer, committed ones too."""
+        """Return the inner scheduler's query with every column of the answer added, also committed ones."""
         first = canvas.layout.given_end
         answer = canvas.seen() & (canvas.columns() >= first[:, None])
         return super().ask(canvas, carry).join(canvas, answer, canvas.layout.longest)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> None:
-        """Return None: insertions are not known before."""
+        """Return None, since insertions are not known before the forward."""
 
     def ends(self, canvas: Canvas, query: Query, readout: Readout) -> tuple[Tensor, Tensor]:
-        """Return `[B, Q]` the queried positions at which an end token is the best one, and how sure it is."""
+        """Return `[B, Q] bool` positions whose best token is an end token, and `[B, Q]` that token's probability."""
         token, sure = readout.token[:, 0], readout.confidence[:, 0]
         if readout.probabilities is not None:
             token = argmax(readout.probabilities[:, 0])
@@ -98,7 +98,7 @@ class Lengthening(Around):
         return is_end(token, self.end_ids) & (sure > 0) & (query.positions < canvas.end[:, None]), sure
 
     def signal(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """Return `[B] float64` the mean probability of the last `eos_tokens` end tokens. Missing ones count 0."""
+        """Return `[B] float64` the mean probability of the last `eos_tokens` end tokens. Missing ones count as 0."""
         ends, sure = self.ends(canvas, query, readout)
         last = ends.flip(1).cumsum(1).flip(1) <= self.eos_tokens
         # A sum has these digits in any order, so a row's signal is the same in every batch.

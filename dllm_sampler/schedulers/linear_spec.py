@@ -20,7 +20,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 
 class Draft(NamedTuple):
-    """The carry."""
+    """The drafted tokens of the block, which the scheduler carries from step to step."""
 
     ids: Tensor  # [B, L+1]
     known: Tensor  # [B, L+1] bool: columns that have a drafted token
@@ -54,7 +54,7 @@ class LinearSpec(Threshold):
 
     @property
     def traits(self) -> Traits:
-        """Traits of a rule that asks about drafts, and commits what a causal forward says of them."""
+        """Traits of a rule that asks about drafts, and commits the tokens that a causal forward predicts."""
         facts = replace(super().traits, asks_block=False, needs_every_position=True, drafts=True, own_tokens=True)
         facts = replace(facts, ranks_by_confidence=False, scope="model")
         return facts.adding(CausalQueries(), LeftToRightVerifier())
@@ -65,8 +65,8 @@ class LinearSpec(Threshold):
         if context.spec.attention != "causal_context":
             raise UserError(
                 "scheduler-incompatible",
-                f"{name} verifies drafts by a model with a causal context (Nemotron-Labs-Diffusion), and this one has"
-                " none. Use scheduler=freedave, or scheduler=s2d2 for block-causal models.",
+                f"{name} needs a model with a causal context (Nemotron-Labs-Diffusion), which this model does not have."
+                " Use scheduler=freedave, or scheduler=s2d2 for block-causal models.",
             )
         if context.blocks.sizes_on_open:
             raise UserError(
@@ -85,7 +85,10 @@ class LinearSpec(Threshold):
         return canvas.masked & canvas.in_block() & ((column < last) | (column == 0)) & ~carry.known
 
     def ask(self, canvas: Canvas, carry: Draft) -> Query:
-        """Ask for the block with its draft. A verifier sees no masks, and a draft none after those to be drafted."""
+        """Return a query about the block with its draft.
+
+        Rows that verify see no masks. Rows that draft see no mask after those to be drafted.
+        """
         query, verifies = Query.masks(canvas), ~self.missing(canvas, carry).any(1)
         ids = torch.where(carry.known, carry.ids, canvas.ids).gather(1, query.positions)
         drafted = replace(canvas, masked=canvas.masked & ~carry.known)
@@ -107,5 +110,5 @@ class LinearSpec(Threshold):
         return replace(edit, stop=torch.where(verifies[:, 0], stop, canvas.stop)), draft
 
     def bound(self, tokens: int) -> int:
-        """Return the most steps. A round commits one token at least. It drafts in one forward, or in one per token."""
+        """Return an upper bound on the steps. A round commits at least one token, and drafts up to one per forward."""
         return tokens * (2 if self.threshold <= 0 else tokens + 1)

@@ -51,5 +51,5 @@ class LocalLeap(Threshold):
         return Edit(readout.token[:, 0], self.chosen_or_one(canvas, query, ready, sure, eligible)), carry
 
     def ready(self, anchor: Tensor, near: Tensor, sure: Tensor) -> Tensor:
-        """Return `[B, Q] bool` what is committed: each `anchor`, and `near` one what is `sure` enough."""
+        """Return `[B, Q] bool` positions to commit: each `anchor`, and those `near` one that are `sure` enough."""
         return anchor | (near & (sure >= self.relaxed))

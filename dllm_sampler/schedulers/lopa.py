@@ -35,9 +35,9 @@ class LoPA(Forking):
         inner: the scheduler that commits.
         forks: forks of each forward. 0 is the inner scheduler itself. In the published code `branching_factor`, where
             1 means none and 2 means two.
-        score: how sure the model is of a position: by its entropy, the margin between the two best tokens, or the
-            probability of the best one.
-        share: of a candidate's masks, those with the lowest scores, whose mean decides.
+        score: measure of the model's certainty at a position: its entropy, the margin between the two best tokens, or
+            the probability of the best one.
+        share: share of a candidate's masks, those with the lowest scores, in the mean.
         alpha: weight of the score of the forked position (1 for the canvas) against that mean. With `score=entropy`,
             where scores are negative, hardly any fork wins above 0.
     """
@@ -58,7 +58,7 @@ class LoPA(Forking):
         return super().needs | score_needs(self.score)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Held) -> tuple[Edit, Carry]:
-        """Lead to the winner, and from there as far as the inner scheduler goes."""
+        """Return the edit that writes the winner's tokens and the inner scheduler's commits after them."""
         if not self.forks:
             edit, inner = self.inner.tell(canvas, query, readout, carry.inner)
             return edit, Held(inner, carry.forks)

@@ -28,7 +28,7 @@ class Origin(SharedSteps, Scheduler):
 
     Args:
         steps: forwards for the whole generation. By default one per position.
-        eps: where the timestep schedule ends.
+        eps: time at which the timestep schedule ends.
     """
 
     steps: int | None = None
@@ -45,11 +45,11 @@ class Origin(SharedSteps, Scheduler):
         return replace(facts, scheduled=True)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
+        """Return `[B]` steps of the block when it was opened, since a stop may shorten the canvas later."""
         return torch.zeros_like(canvas.start)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask for the masks that chance opens in this step."""
+        """Return a query about the masks that chance opens in this step."""
         asked = select.columns(canvas.masked & canvas.in_block(), canvas.layout.width)  # [B, Q]
         odds = timestep_odds(self._steps(canvas, carry), canvas.age, self.eps)[:, None]
         opened = (canvas.uniform(asked) < odds) & (asked < canvas.length)
@@ -60,7 +60,7 @@ class Origin(SharedSteps, Scheduler):
         return Edit(readout.token[:, 0], canvas.eligible(query.positions)), self._steps(canvas, carry)
 
     def bound(self, tokens: int) -> int:
-        """Return the most steps. A block that is sized by its first forward (AdaBlock) may open nothing in it."""
+        """Return an upper bound on the steps. The first forward of a block may open nothing if it sizes the block."""
         return max(tokens, self.steps or 0) + tokens
 
     def _steps(self, canvas: Canvas, carry: Carry) -> Tensor:

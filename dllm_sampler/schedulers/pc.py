@@ -12,7 +12,7 @@ from dllm_sampler.core.checks import check_number
 from dllm_sampler.core.protocols import Context
 from dllm_sampler.core.spec import JudgedTokens, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Query, Readout
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.schedulers.fixed import FixedSteps
@@ -20,7 +20,7 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 
 @dataclass(frozen=True)
 class PositionCalibrated(FixedSteps):
-    """PC-Sampler: fixed steps by a confidence that is weighted by position, and against common tokens.
+    """PC-Sampler: fixed steps by a confidence that is weighted by position, and lowered for common tokens.
 
         while masks remain in the block:
             token, score = model(canvas)
@@ -54,30 +54,36 @@ class PositionCalibrated(FixedSteps):
         return super().traits if self.frequency is None else super().traits.adding(JudgedTokens())
 
     def bind(self, context: Context) -> Self:
-        """Load the table for the model's vocabulary, once for a model.
+        """Return a copy with the table for the model's vocabulary, which is loaded once for a model.
 
         Raises:
-            UserError: no such file, or not such a table.
+            UserError: the file cannot be read, or does not have such a table.
         """
         spec = context.spec
         if self.surprise is not None and (len(self.surprise), self.surprise.device) == (spec.vocab_size, spec.device):
             return self
         share = torch.full((spec.vocab_size,), 1 / spec.vocab_size)
         if self.frequency is not None:
-            path = expanded("scheduler.frequency", self.frequency)
+            path, name = expanded("scheduler.frequency", self.frequency), f"scheduler.frequency={self.frequency}"
             try:
                 table = load_json(path.read_text(encoding="utf-8"))
                 total = float(table["num_token"])
                 counts = {int(token): float(count) for token, count in table["p_baseline_dict"].items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except OSError as error:
+                raise UserError(
+                    "file-unreadable", f"{name} cannot be read ({error.strerror}). Name a readable JSON file."
+                ) from error
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     "file-invalid",
-                    f"scheduler.frequency: {self.frequency} lacks num_token or p_baseline_dict ({error}). Correct it.",
+                    f"{name} lacks the number num_token or the counts p_baseline_dict ({first_line(error)}). Correct"
+                    " it.",
                 ) from error
             if not (0 < total < math.inf) or not all(0 <= count < math.inf for count in counts.values()):
                 raise UserError(
                     "file-invalid",
-                    f"scheduler.frequency: {self.frequency} has an impossible count. Count the tokens again.",
+                    f"{name} has a num_token that is not above 0, or a negative or infinite count. Count the tokens"
+                    " again.",
                 )
             share.fill_(1 / total)
             known = [token for token in counts if 0 <= token < spec.vocab_size]

@@ -44,18 +44,18 @@ class RandomOrder(SharedSteps, Scheduler):
         return replace(facts, scheduled=True).adding(PlannedCommits())
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return `[B]` masks and `[B]` steps of the block when it was opened: a stop may shorten the canvas later."""
+        """Return `[B]` masks and `[B]` steps of the block when it was opened, since a stop may shorten the canvas."""
         return torch.zeros_like(canvas.start), torch.zeros_like(canvas.start)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor:
-        """See `Planner.ahead`."""
+        """Return `[B, L+1]` the place of each column among this step's commits, from 1, or 0 (`Planner.ahead`)."""
         share, _ = even_share(canvas, self.steps, carry)
         noise = canvas.masked & canvas.in_block()
         turn = select.rank(self._number(canvas, canvas.columns().expand_as(noise)), noise)  # [B, L+1]
         return torch.where(noise & (turn < share[:, None]), turn + 1, 0)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask only for the next positions."""
+        """Return a query about the positions that this step commits."""
         most = 1  # positions of a step: a block's share of the steps is rounded, by a factor of 2 at most
         if self.steps is not None:
             most = min(canvas.layout.width, -(-2 * canvas.layout.longest // self.steps))
@@ -69,7 +69,7 @@ class RandomOrder(SharedSteps, Scheduler):
         return Edit(readout.token[:, 0], commit), carry
 
     def bound(self, tokens: int) -> int:
-        """Return the most steps. A block that is sized by its first forward (AdaBlock) may commit nothing in it."""
+        """Return an upper bound on the steps. The first forward of a block may commit nothing if it sizes the block."""
         return 2 * tokens
 
     @staticmethod

@@ -42,11 +42,11 @@ class RunningConfidence(Remasking):
         return Edit(readout.token[:, 0], noise ^ still, drop ^ still, keep_block=keep_block), carry.scatter(1, at, sure)
 
     def first(self, canvas: Canvas) -> Tensor:
-        """Return `[B, 1]` first column that may be taken back: the block's."""
+        """Return `[B, 1]` the first column that may be remasked, which is the block's first one."""
         return canvas.start[:, None]
 
     def missing(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """Return `[B]` positions that the step leaves as noise, and whether the block continues."""
+        """Return `[B]` the number of positions that the step leaves as noise, and `[B] bool` rows with any."""
         length, steps = self.block(canvas)
         missing = length * (steps - canvas.age - 1) // steps
         return missing, missing > 0

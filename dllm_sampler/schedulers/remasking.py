@@ -1,4 +1,4 @@
-"""The base of schedulers that take tokens back by a record of confidences."""
+"""The base of schedulers that remask tokens by a record of confidences."""
 
 from dataclasses import dataclass, replace
 
@@ -32,11 +32,11 @@ class Remasking(SharedSteps, Scheduler):
         return torch.full(canvas.ids.shape, torch.inf, dtype=torch.float64, device=canvas.ids.device)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask for the whole block. Committed positions need no prediction, so a cache may lack them."""
+        """Return a query about the whole block. A cache need not predict committed positions."""
         return replace(Query.window(canvas), keeps_positions=True)
 
     def block(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """Return `[B]` positions of the block, and steps it may take: at most one per position."""
+        """Return `[B]` the positions of the block, and `[B]` the steps that it may take, at most one per position."""
         length = canvas.free_in_block().clamp(min=1)
         if self.steps is None:
             return length, length

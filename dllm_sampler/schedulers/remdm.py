@@ -1,4 +1,4 @@
-"""ReMDM: some steps late in a block take its least sure tokens back and predict again."""
+"""ReMDM: some steps late in a block remask its least sure tokens and predict again."""
 
 from dataclasses import dataclass, replace
 
@@ -29,8 +29,8 @@ class Remdm(Remasking):
 
     Args:
         steps: forwards for the whole generation, revisions not counted. By default one per token.
-        revisions: of each block. 0 is fixed steps.
-        tokens: positions remasked by each.
+        revisions: revisions of each block. 0 is fixed steps.
+        tokens: positions that each revision remasks.
     """
 
     steps: int | None = None
@@ -53,7 +53,7 @@ class Remdm(Remasking):
         return self.revisions
 
     def bound(self, tokens: int) -> int:
-        """Return the most steps. Every block adds its revisions, and blocks of one position reach it."""
+        """Return an upper bound on the steps. Every block adds its revisions. Blocks of one position reach it."""
         return tokens * (1 + self.revisions)
 
     @override

@@ -27,7 +27,7 @@ class Predicted(NamedTuple):
 
     positions: Tensor  # [B, Q]
     law: Tensor  # [B, Q, V] probabilities
-    mixture: Mixture  # what they make of an input
+    mixture: Mixture  # inputs of the next forward at these positions
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RejectionMixing(Scheduler):
     Args:
         threshold: probability a mask must exceed to be committed. The paper has 0.9 for GSM8K, else 0.8.
         divergence: Jensen-Shannon divergence in nats above which a mixture is rejected. From ln 2 on none is.
-        share: of the prediction in a mixture. 0 feeds plain masks.
+        share: share of the prediction in a mixture. 0 feeds plain masks.
     """
 
     threshold: float = 0.9
@@ -65,7 +65,7 @@ class RejectionMixing(Scheduler):
         check_share("scheduler.share", self.share)
 
     def bind(self, context: Context) -> Self:
-        """Take the size of the vocabulary."""
+        """Return a copy that stores the facts about the model."""
         return with_bound_fields(self, model=context.spec)
 
     @property
@@ -79,7 +79,7 @@ class RejectionMixing(Scheduler):
         return frozenset({"probabilities"})
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return predictions of nothing: no position was asked about yet."""
+        """Return predictions at no position, since no forward was made."""
         assert self.model is not None
         nowhere, vocab = torch.full_like(canvas.ids[:, :1], canvas.length), self.model.vocab_size
         precise = torch.promote_types(self.model.dtype, torch.float32)
@@ -88,7 +88,7 @@ class RejectionMixing(Scheduler):
         return Predicted(nowhere, law, Mixture(tops.long(), tops, torch.zeros_like(nowhere, dtype=torch.bool)))
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask for the masks of the block, with those that were predicted in it mixed."""
+        """Return a query about the masks of the block. Those that were predicted in it have mixtures as inputs."""
         return self.mixed(canvas, Query.masks(canvas), carry, canvas.age > 0)
 
     @staticmethod
@@ -112,11 +112,11 @@ class RejectionMixing(Scheduler):
         return Edit(readout.token[:, 0], commit), self.predicted(at, law, rejected)
 
     def compares(self, canvas: Canvas) -> Tensor:
-        """Return `[B] bool` rows whose last forward is compared with: one of the same block."""
+        """Return `[B] bool` rows whose last forward was in the same block, so that predictions are compared."""
         return canvas.age > 0
 
     def predicted(self, positions: Tensor, law: Tensor, rejected: Tensor) -> Predicted:
-        """Return what the next forward is told of this one's `law [B, Q, V]`, without the `rejected [B, Q]`."""
+        """Return the state after predictions `law [B, Q, V]`. Positions `rejected [B, Q]` get no mixture."""
         best, ids = law.topk(min(TOKENS, law.shape[-1]), -1)  # [B, Q, k]
         kept = best.cumsum(-1) <= (2 * best[..., :1]).clamp(LEAST, MOST)
         kept[..., 0] = True

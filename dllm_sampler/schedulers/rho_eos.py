@@ -1,4 +1,4 @@
-"""rho-EOS: an answer grows and shrinks while it is decoded, by how much of it the model takes for its end."""
+"""rho-EOS: an answer grows and shrinks while it is decoded, by the end tokens that the model predicts in it."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -38,14 +38,14 @@ class RhoEos(Lengthening):
 
     Deviations: a finished row rests, where the published function cuts and lengthens it as long as others in its batch
     run. A row ends when nothing is left to decode, not after `max_new_tokens` steps. Guidance masks the prompt alone.
-    The inner scheduler says what is committed, and never the mask token.
+    The inner scheduler decides the commits, which never have the mask token.
 
     Args:
         inner, initial, expand, eos_tokens: see `Lengthening`.
         low, high: bounds of the signal, inclusive.
-        scale: see above.
-        signal_of: `confidence`, the published code's, as in DAEDAL: the mean probability of the last `eos_tokens`
-            predicted end tokens, missing ones count 0. `density`, the paper's: the share of the masks that are
+        scale: growth of n with the distance from the range, as above.
+        signal_of: `confidence`, as in the published code and DAEDAL, is the mean probability of the last `eos_tokens`
+            predicted end tokens. Missing ones count as 0. `density`, as in the paper, is the share of masks that are
             predicted to be end tokens. It is 0 without masks.
         min_length: a cut leaves at least this many columns, all columns before the block, and every committed token
             other than end tokens. By default cuts have no such limit, as published.
@@ -62,7 +62,8 @@ class RhoEos(Lengthening):
         for name in ("low", "high"):
             check_share(f"scheduler.{name}", getattr(self, name))
         if self.low > self.high:
-            raise UserError("option-range", f"scheduler.low={self.low} exceeds scheduler.high={self.high}. Lower it.")
+            said = f"scheduler.low={self.low} exceeds scheduler.high={self.high}"
+            raise UserError("option-range", f"{said}. Lower scheduler.low, or raise scheduler.high.")
         for name, choices in (("scale", Scale), ("signal_of", Signal)):
             check_choice(f"scheduler.{name}", getattr(self, name), choices)
         check_count("scheduler.min_length", self.min_length, 0, optional=True)
@@ -72,7 +73,7 @@ class RhoEos(Lengthening):
         return torch.zeros_like(canvas.done), super().init(canvas)
 
     def bound(self, tokens: int) -> int:
-        """Return the most steps. After the last change each step commits, but one that finds a cut block full."""
+        """Return an upper bound on the steps. After the last change, one step may find a cut block full."""
         return super().bound(tokens) + STEPS + 1
 
     @override
@@ -95,18 +96,18 @@ class RhoEos(Lengthening):
         return replace(edit, resize=resize), (final, inner)
 
     def full(self, canvas: Canvas) -> Tensor:
-        """Return `[B] bool` rows that are as long as they may get, whose length is final then."""
+        """Return `[B] bool` rows that have reached their largest length, which is final."""
         return canvas.end >= canvas.layout.answer_end
 
     def _share(self, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-        """Return `[B] float32` the signal."""
+        """Return `[B] float32` the signal that `signal_of` names."""
         if self.signal_of == "confidence":
             return self.signal(canvas, query, readout).float()
         noise = canvas.masked.gather(1, query.positions)
         return (self.ends(canvas, query, readout)[0] & noise).sum(1).float() / noise.sum(1).clamp(min=1)
 
     def _columns(self, share: Tensor) -> Tensor:
-        """Return `[B]` columns to append, or below 0 to cut off. Float32 counts other segments than float64."""
+        """Return `[B]` columns to append, or if negative to cut off. Float64 would count other segments."""
         few, many = self.low - share, share - self.high
         segments = torch.ceil(torch.maximum(few, many) / torch.full_like(few, SEGMENT)).long().clamp(min=1, max=MOST)
         times = {"exp": 2 ** (segments - 1).clamp(max=3), "linear": segments, "const": torch.ones_like(segments)}

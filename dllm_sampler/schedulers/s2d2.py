@@ -17,7 +17,7 @@ from dllm_sampler.schedulers.drafting import routing, verify
 
 
 class Round(NamedTuple):
-    """The carry."""
+    """The state of a row between two forwards: its draft, and its progress in the block."""
 
     length: Tensor  # [B] positions of the block when it was opened
     made: Tensor  # [B] rounds made in this block
@@ -40,8 +40,8 @@ class SelfVerified(routing.Routing, verify.Verifying):
             commit what is missing to n, as scheduler=dynamic does
 
     Source: S2D2, arXiv 2603.25702. A verification is one more forward. It predicts each mask from the tokens before it
-    alone, drafted ones too, and computes the block and its masks. The published code computes the block twice. Where
-    tokens are not drawn, a draft is accepted if it is the verifier's best token. The published code draws all the same
+    alone, drafted ones too, and computes the block and its masks. The published code computes the block twice. If
+    decoding is greedy, a draft is accepted if it is the verifier's best token. The published code draws even then
     (`PublishedSelfVerified`). With `cache.token_causal`, a temperature and `steps=null`, if every round is verified, an
     answer is a sample of the model at block size 1.
 
@@ -73,7 +73,7 @@ class SelfVerified(routing.Routing, verify.Verifying):
         return Round(zero, zero, zero > 0, self.undrafted(canvas), self.unrouted(canvas))
 
     def ask(self, canvas: Canvas, carry: Round) -> Query:
-        """Ask for the block, and verify the draft that waits."""
+        """Return a query about the block. In rows whose draft waits, it verifies the draft."""
         return self.verifying(canvas, super().ask(canvas, carry), carry.draft, carry.waits & ~canvas.done)
 
     @override
@@ -100,5 +100,5 @@ class SelfVerified(routing.Routing, verify.Verifying):
         return Edit(ids, commit, confidence=confidence), Round(length, canvas.age + ~waits, waits, now, routed)
 
     def bound(self, tokens: int) -> int:
-        """Return two forwards for each token."""
+        """Return an upper bound on the steps: a draft and a verification for each token."""
         return 2 * tokens

@@ -30,7 +30,7 @@ class EditingSelfVerified(SelfVerified):
     Args:
         threshold, ...: see `SelfVerified`.
         edit: probability a different token must exceed to replace a committed one.
-        extra: editing rounds after the last mask at most.
+        extra: upper bound on the editing rounds after the last mask.
     """
 
     threshold: float = 0.7
@@ -48,10 +48,7 @@ class EditingSelfVerified(SelfVerified):
         return replace(super().traits, asks="window", revises=True)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return the first carry.
-
-        It has `[B]` the number of editing rounds since the block was full, which is 0, and the carry of `s2d2`.
-        """
+        """Return `[B]` the number of editing rounds since the block was full, which is 0, and the carry of `s2d2`."""
         return torch.zeros_like(canvas.start), super().init(canvas)
 
     @override
@@ -73,5 +70,5 @@ class EditingSelfVerified(SelfVerified):
         return edit, (made, after)
 
     def bound(self, tokens: int) -> int:
-        """Return the most steps. Every block may be edited on."""
+        """Return an upper bound on the steps. Every block may be edited after it is full."""
         return tokens * (2 + self.extra)

@@ -10,12 +10,12 @@ Score = Literal["confidence", "margin", "entropy", "random", "position"]
 
 
 def score_needs(name: Score) -> frozenset[str]:
-    """Readout fields that the score reads."""
+    """Return the fields of `Readout` that a score needs."""
     return frozenset({name} & {"margin", "entropy"})
 
 
 def rate(name: Score, canvas: Canvas, query: Query, readout: Readout) -> Tensor:
-    """Return `[B, Q]` confidence, margin, negative entropy, a random number, or the earlier the higher."""
+    """Return `[B, Q]` confidence, margin, negative entropy, a random number, or minus the position."""
     if name == "position":
         return -query.positions.double()
     if name == "random":

@@ -16,7 +16,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class SlowFast(Threshold):
-    """SlowFast sampling: a slow phase looks for the column up to which tokens are certain, a fast one commits up to it.
+    """SlowFast sampling: a slow phase looks for the column up to which tokens are certain, and a fast one commits them.
 
         left = start of the block
         while masks remain in the block:
@@ -33,10 +33,10 @@ class SlowFast(Threshold):
     phase ends by `slow`, the edge is the mean of the last `window` ones, rounded down.
 
     Args:
-        threshold, glimpse: probability that commits, and one that extends the window (0.85 and 0.1 in the paper).
-        slow: most forwards of a slow phase (8 in the paper). With 0 the edge is the block's end: plain threshold
-            decoding.
-        window, sigma: estimates compared, and the bound in positions on their standard deviation (1 in the paper).
+        threshold, glimpse: probability from which a mask is committed, or moves the edge (0.85 and 0.1 in the paper).
+        slow: upper bound on the forwards of a slow phase (8 in the paper). With 0 the edge is the block's end: plain
+            threshold decoding.
+        window, sigma: number of last edges compared, and the bound in positions on their deviation (1 in the paper).
         truncate: fast forwards after the first do not see the masks from the edge on: faster, but not exact.
     """
 
@@ -60,12 +60,12 @@ class SlowFast(Threshold):
         return replace(facts, scope="model").adding(HiddenMasks()) if self.truncate else facts
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return `[B]` left, edge (0 is unknown) and forwards of either phase, and `[B, window]` estimates."""
+        """Return `[B]` left, edge (0 if unknown) and forwards of each phase, and `[B, window]` the last edges."""
         zero = torch.zeros_like(canvas.start)
         return zero, zero, zero, zero, zero[:, None].double().repeat(1, self.window)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask for the masks of the block, or of the window in a fast phase."""
+        """Return a query about the masks of the block, in a fast phase only those before the edge."""
         _, edge, _, fast, _ = self._opened(canvas, carry)
         end = torch.where(fast >= 0, edge, canvas.stop)[:, None]
         masks = select.columns(canvas.masked & canvas.in_block() & (canvas.columns() < end), canvas.layout.width)
@@ -95,16 +95,16 @@ class SlowFast(Threshold):
         return Edit(readout.token[:, 0], commit), self._fresh(full, edge, left, edge, slow, fast, seen)
 
     def ends(self, slow: Tensor, edge: Tensor) -> Tensor:
-        """Return `[B] bool` slow phases that are over after `slow [B]` forwards. An `edge [B]` of 0 is not known."""
+        """Return `[B] bool` rows whose slow phase is over after `slow [B]` forwards. `edge [B]` is 0 if unknown."""
         return (slow >= self.slow) | (edge > 0)
 
     def _opened(self, canvas: Canvas, carry: Carry) -> Carry:
-        """Return the state, a new one where a block opens."""
+        """Return the state, which begins again in rows whose block opens."""
         left, edge, *rest = self._fresh(canvas.age == 0, canvas.start, *carry)
         return left, edge if self.slow else canvas.stop, *rest
 
     def _fresh(self, new: Tensor, start: Tensor, *state: Tensor) -> Carry:
-        """Return the state with a cycle that begins at `start` in the rows `new [B]`, fast without a slow phase."""
+        """Return the state, with a cycle that begins at `start` in rows `new [B]`. With `slow=0` a cycle is fast."""
         left, edge, slow, fast, seen = state
         fast, seen = fast.masked_fill(new, -1 if self.slow else 0), seen.masked_fill(new[:, None], torch.nan)
         return torch.where(new, start, left), edge.masked_fill(new, 0), slow.masked_fill(new, 0), fast, seen

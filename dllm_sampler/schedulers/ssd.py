@@ -29,7 +29,7 @@ class SelfSpeculative(Drafting):
         inner, eager: see `Drafting`.
         length: steps drafted. 0 is the inner scheduler itself.
         width: drafts per level. 1 is a chain.
-        nodes: candidates per forward at most, the canvas included. The chain comes first, then swaps near its root.
+        nodes: limit on candidates per forward, the canvas included. The chain comes first, then swaps near its root.
     """
 
     inner: Scheduler = field(default_factory=FixedSteps)
@@ -44,7 +44,7 @@ class SelfSpeculative(Drafting):
         check_count("scheduler.nodes", self.nodes)
 
     def branches(self, most: int) -> list[Branch]:
-        """Return prefixes of the drafted steps, then prefixes with one of the steps after the next."""
+        """Return prefixes of the drafted steps. Prefixes with a later step in place of their next one follow."""
         length = min(self.length, most - 1)
         chain = [Branch(steps) for steps in range(1, length + 1)]
         swaps = [

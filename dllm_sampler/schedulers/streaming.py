@@ -18,7 +18,7 @@ from dllm_sampler.schedulers.threshold import Threshold
 
 @dataclass(frozen=True)
 class StreamingThreshold(Threshold):
-    """Streaming-dLLM's threshold, which is the lower the fewer masks the model sees from the block on.
+    """Streaming-dLLM's threshold, which falls as the model sees fewer masks from the block on.
 
         while masks remain in the block:
             token, confidence = model(canvas)
@@ -30,8 +30,8 @@ class StreamingThreshold(Threshold):
     the less the threshold falls.
 
     Args:
-        threshold: probability where all is noise. Above 1 the rule may still fall below 1.
-        alpha: how much of it is given up where nothing is.
+        threshold: probability if all these columns are masks. If it is above 1, the bound may still fall below 1.
+        alpha: share of the threshold that is taken off if none of these columns is a mask.
     """
 
     alpha: float = 0.3
@@ -47,7 +47,7 @@ class StreamingThreshold(Threshold):
         return replace(super().traits, scope="answer")
 
     def bind(self, context: Context) -> Self:
-        """Take whether the model sees columns after the block."""
+        """Return a bound copy that knows if the model sees columns after the block."""
         return with_bound_fields(super().bind(context), behind=context.spec.attention == "bidirectional")
 
     @override

@@ -1,4 +1,4 @@
-"""SVDD: of several drafts of each step take one that a reward thinks well of."""
+"""SVDD: draw one of several drafts of each step by its reward."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class SoftValueGuided(Choosing):
 
     Args:
         inner: the scheduler whose steps are drafted. Tokens or its order must be drawn.
-        reward: a function, or `package.module:function`. See `rewards.Reward` and docs/rewards.md.
+        reward: a function, or `package.module:function`. See `inputs.rewards.Reward` and docs/rewards.md.
         candidates: M, drafts of each step. 1 is the inner scheduler itself.
         alpha: temperature of the choice. 0 takes the highest value, the first one on a tie.
-        value: of a candidate. `fill`: the reward of the answer so far, masks of its block filled with the model's best
-            tokens, later blocks left out. `masked`: of the candidate, masks included (a learned or an exact value).
+        value: value of a candidate. `fill` is the reward of the answer so far, with the model's best tokens at the
+            block's masks and without later blocks. `masked` is the reward of the candidate with its masks, for example
+            a learned value.
     """
 
     inner: Scheduler = field(default_factory=FixedSteps)
@@ -59,11 +60,15 @@ class SoftValueGuided(Choosing):
         check_count("scheduler.candidates", self.candidates)
         check_number("scheduler.alpha", self.alpha, finite=True)
         check_choice("scheduler.value", self.value, Value)
-        inner, traits, why = named(self.inner), check_inner(self.inner).traits, None
-        if traits.drafts or not traits.graph_safe:
-            why = "a scheduler that drafts, asks another model or a reward itself"
-        elif self.looks_ahead and (traits.revises or traits.has(OwnInputs) or not traits.asks_block):
-            why = "with scheduler.value=fill one that takes tokens back, chooses what to ask or feeds inputs of its own"
+        inner, traits, fill = named(self.inner), check_inner(self.inner).traits, self.looks_ahead
+        reasons = {
+            "which drafts too": traits.drafts,
+            "which reads the device in a step": not traits.graph_safe,
+            "which remasks or replaces tokens (scheduler.value=fill)": fill and traits.revises,
+            "which has inputs of its own (scheduler.value=fill)": fill and traits.has(OwnInputs),
+            "which does not ask about the whole block (scheduler.value=fill)": fill and not traits.asks_block,
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
         if why and self.candidates > 1:
             raise UserError(
                 "scheduler-incompatible", f"scheduler=svdd cannot draft for {inner}, {why}. Use scheduler.inner=fixed."
@@ -86,7 +91,7 @@ class SoftValueGuided(Choosing):
         return replace(own, drafts=True, scheduled=True).without(PlannedCommits)
 
     def bind(self, context: Context) -> Self:
-        """Take the reward, the mask token, and whether tokens are drawn."""
+        """Return a bound copy that stores the reward and the mask token, and knows if tokens are drawn."""
         bound, spec = super().bind(context), context.spec
         if self.candidates == 1:
             return bound
@@ -99,8 +104,8 @@ class SoftValueGuided(Choosing):
         if not draws and not order:
             raise UserError(
                 "candidates-identical",
-                f"scheduler=svdd chooses among candidates, and {named(self.inner)} draws nothing, so that all are the"
-                " same. Set a temperature, for example temperature=1, or scheduler.inner={name: fixed, score: random}.",
+                f"scheduler=svdd chooses among candidates, which are identical: {named(self.inner)} draws nothing."
+                " Set a temperature, for example temperature=1, or scheduler.inner={name: fixed, score: random}.",
             )
         ends = spec.eos_ids if self.looks_ahead else ()
         judge = Reward.of(self.reward, "scheduler.reward", context.tokenizer, ends)

@@ -1,4 +1,4 @@
-"""WINO: commit widely, and take back what the other tokens do not support."""
+"""WINO: commit widely, and remask tokens that the other tokens do not support."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ def wide(eligible: Tensor, sure: Tensor, threshold: float, share: float, least: 
     Args:
         eligible: `[B, Q] bool` masks of the block. There is at least one.
         sure: `[B, Q]` their confidence.
-        share: at most this share of them, within [least, most].
+        share: upper bound on the share of these masks. It is clamped to [least, most] masks.
     """
     cap = (eligible.sum(1, dtype=torch.float64) * share).long().clamp(least, most)
     return torch.minimum((eligible & (sure > threshold)).sum(1), cap).clamp(min=1)
@@ -37,7 +37,7 @@ class Wino(Scheduler):
             remask tokens with support < back, the n - 1 least supported at most
 
     Source: WINO (wide-in, narrow-out), arXiv 2507.18578. Each forward carries a shadow of the block, mask tokens that
-    attend to everything but their own position: what they say of a committed token does not rest on itself. A step
+    attend to everything but their own position, so they predict a committed token without seeing it. A step
     gains one token at least, so a block of B positions takes at most B forwards. Positions committed in a step are not
     judged in it. It needs `cache=none`.
 
@@ -66,12 +66,12 @@ class Wino(Scheduler):
 
     @property
     def traits(self) -> Traits:
-        """Traits of shadows, which see every column and take tokens back."""
+        """Traits of a rule that remasks tokens by shadow rows, which see every column."""
         rare = (AllColumns(), ShadowRows())
         return Traits(asks_block=False, revises=self.back > 0, scope="model", rare=rare)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask for the whole block, committed positions without their token."""
+        """Return a query about the whole block, with a shadow row at each position (`Query.leave_one_out`)."""
         return replace(Query.window(canvas), leave_one_out=True)
 
     @override
@@ -92,5 +92,5 @@ class Wino(Scheduler):
         return canvas.eligible(query.positions)
 
     def most_back(self, canvas: Canvas, accepted: Tensor, carry: Carry) -> Tensor:
-        """Return `[B]` tokens taken back at most in a step that commits `accepted [B]`, so that one is gained."""
+        """Return `[B]` the most tokens to remask in a step that commits `accepted [B]`, so that one is gained."""
         return accepted - 1

@@ -106,7 +106,7 @@ def test_who_takes_nothing_back_is_not_watched(monkeypatch: pytest.MonkeyPatch) 
 
 def test_steps_that_cannot_be_recorded_are_refused(tmp_path: Path) -> None:
     (why,) = evaluate(tmp_path, "scheduler=threshold", "task.operation=copy", "cuda_graph=true").values()
-    assert why == "cuda_graph=true is not supported here (graphs are CUDA's, and the model is on cpu). Remove it."
+    assert why == "cuda_graph=true is not supported here (the model is on cpu, not on a GPU). Remove it."
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ WRONG = {
     "{name: regex, pattern: '['}": "'['",
     "{name: choices, choices: [[a], [b]]}": "guide=choices has a list of forms",
     "{name: grammar, grammar: json}": "guide=grammar judges whole answers",
-    "[{name: regex, pattern: a}, {name: choices, choices: [a]}]": "both say what form an answer has",
+    "[{name: regex, pattern: a}, {name: choices, choices: [a]}]": "both restrict the form of the answer",
 }
 
 

@@ -37,7 +37,7 @@ WRONG = {
     "schedular: threshold": "did you mean 'scheduler'",
     "scheduler: {name: threshold, threshold: high}": "threshold is 'high'. Set a number",
     "scheduler: wino": "scheduler=wino needs more than the logits of a block",
-    "{scheduler: threshold, top_k: 5}": "top_k changes nothing without a temperature",
+    "{scheduler: threshold, top_k: 5}": "top_k changes nothing at temperature 0",
     "block_size: 4": "names no scheduler",
     "[threshold]": "has no names with values",
     "scheduler: [": "cannot be read",

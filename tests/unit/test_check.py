@@ -39,10 +39,10 @@ class Rule(Scheduler):
 BROKEN = {
     "commit.any().item()": "A step reads the device: item(), bool(tensor) or int(tensor) (rule_of_mine.py, line 18, in",
     "commit &= readout.confidence[:, 0] >= readout.confidence.mean()": "A row of a batch differs from the row alone",
-    "commit &= False": "It does not end: row 0 has 10 masks after 10 forwards, and `bound` promises at most 10",
+    "commit &= False": "Row 0 does not end: it has 10 masks after 10 forwards, and `bound` promises at most 10",
     "canvas.ids[:, 0] = 5": "The prompt of row 1 is [7, 1,",
     "commit.no_such_thing": "It raised AttributeError: 'Tensor' object has no attribute 'no_such_thing' (rule_of_mine",
-    "return Edit(readout.token[:, 0] + 1000, commit), carry": "It commits token 10",
+    "return Edit(readout.token[:, 0] + 1000, commit), carry": "An edit commits token 10",
     "readout.margin + 1": "reads readout.margin, which is not measured",
 }
 UNDECLARED = {  # a trait: a rule that needs it, and what is said where it is not declared
@@ -98,7 +98,7 @@ def test_what_is_broken_is_said(
     assert any(BROKEN[line] in one for one in said), said
     hints = [after.strip() for one, after in pairwise(lines) if "A row of a batch differs" in one]
     assert all(hint.startswith("Look for a sum or mean over all rows") for hint in hints)
-    ran = not any("It raised" in one or "It commits" in one or "not measured" in one for one in said)
+    ran = not any("It raised" in one or "An edit commits" in one or "not measured" in one for one in said)
     assert ran == ("    --  What `traits.scheduled` says is not tried: a promise above is broken." in lines)
 
 
@@ -188,7 +188,7 @@ def test_a_neighbour_of_the_file_is_not_found_as_by_the_other_commands(folder: P
     ("words", "said"),
     [
         ([], "Add scheduler=NAME"),
-        (["temperature=1"], "temperature=1 is not a plug-in's"),
+        (["temperature=1"], "temperature=1 does not set a plug-in"),
         (["scheduler=treshold"], "did you mean 'threshold'"),
         (["scheduler=threshold", "scheduler.treshold=1"], "did you mean"),
     ],

@@ -48,7 +48,7 @@ def test_kernels_and_graphs(words: list[str], capsys: pytest.CaptureFixture[str]
     assert figures.startswith("1 sample, ")
     assert main([*words, "copy: Ada", "cuda_graph=true"]) == 2
     assert capsys.readouterr().err == (
-        "dllm-sample: cuda_graph=true is not supported here (graphs are CUDA's, and the model is on cpu). Remove it.\n"
+        "dllm-sample: cuda_graph=true is not supported here (the model is on cpu, not on a GPU). Remove it.\n"
     )
     assert main([*words, "copy: Ada", "backend=cuda"]) == 2
     assert capsys.readouterr().err == "dllm-sample: backend is 'cuda'. Set auto, triton or torch.\n"
@@ -169,7 +169,7 @@ WRONG = [
     (["max_new_tokens=0"], "max_new_tokens is 0. Set a whole number of at least 1."),
     (["max_new_tokens=999"], "max_new_tokens=999"),
     (["max_new_tokens=62"], "for a context of 64"),
-    (["batch_size=0"], "batch_size is 0. Set a whole number of at least 1"),
+    (["batch_size=0"], "batch_size is 0. Set a whole number from 1 to"),
     (["temperature=-1"], "temperature is -1"),
     (["temperature=warm"], "temperature is 'warm'. Set a number"),
     (["block_length=4", "blocks=full"], "block_length needs blocks=fixed"),

@@ -165,7 +165,7 @@ def test_help_is_short_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     klass = flat(page(capsys, "--help", "scheduler=klass"))
-    assert "scheduler.history=2 divergences looked at." in klass
+    assert "scheduler.history=2 number of last divergences that must be below the bound." in klass
     assert "scheduler.steps=null forwards for the whole generation. By default one per token." in klass  # of FixedSteps
     assert "[all, surest, steadiest]" in klass
     assert "Paper: https://arxiv.org/abs/2511.05664" in klass

@@ -91,8 +91,8 @@ def forward(network: Any) -> None:
         (lambda network: network.layers[1].to("meta"), "weights are on cpu and meta"),
         (lambda network: network.to("meta"), "weights are on meta"),
         (lambda network: setattr(network.norm, "weight", Sharded(network.norm.weight)), "weights are sharded"),
-        (hook, r"is at the model's layers\.1: "),
-        (forward, "is at the model's lm_head: "),
+        (hook, r"the model's layers\.1 has a hook"),
+        (forward, "the model's lm_head has a hook"),
     ],
 )
 def test_models_that_no_recording_repeats(

@@ -67,7 +67,7 @@ WRONG = {
     "guide=choices guide.choices.choices=[[a],[b]]": "guide=choices has a list of forms",
     "guide=grammar guide.grammar.grammar=json": "guide=grammar judges whole answers",
     "guide=json_schema guide.json_schema.schema=s.json": "guide.json_schema.schema='s.json'",
-    "top_p=0.9": "top_p changes nothing without a temperature",
+    "top_p=0.9": "top_p changes nothing at temperature 0",
     "blocks=adablock": "blocks=adablock",
     "model=mini": "the engine loads the model",
     "cache=dual": "the engine has a cache of its own",

@@ -48,6 +48,25 @@ def test_counts_of_tokens_are_numbers(tmp_path: Path, table: tuple[Any, Any]) ->
         toys.sampler(scheduler={"name": "pc", "frequency": str(file)})
 
 
+def test_a_missing_table_of_counts_is_not_called_invalid(tmp_path: Path) -> None:
+    with refused("file-unreadable: scheduler.frequency, gone.json"):
+        toys.sampler(scheduler={"name": "pc", "frequency": str(tmp_path / "gone.json")})
+
+
+@each(
+    "wrong",
+    [
+        ("step", None, "options-conflict: progress=step needs, Set scheduler.steps"),
+        ("committed", 4, "options-conflict: progress=committed does not use, Remove scheduler.steps"),
+        ("step", 0, "option-range: scheduler.steps"),
+    ],
+)
+def test_the_progress_of_eoser_and_its_steps_fit(wrong: tuple[str, int | None, str]) -> None:
+    progress, steps, error = wrong
+    with refused(error):
+        toys.sampler(scheduler={"name": "eoser", "progress": progress, "steps": steps})
+
+
 @pytest.mark.slow
 def test_other_blocks_read_no_file_again_and_lose_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,14 +13,14 @@ from dllm_sampler.core.values import Candidates, Canvas, Query
 
 
 class Branch(NamedTuple):
-    """A candidate by the drafted steps that it holds: the first `steps` and, unless 0, a later one, number `extra`."""
+    """A candidate that holds the first `steps` drafted steps, and the later step number `extra` if that is not 0."""
 
     steps: int
     extra: int = 0
 
     @property
     def depth(self) -> int:
-        """The last step that it holds."""
+        """Number of the last step that the candidate holds."""
         return max(self.steps, self.extra)
 
 
@@ -29,11 +29,11 @@ class Draft(NamedTuple):
 
     root: Canvas  # before the first of them
     ids: Tensor  # [B, L+1] after the last one
-    level: Tensor  # [B, L+1] the step, from 1, that commits a position; more than there are: none
+    level: Tensor  # [B, L+1] step, from 1, that commits each position. A higher number than the last step for none
     depth: Tensor  # [B] steps worth a candidate
 
     def candidates(self, query: Query, branches: Sequence[Branch]) -> Query:
-        """Ask `query` about the root (candidate 0) and one candidate per branch, each under the number of its step."""
+        """Return `query` about the root (candidate 0) and one candidate per branch, with their numbers of steps."""
         root, ids, level = (row.gather(1, query.positions) for row in (self.root.ids, self.ids, self.level))
         found, steps, live = [root], [self.root.step], [torch.ones_like(self.root.done)]
         for branch in branches:

@@ -34,11 +34,11 @@ class Draft(NamedTuple):
 
 
 class Held(NamedTuple):
-    """The carry of `Choosing` where drafts wait for a forward."""
+    """The carry of `Choosing` if drafts wait for a forward."""
 
     inner: Carry  # at the canvas
-    start: Tensor  # [B] start of the block that the drafts are for; -1: there are none
-    step: Tensor  # [B] steps that the inner scheduler took to the canvas; the next one is drafted, or will be
+    start: Tensor  # [B] start of the block that the drafts are for. -1 without drafts
+    step: Tensor  # [B] steps that the inner scheduler took to reach the canvas
     drafts: tuple[Draft, ...]  # M
 
 
@@ -53,7 +53,7 @@ class Choosing(Around):
 
     Args:
         inner: the scheduler whose steps are drafted.
-        candidates: M; 1 is the inner scheduler itself.
+        candidates: M, the number of drafts. 1 is the inner scheduler itself.
     """
 
     candidates: int = 4
@@ -66,10 +66,13 @@ class Choosing(Around):
         raise NotImplementedError
 
     def pick(self, canvas: Canvas, step: Tensor, ids: Tensor, judged: Tensor) -> Tensor:
-        """Return `[B]` the draft to take, of those made in `step [B]`, in the rows `judged [B] bool`; 0 in the others.
+        """Return `[B]` the number of the draft to take in the rows `judged [B] bool`, 0 in the others.
 
-        `ids [B, M, L+1]`: the drafts, with the mask token at masks or, where the drafts were looked ahead from, the
-        model's best tokens there, and `NOTHING` at masks that were not asked about.
+        Args:
+            step: `[B]` number of the step that made the drafts.
+            ids: `[B, M, L+1]` the drafts, with the mask token at masks. With `looks_ahead` masks have the model's best
+                tokens, or `NOTHING` if they were not queried.
+            judged: `[B] bool` rows that take a draft.
         """
         raise NotImplementedError
 
@@ -79,7 +82,7 @@ class Choosing(Around):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The readout's parts to draw again, and to measure the probability of a draw."""
+        """Fields of `Readout`, with those to repeat a draw and to measure the probability of its tokens."""
         more = {"draw", "probabilities"} if self.candidates > 1 and self.draws else set[str]()
         return super().needs | more
 
@@ -88,7 +91,7 @@ class Choosing(Around):
         return carry.inner if self._holds else carry
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """Return None where drafts wait for a forward."""
+        """Return the inner scheduler's plan. Returns None if drafts wait for a forward."""
         return None if self._holds else super().ahead(canvas, carry)
 
     def init(self, canvas: Canvas) -> Carry:
@@ -107,7 +110,7 @@ class Choosing(Around):
         return Held(inner, zero - 1, zero, (none,) * self.candidates)
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask the inner scheduler's query under the M drafts that the row holds."""
+        """Return the inner scheduler's query about the M drafts that each row holds."""
         query = super().ask(canvas, carry)
         if not self._holds:
             return query
@@ -163,7 +166,7 @@ class Choosing(Around):
         return edit, Held(inner, canvas.start.masked_fill(closed, -1), now.step + full, drafts)
 
     def _made(self, canvas: Canvas, query: Query, readout: Readout, inner: Carry) -> list[tuple[Edit, Draft]]:
-        """Make M steps of the inner scheduler from one canvas, by `readout [B, 1, Q]`. The first one is its own."""
+        """Make M steps of the inner scheduler from one canvas and `readout [B, 1, Q]`. The first has its own noise."""
         made = []
         for number in range(self.candidates):
             place, seen = canvas, readout
@@ -184,7 +187,7 @@ class Choosing(Around):
         return made
 
     def _filled(self, query: Query, readout: Readout, drafts: Sequence[Draft]) -> Tensor:
-        """Return `[B, M, L+1]` the drafts with the model's best tokens where it was asked about a mask."""
+        """Return `[B, M, L+1]` the drafts with the model's best tokens at queried masks, and `NOTHING` at others."""
         best = readout.token
         if self.draws:
             assert readout.draw is not None
@@ -204,6 +207,6 @@ class Choosing(Around):
 
 
 def _taken(options: Sequence[Any], pick: Tensor, canvas: Canvas) -> Any:
-    """Return for each row the tree of tensors, of M, that `pick [B]` names."""
+    """Return a tree of tensors that has each row of the option number `pick [B]`."""
     numbered = enumerate(options[1:], 1)
     return reduce(lambda found, one: where_rows(pick == one[0], one[1], found, canvas.length), numbered, options[0])

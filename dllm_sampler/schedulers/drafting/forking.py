@@ -13,15 +13,16 @@ from dllm_sampler.core.around import Around
 from dllm_sampler.core.checks import check_count, check_inner
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
-from dllm_sampler.core.spec import ChangingLength, OwnInputs, PlannedCommits, Traits, with_bound_fields
+from dllm_sampler.core.spec import PlannedCommits, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Query
 from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.d2f import D2F
 from dllm_sampler.schedulers.drafting.forks import Forks
+from dllm_sampler.schedulers.drafting.run_ahead import undraftable
 
 
 class Held(NamedTuple):
-    """The carry."""
+    """The carry of `Forking`."""
 
     inner: Carry
     forks: Forks
@@ -29,11 +30,11 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Forking(Around, ABC):
-    """The base of drafting by forks: the inner query is asked about canvas and forks, and `tell` says which wins.
+    """The base of schedulers that query the canvas and its forks. A subclass's `tell` chooses the winner.
 
     Args:
-        inner: the scheduler that commits.
-        forks: forks of each forward; 0 is the inner scheduler itself.
+        inner: the scheduler that decides the commits.
+        forks: forks of each forward. 0 is the inner scheduler itself.
     """
 
     inner: Scheduler = field(default_factory=D2F)
@@ -42,13 +43,11 @@ class Forking(Around, ABC):
 
     def __post_init__(self) -> None:
         check_count("scheduler.forks", self.forks, 0)
-        traits = check_inner(self.inner).traits
-        own = traits.revises or traits.has(OwnInputs) or not traits.asks_block or traits.has(ChangingLength)
-        if self.forks and (traits.drafts or own):
+        why = undraftable(check_inner(self.inner).traits)
+        if self.forks and why is not None:
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} cannot fork for {named(self.inner)}, which drafts, remasks, moves tokens,"
-                " chooses what to ask in each step or feeds inputs of its own. Use scheduler.inner=d2f.",
+                f"scheduler={named(self)} cannot fork for {named(self.inner)}, which {why}. Use scheduler.inner=d2f.",
             )
 
     @property
@@ -65,11 +64,11 @@ class Forking(Around, ABC):
         return carry.inner
 
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        """Return None where there are forks."""
+        """Return the inner scheduler's plan without forks. Returns None with forks."""
         return None if self.forks else super().ahead(canvas, carry)
 
     def bind(self, context: Context) -> Self:
-        """Take the blocks. A fork may open others than the canvas."""
+        """Return a bound copy that stores the blocks, since a fork may open other blocks than the canvas."""
         return with_bound_fields(super().bind(context), blocks=context.blocks)
 
     def init(self, canvas: Canvas) -> Held:
@@ -77,7 +76,7 @@ class Forking(Around, ABC):
         return Held(super().init(canvas), Forks.none(canvas, self.forks))
 
     def ask(self, canvas: Canvas, carry: Held) -> Query:
-        """Ask the inner scheduler's query about the canvas and the forks."""
+        """Return the inner scheduler's query about the canvas and the forks."""
         if not self.forks:
             return super().ask(canvas, carry)
         assert self.blocks is not None

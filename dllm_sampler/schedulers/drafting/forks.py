@@ -14,9 +14,9 @@ from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 
 
 class Forks(NamedTuple):
-    """The candidates 1, 2, ... of the next query, by what each has and candidate 0, the canvas, has not."""
+    """The candidates 1, 2, ... of the next query. Each is candidate 0, the canvas, with one more token."""
 
-    at: Tensor  # [B, F] the column of its token, L for a missing fork
+    at: Tensor  # [B, F] the column of that token, L for a missing fork
     ids: Tensor  # [B, F] the token
     sure: Tensor  # [B, F] its probability
     worth: Tensor  # [B, F] the score of its position
@@ -24,7 +24,7 @@ class Forks(NamedTuple):
 
     @classmethod
     def none(cls, canvas: Canvas, count: int) -> Self:
-        """Return no forks, in room for `count`, or for as many as a block has positions."""
+        """Return missing forks: `count` of them, or one per position of the widest block if these are fewer."""
         at = torch.full((len(canvas.ids), min(count, canvas.layout.width)), canvas.length, device=canvas.ids.device)
         zero = torch.zeros_like(at, dtype=torch.float64)
         return cls(at, torch.zeros_like(at), zero, zero, canvas.stop)
@@ -47,11 +47,11 @@ class Forks(NamedTuple):
         )
 
     def live(self, canvas: Canvas) -> Tensor:
-        """Return `[B, K] bool` candidates that there are: the canvas, and forks of positions that still are masks."""
+        """Return `[B, K] bool` candidates to compute: the canvas, and forks whose position is still a mask."""
         return F.pad(canvas.eligible(self.at), (1, 0), value=True)
 
     def stops(self, canvas: Canvas, blocks: Blocks) -> Tensor | None:
-        """Return `[B, K]` the end of each candidate's active block, or None if it is the canvas's."""
+        """Return `[B, K]` the end of each candidate's active block. None if all have that of the canvas."""
         if not (blocks.several or blocks.slides):
             return None
         before, found = replace(canvas, stop=self.stop), [canvas.stop]
@@ -62,18 +62,18 @@ class Forks(NamedTuple):
         return torch.where(self.live(canvas), torch.stack(found, 1), canvas.stop[:, None])
 
     def candidates(self, canvas: Canvas, query: Query, stops: Tensor | None) -> Query:
-        """Ask `query`, which is about the canvas, about the forks too."""
+        """Return `query`, which is about the canvas, with the forks as further candidates."""
         filled = query.positions[:, None] == self.at[..., None]  # [B, F, Q]
         ids = torch.cat([query.ids, torch.where(filled, self.ids[..., None], query.ids)], 1)
         return replace(query, ids=ids, candidates=Candidates(self.live(canvas), stops=stops, forks=True))
 
     def winner(self, canvas: Canvas, query: Query, score: Tensor, share: float, alpha: float) -> Tensor:
-        """Return `[B]` the candidate with the surest masks; of equal ones the first fork, the canvas last.
+        """Return `[B]` the candidate with the surest masks. On a tie the first fork wins, and the canvas comes last.
 
         Args:
-            score: `[B, K, Q]` how sure the model is of each position.
-            share: of a candidate's masks with the lowest scores, whose mean is taken. The mean is 1 if it has none.
-            alpha: weight of the score of the position that it filled, 1 for the canvas, against that mean.
+            score: `[B, K, Q]` certainty of the model at each position.
+            share: share of a candidate's masks, those with the lowest scores, in the mean. The mean is 1 without masks.
+            alpha: weight of the score at the fork's position (1 for the canvas) against that mean.
         """
         masks = self._masks(canvas, query)
         left = masks.sum(2)  # [B, K]
@@ -88,7 +88,7 @@ class Forks(NamedTuple):
         return (total.argmax(1) + 1) % total.shape[1]
 
     def write(self, query: Query, candidate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `[B, Q]` the positions that only `candidate [B]` has filled, their tokens and how sure these are."""
+        """Return the position that only `candidate [B]` fills, its token and its probability, each `[B, Q]`."""
 
         def of(values: Tensor) -> Tensor:
             return F.pad(values, (1, 0), value=-1).gather(1, candidate[:, None]).expand_as(query.positions)

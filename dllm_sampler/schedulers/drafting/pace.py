@@ -11,14 +11,14 @@ Table = dict[int, list[float]]  # number of candidates to the seconds of forward
 
 @dataclass
 class Pace:
-    """Double the candidates as long as a forward with them takes hardly longer than one with a single candidate.
+    """A number of candidates that doubles as long as forwards take hardly longer than with a single candidate.
 
     A GPU that waits for its memory computes some rows at no cost. Where that ends depends on the model, the batch and
     the window, so each shape has a table of its own. The shortest of a few forwards counts, because the others may
     have waited for something else.
 
     Args:
-        most: candidates at most.
+        most: upper bound on the candidates.
         slack: a forward may take this many times as long as one with a single candidate.
         tries: forwards timed per number of candidates.
     """
@@ -29,7 +29,7 @@ class Pace:
     tables: dict[tuple[int, int, int], Table] = field(default_factory=dict, repr=False)
 
     def next(self, made: ForwardRequest, seconds: float) -> int:
-        """Record the time of the last forward and choose the number of candidates of the next one."""
+        """Record the duration of the last step, and return the number of candidates for the next forward."""
         sizes = made.sizes
         batch, columns = made.computed.shape
         # Prompts of nearly one length share a table: their forwards differ less than the slack.

@@ -1,4 +1,4 @@
-"""Routing policies of S2D2 (arXiv 2603.25702): is a drafted span worth a forward that verifies it?"""
+"""Routing policies of S2D2 (arXiv 2603.25702), which decide if a forward verifies a drafted span."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Routed(NamedTuple):
 class Routing:
     """A rule that decides from a draft alone whether it is verified.
 
-    The expected gain of a span is the sum of `prod_{j <= k} a_j` over its positions k, where a_j estimates whether the
-    draft of position j will be accepted; the score is the gain less the cost.
+    The expected gain of a span is the sum of `prod_{j <= k} a_j` over its positions k. Here a_j estimates the
+    probability that the draft of position j is accepted. The score is the gain less the cost.
 
     Args:
-        policy: `mask_span_length`: verify spans of at least `min_span` masks. `score_threshold`: where the score
-            reaches `least`. `score_hysteresis`: from a score above `enter` until one below `leave`.
-            `contextual_bandit_ucb`: where verification has gained more tokens per forward so far, in rounds like this
-            one (length of the span, share of the block that is committed, mean entropy), by an upper confidence bound.
+        policy: `mask_span_length` verifies spans of at least `min_span` masks. `score_threshold` verifies if the score
+            reaches `least`. `score_hysteresis` begins to verify above the score `enter`, and ends below `leave`.
+            `contextual_bandit_ucb` verifies if that has gained more tokens per forward in similar rounds (length of the
+            span, committed share of the block, mean entropy), by an upper confidence bound.
         min_span: the shortest span that `mask_span_length` verifies, in masks.
         least: bound of `score_threshold`, a score.
-        enter, leave: bounds of `score_hysteresis`, scores; `leave` is the lower one.
-        cost: what is subtracted from the expected gain.
-        cost_above: the cost is for each mask of the block whose probability exceeds this (it could be committed
-            unverified). By default it is for the round.
-        estimator: `soft_entropy_negexp`: exp(-`entropy_weight` H / ln V). `hard_margin_threshold`: 1 where the best
-            probability exceeds the second by more than `margin`, else 0.
-        entropy_weight: of `soft_entropy_negexp`.
-        margin: of `hard_margin_threshold`, a probability.
+        enter, leave: bounds of `score_hysteresis`, scores. `leave` is the lower one.
+        cost: number that is subtracted from the expected gain.
+        cost_above: probability. The cost counts once for each mask of the block above it, which could be committed
+            unverified. With None it counts once per round.
+        estimator: formula of a_j. `soft_entropy_negexp` is exp(-`entropy_weight` H / ln V). `hard_margin_threshold` is
+            1 if the best probability exceeds the second by more than `margin`, and 0 otherwise.
+        entropy_weight: factor of the entropy in `soft_entropy_negexp`.
+        margin: difference of probabilities for `hard_margin_threshold`.
         beta: weight of the bandit's confidence term.
     """
 
@@ -64,7 +64,7 @@ class Routing:
     beta: float = 1.0
 
     def check_routing(self) -> None:
-        """Refuse settings that cannot be meant."""
+        """Refuse settings that are out of range."""
         check_choice("scheduler.policy", self.policy, Policy)
         check_choice("scheduler.estimator", self.estimator, Estimator)
         check_count("scheduler.min_span", self.min_span)
@@ -73,7 +73,8 @@ class Routing:
             check_number(f"scheduler.{name}", getattr(self, name), "a score", least=-inf, finite=True)
         if self.policy == "score_hysteresis" and self.leave > self.enter:
             raise UserError(
-                "option-range", f"scheduler.leave={self.leave} exceeds scheduler.enter={self.enter}. Lower it."
+                "option-range",
+                f"scheduler.leave={self.leave} exceeds scheduler.enter={self.enter}. Lower scheduler.leave.",
             )
         check_positive("scheduler.entropy_weight", self.entropy_weight)
         check_number("scheduler.margin", self.margin, "a probability")
@@ -81,7 +82,7 @@ class Routing:
 
     @property
     def routing_needs(self) -> frozenset[str]:
-        """Fields of `Readout` that the policy reads."""
+        """Fields of `Readout` that the policy needs."""
         if self.policy == "mask_span_length":
             return frozenset()
         soft = self.policy == "contextual_bandit_ucb" or self.estimator == "soft_entropy_negexp"
@@ -98,10 +99,11 @@ class Routing:
         """Return `[B] bool` rows whose draft is to be verified, and the policy's state.
 
         Args:
-            readout: of the draft.
+            readout: readout of the forward that drafted.
             span: `[B, Q] bool` the positions that would be verified.
             masks: `[B, Q] bool` the masks of the block.
-            vocab: tokens that there are.
+            vocab: number of tokens.
+            state: the policy's state after the last round.
         """
         length = span.sum(1)
         if self.policy == "mask_span_length":
@@ -152,5 +154,5 @@ class Routing:
 
 
 def _total(values: Tensor, where: Tensor) -> Tensor:
-    """Return `[B]` the sum of `values [B, Q]` at `where`, in order, so that later values change no bit."""
+    """Return `[B]` the sum of `values [B, Q]` at `where`. Added in order, so that later zeros change no bit."""
     return values.masked_fill(~where, 0).cumsum(1)[:, -1]

@@ -14,7 +14,14 @@ from dllm_sampler.core.checks import check_inner
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.protocols import Carry, Context, is_random
-from dllm_sampler.core.spec import BlocksOpenedAhead, OwnInputs, PlannedCommits, Traits, with_bound_fields
+from dllm_sampler.core.spec import (
+    BlocksOpenedAhead,
+    ChangingLength,
+    OwnInputs,
+    PlannedCommits,
+    Traits,
+    with_bound_fields,
+)
 from dllm_sampler.core.values import Canvas, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -29,19 +36,31 @@ class State(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The carry: predictions at the last verified state, and where the inner scheduler is."""
+    """The carry: predictions at the last verified state, and the progress of the inner scheduler."""
 
     inner: Carry
-    start: Tensor  # [B] start of the block that the predictions are for; -1: none, the next forward opens a block
+    start: Tensor  # [B] start of the block that the predictions are for. -1: the next forward opens a block
     age: Tensor  # [B] steps of the inner scheduler in this block
     step: Tensor  # [B] steps of the inner scheduler in all
     positions: Tensor  # [B, Q]
     readout: Readout | None  # [B, 1, Q]; None before the first forward
 
 
+def undraftable(traits: Traits) -> str | None:
+    """Return the reason why the next steps of a scheduler with these traits cannot be drafted, or None if they can."""
+    reasons = {
+        "drafts too": traits.drafts,
+        "remasks or replaces tokens": traits.revises,
+        "changes the length of answers": traits.has(ChangingLength),
+        "has inputs of its own": traits.has(OwnInputs),
+        "does not ask about the active block in each step": not traits.asks_block,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
 @dataclass(frozen=True)
 class RunAhead(Around):
-    """The base of drafting: checks of inner scheduler, model and blocks, and the inner scheduler's steps."""
+    """The base of schedulers that run an inner one ahead: checks of their parts, and the inner scheduler's steps."""
 
     eager: bool = False
     mask_id: int = field(init=False, default=-1)
@@ -50,15 +69,11 @@ class RunAhead(Around):
 
     def __post_init__(self) -> None:
         inner, name, traits = named(self.inner), named(self), check_inner(self.inner).traits
-        if traits.drafts:
-            raise UserError(
-                "scheduler-incompatible", f"scheduler={name} cannot speed up {inner}, which drafts, too. Remove one."
-            )
-        if traits.revises or traits.has(OwnInputs) or not traits.asks_block:
+        why = undraftable(traits)
+        if why is not None:
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={name} cannot look ahead for {inner}, which remasks, chooses what to ask in each"
-                f" step or feeds inputs of its own. Use scheduler.inner=threshold.",
+                f"scheduler={name} cannot look ahead for {inner}, which {why}. Use scheduler.inner=threshold.",
             )
         if self.eager and traits.asks == "window":
             raise UserError(
@@ -69,7 +84,7 @@ class RunAhead(Around):
 
     @property
     def traits(self) -> Traits:
-        """Traits of the inner scheduler, which may commit more than it plans."""
+        """Traits of the inner scheduler, in a rule that drafts and may commit more than it plans."""
         inner = super().traits.without(PlannedCommits)
         # It counts the inner scheduler's steps in a block.
         own = replace(inner, asks_block=False, drafts=True, scheduled=True, scope="model")
@@ -80,15 +95,18 @@ class RunAhead(Around):
         return carry.inner
 
     def bind(self, context: Context) -> Self:
-        """Take the mask token, the length of blocks, and whether candidates need noise of their own."""
+        """Return a bound copy that stores the mask token and the block length, and knows if tokens are drawn."""
         if context.spec.mask_id is None:
             raise UserError(
-                "mask-token-missing", f"scheduler={named(self)} needs mask tokens. Use {named(self.inner)} alone."
+                "mask-token-missing",
+                f"scheduler={named(self)} needs a model with a mask token. Use scheduler=block_refine.",
             )
         blocks = context.blocks
         if self.eager and blocks.sizes_on_open:
             raise UserError(
-                "scheduler-incompatible", f"scheduler.eager cannot open blocks={named(blocks)}. Use blocks=fixed."
+                "scheduler-incompatible",
+                f"scheduler.eager=true opens blocks ahead, and blocks={named(blocks)} needs a forward to open one. Use"
+                " blocks=fixed.",
             )
         bound = super().bind(context)
         draws = is_random(bound.guides(context.guides))
@@ -96,7 +114,7 @@ class RunAhead(Around):
         return with_bound_fields(bound, mask_id=context.spec.mask_id, lookahead=lookahead, draws=draws)
 
     def ahead(self, canvas: Canvas, carry: Carry) -> None:
-        """Return None: the next commits are not known."""
+        """Return None, since the next commits are not known before the forward."""
 
     def bound(self, tokens: int) -> int:
         """Return the inner scheduler's bound."""
@@ -120,7 +138,7 @@ class RunAhead(Around):
         return State(replace(canvas, age=age, step=carry.step), carry.inner, zero, confidence)
 
     def step(self, state: State, query: Query, readout: Readout) -> State:
-        """Make one step of the inner scheduler, and open the next block where it fills this one."""
+        """Return the state after one step of the inner scheduler, which opens the next block if it fills this one."""
         edit, inner = self.inner.tell(state.canvas, query, readout, state.inner)
         edit = replace(edit, commit=edit.commit & (edit.ids != self.mask_id))  # a chosen mask token is still noise
         after = state.canvas.apply(query.positions, edit)

@@ -17,21 +17,20 @@ from dllm_sampler.schedulers.drafting.run_ahead import Round, RunAhead, State
 
 @dataclass(frozen=True)
 class Drafting(RunAhead):
-    """Run the inner scheduler several steps per forward, and end exactly where it would; `branches` is left open.
+    """A scheduler that makes several steps of an inner one per forward. A subclass defines `branches`.
 
     `ask` drafts: the inner scheduler acts on the last predictions as if they did not change. The forward computes the
     canvas (candidate 0) and some of the drafted states. `tell` verifies: the inner scheduler judges the canvas by its
-    own predictions; if the state it makes is a candidate, it judges that one next, and so on. The step after the last
-    verified state needs no candidate. Each step sees the predictions, carry, step number (which keys the noise) and
-    age of the block that the inner scheduler would see alone, so that tokens are the same and only forwards are saved.
-    A forward that opens a block has one candidate.
+    own predictions. If the next state is a candidate, it judges that one, and so on. The step after the last verified
+    state needs no candidate. Each step sees the predictions, carry, step number (which keys the noise) and age of the
+    block that the inner scheduler would see alone, so that tokens are the same and only forwards are saved. A forward
+    that opens a block has one candidate.
 
     Args:
-        inner: the scheduler to speed up: one that asks for its block and takes nothing back.
-        eager: draft over the end of the block, into the next one, and open that without a forward of its own where
-            the draft was right (one block ends per forward at most; a stop may then leave other tokens after the
-            end token). It needs blocks that are not sized on opening, and a cache that opening a block does not
-            refresh.
+        inner: the scheduler to speed up. It asks about its block and does not remask tokens.
+        eager: draft into the next block, which opens without a forward of its own if the draft was right. A forward
+            ends one block at most. A stop may then leave other tokens after the end token. Not for blocks that their
+            first forward sizes, nor for a cache that opening a block refreshes.
     """
 
     def branches(self, most: int) -> list[Branch]:
@@ -39,7 +38,7 @@ class Drafting(RunAhead):
         raise NotImplementedError
 
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Ask the inner scheduler's query about the canvas and the states that it may come to."""
+        """Return the inner scheduler's query about the canvas and the states that it may reach."""
         query, most = super().ask(canvas, carry), canvas.layout.width
         if self.eager:
             columns, most = canvas.columns(), min(most + self.lookahead, canvas.layout.longest)
@@ -54,7 +53,7 @@ class Drafting(RunAhead):
         return query if self.draws else replace(query, candidates=query.candidates._replace(step=None))
 
     def drafted(self, canvas: Canvas, carry: Round, depth: int) -> Draft:
-        """Draft the next `depth` steps by the last predictions, as far as they lead."""
+        """Return a draft of the next `depth` steps by the last predictions, or of fewer if no mask is left."""
         assert carry.readout is not None
         query = Query.at(canvas, carry.positions)
         state = self.begin(canvas, query, carry)
@@ -69,11 +68,11 @@ class Drafting(RunAhead):
         return Draft(root, state.canvas.ids, level, reached)
 
     def propose(self, state: State, query: Query, readout: Readout) -> State:
-        """Draft one step: the inner scheduler's own, on predictions of an earlier state."""
+        """Return the state after a drafted step: the inner scheduler's, by predictions of an earlier state."""
         return self.step(state, query, readout)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        """Go along the candidates as far as the inner scheduler does, and take the step after the last one too."""
+        """Return the edit of all steps to the last verified candidate, and of the step after it."""
         state = self.begin(canvas, query, carry)
         for _ in range(query.ids.shape[1] - 1):
             state = self.verify(canvas, query, readout, state)
@@ -88,7 +87,7 @@ class Drafting(RunAhead):
         return edit, Round(state.inner, start, now.age, now.step, at, seen)
 
     def verify(self, canvas: Canvas, query: Query, readout: Readout, state: State) -> State:
-        """Make one step along the candidates, in the rows where one of them holds the state that it leads to."""
+        """Return the state after one more step in rows where a candidate holds that state. Other rows stay."""
         after = self.step(state, query, readout.under(state.candidate))
         score = self.fits(query, state, after)  # [B, K]
         live, step = query.candidates.live, query.candidates.step
@@ -100,7 +99,7 @@ class Drafting(RunAhead):
         return where_rows(accepted, self.follow(query, state, after, score.argmax(1)), state, canvas.length)
 
     def fits(self, query: Query, before: State, after: State) -> Tensor:
-        """Return `[B, K] int64` how well each candidate fits a step from `before` to `after`. 0 is not at all."""
+        """Return `[B, K] int64` the fit of each candidate to a step from `before` to `after`, 0 if it does not fit."""
         return (query.ids == after.canvas.ids.gather(1, query.positions)[:, None]).all(2).long()
 
     def follow(self, query: Query, before: State, after: State, candidate: Tensor) -> State:
@@ -112,7 +111,7 @@ class Drafting(RunAhead):
         return (after.start == before.start) | (before.start == canvas.start)
 
     def worth_candidate(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
-        """Return `[B] bool` rows whose state `after` has masks in this block or the next: it is worth a candidate."""
+        """Return `[B] bool` rows whose state `after` can be a candidate: it has masks in a block that is computed."""
         if not self.eager:
             return after.start == canvas.start
         return ~after.done & self.commits_next(canvas, before, after)

@@ -17,20 +17,20 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.schedulers.dynamic import DynamicThreshold
 from dllm_sampler.schedulers.score import rate
 
-TINY = 1e-12  # no drafted token counts as less probable
+TINY = 1e-12  # lower bound on the probability of a drafted token
 
 
 class Draft(NamedTuple):
-    """The prediction of a forward."""
+    """The predictions of a forward."""
 
     positions: Tensor  # [B, Q] sorted
     token: Tensor  # [B, Q]
     confidence: Tensor  # [B, Q] float64
-    score: Tensor  # [B, Q] what ranks the masks
+    score: Tensor  # [B, Q] statistic that ranks the masks
     law: Tensor | None  # [B, Q, V] the law that tokens are drawn from. None takes the best ones
 
     def at(self, positions: Tensor) -> Draft:
-        """Return the same at `positions [B, Q]`, void where nothing was predicted."""
+        """Return the predictions at `positions [B, Q]`. They are void where nothing was predicted."""
         place = torch.searchsorted(self.positions, positions.contiguous()).clamp(max=self.positions.shape[1] - 1)
         token, confidence, score = (one.gather(1, place) for one in (self.token, self.confidence, self.score))
         law = self.law
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 
     commit: Tensor  # [B, Q] bool
     token: Tensor  # [B, Q]
-    confidence: Tensor  # [B, Q] float64 what the verifier says of the token
+    confidence: Tensor  # [B, Q] float64 probability of the token by the verifier
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Verifying(DynamicThreshold):
     """The base of schedulers whose drafts are verified by the same model.
 
     Args:
-        tempering: power of the odds that a drafted token is accepted.
+        tempering: exponent of the ratio of probabilities by which a drafted token is accepted.
     """
 
     tempering: float = 1.0
@@ -65,10 +65,10 @@ class Verifying(DynamicThreshold):
         check_positive("scheduler.tempering", self.tempering)
 
     def bind(self, context: Context) -> Self:
-        """Take the vocabulary and whether tokens are drawn, or refuse a model that has no block size 1."""
+        """Return a bound copy that stores the model's facts. Refuses a model that cannot have block size 1."""
         spec = context.spec
         if spec.attention != "block_causal" or spec.shift:
-            what = "has a logit shift" if spec.attention == "block_causal" else "is not one"
+            what = "has a logit shift" if spec.attention == "block_causal" else "is not block-causal"
             raise UserError(
                 "scheduler-incompatible",
                 f"scheduler={named(self)} verifies drafts by a block-causal model at block size 1 (SDAR, LLaDA2), and"
@@ -78,11 +78,11 @@ class Verifying(DynamicThreshold):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The readout's parts that tokens are drawn from."""
+        """Fields of `Readout`, with the step's choice if tokens are drawn."""
         return super().needs | ({"draw"} if self.draws else set())
 
     def undrafted(self, canvas: Canvas) -> Draft:
-        """Return the draft before the first forward."""
+        """Return predictions at no position, for the carry before the first forward."""
         assert self.model is not None
         nowhere = torch.full_like(canvas.ids[:, :1], canvas.length)
         zero, dtype = torch.zeros_like(nowhere), torch.promote_types(self.model.dtype, torch.float32)
@@ -90,7 +90,7 @@ class Verifying(DynamicThreshold):
         return Draft(nowhere, zero, zero.double(), zero.double(), law)
 
     def drafted(self, canvas: Canvas, query: Query, readout: Readout) -> Draft:
-        """Return the prediction of a forward."""
+        """Return the predictions of a forward, to be verified or to verify with."""
         law = None
         if self.draws:
             assert readout.draw is not None
@@ -99,7 +99,7 @@ class Verifying(DynamicThreshold):
         return Draft(query.positions.contiguous(), readout.token[:, 0], readout.confidence[:, 0], score, law)
 
     def verifying(self, canvas: Canvas, query: Query, draft: Draft, rows: Tensor) -> Query:
-        """Ask for the draft to be verified in `rows [B] bool`. The others ask `query` as it is."""
+        """Return a query that verifies the draft in `rows [B] bool`. In the other rows it asks the same as `query`."""
         fills = rows[:, None] & canvas.eligible(query.positions)
         token = draft._replace(law=None).at(query.positions).token
         ids = torch.where(fills, token, query.ids[:, 0])[:, None]
@@ -108,10 +108,10 @@ class Verifying(DynamicThreshold):
     def verdict(
         self, canvas: Canvas, query: Query, readout: Readout, draft: Draft, now: Draft, span: Tensor
     ) -> Verdict:
-        """Accept a draft from the left, up to the first token that fails, which is replaced.
+        """Return the commits of a draft: accepted tokens from the left, and another token for the first that fails.
 
         Args:
-            now: what the forward that verified predicted.
+            now: predictions of the verifying forward.
             span: `[B, Q] bool` positions that were verified.
         """
         if draft.law is None or now.law is None:
@@ -126,7 +126,7 @@ class Verifying(DynamicThreshold):
         return Verdict(commit, token, now.law.gather(-1, token[..., None])[..., 0].double())
 
     def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """Return `[B, Q]` uniform numbers for `positions [B, Q]`. That of the empty slot means nothing."""
+        """Return `[B, Q]` uniform numbers for `positions [B, Q]`. Numbers at the empty slot are not used."""
         return canvas.uniform(positions)
 
     def redrawn(self, readout: Readout, weight: Tensor, failed: Tensor) -> Tensor:
@@ -142,6 +142,6 @@ def leading(canvas: Canvas, positions: Tensor, eligible: Tensor) -> Tensor:
 
 
 def upto_failure(span: Tensor, stands: Tensor) -> Tensor:
-    """Return `[B, Q] bool` the positions of `span` that hold, up to the first that does not, and that one."""
+    """Return `[B, Q] bool` the positions of `span` up to the first one that does not stand, which is included."""
     fails = (span & ~stands).long()
     return span & (fails.cumsum(1) == fails)
