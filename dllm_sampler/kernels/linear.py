@@ -1,7 +1,7 @@
 """The product of few rows with a weight of 8-bit integers, which are read once.
 
-A step of one block multiplies every weight with a few dozen rows, so reading the weights takes most of its time, and
-half the bytes take half the time. Without a kernel a weight is unpacked to memory first: five bytes moved per number.
+A step of one block multiplies every weight with a few dozen rows, so reading the weights takes most of its time. Half
+the bytes take half the time. Without a kernel a weight is unpacked to memory first: five bytes moved per number.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false

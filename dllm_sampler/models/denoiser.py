@@ -125,8 +125,8 @@ class TransformerDenoiser:
     def inference_mode(self) -> bool:
         """True if steps may run in `torch.inference_mode`, whose tensors autograd cannot use later.
 
-        It is False if tensors of a forward may outlive it: buffers of a sharded, wrapped or offloaded module, tensors
-        stored by a hook or a parametrisation, and autocast's copies of weights.
+        It is False if tensors of a forward may outlive it. Examples are buffers of a sharded, wrapped or offloaded
+        module, tensors stored by a hook or a parametrisation, and autocast's copies of weights.
         """
         model, layers = self.model, self.transformer.layers
         ours = type(model) is Transformer and all(type(layer) is Layer for layer in layers)

@@ -400,8 +400,8 @@ def _denoiser(
     """Return the model with its special tokens, from arguments, `config.json`, generation config or tokenizer.
 
     All end tokens of these three end an answer. The generation config's come first, since a chat model's answer ends
-    before the text does. If a file names end tokens, the tokenizer's is left out in two cases: the model has no token
-    with its id, or it is the mask token.
+    before the text does. The tokenizer's is left out if a file names one, and it is the mask token or not a token of
+    the model.
     """
     generation = folder / "generation_config.json"
     generating = weights.read_json(generation) if generation.is_file() else {}

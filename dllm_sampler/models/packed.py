@@ -22,8 +22,8 @@ Stored = tuple[Tensor, Tensor]  # keys and values [B, L+1, Hkv, Dh]
 class PackedAttention:
     """Attention for one pack, made once per forward and used by every layer.
 
-    On a CPU, if the host knows the rows of the pack, it computes row by row, so that a row's numbers do not depend on
-    its neighbours. Otherwise it pads all rows to the longest one, for this product alone.
+    On a CPU, if the host knows the rows of the pack, it computes row by row. A row's numbers then do not depend on its
+    neighbours. Otherwise it pads all rows to the longest one, for this product alone.
     """
 
     pack: Pack

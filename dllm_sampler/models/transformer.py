@@ -3,8 +3,8 @@
 A mask decides what a position sees: bidirectional and block-causal models differ in nothing else.
 
 `Transformer(config)(ids)` is the plain forward of trainers and parity tests. A sampler with a cache passes `drive`, a
-function that runs one layer from its parts (`qkv`, `attend`, `mlp`), so that the network itself does not depend on
-caches. Both ways go through `module(...)` calls, where FSDP and accelerate have their hooks.
+function that runs one layer from its parts (`qkv`, `attend`, `mlp`). So the network itself does not depend on caches.
+Both ways go through `module(...)` calls, where FSDP and accelerate have their hooks.
 
 Letters: N rows (batch times candidates), M computed positions, Q answered positions, S keys, H heads, Dh width of a
 head, D width of the stream, V vocabulary.

@@ -1,7 +1,7 @@
 """The joint choice: the predicted tokens of a step are those of one string that the automaton accepts.
 
 Whatever part of them a scheduler commits, the string shows that the rest can be completed. Letters: N = B*K strings,
-one for each row and candidate; L positions of an answer; S states, E edges, M moves and C classes of tokens (see
+one for each row and candidate, L positions of an answer, S states, E edges, M moves and C classes of tokens (see
 `edges.py`).
 """
 

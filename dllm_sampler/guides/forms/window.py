@@ -93,7 +93,7 @@ def _ends(edges: Edges) -> Tensor:
 def _tails(edges: Edges, several: bool, length: int) -> Tensor:
     """Return `[P, L', S]` the best value, or the sum, of strings of 0, 1, ... positions that may follow each state.
 
-    L' is above `length`. The table is made once for lengths up to a power of two, and never freed before the edges,
+    L' is above `length`. The table is made once for lengths up to a power of two. It is never freed before the edges,
     since a recorded step reads it in place.
     """
     most = 1 << (length - 1).bit_length()

@@ -10,7 +10,7 @@ counts, and lists may be of any length. Otherwise its other variables derive eac
 left or right. A path through these remembers the sides. A step that makes them both counts one and forgets them.
 
 Derivations up to a depth are those of a grammar whose variables carry the depth and the sides. All its groups are
-regular, so automata over terminals are built from the inside out and inserted into each other (a recursive transition
+regular. So automata over terminals are built from the inside out and inserted into each other (a recursive transition
 network with bounded recursion).
 """
 
