@@ -27,7 +27,7 @@ Check the promises of every plug-in, on small random networks in float64:
   prompts  prompts, padding and finished rows never change
   commits  a committed token stays, unless `traits` says `revises`
   ends     every row ends within the bound that `bound` gives, with no mask left
-  traits   what a scheduler's `traits` say of confidence, of `canvas.age` and of what it asks about
+  traits   a scheduler's `traits` are true of confidence, of `canvas.age` and of the positions in its queries
 and list the plug-ins that it runs with. GROUP is scheduler, cache, blocks, stop or guide. NAME is a packaged choice, or
 your own in ./conf/GROUP/NAME.yaml or DIR/GROUP/NAME.yaml. Several groups can be set: all others are tried in turn.
 

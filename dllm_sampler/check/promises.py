@@ -94,7 +94,7 @@ def refusal(toy: str, **plugins: Any) -> str | None:
     """Return the reason why plug-ins cannot run together on a toy, or None if they can.
 
     Raises:
-        UserError: one of them breaks its contract, whatever it is combined with.
+        UserError: one of them breaks its contract in any combination.
     """
     try:
         toys.sampler(toy, **plugins)
@@ -230,7 +230,7 @@ def check_end(case: Case) -> None:
             f"It took {len(steps)} forwards, and `bound` promises at most {bound} for {TOKENS} tokens. Raise `bound`."
         )
     if len(steps) != int(result.nfe.max()):
-        raise Broken(f"It took {len(steps)} steps, and its NFE is {int(result.nfe.max())}.")
+        raise Broken(f"{len(steps)} steps were made, and the largest NFE of a row is {int(result.nfe.max())}.")
     if result.complete[stuck].any():
         raise Broken("A row that a guide has ended is reported as complete.")
     answer = torch.arange(TOKENS) < result.lengths[:, None]

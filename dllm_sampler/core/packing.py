@@ -297,7 +297,7 @@ class HeadRows:
 class Pack:
     """The entries of a forward.
 
-    A segment is a candidate of a row. The entries of a candidate see those of the same segment only. A `leave_one_out`
+    A segment is a candidate of a row. An entry of a candidate sees entries of the same segment only. A `leave_one_out`
     query has two segments: the canvas and its shadows. A shadow sees the other shadows. It also sees the canvas, but
     not the column that it predicts. If the query is `causal`, each shadow is a segment by itself with a negative
     number.

@@ -58,7 +58,7 @@ class LayerParts(Protocol):
 
         Args:
             hidden: `[N, M, D]` the layer's input.
-            rope: rotary angles of the M positions, as the denoiser handed them to `Cache.layer`.
+            rope: rotary angles of the M positions, as the denoiser passed them to `Cache.layer`.
         """
         ...
 
@@ -205,7 +205,7 @@ class Scheduler(PlugIn):
 
     @property
     def traits(self) -> Traits:
-        """Facts that others rely on. A scheduler that overrides `ask` says if it still `asks_block`."""
+        """Facts that others rely on. A scheduler whose `ask` leaves the active block sets asks_block=False."""
         return Traits()
 
     def init(self, canvas: Canvas) -> Carry:
@@ -259,7 +259,7 @@ class Scheduler(PlugIn):
 
     @property
     def total_steps(self) -> int | None:
-        """Number of forwards for a whole answer, which its blocks share. None if the user asked for no number."""
+        """Number of forwards for a whole answer, which its blocks share. None if the user set no number."""
         return None
 
     @property
@@ -402,7 +402,7 @@ class Blocks(PlugIn):
         return None
 
     def progress(self, canvas: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        """Add the commits that the blocks require besides the scheduler's. The default adds nothing.
+        """Add the commits that the blocks require to the scheduler's. The default adds nothing.
 
         Args:
             canvas: the state that the forward saw, with final blocks.
@@ -491,7 +491,7 @@ class Guide:
         return self
 
     def check_answer(self, given: Sequence[int], form: int = 0) -> None:
-        """Refuse a request whose answer cannot be what the guide wants.
+        """Refuse a request whose answer cannot have the form that the guide requires.
 
         Args:
             given: tokens of the answer, `FREE` at each position to generate.
@@ -538,7 +538,7 @@ class Guide:
             canvas: the state that the forward saw, with final blocks.
             query: the question, about one candidate.
             readout: statistics `[B, 1, Q]`.
-            edit: what scheduler and blocks want to write, `[B, Q]`.
+            edit: edit of scheduler and blocks, `[B, Q]`.
 
         Returns:
             the edit, and what the guide refused in each row.
@@ -553,7 +553,7 @@ class Guide:
             form: number of its form.
 
         Returns:
-            True if the answer is what the guide wants, or None if it cannot say.
+            True if the answer has the form that the guide requires, False if not, and None if the guide cannot decide.
         """
         return None
 
@@ -591,7 +591,7 @@ class Stop(PlugIn):
     predicts: ClassVar[bool] = True
 
     def positions(self, canvas: Canvas) -> Tensor | None:
-        """Name positions to predict besides those of the scheduler's query. The default names none.
+        """Name positions to predict in addition to the scheduler's query. The default names none.
 
         Args:
             canvas: the state before the step.
@@ -613,8 +613,8 @@ class Stop(PlugIn):
             edit: what the step writes, `[B, Q]`.
 
         Returns:
-            an edit `[B, Q]`, with `finish [B] bool` and `end [B]` in columns. `edit` itself changes nothing. It must
-            leave `keep_block` and `close_block` as they are.
+            an edit `[B, Q]`, with `finish [B] bool` and `end [B]` in columns. `edit` itself changes nothing. The
+            result must have the `keep_block` and `close_block` of `edit`.
         """
         return edit
 
@@ -693,7 +693,7 @@ class Cache:
         return None
 
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
-        """Remove the positions that the next forward does not predict from a query.
+        """Return a query without the positions that the next forward does not predict.
 
         The engine calls this if `computes` chose columns, or if the model has an encoder.
 
@@ -735,7 +735,7 @@ class Cache:
         raise NotImplementedError
 
     def cost(self, plan: Plan) -> Tensor:
-        """Count what the last forward computed.
+        """Count the positions that the last forward computed.
 
         Args:
             plan: the plan of that forward.
@@ -863,7 +863,7 @@ class Particles(PlugIn):
         """Decide which rows continue. Called if the particles `meets`. May read the device.
 
         Args:
-            meeting: the rows. Those of prompts that are not `here` stay, whatever is returned for them.
+            meeting: the rows. Rows of prompts that are not `here` stay, and the result for them is ignored.
             carry: as `init` or the last `meet` returned it, copied with the rows.
 
         Returns:
@@ -888,7 +888,7 @@ class Particles(PlugIn):
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A cache that must know what the next forward commits, from a scheduler with `PlannedCommits`."""
+    """A cache that must know the commits of the next forward, from a scheduler with `PlannedCommits`."""
 
     def expect(self, ahead: Tensor, most: int) -> None:
         """Store the plan of what the next forward commits.
@@ -901,7 +901,7 @@ class Foresees(Protocol):
 
 @runtime_checkable
 class Prefills(Protocol):
-    """A cache that computes a prompt once for several rows. Its keys must not depend on what is written after it."""
+    """A cache that computes a prompt once for several rows. Its keys must not depend on the tokens after it."""
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
         """Compute the prompt that consecutive rows have in common, before the first step.

@@ -1,4 +1,4 @@
-"""The recorder of a running generation: which forward committed each token, and how sure it was."""
+"""The recorder of a running generation: the forward that committed each token, and its probability."""
 
 from __future__ import annotations
 

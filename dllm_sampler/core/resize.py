@@ -17,7 +17,7 @@ class Moved:
     change: Resize
     live: Tensor  # [B] bool: rows that change
     end: Tensor  # [B] end of each row after the change
-    opens: Tensor  # [B] bool: rows whose next forward opens the block, since what a cache stores by column is void
+    opens: Tensor  # [B] bool: rows whose next forward opens the block
     lost: Tensor  # [B] bool: rows that lost columns
     source: Tensor | None  # [B, L+1] the former place of each column. None if no column has moved
     new: Tensor  # [B, L+1] bool: columns that did not exist before

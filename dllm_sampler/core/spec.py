@@ -145,7 +145,7 @@ class AllColumns(RareTrait):
 
 @dataclass(frozen=True)
 class WatchedLayers(RareTrait):
-    """It looks at the attention of the model's last layers: no cache, and a model whose layers can be driven."""
+    """It reads the attention of the model's last layers: no cache, and a model whose layers can be driven."""
 
     count: int = 4
 

@@ -224,10 +224,10 @@ class Canvas:
         return 1 - self.masked.sum(1) / self.free_before(self.end)
 
     def next_free(self, column: Tensor) -> Tensor:
-        """Return `[B]` the start of the next block if one ends at `column [B]`.
+        """Return `[B]` the start of the next block if a block ends at `column [B]`.
 
-        It is the first free column from there on, or `end`. It does not look for noise, since a drafting scheduler may
-        have written into the block already.
+        It is the first free column from `column` on, or `end`. It may not be noise, since a drafting scheduler may have
+        written into the block already.
         """
         if self.layout.given is None:
             return column
@@ -411,7 +411,7 @@ class Query:
     positions: Tensor  # [B, Q] sorted columns, padded with L
     ids: Tensor  # [B, K, Q]
     limit: Tensor | None = None  # [B] columns from here on are hidden. None: canvas.end
-    hidden: Tensor | None = None  # [B, L+1] bool: columns that are hidden besides: masks, by blocks or a cache
+    hidden: Tensor | None = None  # [B, L+1] bool: further hidden columns, masks that blocks or a cache hide
     keeps_positions: bool = False  # a cache may not drop positions that it does not predict
     leave_one_out: bool = False  # re-predict committed positions without seeing their token
     # [B] bool: rows that predict each position from the columns before it. With leave_one_out shadows predict them, and
@@ -552,7 +552,7 @@ class Readout:
     probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; a scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
     draw: TokenChoice | None = None  # the step's choice, which can be repeated from other logits
-    attention: Tensor | None = None  # [B, 1, Q, L+1] probability with which each position looks at each column
+    attention: Tensor | None = None  # [B, 1, Q, L+1] probability with which each position attends to each column
     attended: Tensor | None = None  # [B, 1, L+1] mean of these probabilities over all columns of the row
     written: Tensor | None = None  # [B, K, Q] tokens to write in place of `token`, under judge="best"
     written_confidence: Tensor | None = None  # [B, K, Q] float64 probability of `written`
@@ -610,13 +610,13 @@ class Edit:
     None means no row, or no position.
     """
 
-    ids: Tensor  # [B, Q] tokens. Where nothing is committed: what the scheduler would write
+    ids: Tensor  # [B, Q] tokens. Where nothing is committed, the tokens that the scheduler would write
     commit: Tensor  # [B, Q] bool: write, also over a committed token
     remask: Tensor | None = None  # [B, Q] bool: make it noise again. The engine writes the mask token here
     keep_block: Tensor | None = None  # [B] bool: stay in the block although it is full
     close_block: Tensor | None = None  # [B] bool: continue with the next block although this one is not full
     finish: Tensor | None = None  # [B] bool: stop the row
-    stop: Tensor | None = None  # [B] end the block here; what is left of it is for the next one
+    stop: Tensor | None = None  # [B] end the block here. The columns left are for the next block
     end: Tensor | None = None  # [B] cut the canvas here
     resize: Resize | None = None  # change of the answer's length, after the rest of the edit
     confidence: Tensor | None = None  # [B, Q] probability of `ids`, where these are not `Readout.token`

@@ -147,7 +147,7 @@ def mask_of(keys: Tensor | None) -> Tensor | None:
 
 
 class Predicts(Protocol):
-    """A `ModelSpec` or a model, which says which row predicts a token."""
+    """A `ModelSpec` or a model: the facts that decide which row predicts a token."""
 
     @property
     def shift(self) -> bool:

@@ -64,7 +64,7 @@ class GraphRecorder:
 def _close(device: int, pool: Any) -> None:
     """Close a pool after a capture that failed, if torch has left it open.
 
-    torch 2.11 and earlier go on to allocate in it (pytorch 180395): the next capture can fail, and cached memory is
+    torch 2.11 and earlier continue to allocate in it (pytorch 180395): the next capture can fail, and cached memory is
     never released. Later versions have closed it, and closing it again raises an error.
     """
     with suppress(RuntimeError, AttributeError):

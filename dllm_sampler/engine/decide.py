@@ -126,7 +126,7 @@ class Judgement(NamedTuple):
 
 
 def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: Carry, failed_at: Tensor) -> Judgement:
-    """Ask the scheduler what to commit, add what the blocks require, and remove what may not stay.
+    """Return the scheduler's edit, with commits that the blocks require and without commits that are not allowed.
 
     Commits are removed in rows whose numbers are not finite, and where guides do not allow them.
 
@@ -166,7 +166,7 @@ def judge(plugins: Plugins, canvas: Canvas, query: Query, seen: Readout, carry: 
 
 
 def tell(plugins: Plugins, state: Generation, query: Query, seen: Readout, spent: Spent) -> None:
-    """Write what the predictions change, and move every row to its next step.
+    """Apply the changes that follow from the predictions, and move every row to its next step.
 
     Args:
         query: the question to the model.

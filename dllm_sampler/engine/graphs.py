@@ -68,13 +68,13 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     if plugins.particles.meets and plugins.particles.count > 1:
         return f"particles={named(plugins.particles)} keeps the state of rows that wait"
     if spec.encoder:
-        return "this model's encoder keeps what it read in an object of its own"
+        return "the state of this model's encoder cannot be recorded"
     vetoing = next((guide for guide in plugins.guides if guide.vetoes), None)
     if vetoing is not None:
         return f"guide={named(vetoing)} reads the device inside a step"
     traits, scheduler = plugins.scheduler.traits, f"scheduler={named(plugins.scheduler)}"
     if traits.has(BatchState):
-        return f"{scheduler} asks a second model, which keeps a state of its own"
+        return f"{scheduler} runs a second model, whose state cannot be recorded"
     if not traits.graph_safe:
         return f"{scheduler} reads the device inside a step"
     return _unfit(nn.ModuleList(networks(denoiser)), spec.device)

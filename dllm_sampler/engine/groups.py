@@ -105,7 +105,7 @@ class Groups:
             self._keep(state)
 
     def _keep(self, state: Generation) -> None:
-        """Store cache and carry before a step, which may change those of waiting rows.
+        """Store cache and carry of a state, since the next step may change them in waiting rows.
 
         The next forward computes no column of these rows, even if it computes all columns of the others.
         """

@@ -89,11 +89,11 @@ def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
     if plugins.cache.shared:
         return f"cache={named(plugins.cache)} counts forwards for the batch as a whole"
     if plugins.scheduler.traits.has(BatchState):
-        return f"scheduler={named(plugins.scheduler)} asks a second model, which keeps a state of its own"
+        return f"scheduler={named(plugins.scheduler)} runs a second model, whose state is not stored row by row"
     if type(noise) is not CounterNoise:
         return f"{type(noise).__name__} draws for the batch as a whole"
     if denoiser.spec.encoder:
-        return "this model's encoder keeps what it read in an object of its own"
+        return "the state of this model's encoder is not stored row by row"
     return None
 
 

@@ -49,7 +49,7 @@ def predict(
     rule: Rule,
     kernels: Backend | None = None,
 ) -> Readout:
-    """Choose a token per answer from hidden states `[R, D]` and measure how sure the model is.
+    """Choose a token per answer from hidden states `[R, D]`, and measure the model's certainty.
 
     Args:
         hidden: `[R, D]` hidden states after the final norm.
@@ -121,7 +121,7 @@ def read(
     head_rows: HeadRows,
     rule: Rule,
 ) -> Readout:
-    """Choose a token per answer and measure how sure the model is.
+    """Choose a token per answer, and measure the model's certainty.
 
     Args:
         logits: `[R, V]`, overwritten.

@@ -62,7 +62,7 @@ class SeveralRows(Particles):
         if self.meets and context.spec.encoder:
             raise UserError(
                 "particles-incompatible",
-                f"{name} copies rows, and this model's encoder keeps what it read in an object of its own. Use"
+                f"{name} copies rows, and the state of this model's encoder is not stored row by row. Use"
                 " particles=best_of_n.",
             )
         return self

@@ -27,7 +27,7 @@ Potential = Literal["diff", "max", "add", "rt"]
 class Past(NamedTuple):
     """The rewards of a row at earlier meetings."""
 
-    level: Tensor  # [B] float64 what the potential compares with: the last reward, the largest one, or the sum
+    level: Tensor  # [B] float64 reward that the potential compares with: the last one, the largest one, or the sum
     product: Tensor  # [B] float64 logarithm of the product of all potentials
     weight: Tensor  # [B] float64 logarithm of the product since the last resampling
 

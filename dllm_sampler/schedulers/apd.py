@@ -1,4 +1,4 @@
-"""APD: a small autoregressive model says how much of a left-to-right draft is taken."""
+"""APD: a small autoregressive model decides how much of a left-to-right draft is committed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ParallelDecoding(Leftmost):
         return with_bound_fields(self, loaded=loaded)
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """Return the guides `given`, after guides that exclude tokens which the verifier does not know."""
+        """Return guides that exclude tokens unknown to the verifier, followed by the guides `given`."""
         assert self.loaded is not None
         return (*self.loaded.guides, *given)
 

@@ -1,4 +1,4 @@
-"""CCD: commit what the last steps' contexts agree on."""
+"""CCD: commit tokens that are the same in the contexts of the last steps."""
 
 from dataclasses import dataclass
 

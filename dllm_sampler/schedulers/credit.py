@@ -35,7 +35,7 @@ class Credit(DInferThreshold):
         threshold, slack: as in `DInferThreshold`.
         alpha: weight of the credit. 0 leaves confidences as they are.
         gamma: power of the probability a candidate earns.
-        decay: what is left of the credit after a step (beta).
+        decay: factor of the credit per step (beta).
         memory: tokens remembered per position, 1024 at most.
     """
 

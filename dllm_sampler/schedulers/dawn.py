@@ -20,7 +20,7 @@ Exclude = Literal["linked", "published"]
 
 @dataclass(frozen=True)
 class Dawn(Scheduler):
-    """DAWN: sure positions, those that look at sure text, and an independent set of the less sure ones.
+    """DAWN: sure positions, those that attend to sure text, and an independent set of the less sure ones.
 
         while masks remain in the block:
             token, confidence, attention = model(canvas)
@@ -30,8 +30,8 @@ class Dawn(Scheduler):
             picked = walk rest by confidence, take each linked to none taken before
             commit sure, induced and picked, or else the surest mask
 
-    Source: DAWN, arXiv 2602.06953. Position j depends on column i if it looks at i with at least `edge`, unless i is a
-    sink, which all columns look at. Two positions are linked if one depends on the other. Sure text is what is
+    Source: DAWN, arXiv 2602.06953. Position j depends on column i if it attends to i with `edge` or more, unless i is a
+    sink, which all columns attend to. Two positions are linked if one depends on the other. Sure text is what is
     committed and has a confidence of `threshold` now. Attention is a mean over heads and the last layers. Rows compute
     all columns in each forward, so caches are refused. The published code leaves out of `rest` only what depends on a
     position that is both sure and induced. Its walk does not end, and writes over the prompt's first token where two

@@ -1,4 +1,4 @@
-"""DUS: a schedule of positions that keeps what is committed together far apart."""
+"""DUS: a schedule that commits positions together only if they are far apart."""
 
 from dataclasses import dataclass
 

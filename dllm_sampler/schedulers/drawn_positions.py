@@ -20,8 +20,8 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 class DrawnPositions(Scheduler, ABC):
     """Positions ranked by confidence, or drawn in proportion to confidence ** (1 / position_temperature).
 
-    Source: tempered remasking, arXiv 2604.09921. A rule that always takes the surest draw collapses onto what is easy:
-    an unlikely token waits, and is drawn again. Positions that are sure enough by themselves are committed as usual.
+    Source: tempered remasking, arXiv 2604.09921. A rule that always takes the surest draw prefers easy tokens: an
+    unlikely token waits, and is drawn again. Positions that are sure enough by themselves are committed as usual.
     `alg_temp` of `scheduler=fixed` is Dream's: it draws every position, in proportion to exp(confidence / alg_temp).
 
     Args:

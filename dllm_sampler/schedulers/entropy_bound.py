@@ -61,7 +61,7 @@ class EntropyBound(Scheduler):
 
 
 def bounded(entropy: Tensor, eligible: Tensor, bound: float, score: Tensor | None = None) -> Tensor:
-    """Return `[B, Q] bool` the longest run of `eligible` positions whose sum without the largest is within `bound`.
+    """Return `[B, Q] bool` the most `eligible` positions whose entropies without the largest sum to `bound` at most.
 
     Args:
         entropy: `[B, Q]` the numbers that are summed.

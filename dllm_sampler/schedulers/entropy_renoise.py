@@ -62,7 +62,7 @@ class EntropyRenoise(Scheduler):
         check_number("scheduler.confidence_threshold", self.confidence_threshold, optional=True)
         if self.t_max < self.t_min:
             said = f"scheduler.t_max={self.t_max!r} is below scheduler.t_min={self.t_min}"
-            raise UserError("option-range", f"{said}. Set scheduler.t_max to that or more.")
+            raise UserError("option-range", f"{said}. Set scheduler.t_max={self.t_min} or more.")
 
     def bind(self, context: Context) -> Self:
         """Return a copy that knows if a guide restricts the form of the answer."""
@@ -70,7 +70,7 @@ class EntropyRenoise(Scheduler):
         return with_bound_fields(self, formed=formed)
 
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
-        """Return the guides with the falling temperature after those of the user, but before one on the form.
+        """Return the user's guides, with the falling temperature after them, but before a guide on the form.
 
         Raises:
             UserError: a guide may refuse the tokens that end a block.

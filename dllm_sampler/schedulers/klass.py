@@ -61,7 +61,7 @@ class Klass(FixedSteps):
 
     @property
     def traits(self) -> Traits:
-        """Traits of a rule that needs confidence with any score. Without `steps` it does not depend on the block."""
+        """Traits of a rule that compares confidences with any score. It may have no schedule (without `steps`)."""
         scheduled = self.steps is not None or self.schedule != "uniform"
         return replace(super().traits, ranks_by_confidence=True, scheduled=scheduled)
 

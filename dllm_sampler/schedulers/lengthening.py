@@ -45,7 +45,7 @@ class Lengthening(Around):
             check_count(f"scheduler.{name}", getattr(self, name))
         traits = check_inner(self.inner).traits
         reasons = {
-            "asks about states that may not come true": traits.drafts,
+            "drafts tokens": traits.drafts,
             "remasks or replaces tokens": traits.revises,
             "changes them too": traits.has(ChangingLength),
             "hides masks": traits.has(HiddenMasks),
@@ -61,7 +61,7 @@ class Lengthening(Around):
 
     @property
     def traits(self) -> Traits:
-        """Traits of the inner scheduler, about an answer that is asked for as a whole and may change in length."""
+        """Traits of the inner scheduler, in a rule that queries the whole answer and changes its length."""
         facts = replace(super().traits, asks_block=False, scope="model").without(PlannedCommits)
         return facts.adding(ChangingLength(self.initial))
 

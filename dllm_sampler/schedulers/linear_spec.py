@@ -60,7 +60,7 @@ class LinearSpec(Threshold):
         return facts.adding(CausalQueries(), LeftToRightVerifier())
 
     def bind(self, context: Context) -> Self:
-        """Refuse models without a causal context, and blocks that another rule shortens."""
+        """Return a bound copy. Refuses models without a causal context, and blocks that another rule shortens."""
         name = f"scheduler={named(self)}"
         if context.spec.attention != "causal_context":
             raise UserError(

@@ -1,4 +1,4 @@
-"""ReMix: a mask's input is mixed with what the last forward predicted there."""
+"""ReMix: a mask's input is mixed with the last prediction at its position."""
 
 from __future__ import annotations
 

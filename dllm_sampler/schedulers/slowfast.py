@@ -33,7 +33,8 @@ class SlowFast(Threshold):
     phase ends by `slow`, the edge is the mean of the last `window` ones, rounded down.
 
     Args:
-        threshold, glimpse: probability from which a mask is committed, or moves the edge (0.85 and 0.1 in the paper).
+        threshold: probability from which a mask is committed (0.85 in the paper).
+        glimpse: probability from which a mask moves the edge (0.1 in the paper).
         slow: upper bound on the forwards of a slow phase (8 in the paper). With 0 the edge is the block's end: plain
             threshold decoding.
         window, sigma: number of last edges compared, and the bound in positions on their deviation (1 in the paper).

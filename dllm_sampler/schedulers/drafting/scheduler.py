@@ -53,7 +53,7 @@ class Drafting(RunAhead):
         return query if self.draws else replace(query, candidates=query.candidates._replace(step=None))
 
     def drafted(self, canvas: Canvas, carry: Round, depth: int) -> Draft:
-        """Return a draft of the next `depth` steps by the last predictions, or of fewer if no mask is left."""
+        """Return a draft of the next `depth` steps by the last predictions, or of fewer if one commits nothing."""
         assert carry.readout is not None
         query = Query.at(canvas, carry.positions)
         state = self.begin(canvas, query, carry)
