@@ -6,11 +6,15 @@ import json
 import shutil
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from torch import nn
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dllm_sampler.models import loading
 
 DATA = Path(__file__).parent / "conformance" / "data"
 TRANSFORMERS = ("llada", "llada-gqa", "dream", "sdar", "llada-moe", "llada2-moe")
@@ -23,6 +27,13 @@ CHARACTERS = sorted({*string.ascii_letters, *string.digits, *" .,:;?!'-+=()\n"})
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
+
+
+FACTS = Path(__file__).parents[1] / "examples" / "facts.jsonl"
+TARGET: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "bos_token_id": None, "initializer_range": 0.3,
+}  # fmt: skip
 
 
 def write(name: str, folder: Path) -> Path:
@@ -64,3 +75,34 @@ def _bert(folder: Path) -> tuple[int, int]:
         torch.manual_seed(0)
         BertForMaskedLM(config).save_pretrained(folder)
     return 255, 254
+
+
+def target_of(model: Path) -> Path:
+    """A random Llama with the tokens of a drafter, beside it."""
+    spec, folder = loading.load(model, device="cpu").denoiser.spec, model.with_name("target")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        target = LlamaForCausalLM(LlamaConfig(vocab_size=spec.vocab_size, eos_token_id=spec.eos_id, **TARGET))
+    target.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+def tree(tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """A module of the checkpoint's names, as the family's own code has them; matrices are linear layers."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, kind = name.split(".")
+        module = root
+        for part in path[:-1]:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        leaf = getattr(module, path[-1], None)
+        if leaf is None:
+            prefix, weight = ".".join(path), tensors.get(f"{'.'.join(path)}.weight", tensor)
+            shape = weight.shape if weight.dim() == 2 else (1, 1)
+            leaf = nn.Linear(shape[1], shape[0], bias=f"{prefix}.bias" in tensors)
+            module.add_module(path[-1], leaf)
+        setattr(leaf, kind, nn.Parameter(tensor.clone()))
+    return root

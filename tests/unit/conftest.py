@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiny
+
 
 class Terminal(io.StringIO):
     """A standard input with no pipe."""
@@ -21,6 +23,12 @@ def at_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture(scope="session")
+def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny LLaDA with a tokenizer of characters."""
+    return tiny.write("llada", tmp_path_factory.mktemp("llada") / "m")
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from dllm_sampler.training.model import Trainable
 from tests import tiny
 from tests.refusals import refused
 from tests.sampling import few, sampled
-from tests.unit.test_training_lora import tree
 
 peft = pytest.importorskip("peft")
 LAYER = r"model\.layers\.\d+\..*"
@@ -49,7 +48,7 @@ KINDS: dict[str, tuple[str, Any]] = {
 def make(name: str, base: Path, folder: Path, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Write a random adapter for a checkpoint by peft, and return what peft merges it to, in float64."""
     config = (peft.IA3Config if name == "ia3" else peft.LoraConfig)(**changes)
-    network: Any = tree(load_file(base / "model.safetensors")).double()
+    network: Any = tiny.tree(load_file(base / "model.safetensors")).double()
     network.name_or_path = str(base)
     if name == "embedding":
         network.model.embed_tokens = torch.nn.Embedding.from_pretrained(network.model.embed_tokens.weight.detach())

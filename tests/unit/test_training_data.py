@@ -208,6 +208,8 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         (["data={DATA}", "report_too=none"], "did you mean 'report_to'"),
         (["data={DATA}", "optim=adamwx"], "adamwx"),
         (["data={DATA}", "deepspeed=x.json"], "train=sft needs a package that is not installed"),
+        (["data={DATA}", "lora={alpha: 2}"], "train.lora has no field 'alpha'"),
+        (["data={DATA}", "lora={r: '2'}"], "train.lora: r is '2'"),
         (["data={DATA}", "average=1.0"], "average is 1.0. Set a number less than 1"),
     ],
 )

@@ -11,12 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dllm_sampler import Sampler
 from dllm_sampler.cli import main as sample
 from dllm_sampler.generation.speculative import SpeculativeSampler
-from dllm_sampler.models import loading
 from dllm_sampler.training import cli, deer
 from dllm_sampler.training.deer import refine_masks, stage_loss
 from dllm_sampler.training.masked import Dice, Masks, Rows, collate, draw
@@ -24,35 +23,20 @@ from tests import tiny
 from tests.sampling import sampled
 from tests.unit.test_training_families import gradients, same, sees, trained
 
-FACTS = Path(__file__).parents[2] / "examples" / "facts.jsonl"
-TARGET: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 96, "bos_token_id": None, "initializer_range": 0.3,
-}  # fmt: skip
 COUNTS = ["answers=8", "new_tokens=12", "draft_length=4", "per_device_train_batch_size=2", "use_cpu=true"]
 COUNTS += ["distill_steps=2", "refine_steps=2", "warmup_steps=0", "learning_rate=1e-2", "separator='<unk>'"]
 
 
-def target_of(model: Path) -> Path:
-    """A random Llama with the tokens of a drafter, beside it."""
-    spec, folder = loading.load(model, device="cpu").denoiser.spec, model.with_name("target")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        target = LlamaForCausalLM(LlamaConfig(vocab_size=spec.vocab_size, eos_token_id=spec.eos_id, **TARGET))
-    target.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
-    return folder
-
-
 def words(output: Path, model: Path, *more: str) -> list[str]:
-    given = [*COUNTS, f"model={model}", f"output_dir={output}", f"data={FACTS}", f"target={target_of(model)}", *more]
+    given = [
+        *COUNTS,
+        f"model={model}",
+        f"output_dir={output}",
+        f"data={tiny.FACTS}",
+        f"target={tiny.target_of(model)}",
+        *more,
+    ]
     return ["train=deer", *(f"train.{word}" for word in given)]
-
-
-@pytest.fixture(scope="module")
-def llada(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny LLaDA with a tokenizer of characters."""
-    return tiny.write("llada", tmp_path_factory.mktemp("llada") / "m")
 
 
 @pytest.mark.slow
@@ -125,16 +109,6 @@ def test_stage_two_masks_the_last_tokens_and_weighs_the_first_of_them_most() -> 
     assert seen == {1, 2, 3}
 
 
-def test_stage_one_weighs_by_the_masked_share() -> None:
-    rows = collate([([1] * 10, [2] * 40)] * 3000, 0)
-    masks = stage_one(rows, Dice(range(3000)), 0.05)
-    t = 1 / (masks.weight.amax(1) * 40 * 3000)
-    t, share = t[masks.hidden.any(1)], masks.hidden[:, 10:].double().mean(1)[masks.hidden.any(1)]
-    assert float(t.min()) >= 0.05 and float(t.max()) <= 1 and abs(float(t.mean()) - 0.525) < 0.02
-    assert not masks.hidden[:, :10].any()
-    assert float((share - t).abs().mean()) < 0.08 and abs(float((share - t).mean())) < 0.01
-
-
 @pytest.mark.parametrize("name", sampled([name for name in tiny.EVERY if name != "nemotron-labs-diffusion"]))
 def test_the_loss_of_every_family(name: str, tmp_path: Path) -> None:
     """Loss and gradients of both stages, against each row by itself."""
@@ -164,7 +138,7 @@ def test_what_is_learnt_is_what_is_drafted(name: str, tmp_path: Path) -> None:
     it = trained(name, tmp_path / name)
     spec, new = it.denoiser.spec, 7
     drafter = Sampler(it.denoiser, temperature=1.0)
-    target = LlamaForCausalLM(LlamaConfig(vocab_size=spec.vocab_size, eos_token_id=1, **TARGET))
+    target = LlamaForCausalLM(LlamaConfig(vocab_size=spec.vocab_size, eos_token_id=1, **tiny.TARGET))
     speculative = SpeculativeSampler(drafter, target, draft_length=new - 1, separator=50)
     run, _ = speculative._begin([[7, 9, 30, 4, 4]], new, 0, ())
     logits = speculative._draft(run.text, [new - 1], run).logits

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from dllm_sampler import Sampler, config
 from tests import tiny
 from tests.eval.test_journeys import blocks, first
-from tests.unit.test_training_deer import target_of
 
 FOLDER = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what is deprecated in transformers, but not yet in TRL
@@ -32,7 +31,7 @@ def test_a_trainer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     model = "mini" if name == "train_grpo" else str(tiny.write("llada", tmp_path / "m"))
     words = ["--model", model, "--steps", "2", "--output", str(tmp_path / "run")]
     words += [] if name == "train_grpo" else ["--data", str(FOLDER / "facts.jsonl")]
-    words += ["--target", str(target_of(Path(model)))] if name == "train_deer" else []
+    words += ["--target", str(tiny.target_of(Path(model)))] if name == "train_deer" else []
     assert import_module(name).main(words) >= (name != "train_deer") * 1e-9
     assert Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("Ada", max_new_tokens=8).texts
 

@@ -9,41 +9,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from transformers import AutoTokenizer, BertForMaskedLM
 
 from dllm_sampler import Sampler
 from dllm_sampler.models.adapter import WEIGHTS
-from dllm_sampler.training import cli, masked
+from dllm_sampler.training import masked
 from dllm_sampler.training.masked import Dice
 from dllm_sampler.training.model import ADAPTER, Trainable
 from tests import tiny
-from tests.refusals import refused
 from tests.sampling import sampled
 from tests.unit.test_training_runs import trainer
 
 peft = pytest.importorskip("peft")
 LORA: dict[str, float] = {"r": 3, "lora_alpha": 5}
-
-
-def tree(tensors: dict[str, torch.Tensor]) -> nn.Module:
-    """A module of the checkpoint's names, as the family's own code has them; matrices are linear layers."""
-    root = nn.Module()
-    for name, tensor in tensors.items():
-        *path, kind = name.split(".")
-        module = root
-        for part in path[:-1]:
-            if not hasattr(module, part):
-                module.add_module(part, nn.Module())
-            module = getattr(module, part)
-        leaf = getattr(module, path[-1], None)
-        if leaf is None:
-            prefix, weight = ".".join(path), tensors.get(f"{'.'.join(path)}.weight", tensor)
-            shape = weight.shape if weight.dim() == 2 else (1, 1)
-            leaf = nn.Linear(shape[1], shape[0], bias=f"{prefix}.bias" in tensors)
-            module.add_module(path[-1], leaf)
-        setattr(leaf, kind, nn.Parameter(tensor.clone()))
-    return root
 
 
 @pytest.mark.parametrize("name", sampled(tiny.FAMILIES, lambda name: [name == "sdar"]))
@@ -59,7 +37,7 @@ def test_peft_reads_the_adapters_of_every_family(name: str, tmp_path: Path) -> N
     it.save(tmp_path / "out")
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
     assert json.loads((tmp_path / "out" / ADAPTER / "adapter_config.json").read_text())["r"] == 3
-    found: Any = peft.PeftModel.from_pretrained(tree(before).double(), str(tmp_path / "out" / ADAPTER))
+    found: Any = peft.PeftModel.from_pretrained(tiny.tree(before).double(), str(tmp_path / "out" / ADAPTER))
     merged = found.merge_and_unload().state_dict()
     assert before.keys() == after.keys() <= merged.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
@@ -139,9 +117,3 @@ def test_a_model_of_transformers_in_memory(tmp_path: Path) -> None:
     run.save_model()
     assert len(run.trained.learned()) > 5 and any(tmp_path.glob("run/**/events*"))
     assert Sampler.from_pretrained(str(tmp_path / "run"), device="cpu").generate("Hi", max_new_tokens=4).texts
-
-
-def test_refusals() -> None:
-    for lora, code in (("alpha: 2", "field-unknown"), ("r: '2'", "option-type"), ("r: 2, dropout: 0", "field-unknown")):
-        with refused(f"{code}: train.lora"):
-            _ = cli.read(["train=sft", f"train.lora={{{lora}}}"]).peft_config

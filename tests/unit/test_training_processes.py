@@ -19,8 +19,7 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.training.trajectory import Trajectories
 from tests import tiny, toys
 from tests.refusals import refused
-from tests.unit.test_training_deer import target_of
-from tests.unit.test_training_runs import FACTS, history
+from tests.unit.test_training_runs import history
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,7 +159,7 @@ def run(folder: Path, launcher: list[str], task: str, output: str, *words: str) 
     (folder / "run.py").write_text(MODULE)
     common = COMMON if task != "filter" else ["use_cpu=true", "new_tokens=12", "logging_steps=1"]
     common = [word for word in common if task != "deer" or not word.startswith(("eval", "held_out"))]
-    given = [f"train.{word}" for word in (*common, *words, f"data={FACTS}", f"output_dir={output}")]
+    given = [f"train.{word}" for word in (*common, *words, f"data={tiny.FACTS}", f"output_dir={output}")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{folder}"}
     command = [sys.executable, *launcher, "-m", "run", f"train={task}", *given]
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
@@ -255,7 +254,7 @@ def test_processes_do_not_change_a_filter(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_do_not_change_a_drafter(tmp_path: Path) -> None:
     model = tiny.write("llada", tmp_path / "m")
-    words = [f"model={model}", f"target={target_of(model)}", "answers=8", "distill_steps=4", "refine_steps=4"]
+    words = [f"model={model}", f"target={tiny.target_of(model)}", "answers=8", "distill_steps=4", "refine_steps=4"]
     words += ["draft_length=4", "separator='<unk>'", "answer_batch_size=2"]
     done = run(tmp_path, [], "deer", "one", *words, "per_device_train_batch_size=2")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -64,17 +64,6 @@ def masked_lm(dropout: float = 0.0) -> Any:
     return model
 
 
-class Around(nn.Module):
-    """Any wrapper of a module, as DDP is one."""
-
-    def __init__(self, inner: nn.Module):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-
 def test_models_of_transformers_are_scored_as_they_are() -> None:
     """A module, what wraps it, and its denoiser have the recorded values, and gradients. The mask token is left out."""
     model = masked_lm()
@@ -82,7 +71,7 @@ def test_models_of_transformers_are_scored_as_they_are() -> None:
     trace = Sampler(denoiser, temperature=1.0).generate(toys.PROMPTS, max_new_tokens=TOKENS).trace
     found = Trajectories(trace, denoiser.spec, after_eos=True)
     right = torch.where(found.valid, trace.logprob, 0)
-    for one in (model, Around(model), MaskedLM(model), denoiser):
+    for one in (model, nn.DataParallel(model), MaskedLM(model), denoiser):
         torch.testing.assert_close(found.log_probabilities(one), right, atol=1e-12, rtol=0)
     chunk = next(found.chunks(10**6))
     chunk.score(model)[0].sum().backward()

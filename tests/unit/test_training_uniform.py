@@ -23,7 +23,6 @@ peft: Any = pytest.importorskip("peft")
 pytestmark = pytest.mark.skipif(
     not hasattr(transformers, "DiffusionGemmaForBlockDiffusion"), reason="this transformers has no DiffusionGemma"
 )
-FACTS = Path(__file__).parents[2] / "examples" / "facts.jsonl"
 END = 285
 LORA: dict[str, float] = {"r": 2, "lora_alpha": 4}
 # More than the 16 tokens of a sliding window before a canvas of 16, answers of several canvases, and one of one token.
@@ -164,7 +163,12 @@ def test_adapters_are_merged_and_saved(folder: Path, tmp_path: Path) -> None:
 def test_what_is_refused(
     words: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = [f"train.model={folder}", f"train.data={FACTS}", f"train.output_dir={tmp_path}/run", "train.use_cpu=true"]
+    more = [
+        f"train.model={folder}",
+        f"train.data={tiny.FACTS}",
+        f"train.output_dir={tmp_path}/run",
+        "train.use_cpu=true",
+    ]
     more += ["train.held_out=2"] if words[0] in ("train=sft", "train=distill") else []
     assert cli.main([*words, *more]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
