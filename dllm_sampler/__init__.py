@@ -82,12 +82,12 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the names that can be imported from here, loaded or not."""
+    """Return all public names, also those that are not imported yet."""
     return sorted({*__all__, *globals()})
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name at its first use: `dllm-sample --help` should not wait for torch."""
+    """Import a public name at its first use, so that `dllm-sample --help` does not import torch."""
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"dllm_sampler.{module}"), name)

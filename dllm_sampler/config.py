@@ -1,7 +1,7 @@
-"""From names and settings to plug-ins: the YAML files of `conf/` are the registry.
+"""Construction of plug-ins from names and settings. The YAML files of `conf/` are the registry.
 
-One YAML is one plug-in: `_target_` names its class, the other keys are the class's fields and their defaults,
-and the first comment says in one sentence what it is, with the paper.
+One YAML describes one plug-in. `_target_` names its class, the other keys are the class's fields with their defaults,
+and the first comment is a sentence about it, with the paper.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dllm_sampler.host.paths import expanded
 
 PACKAGE = "dllm_sampler.conf"  # the packaged YAML files
 GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide", "particles")
-# What a class must extend that a YAML of the group names. Named, not imported: that would bring torch.
+# The base class of each group's plug-ins. It is named, not imported, since that would import torch.
 BASES = {
     **{group: f"dllm_sampler.core.protocols:{group.title()}" for group in GROUPS[1:]},
     "task": "dllm_sampler.eval.tasks.base:Task",
     "train": "transformers:Trainer",
 }
-CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml: a folder or a hub id that has no YAML of its own
+CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml, for a folder or a hub id without a YAML
 
 # ${package:models/mini} in a YAML is a path inside the installed package, wherever that is.
 OmegaConf.register_new_resolver("package", lambda path: str(files("dllm_sampler") / path), replace=True)
@@ -55,20 +55,21 @@ class ModelSettings:
 
     Args:
         path: a checkpoint folder or a hub id.
-        revision: branch, tag or commit on the hub; null: its main branch.
+        revision: branch, tag or commit on the hub. null means the main branch.
         trust_remote_code: run the code that comes with the checkpoint's tokenizer.
-        mask_id: the mask token, where the checkpoint does not name it.
-        cfg_scale: strength of classifier-free guidance, which doubles the batch; 0: none.
-        device_map: where the layers go, on several devices: auto, balanced, balanced_low_0, or modules and devices.
-        quantize: int8: the weights of the layers as 8-bit integers (docs/kernels.md); null: as stored.
-        causal_context: Nemotron-Labs-Diffusion; false: the prompt and each finished block see themselves whole.
-        block_length: Tiny-A2D in blocks of this length (bd3lm). Without it each token sees everything (mdlm).
-        blocks_from: where these are counted from: text (its first token), answer (towards both sides), whole_prompt.
-        adapter: folder or hub id of an adapter of peft (LoRA), merged into the weights; null: the model's own, if any.
-        eos_id: the end-of-text token, in place of those that the checkpoint names.
+        mask_id: the mask token, if the checkpoint does not name it.
+        cfg_scale: strength of classifier-free guidance, which doubles the batch. 0 means no guidance.
+        device_map: placement of the layers on devices: auto, balanced, balanced_low_0, or a device for each module.
+        quantize: int8 stores the weights of the layers as 8-bit integers (docs/kernels.md). null keeps their type.
+        causal_context: for Nemotron-Labs-Diffusion. With false, attention inside the prompt and inside each finished
+            block is bidirectional.
+        block_length: for Tiny-A2D, the length of blocks (bd3lm). null means attention to all tokens (mdlm).
+        blocks_from: origin of these blocks: text (its first token), answer (towards both sides) or whole_prompt.
+        adapter: folder or hub id of a peft adapter (LoRA) to merge into the weights. null uses the checkpoint's.
+        eos_id: the end-of-text token, instead of those that the checkpoint names.
         stop_strings: texts that end an answer, besides those of a call.
-        chat_template: a template of Jinja for chat messages, in place of the checkpoint's.
-        chat_options: names that the chat template sees, for example {enable_thinking: false}.
+        chat_template: a Jinja template for chat messages, instead of the checkpoint's.
+        chat_options: variables of the chat template, for example {enable_thinking: false}.
     """
 
     path: str
@@ -104,7 +105,7 @@ def entry(group: str, name: str) -> Entry:
     """Return the YAML `conf/<group>/<name>.yaml`, with its interpolations resolved.
 
     Raises:
-        UserError: the group has no such choice; the message names the nearest ones.
+        UserError: the group has no such choice. The message names the nearest ones.
     """
     if name not in names(group):
         raise unknown(group, name, names(group))
@@ -125,13 +126,13 @@ def _defaults(root: str) -> tuple[tuple[str, Any], ...]:
 
 
 def comment(text: str) -> str:
-    """Return the first comment of a YAML file's text, or an empty text."""
+    """Return the first comment in the text of a YAML file, or "" without a comment."""
     found = re.search(r"^# (?!@package)(.+)", text, re.MULTILINE)
     return found[1].strip() if found else ""
 
 
 def described(name: str, text: str) -> Entry:
-    """Return the entry that a YAML file's text makes, with its interpolations."""
+    """Return the entry for the text of a YAML file. Interpolations are not resolved."""
     about = comment(text)
     paper = re.search(r"arXiv (\d{4}\.\d{4,5})", about)
     settings = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -144,7 +145,7 @@ def resolved(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings with their interpolations resolved.
 
     Raises:
-        OmegaConfBaseException: one of them names nothing.
+        OmegaConfBaseException: an interpolation names a key that does not exist.
     """
     if not _interpolates(settings):
         return settings
@@ -160,19 +161,18 @@ def _interpolates(value: object) -> bool:
 
 
 def build(group: str, spec: object) -> Any:
-    """The plug-in that `spec` stands for.
+    """Return the plug-in that `spec` describes.
 
     Args:
         group: `scheduler`, `blocks`, `stop`, `cache`, `guide` or `particles`.
-        spec: a name (`"threshold"`), a dict (`{"name": "threshold", "threshold": 0.9}`), or the object itself,
-            which is handed back; `None` is the group's `none`. For `guide` also a sequence of these, in the
-            order in which they rewrite the logits.
+        spec: a name (`"threshold"`), a dict (`{"name": "threshold", "threshold": 0.9}`) or a plug-in object. `None`
+            means the group's `none`. For `guide` also a sequence of these, in the order in which they change logits.
 
     Returns:
-        The object; for `guide` always a tuple of objects, empty for `none`.
+        The plug-in, or for `guide` a tuple of plug-ins, which is empty for `none`.
 
     Raises:
-        UserError: an unknown name or field (with the nearest one), or a value of the wrong type.
+        UserError: a name or field is unknown, or a value has the wrong type.
     """
     if group == "guide":
         specs = spec if isinstance(spec, Sequence) and not isinstance(spec, str) else [spec]
@@ -182,14 +182,14 @@ def build(group: str, spec: object) -> Any:
 
 
 def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
-    """The settings of a model: a value for each field of `ModelSettings`.
+    """Return the settings of a model: a value for each field of `ModelSettings`.
 
     Args:
         spec: a name of the group `model`, a checkpoint folder, a hub id (`org/name`), or a dict with `name` or
             `path` and any of the settings.
 
     Raises:
-        UserError: neither a known name, nor a folder, nor written like a hub id.
+        UserError: the name is not a known name, a folder or a hub id, or a setting is wrong.
     """
     given = dict(spec) if isinstance(spec, Mapping) else {"name": fspath(spec)}
     name = str(given.pop("name", CHECKPOINT))
@@ -201,17 +201,18 @@ def model(spec: str | PathLike[str] | Mapping[str, object]) -> dict[str, Any]:
     made = ModelSettings(**check(owner, ModelSettings, {**entry("model", name).settings, **given}))
     if made.path == "???":  # as in conf/model/checkpoint.yaml
         raise UserError(
-            "option-missing", 'The model settings have no name or path. Give {"name": "mini"}, for example.'
+            "option-missing", 'The model settings have no name or path. Give one, for example {"name": "mini"}.'
         )
     if made.revision is not None and expanded(f"{owner}: path", made.path).is_dir():
         raise UserError(
-            "option-not-applicable", f"{owner}: the folder {made.path} has no revision={made.revision}. Remove it."
+            "option-not-applicable",
+            f"{owner}: revision={made.revision} has no effect for the folder {made.path}. Remove it.",
         )
     return vars(made)
 
 
 def checkpoint(name: str) -> str:
-    """`name` if it can be a checkpoint: an existing folder, or a hub id written `org/name`."""
+    """Return the path of an existing folder, or a hub id `org/name` unchanged. Raises `UserError` for other names."""
     if (folder := expanded("model", name)).is_dir():
         return str(folder)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith((".", "~")):
@@ -227,13 +228,13 @@ def check(owner: str, target: Any, values: Mapping[str, object], whole: bool = F
     """Return `values` as arguments of `target`, every name and type checked against its signature.
 
     Args:
-        owner: what an error calls the target, as in `scheduler=threshold`; empty for the root's options.
+        owner: name of the target in errors, for example `scheduler=threshold`. It is empty for options of a command.
         target: a class or a function.
-        values: what it is to be called with.
-        whole: with nothing besides: what has no default must be there.
+        values: the arguments by name.
+        whole: also require every argument without a default.
 
     Raises:
-        UserError: naming the argument and what it should be.
+        UserError: an argument is unknown, is missing, or has a wrong type.
     """
     parameters = _parameters(target)
     checked = {}
@@ -251,22 +252,24 @@ def plugin_class(owner: str, group: str, target: str) -> type:
     """Return the class that the `_target_` of a plug-in names. Its module is imported, and nothing is called.
 
     Args:
-        owner: what an error calls the plug-in, as in `scheduler=threshold`.
-        group: `scheduler`, `blocks`, `stop`, `cache`, `guide`, `task` or `train`.
-        target: `package.module.Class`, as `core.functions.resolve` finds it.
+        owner: name of the plug-in in errors, for example `scheduler=threshold`.
+        group: a key of `BASES`, for example `scheduler`.
+        target: `package.module.Class`, as for `host.functions.resolve`.
 
     Raises:
-        UserError: it does not exist, or is not a class of the group's plug-ins.
+        UserError: the class does not exist, or does not extend the group's base class.
     """
     found: Any = resolve_callable(f"{owner}: _target_", target)
     base = resolve(BASES[group])
     if not inspect.isclass(found) or found is base or not issubclass(found, base):
-        raise UserError("target-invalid", f"{owner}: _target_={target} is not a {base.__name__}. Extend that.")
+        raise UserError(
+            "target-invalid", f"{owner}: _target_={target} is not a {base.__name__}. Name a class that extends it."
+        )
     return found
 
 
 def _one(group: str, spec: object) -> Any:
-    """One plug-in from a name, a mapping or an object."""
+    """Return one plug-in from a name, a mapping or an object, or None for `guide=none`."""
     if spec is None:
         spec = "none"
     if isinstance(spec, str):
@@ -301,7 +304,7 @@ def _one(group: str, spec: object) -> Any:
 
 
 def _made(group: str, plugin: object) -> object:
-    """A plug-in that was built in Python; the types of its fields are checked like those of a YAML."""
+    """Return a plug-in object after checking the types of its fields, like those of a YAML."""
     if is_dataclass(plugin) and not isinstance(plugin, type):
         for one in fields(plugin):
             if one.init:
@@ -317,20 +320,20 @@ def _check_size(owner: str, key: str, value: object) -> None:
 
 
 def _nested(hint: Any, value: object) -> Any:
-    """A field of a plug-in: where a scheduler or a cache belongs, it is named like any other."""
+    """Return the value of a field. If its type is `Scheduler` or `Cache`, a name or mapping becomes a plug-in."""
     kind = {"Scheduler": "scheduler", "Cache": "cache"}.get(getattr(hint, "__name__", ""))  # no import: it needs torch
     return value if kind is None or not isinstance(value, str | Mapping) else _one(kind, value)
 
 
 @cache
 def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of `target`."""
+    """Return the parameters of `target` by name."""
     return inspect.signature(target).parameters
 
 
 @cache
 def _hints(target: Any) -> dict[str, Any]:
-    """The types of what `target` is called with: a dataclass's fields, or the annotations of `__init__`."""
+    """Return the types of the arguments of `target` by name, empty if they cannot be resolved."""
     try:
         typed = target if is_dataclass(target) or not inspect.isclass(target) else target.__init__
         return get_type_hints(typed, include_extras=True)
@@ -340,17 +343,17 @@ def _hints(target: Any) -> dict[str, Any]:
 
 @cache
 def _adapter(target: Any, key: str) -> TypeAdapter[Any] | None:
-    """Return what checks one argument of `target`, or None if it has no type to check against."""
+    """Return the type check of one argument of `target`, or None without a type that can be checked."""
     if key not in _hints(target):
         return None
     try:
         return TypeAdapter(_hints(target)[key], config=ConfigDict(arbitrary_types_allowed=True))
-    except PydanticUserError:  # a class of its own making: its constructor has judged
+    except PydanticUserError:  # not a type that pydantic knows
         return None
 
 
 def _typed(what: str, target: Any, key: str, value: object) -> Any:
-    """Check `value` strictly: text is not a number, nor a number a switch. A list counts as a tuple."""
+    """Return `value` after a strict type check: text is not a number. A list is converted to a tuple if necessary."""
     hint = _hints(target).get(key)
     kinds = () if get_origin(hint) is list else (hint, *get_args(hint))
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
@@ -369,7 +372,7 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
 
 
 def expected(error: ValidationError) -> str:
-    """Return what would be right, in words; of a union, each of its types once."""
+    """Return a description of the right values, for example `a whole number`, with each type of a union once."""
     found = []
     for one in error.errors():
         message = one["msg"].removeprefix("Input should be ").replace("a valid boolean", "true or false")

@@ -1,4 +1,4 @@
-"""One batch, step by step: what the host looks at between two steps, and what it makes of the last one."""
+"""One batch, step by step: the checks between two steps, and the result after the last one."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def steps(
     """Check the arguments of `Sampler.generate` or `Sampler.stream`, and return the steps of the batch.
 
     Args:
-        every: one step in `every` is transferred, with 0 only the last.
-        arguments: as `Arguments.checked` takes them.
+        every: transfer one step in `every` to the host, with 0 only the last.
+        arguments: arguments of `Arguments.checked`.
     """
     rows, plugins = prompts.as_list(prompt), runtime.plugins
     if not rows:
         raise UserError("prompt-missing", "The prompt is missing. Give at least one.")
     if not all(isinstance(one, Infill) for one in rows):
-        prompts.check_new_tokens(max_new_tokens, runtime.spec)  # one number, and no list of them
+        prompts.check_new_tokens(max_new_tokens, runtime.spec)  # one number, not a list
     asked = Arguments.checked(runtime, rows, max_new_tokens=max_new_tokens, **arguments)
     requests = [request for index, one in enumerate(rows) for request in asked.requests(one, index)]
     planned = warn_of_steps(plugins, requests[:: asked.rows])
@@ -79,14 +79,14 @@ def final_result(steps: Iterator[Commits], progress: Progress | None) -> Result:
 def iterate_steps(
     runtime: Runtime, requests: Sequence[Request], stop_strings: Sequence[str], every: int, samples: int = 1
 ) -> Iterator[Commits]:
-    """Yield the steps of one batch. One in `every` is transferred, with 0 only the last.
+    """Yield the steps of one batch. One in `every` is transferred to the host, with 0 only the last.
 
     Args:
         samples: each `samples` consecutive requests have the same prompt.
 
     Raises:
-        NotFiniteError: the model returned NaN. Its `result` has what was done.
-        RowError: a plug-in cannot use something that a row has. It names the prompt's number.
+        NotFiniteError: the model returned NaN. The error's `result` has the answers so far.
+        RowError: a plug-in cannot use a row's tokens. The message names the prompt's number.
     """
     plugins, engine, reader = runtime.plugins, runtime.engine(samples), Reader(runtime, stop_strings)
     canvas = runtime.canvas(requests, engine.multiple, cuts=plugins.stop.cuts)
@@ -124,14 +124,14 @@ def warn_of_copies(plugins: Plugins, found: Result, samples: int) -> None:
 
 
 def warn_of_bias(plugins: Plugins, samples: int) -> None:
-    """Warn if likely tokens come more often than they are drawn: an unlikely one waits and is drawn again."""
+    """Warn if answers are biased to likely tokens, because the scheduler ranks drawn tokens by confidence."""
     traits, drawn = plugins.scheduler.traits, plugins.judge == "draw" and is_random(plugins.guides)
     if samples > 1 and drawn and traits.ranks_by_confidence and not traits.draws_order:
         warn(ALIKE.format(samples, named(plugins.scheduler)))
 
 
 def warn_of_steps(plugins: Plugins, requests: Iterable[Request]) -> int:
-    """Warn if the blocks of an answer take more forwards than `scheduler.steps`. Returns these, else 0."""
+    """Warn if an answer's blocks need more forwards than `scheduler.steps`. Returns their number, or 0."""
     steps, blocks = plugins.scheduler.total_steps, plugins.blocks
     if steps is None or blocks.several or plugins.scheduler.traits.has(ChangingLength):
         return 0  # blocks that are open at once share forwards, and an answer may become shorter
@@ -158,13 +158,13 @@ def warn_of_steps(plugins: Plugins, requests: Iterable[Request]) -> int:
 
 
 def warn_of_forwards(plugins: Plugins, result: Result, planned: int) -> int:
-    """Warn if an answer took more forwards than `scheduler.steps` and than were planned. Returns the most so far."""
+    """Warn if an answer took more forwards than `scheduler.steps` and `planned`. Returns the larger of both numbers."""
     steps, made = plugins.scheduler.total_steps, int(result.trace.nfe.max())
     if steps is None or made <= max(steps, planned):
         return planned
     warnings.warn(
-        f"scheduler.steps={steps} was exceeded: scheduler={named(plugins.scheduler)} made {made} forwards until all was"
-        " committed. For fewer forwards, use longer blocks or a scheduler with a fixed number, scheduler=fixed.",
+        f"scheduler.steps={steps} was exceeded: scheduler={named(plugins.scheduler)} made {made} forwards to commit all"
+        " tokens. For fewer forwards, use longer blocks or a scheduler with a fixed number, scheduler=fixed.",
         UserWarning,
         stacklevel=4,
     )
@@ -172,7 +172,7 @@ def warn_of_forwards(plugins: Plugins, result: Result, planned: int) -> int:
 
 
 def _warned(steps: Iterator[Commits], plugins: Plugins, planned: int) -> Iterator[Commits]:
-    """Yield the steps of a batch, with a warning at the last if there were more than planned."""
+    """Yield the steps of a batch. Warn at the last step if there were more than planned."""
     for step in steps:
         if step.result is not None:
             warn_of_forwards(plugins, step.result, planned)
@@ -186,7 +186,7 @@ def samples_identical(tokens: Tensor, samples: int) -> bool:
 
 
 def watcher(reader: Reader, engine: Engine, lanes: Sequence[Request | None]) -> Callable[[Generation], None] | None:
-    """Return what the host does between two steps. Returns None if it does nothing."""
+    """Return a function to call between two steps, for stop strings and particles, or None without these."""
     groups = Groups(engine, lanes) if engine.plugins.particles.count > 1 else None
     if groups is None and not reader.stop_strings:
         return None
@@ -202,9 +202,10 @@ def watcher(reader: Reader, engine: Engine, lanes: Sequence[Request | None]) -> 
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of texts and results of a generation.
+    """A reader that checks stop strings during a generation and builds its result.
 
     Args:
+        runtime: the parts of the sampler.
         stop_strings: texts that end an answer.
     """
 
@@ -212,17 +213,17 @@ class Reader:
     stop_strings: Sequence[str]
 
     def stop(self, engine: Engine, state: Generation) -> None:
-        """Finish the rows whose text up to the first mask contains a stop string (a host read, between steps)."""
+        """Finish the rows whose text before the first mask contains a stop string. Reads the device."""
         canvas = state.canvas
         answer, noise = canvas.requested(), canvas.masked
         if engine.plugins.scheduler.traits.revises:  # a token in the block may still change
             noise = noise | (canvas.in_block() & ~canvas.done[:, None])
-        # One read for all, between two steps and only with stop strings: -1 where a row's text is not known yet.
+        # One read for all rows. -1 is a token that is not final yet.
         known = canvas.ids.masked_fill(noise, -1).gather(1, answer)
         head = canvas.layout.given_end - canvas.layout.first
         rows = torch.cat([head[:, None], known], 1).tolist()
         known_ids = [row[: row.index(-1)] if -1 in row else row for _, *row in rows]
-        heads = None if canvas.layout.given is None else [row[0] for row in rows]  # what is given stays
+        heads = None if canvas.layout.given is None else [row[0] for row in rows]  # given tokens do not end an answer
         found = texts.stopped(known_ids, self.runtime.tokenizer, self.stop_strings, heads)
         hit = [not done and stopped for done, stopped in zip(state.done, found, strict=True)]
         if any(hit):
@@ -232,7 +233,7 @@ class Reader:
     def result(
         self, canvas: Canvas, recorder: Recorder, requests: Sequence[Request] = (), group: Group | None = None
     ) -> Result:
-        """Return the answers so far, from the rows of requests. With `group` there is one for each prompt."""
+        """Return the answers so far, one for each row of `requests`, or with `group` one for each prompt."""
         failed = frozenset(row for row, request in enumerate(requests) if not request.is_finite)
         if group is None:
             return self._rows(canvas, recorder, failed)
@@ -240,7 +241,7 @@ class Reader:
         return chosen(self.runtime, requests, self._rows(canvas, recorder, failed), canvas, recorder, group)
 
     def _rows(self, canvas: Canvas, recorder: Recorder, failed: frozenset[int]) -> Result:
-        """Return the rows so far. For those that `failed` the model returned no finite statistics."""
+        """Return a result with all rows. The logits of the `failed` rows are not finite."""
         spec, tokenizer = self.runtime.spec, self.runtime.tokenizer
         trace = Trace.of(canvas, recorder, spec.mask_id, spec.pad_id, tokenizer)
         masked = aligned(canvas, canvas.masked, False).cpu()
@@ -256,10 +257,10 @@ class Reader:
 def chosen(
     runtime: Runtime, requests: Sequence[Request], rows: Result, canvas: Canvas, recorder: Recorder, group: Group
 ) -> Result:
-    """Return one row of each group as the answer: the one that the particles rate highest.
+    """Return as each prompt's answer the row of its group that the particles rate highest.
 
-    Rows that did not come to their end are answers only if no other row did. The first one wins on a tie, up to the
-    last bits of sums.
+    Incomplete rows are only chosen if all rows of the group are incomplete. The first row wins on a tie. Ratings are
+    compared to nine decimals.
     """
     particles, prompts = runtime.plugins.particles, requests[:: runtime.plugins.particles.count]
     count, nfe, likelihood = particles.count, rows.nfe + group.nfe.cpu(), None
@@ -302,7 +303,7 @@ def _view(state: Generation, step: int, result: Result | None) -> Commits:
 
 
 def _given(canvas: Canvas) -> Tensor | None:
-    """Return `[B, L+1] bool` given tokens of answers. Returns None if no row has one."""
+    """Return `[B, L+1] bool` given tokens of answers, or None if no row has given tokens."""
     if canvas.layout.given is None:
         return None
     column = canvas.columns()

@@ -1,4 +1,4 @@
-"""Answers for any number of prompts, as they finish: reads prompts, schedules their requests, and yields answers."""
+"""Answers to any number of prompts: reads prompts, schedules their requests, and yields answers as they finish."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def answers(
     batching: str,
     **arguments: Any,
 ) -> Iterator[Answer]:
-    """See `Sampler.generate_many`: its arguments are checked before the first prompt is read.
+    """Check the arguments of `Sampler.generate_many`, and return an iterator over the answers.
 
     Args:
-        arguments: as `Arguments.checked` takes them.
+        arguments: arguments of `Arguments.checked`.
     """
     check_count("batch_size", batch_size, most=MOST_ROWS)
     for name, value, choices in (
@@ -69,7 +69,7 @@ def answers(
         warn(f"prompts are answered batch by batch: {reason}")
     if rows > batch_size:
         raise too_small_error(batch_size, "particles.count", rows)
-    # The rows of an answer are side by side in a batch.
+    # Rows of one answer are adjacent in a batch.
     many = Many(runtime, asked, requests_of(asked, several), batch_size - batch_size % rows, on_error, ranks)
     if batching == "static" or reason is not None:
         made = many.in_static_batches()
@@ -83,17 +83,18 @@ def answers(
 
 
 def too_small_error(batch_size: int, name: str, value: int) -> UserError:
-    """Return the error of a batch without room for rows that begin together."""
+    """Return the error for a batch with fewer rows than must begin together."""
     return UserError(
-        "option-range", f"batch_size={batch_size} is less than {name}={value}, which begin together. Raise it."
+        "option-range",
+        f"batch_size={batch_size} is less than {name}={value} rows, which begin together. Raise batch_size.",
     )
 
 
 def requests_of(asked: Arguments, prompts: Iterable[Any]) -> Iterator[list[Request] | UserError]:
-    """Yield the requests of each prompt, or the error of one that is refused.
+    """Yield the requests of each prompt, or the error for a refused prompt.
 
     Raises:
-        UserError: a list of numbers does not suit the number of prompts.
+        UserError: a list argument, for example `seed`, has too few or too many entries for the prompts.
     """
     count = 0
     for count, prompt in enumerate(prompts, 1):
@@ -113,7 +114,7 @@ def requests_of(asked: Arguments, prompts: Iterable[Any]) -> Iterator[list[Reque
 
 
 def in_order(answers: Iterable[Answer], samples: int) -> Iterator[Answer]:
-    """Yield the answers by prompt and sample. Those that are early wait."""
+    """Yield answers in the order of prompts and samples."""
     early: dict[int, Answer] = {}
     following = 0
     for answer in answers:
@@ -127,12 +128,12 @@ def in_order(answers: Iterable[Answer], samples: int) -> Iterator[Answer]:
 
 @dataclass(frozen=True)
 class LaneShape:
-    """The requests that a lane of a running batch has room for.
+    """The sizes of a lane in a running batch, which limit the requests that fit it.
 
     Args:
-        columns: of a lane.
-        lengths: of the answers.
-        has_given: tokens of answers may be given.
+        columns: number of columns of a lane.
+        lengths: possible lengths of answers.
+        has_given: answers may have given tokens.
     """
 
     columns: int
@@ -140,7 +141,7 @@ class LaneShape:
     has_given: bool
 
     def fits(self, request: Request, blocks: Blocks) -> bool:
-        """Return True if a lane has room for a request."""
+        """Return True if a request fits a lane."""
         length = request.max_new_tokens
         if len(request.prompt) + length > self.columns:
             return False
@@ -152,10 +153,10 @@ class LaneShape:
 
 @dataclass
 class Many:
-    """The state of `generate_many`: it reads prompts while lanes are free, and yields answers.
+    """The state of `generate_many`, which reads prompts while lanes are free, and yields answers.
 
     Args:
-        source: the requests of each prompt, or the error of one that is refused.
+        source: the requests of each prompt, or the error for a refused prompt.
         batch_size: most requests at a time.
         on_error: see `Sampler.generate_many`.
     """
@@ -168,16 +169,16 @@ class Many:
     ranks: Ranks
     shape: LaneShape = field(init=False)  # of the running batch, or of the next one
     running: RunningBatch | None = None
-    rest_of_prompt: deque[Request] = field(default_factory=deque)  # answers to the last prompt that have not begun
+    rest_of_prompt: deque[Request] = field(default_factory=deque)  # requests of the last prompt that have not begun
     refused: deque[Answer] = field(default_factory=deque)
-    failure: Exception | None = None  # of a prompt, or of their source. Raised after the answers in flight
+    failure: Exception | None = None  # an error of the prompts. Raised after the answers in flight
     prompts_read: int = 0
-    # What warnings and `progress` need.
-    planned: int = 0  # forwards that a warning has named, of an answer that takes more than `scheduler.steps`
-    exceeded: bool = False  # a warning has named an answer that took more
+    # Figures for warnings and `progress`.
+    planned: int = 0  # forwards of an answer that a warning has named, 0 without a warning
+    exceeded: bool = False  # a warning has reported an answer that took more forwards
     forwards: int = 0
     tokens_started: int = 0  # tokens of all answers that have begun
-    masks_left: int = 0  # of answers that ended with some
+    masks_left: int = 0  # masks left in finished answers
 
     def __post_init__(self) -> None:
         self.shape = LaneShape(self.asked.max_length or 0, self._lengths(), False)
@@ -189,15 +190,15 @@ class Many:
 
     @property
     def group(self) -> int:
-        """Number of rows that begin together: all of a prompt's, if a cache computes it once for them.
+        """Number of rows that begin together. It is all rows of a prompt if a cache computes the prompt once for them.
 
-        On several ranks answers begin alone: computing a prompt is a forward, and the other ranks would not make it.
+        On several ranks samples begin separately, since computing a prompt is a forward that the others do not make.
         """
         together = isinstance(self.runtime.plugins.cache, Prefills) and not self.ranks.mesh
         return self.asked.rows if together else self.runtime.plugins.particles.count
 
     def fit(self) -> None:
-        """Read all prompts and make lanes that fit each of them, so that none has to wait for larger ones."""
+        """Read all prompts, and extend the shape of lanes to fit each of them."""
         found = [*self.source]
         for requests in found:
             if not isinstance(requests, UserError):
@@ -205,10 +206,10 @@ class Many:
         self.source = iter(found)
 
     def schedule(self) -> list[Request]:
-        """Take the requests that begin now, in the order of the prompts, for lanes that are free.
+        """Return the requests that begin now in free lanes, in the order of the prompts.
 
-        A request that the lanes have no room for waits until all of them are free, and those after it wait, too. Then
-        the running batch is closed, and the next one has larger lanes.
+        A request that does not fit a lane waits until all lanes are free, and later requests wait, too. Then the
+        running batch is closed, and the next one has larger lanes.
         """
         free = self.batch_size if self.running is None else len(self.running.free)
         found: list[Request] = []
@@ -224,7 +225,7 @@ class Many:
         return found
 
     def _enlarge(self, request: Request) -> None:
-        """Make the lanes of the next batch large enough for a request, with columns to spare."""
+        """Extend the shape of the next batch's lanes to fit a request, with spare columns."""
         columns = len(request.prompt) + request.max_new_tokens
         if columns > self.shape.columns:
             columns = max(columns, self.shape.columns * 5 // 4)
@@ -232,7 +233,7 @@ class Many:
         self._extend_shape(request, columns)
 
     def _extend_shape(self, request: Request, columns: int) -> None:
-        """Extend the shape by the given tokens of a request, and to a number of columns."""
+        """Extend the shape to `columns`, and to given tokens if the request has some."""
         lengths, has_given = self.shape.lengths, request.given is not None
         if has_given and request.max_new_tokens not in lengths:
             lengths = (*lengths, request.max_new_tokens)
@@ -240,7 +241,7 @@ class Many:
         self.shape = LaneShape(columns, lengths, self.shape.has_given or has_given)
 
     def in_flight(self) -> Iterator[Answer]:
-        """Yield answers as they finish: a request that is done gives its lane to the next."""
+        """Yield answers as they finish. The lane of a finished request is given to the next one."""
         cannot_join: list[Request] = []  # requests that cannot join
         try:
             while True:
@@ -256,12 +257,12 @@ class Many:
                     raise ranks_need_in_flight_error("a plug-in has a state that cannot be copied row by row")
                 if not status:
                     break
-                if runs or self.ranks.mesh is not None:  # without a row too, if other ranks have some
+                if runs or self.ranks.mesh is not None:  # even without a row, if other ranks have rows
                     yield from self._step()
         finally:
             if self.running is not None:
                 self.running.close()
-        if cannot_join:  # nor can others
+        if cannot_join:  # later requests cannot join either
             yield from self._static_batch(cannot_join)
             yield from self.in_static_batches()
         elif self.failure is not None:
@@ -285,9 +286,9 @@ class Many:
             raise self.failure
 
     def _peek(self) -> Request | None:
-        """Return the request that is next, reading a prompt if necessary. Returns None if there is none now.
+        """Return the next request, reading a prompt if necessary. Returns None if there is none now.
 
-        Refusals are handed out before more is read, since there may be any number of them.
+        No prompt is read while answers to refused prompts are not yielded yet, so these do not accumulate.
         """
         while not self.rest_of_prompt:
             if self.failure is not None or self.refused:
@@ -296,7 +297,7 @@ class Many:
                 found = next(self.source)
             except StopIteration:
                 return None
-            except Exception as error:  # the caller's own, or a list of numbers that is too short or too long
+            except Exception as error:  # from the caller's iterable, or `length_mismatch`
                 self.failure = error
                 return None
             index, self.prompts_read = self.prompts_read, self.prompts_read + 1
@@ -308,7 +309,7 @@ class Many:
         return self.rest_of_prompt[0]
 
     def _refuse(self, index: int, error: UserError) -> None:
-        """Make the answers of a prompt that is refused, or end after the answers in flight."""
+        """Create the answers to a refused prompt, or with `on_error="raise"` store the error."""
         if self.on_error == "raise":
             self.failure = error
             return
@@ -317,7 +318,7 @@ class Many:
             self.refused.append(Answer(index, sample, "refused", nothing, error=str(error)))
 
     def _admit(self, requests: list[Request]) -> list[Request]:
-        """Let requests join the running batch. Returns those that cannot, because a state has no row per lane."""
+        """Add requests to the running batch. Returns them if a plug-in's state cannot be split by rows."""
         if not requests:
             return []
         self.running = self.running or self._running_batch()
@@ -347,7 +348,7 @@ class Many:
         return running
 
     def _lengths(self) -> tuple[int, ...]:
-        """Return the lengths of answers that may come. Those that are refused do not."""
+        """Return the lengths of answers that the plug-ins accept, from `max_new_tokens` and `forms`."""
         found: list[int] = []
         lists = (self.asked.max_new_tokens, self.asked.forms)
         prompts = max([1, *(len(one) for one in lists if isinstance(one, list))])
@@ -358,7 +359,7 @@ class Many:
         return tuple(found)
 
     def _step(self) -> Iterator[Answer]:
-        """Make one forward of the running batch, and yield the answers that are done."""
+        """Run one forward of the running batch, and yield the finished answers."""
         self.running = self.running or self._running_batch()
         try:
             ended = self.running.step()
@@ -375,7 +376,7 @@ class Many:
             yield from self._answers(ended.requests, result)
 
     def _static_batch(self, requests: list[Request]) -> Iterator[Answer]:
-        """Yield the answers of one batch. One that is not finite leaves it, and the others are made again."""
+        """Yield the answers of one batch. If one is not finite, the others are generated again without it."""
         self.tokens_started += sum(one.free_tokens for one in requests)
         while requests:
             last: Commits | None = None
@@ -394,18 +395,18 @@ class Many:
             return
 
     def _answers(self, requests: Sequence[Request], result: Result) -> Iterator[Answer]:
-        """Yield the answers to requests. Those that wait for another try are left out."""
+        """Yield the answers to requests that are done."""
         for row, one in enumerate(requests[:: self.runtime.plugins.particles.count]):
             if one.state == "done":
                 yield result.answer(row, one.index, one.sample, max_new_tokens=one.max_new_tokens)
 
     def _warn(self, result: Result) -> None:
-        """Warn of the first answer that takes more forwards than planned."""
+        """Warn if an answer took more forwards than planned, once per call."""
         if not self.exceeded:
             self.exceeded = batch.warn_of_forwards(self.runtime.plugins, result, self.planned) > self.planned
 
     def _report(self, masks: int) -> None:
-        """Report progress after a forward that left `masks`."""
+        """Call `progress` after a forward that left `masks` masks."""
         self.forwards += 1
         if self.asked.progress is not None:
             self.asked.progress(self.forwards, self.tokens_started - self.masks_left - masks, self.tokens_started)
@@ -415,5 +416,5 @@ def ranks_need_in_flight_error(reason: str) -> UserError:
     """Return the error for a sharded model whose prompts cannot be answered in flight."""
     return UserError(
         "ranks-unsupported",
-        f"{reason}, so ranks with shared weights would make different numbers of forwards. Use other plug-ins.",
+        f"{reason}, so ranks that share weights would make different numbers of forwards. Use other plug-ins.",
     )

@@ -1,4 +1,4 @@
-"""From what a user typed to requests: arguments are checked once, and each prompt becomes one request per sample."""
+"""Checked arguments of a call, and the requests of each prompt."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class Arguments:
         progress: Progress | None = None,
         max_length: int | None = None,
     ) -> Arguments:
-        """Check the arguments of a call before the first prompt is read. `Sampler` explains them.
+        """Check the arguments of a call before the first prompt is read. `Sampler.generate` describes them.
 
         Args:
             prompts: a list or any iterable. The length of a list is checked against the other arguments.
 
         Raises:
-            UserError: a bad argument.
+            UserError: an argument has a wrong type, value or length.
         """
         spec, listed = runtime.denoiser.spec, isinstance(prompts, Sequence)
         check_count("samples", samples, most=MOST_ROWS)
         check_count("max_length", max_length, optional=True)
-        if max_length is not None:  # no prompt with its answer is longer than the context
+        if max_length is not None:  # the context is a limit, too
             max_length = min(max_length, spec.max_positions)
         max_new_tokens, seed = whole_numbers("max_new_tokens", max_new_tokens), whole_numbers("seed", seed)
         for one in [seed] if isinstance(seed, int) else seed:
@@ -80,7 +80,7 @@ class Arguments:
                 if max_length is not None and max_length <= max_new_tokens:
                     raise UserError(
                         "context-exceeded",
-                        f"max_length={max_length} has no room beside max_new_tokens={max_new_tokens}. Raise it.",
+                        f"max_length={max_length} leaves no prompt beside max_new_tokens={max_new_tokens}. Raise it.",
                     )
             else:
                 for number, one in enumerate(max_new_tokens, 1):
@@ -106,7 +106,7 @@ class Arguments:
         return arguments
 
     def length_mismatch(self, count: int, more: bool = False) -> UserError | None:
-        """Return the error if a list of numbers does not suit `count` prompts. `more` of them may come."""
+        """Return the error if a list argument does not match `count` prompts, or None. `more` prompts may follow."""
         for name, numbers, each, wanted in (
             ("max_new_tokens", self.max_new_tokens, "prompt", count),
             ("forms", self.forms, "prompt", count),
@@ -118,10 +118,10 @@ class Arguments:
         return None if more else self.given.length_mismatch(count)
 
     def requests(self, prompt: Any, index: int) -> list[Request]:
-        """Return one request for each row of a prompt, sample by sample. Its number in the call is `index`, from 0.
+        """Return one request for each row of prompt number `index` (from 0), sample by sample.
 
         Raises:
-            UserError: a bad prompt, by its number, or an answer that model or plug-ins cannot make.
+            UserError: the prompt is wrong, or the model or a plug-in does not support its answer.
         """
         runtime, plugins, number = self.runtime, self.runtime.plugins, index + 1
         max_new_tokens, form = self.length_and_form(index)
@@ -145,8 +145,8 @@ class Arguments:
         if self.max_length is not None and len(ids) + max_new_tokens > self.max_length:
             raise UserError(
                 "context-exceeded",
-                f"prompt {number} has {len(ids)} tokens, too many with max_new_tokens={max_new_tokens}. Raise"
-                f" max_length={self.max_length}.",
+                f"prompt {number} has {len(ids)} tokens, too many for max_length={self.max_length} with"
+                f" max_new_tokens={max_new_tokens}. Raise max_length.",
             )
         if given is not None:
             if plugins.particles.needs_likelihood:
@@ -169,10 +169,10 @@ class Arguments:
         """Refuse particles that compare answers by a likelihood that is not exact.
 
         Args:
-            given: some tokens of the answer are given.
+            given: true if some tokens of the answer are given.
 
         Raises:
-            UserError: names the reason.
+            UserError: the likelihood would not be exact. The message has the reason.
         """
         alone = replace(self.runtime, plugins=replace(self.runtime.plugins, particles=OneRow()))
         reason = next(reasons_against(alone), None)
@@ -184,15 +184,15 @@ class Arguments:
             raise UserError("score-inexact", f"particles={named(self.runtime.plugins.particles)}: {reason}")
 
     def length_and_form(self, index: int) -> tuple[int, int]:
-        """Return the length and the form of the answer to prompt `index`, unless that says its length itself."""
+        """Return the length and the form of the answer to prompt `index`, for prompts other than `Infill`."""
         length, form = self.max_new_tokens, 0 if self.forms is None else self.forms
         return length if isinstance(length, int) else length[index], form if isinstance(form, int) else form[index]
 
     def check_answer(self, max_new_tokens: int, form: int, given: Sequence[int] | None = None) -> None:
-        """Refuse an answer of a length, or with given tokens, that the plug-ins cannot make in that form.
+        """Refuse an answer whose length or given tokens do not fit the blocks or the form.
 
         Raises:
-            UserError: no such blocks, too short for the form, or given tokens that no answer of the form has.
+            UserError: the blocks do not allow the length, or no answer of the form has it or the given tokens.
         """
         plugins = self.runtime.plugins
         plugins.blocks.lookahead(max_new_tokens)
@@ -204,12 +204,12 @@ class Arguments:
 
 
 def slot_seeds(seed: int, rows: int) -> list[int]:
-    """Return the seeds of the rows of an answer. The first one has the answer's own seed."""
+    """Return the seeds of the `rows` rows of an answer. The first row has the answer's own seed."""
     return [seed] if rows == 1 else [seed, *row_seeds(torch.tensor([seed]), 0, rows)[0, 1:].tolist()]
 
 
 def length_mismatch(name: str, numbers: object, each: str, wanted: int, more: bool = False) -> UserError | None:
-    """Return the error if `numbers` is a list without one number for each of the `wanted`. `more` of them may come."""
+    """Return the error if the list `numbers` has not length `wanted`, or None. With `more` it may be longer."""
     if not isinstance(numbers, list) or len(numbers) == wanted or (more and len(numbers) > wanted):
         return None
     there = f"is {each} {wanted}" if more else f"{'is' if wanted == 1 else 'are'} {counted(wanted, each)}"
@@ -220,10 +220,10 @@ def length_mismatch(name: str, numbers: object, each: str, wanted: int, more: bo
 
 
 def whole_numbers(name: str, given: Any) -> int | list[int]:
-    """Return a whole number, or a list of them. numpy's and those of a tensor are allowed.
+    """Return a whole number or a list of whole numbers, also from numpy or a tensor.
 
     Raises:
-        UserError: something else.
+        UserError: `given` is something else.
     """
     values = given.tolist() if hasattr(given, "tolist") else given
     several = isinstance(values, list | tuple | range)
@@ -236,10 +236,10 @@ def whole_numbers(name: str, given: Any) -> int | list[int]:
 
 
 def seeds(given: int | Sequence[int], count: int) -> list[int]:
-    """Return the seed of each of `count` answers: answer i has `given + i`, or its own number of a list.
+    """Return the seed of each of `count` answers: `given + i` for answer i, or entry i of a list.
 
     Raises:
-        UserError: a number of more than 64 bits, or not one for each answer.
+        UserError: a seed has more than 64 bits, or a list does not have one seed for each answer.
     """
     found = whole_numbers("seed", given)
     mismatch = length_mismatch("seed", found, "answer", count)
@@ -250,24 +250,26 @@ def seeds(given: int | Sequence[int], count: int) -> list[int]:
 
 def _checked_seed(seed: int, given: Any) -> int:
     if abs(seed) >= 2**63:
-        raise UserError("option-type", f"seed is {given!r}. Set a whole number of 64 bits, or one per prompt.")
+        raise UserError("option-type", f"seed is {given!r}. Set a whole number of 64 bits, or one for each answer.")
     return seed
 
 
 def check_forms(given: Any, known: int) -> int | list[int] | None:
-    """Return the number of each prompt's form, or of all, below `known`. Returns None if no guide has a list of forms.
+    """Return the checked `forms`: one number below `known` for all prompts, or a list. Returns None without forms.
 
     Raises:
-        UserError: no such numbers, or numbers without a list of forms, or a list without numbers.
+        UserError: a number is not below `known`, or only one of `forms` and a guide's list of forms is set.
     """
     if given is None and not known:
         return None
     if given is None:
         if known == 1:
             raise UserError("form-number", "The guide has a list of one form. Remove its brackets, or set forms=0.")
-        raise UserError("form-number", f"A guide has several forms. Set forms= from 0 to {known - 1}.")
+        raise UserError("form-number", f"A guide has {known} forms. Set forms= to a number from 0 to {known - 1}.")
     if not known:
-        raise UserError("option-not-applicable", "forms= needs a guide with a list of forms. Add one or remove it.")
+        raise UserError(
+            "option-not-applicable", f"forms={given!r} needs a guide with a list of forms. Add one, or remove forms=."
+        )
     found = whole_numbers("forms", given)
     for number, one in enumerate([found] if isinstance(found, int) else found, 1):
         if not 0 <= one < known:
@@ -277,10 +279,15 @@ def check_forms(given: Any, known: int) -> int | list[int] | None:
 
 
 def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int) -> None:
-    """Refuse given tokens that cannot be kept, or that a gap would not see. `prompt` tokens are before the answer.
+    """Refuse given tokens that the model or the scheduler does not support at their positions.
+
+    Args:
+        given: tokens of the answer, with `FREE` at positions to generate.
+        prompt: number of tokens before the answer.
+        number: number of the prompt in the call, for the message.
 
     Raises:
-        UserError: names the prompt and the reason.
+        UserError: the given tokens are not supported.
     """
     spec = plugins.context.spec
     if FREE not in given:
@@ -290,7 +297,7 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
     if plugins.scheduler.traits.has(ChangingLength) and first < last:
         raise UserError(
             "given-unsupported",
-            f"scheduler={named(plugins.scheduler)} moves given tokens after a gap of prompt {number}. Use another.",
+            f"scheduler={named(plugins.scheduler)} moves given tokens after a gap of prompt {number}. Choose another.",
         )
     if spec.encoder:
         raise UserError(
@@ -299,12 +306,15 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
             " support. Put them into the prompt.",
         )
     if not prompt and spec.shift and not first:
-        raise UserError("given-unsupported", f"prompt {number} begins with a gap. This model needs text before it.")
+        raise UserError(
+            "given-unsupported",
+            f"prompt {number} begins with a gap. Put text before it, since this model predicts no first token.",
+        )
     end = first_end(given, spec.eos_ids)
     if end is not None and FREE in given[end:]:
-        raise UserError("given-conflict", f"prompt {number} has an end token before a gap. Remove one.")
+        raise UserError("given-conflict", f"prompt {number} has an end token before a gap. Remove one of them.")
     if first > last:
-        return  # a beginning alone
+        return  # only a beginning is given
     if plugins.scheduler.traits.has(LeftToRightVerifier):
         raise UserError(
             "given-unsupported",
@@ -313,7 +323,7 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
     if spec.attention == "causal_context":
         raise UserError(
             "given-unsupported",
-            f"This causal model cannot see given tokens after a gap of prompt {number}. Give a beginning alone.",
+            f"This causal model cannot see given tokens after a gap of prompt {number}. Give only a beginning.",
         )
     grid = plugins.blocks.grid
     begin = prompt if spec.blocks_from == "text" else 0
@@ -321,5 +331,5 @@ def check_given(given: Sequence[int], prompt: int, plugins: Plugins, number: int
         raise UserError(
             "given-unsupported",
             f"This block-causal model cannot see given tokens after the gap's block of {grid} tokens (prompt {number})."
-            " Give a beginning alone, or tokens in the gap's block.",
+            " Give only a beginning, or tokens in the gap's block.",
         )

@@ -18,11 +18,11 @@ from dllm_sampler.engine.plugins import Plugins
 
 
 class HasRuntime(Protocol):
-    """A `Sampler`, for a module that it imports."""
+    """The part of a `Sampler` that `SpeculativeSampler` uses, typed here since `Sampler` imports this folder."""
 
     @property
     def runtime(self) -> Runtime:
-        """The parts that a generation needs."""
+        """The parts of a sampler that a generation needs."""
         ...
 
     @property
@@ -36,9 +36,9 @@ class Runtime:
     """A model, its plug-ins and their limits for one call.
 
     Args:
-        tokenizer: None allows token prompts only, and gives no texts.
-        max_steps: most steps of an answer. None stands for the scheduler's own bound.
-        make_engine: returns the engine for plug-ins, and for a number of consecutive rows with the same prompt.
+        tokenizer: encodes and decodes texts. Without one, prompts are token ids and results have no texts.
+        max_steps: most steps of an answer. None means the scheduler's own bound.
+        make_engine: returns the engine for plug-ins and a number of consecutive rows with the same prompt.
     """
 
     denoiser: Denoiser
@@ -50,11 +50,11 @@ class Runtime:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's numbers and facts at this moment, with the sampler's own end tokens."""
+        """The current spec of the model, with `stop_token_ids` among its end tokens."""
         return self.denoiser.spec.with_ends(self.plugins.context.spec.eos_ids)
 
     def engine(self, samples: int = 1) -> Engine:
-        """Return what runs a generation in which each `samples` consecutive rows have the same prompt."""
+        """Return the engine for batches in which each `samples` consecutive rows have the same prompt."""
         return self.make_engine(self.plugins, samples)
 
     def bound(self, tokens: int) -> int:
@@ -71,10 +71,10 @@ class Runtime:
         lengths: Collection[int] = (),
         has_given: bool = False,
     ) -> Canvas:
-        """Lay requests out as a canvas.
+        """Return the canvas of requests.
 
         Args:
-            has_given: rows that join later may have given tokens. The others are as in `layout.canvas`.
+            has_given: rows that join later may have given tokens. Other arguments are as in `layout.canvas`.
         """
         plugins, has_given = self.plugins, has_given or any(one.given is not None for one in requests)
         return layout.canvas(

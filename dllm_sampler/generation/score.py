@@ -1,7 +1,7 @@
 """The exact log-likelihood of given answers under a model and a sampler (DUEL, arXiv 2603.01367).
 
 If drawn tokens do not decide where a step commits, an answer has one path through the sampler. `Scoring` follows that
-path: it writes the answer's tokens in place of draws, and records the log-probability that each would be drawn with.
+path. It writes the answer's tokens in place of draws, and records the log-probability of each.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def scores(
 
 
 def row_scores(runtime: Runtime, rows: Sequence[tuple[list[int], list[int]]], batch_size: int) -> Scores:
-    """Return the scores of pairs of token ids, prompt and answer."""
+    """Return the scores of `rows`, pairs of the token ids of a prompt and its answer."""
     runtime = replace(runtime, noise=OnlyTokens(runtime.plugins))
     found = [_batch(runtime, rows[at : at + batch_size]) for at in range(0, len(rows), batch_size)]
     return Scores.joined(found)
 
 
 def reasons_against(runtime: Runtime) -> Iterator[str]:
-    """Yield reasons why the path of an answer would not give its exact likelihood."""
+    """Yield a message for each setting under which scores would not be exact likelihoods."""
     plugins, traits = runtime.plugins, runtime.plugins.scheduler.traits
     scheduler = f"scheduler={named(plugins.scheduler)}"
     if not isinstance(plugins.stop, NoStop):
@@ -81,7 +81,7 @@ def reasons_against(runtime: Runtime) -> Iterator[str]:
                 f"{scheduler} writes other tokens than those of the step. Use scheduler=fixed with"
                 " scheduler.score=margin."
             )
-        return  # without a temperature the best token is drawn, and judging it is judging the model
+        return  # without a temperature the drawn token is the likeliest one
     if plugins.judge == "best":
         return
     judging = {"scheduler": traits.judges_draws, "blocks": plugins.blocks.judges_draws}
@@ -89,15 +89,15 @@ def reasons_against(runtime: Runtime) -> Iterator[str]:
     for kind, judges in judging.items():
         if judges:
             name = f"{kind}={named(getattr(plugins, kind))}"
-            yield f"{name} judges the tokens that a step drew. Set judge=best, or use another."
+            yield f"{name} judges the tokens that a step drew. Set judge=best, or use another {kind}."
 
 
 def _facts(traits: Traits) -> Iterator[str]:
-    """Yield what gives an answer several paths, whatever is judged."""
+    """Yield a phrase for each trait that gives an answer several paths."""
     if traits.draws_order:
-        yield "draws positions by chance"
+        yield "draws the positions that it commits"
     if traits.revises:
-        yield "takes tokens back or replaces them"
+        yield "remasks or replaces tokens"
     if traits.drafts:
         yield "drafts tokens and verifies them"
     if traits.has(ChangingLength):
@@ -111,19 +111,18 @@ def _pairs(
 ) -> list[tuple[list[int], list[int]]]:
     """Return the token ids of each prompt and of its answer."""
     spec, tokenizer = runtime.spec, runtime.tokenizer
-    if len(prompts) == 1:
-        prompts = prompts * len(answers)
-    if not answers or len(prompts) != len(answers):
+    if not answers or len(prompts) not in (1, len(answers)):
         raise UserError(
             "length-mismatch",
-            f"There are {counted(len(prompts), 'prompt')} and {counted(len(answers), 'answer')}. Give as many, or one"
-            " prompt for all answers.",
+            f"score got {counted(len(prompts), 'prompt')} and {counted(len(answers), 'answer')}. Give one answer for"
+            " each prompt, or one prompt for all answers.",
         )
+    prompts = prompts * len(answers) if len(prompts) == 1 else prompts
     found: list[tuple[list[int], list[int]]] = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True), 1):
         ids = piece_ids(answer, f"answer {number}", tokenizer, spec, masks=True)
         if FREE in ids:
-            raise UserError("mask-token-given", f"answer {number} contains a mask. Replace it by a token.")
+            raise UserError("mask-token-given", f"answer {number} contains a mask token or -1. Replace it by a token.")
         if not ids:
             raise UserError("answer-empty", f"answer {number} is empty. Give it at least one token.")
         if max_new_tokens is not None and len(ids) > max_new_tokens:
@@ -168,7 +167,7 @@ class Scoring(Engine):
     """An engine for one batch, which writes given answers in place of draws.
 
     Args:
-        answers: tokens `[B, L+1]`, prompt and answer of each row.
+        answers: `[B, L+1]` tokens of the prompt and the answer of each row.
     """
 
     def __init__(self, denoiser: Any, plugins: Plugins, poll_every: int, kernels: Any, answers: Tensor):
@@ -179,7 +178,7 @@ class Scoring(Engine):
         self.predicted = self.log_q  # [B, L+1] log-probabilities of the answer's tokens in the last forward
 
     def read(self, hidden: Tensor, canvas: Canvas, head_rows: HeadRows, spec: ModelSpec) -> Readout:
-        """See `Engine.read`. Adds the answer's tokens as those that are written."""
+        """Return the readout with the answer's tokens as those to write, and record their log-probabilities."""
         seen = super().read(hidden, canvas, head_rows, spec)
         assert seen.draw is not None
         positions = head_rows.query.positions
@@ -189,7 +188,7 @@ class Scoring(Engine):
         return replace(seen, written=tokens, written_confidence=log_q.exp())
 
     def step(self, state: Generation) -> None:
-        """See `Engine.step`. Records the log-probability of each token that is written."""
+        """Make one step, and record the log-probability of each token that it commits."""
         before = state.canvas.masked
         super().step(state)
         self.log_q = torch.where(before & ~state.canvas.masked, self.predicted, self.log_q)
@@ -197,10 +196,10 @@ class Scoring(Engine):
 
 @dataclass(frozen=True)
 class OnlyTokens:
-    """The noise of a path whose tokens are given: none for tokens. Other draws are refused.
+    """Noise for scoring: zeros for tokens, since these are given, and an error for every other draw.
 
     Args:
-        plugins: what may draw, for the error.
+        plugins: the plug-ins that may draw, for the error.
     """
 
     plugins: Plugins
@@ -223,4 +222,6 @@ class OnlyTokens:
 
     def _error(self) -> UserError:
         names = " or ".join(f"{kind}={named(getattr(self.plugins, kind))}" for kind in ("scheduler", "cache"))
-        return UserError("score-inexact", f"{names} draws random numbers besides tokens. Use another.")
+        return UserError(
+            "score-inexact", f"{names} draws random numbers besides tokens. Use another scheduler or cache."
+        )

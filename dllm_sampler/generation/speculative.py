@@ -1,4 +1,4 @@
-"""DEER: a diffusion model drafts a block, an autoregressive model verifies it (arXiv 2512.15176)."""
+"""DEER: a diffusion model drafts blocks that an autoregressive model verifies (arXiv 2512.15176)."""
 
 from __future__ import annotations
 
@@ -37,41 +37,42 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass
 class _Run:
-    """One batch between two rounds."""
+    """The state of one batch between two rounds."""
 
-    text: Canvas  # `start`: the first column that is not decided yet
+    text: Canvas  # its `start` is the first column that is not decided yet
     reading: Reading
     seeds: Sequence[int]
-    drafting: Tensor  # [B]
-    step_map: Tensor  # [B, L+1]
+    drafting: Tensor  # [B] forwards of the drafter
+    step_map: Tensor  # [B, L+1] round that emitted each token, -1 without one
     round: int = 0
-    accepted: list[Tensor] = field(default_factory=list)  # [B] each
+    accepted: list[Tensor] = field(default_factory=list)  # [B] accepted proposals of each round
 
 
 class SpeculativeSampler:
-    """A sampler of an autoregressive target whose tokens a diffusion model drafts. The law is the target's.
+    """A sampler of an autoregressive target whose tokens a diffusion model drafts. Answers follow the target's law.
 
-    Source: DEER, arXiv 2512.15176. A round is one forward of the drafter over the text and k masks, which proposes
-    every position by itself, `y_i ~ q_i`; one pass of the target over the k proposals gives `p_1 .. p_{k+1}`. The
-    leading proposals are accepted with probability `min(1, p_i(y_i) / q_i(y_i))`; at the first that is not, a token
-    of `max(0, p_i - q_i)` is emitted and the block is over; if all are, one of `p_{k+1}`. Without a temperature a
-    proposal counts where it is the target's best token, so that the text is greedy decoding's. Temperature, top-k and
-    top-p rewrite `p` and `q` alike, and the ratio is that of the rewritten ones.
+    Source: DEER, arXiv 2512.15176. In a round, one forward of the drafter over the text and k masks proposes each token
+    independently, `y_i ~ q_i`. One pass of the target over the k proposals gives `p_1 .. p_{k+1}`. Proposals are
+    accepted from left to right with probability `min(1, p_i(y_i) / q_i(y_i))`. At the first rejection a token is drawn
+    from the normalised `max(0, p_i - q_i)`, and the round ends. If all are accepted, a token is drawn from `p_{k+1}`.
+    Without a temperature a proposal is accepted if it is the target's likeliest token, so the text is that of greedy
+    decoding. Temperature, top-k and top-p change both `p` and `q`.
 
-    The published algorithm continues after a rejection with the next proposal, whose `p_i` was computed for another
-    prefix. This one stops there. Its text samples "from p" in one place: the residual keeps the law.
+    Deviation: after a rejection the published algorithm continues with the next proposal, whose `p_i` was computed for
+    another prefix. This one ends the round, which keeps the target's law.
 
     Args:
-        drafter: a `Sampler`; its denoiser drafts, its guides and its noise are those of both models.
+        drafter: a `Sampler` whose denoiser drafts. Its guides and noise serve both models.
         target: a causal LM of transformers with the drafter's tokenizer: a folder, a hub id or a live model.
-        draft_length: k; 0 is plain autoregressive decoding, the drafter rests. The end of the answer and of the
-            drafter's context shorten it.
+        draft_length: k. With 0 the target decodes alone. A round drafts less at the end of the answer and at the end of
+            the drafter's context.
         scheduled: draft with the sampler's own scheduler, blocks, stop and cache, in as many forwards as they take.
-            Greedy only: the joint distribution of such a draft is unknown.
+            This needs greedy decoding, since the joint distribution of such a draft is unknown.
         separator: id or text of a token that the drafter sees after the masks, as in its training.
 
     Raises:
-        UserError: a drafter without masks or with a guide on the form, another vocabulary, or a bad argument.
+        UserError: the drafter has no mask token, its guides or scheduler are not supported, the vocabularies or
+            tokenizers differ, or an argument is wrong.
     """
 
     def __init__(
@@ -88,11 +89,12 @@ class SpeculativeSampler:
         check_count("draft_length", draft_length, 0)
         if spec.mask_id is None:
             raise UserError(
-                "mask-token-missing", "A drafter needs masks, and this model has none (uniform diffusion). Use another."
+                "mask-token-missing",
+                "A drafter needs a mask token, and this model has none. Use a masked-diffusion model.",
             )
         forms = [named(guide) for guide in plugins.guides if guide.joint or guide.vetoes]
         if forms:
-            raise UserError("options-conflict", f"guide={forms[0]} and a target exclude each other. Remove one.")
+            raise UserError("options-conflict", f"guide={forms[0]} does not work with a target. Remove one of them.")
         if plugins.scheduler.traits.has(ChangingLength):
             raise UserError(
                 "scheduler-incompatible",
@@ -104,7 +106,9 @@ class SpeculativeSampler:
         self.guides = tuple(guide for guide in plugins.guides if guide.chooses)
         self.draws = is_random(self.guides)
         if scheduled and self.draws:
-            raise UserError("options-conflict", "draft_scheduled and temperature exclude each other. Remove one.")
+            raise UserError(
+                "options-conflict", "draft_scheduled=true needs greedy decoding. Remove it, or temperature."
+            )
         self.separator = self._token(separator)
         self.target: Verifier = autoregressive.fit(target, spec, "target")
         if self.drafter.tokenizer is not None:
@@ -126,18 +130,18 @@ class SpeculativeSampler:
         stop_strings: str | Sequence[str] = (),
         progress: Progress | None = None,
     ) -> Speculation:
-        """Answer a batch of prompts; each row comes out as if it were alone.
+        """Answer a batch of prompts. Each answer is the same as if its prompt were alone.
 
         Args:
-            prompts: strings, token lists, tensors or chat messages; one or several, of any lengths.
-            max_new_tokens: longest answer; a row ends earlier with an end token of the target.
-            seed: row i samples with seed + i, or with its own number of a sequence.
-            stop_strings: text at which an answer ends, or several; not part of it.
+            prompts: one or several strings, token lists, tensors or lists of chat messages, of any lengths.
+            max_new_tokens: longest answer. A row ends earlier with an end token of the target.
+            seed: row i samples with seed + i, or with entry i of a sequence.
+            stop_strings: a text, or several, before which an answer ends.
             progress: called after each round with (round, tokens emitted, tokens wanted).
 
         Raises:
-            UserError: a bad prompt or argument.
-            NotFiniteError: a model returned NaN; its `result` holds what was done.
+            UserError: a prompt or an argument is wrong.
+            NotFiniteError: a model returned NaN. The error's `result` has the answers so far.
         """
         run, stops = self._begin(prompts, max_new_tokens, seed, stop_strings)
         with torch.no_grad():
@@ -163,9 +167,9 @@ class SpeculativeSampler:
         return _Run(text, self.target.begin(text), seeds, torch.zeros_like(text.step), none), stops
 
     def _round(self, run: _Run, stops: Sequence[str]) -> bool:
-        """Draft, verify, emit; returns whether every row is done."""
+        """Make one round: draft, verify and commit. Returns True if every row is done."""
         run.round += 1
-        # Draws of the two models at one position must not be the same: the steps that key them alternate.
+        # The two models must draw different noise at one position, so they use alternate step numbers.
         text = replace(run.text, step=torch.full_like(run.text.step, 2 * run.round))
         widths = self._widths(text)
         k = max(widths)
@@ -179,7 +183,7 @@ class SpeculativeSampler:
         place = torch.arange(k + 1, device=at.device)
         asked = (place <= width[:, None]) & ~text.done[:, None]
         bad = (~target.amax(-1).isfinite() & asked).any(1)
-        if draft.logits is not None:  # a proposal with no law at all is as bad
+        if draft.logits is not None:  # the drafter returned NaN
             bad |= (draft.logits.amax(-1).isnan() & asked[:, :k]).any(1)
         if bool(bad.any()):
             error = NotFiniteError(run.round, [row for row, one in enumerate(bad.tolist(), 1) if one])
@@ -202,7 +206,7 @@ class SpeculativeSampler:
         return bool(run.text.done.all())
 
     def _law(self, logits: Tensor, canvas: Canvas, at: Tensor) -> Tensor:
-        """Return `[B, N, V]` logits as the guides rewrite them."""
+        """Return the logits `[B, N, V]` after the guides."""
         head_rows, flat = HeadRows.every(Query.at(canvas, at)), logits.flatten(0, 1)
         barred = Barred(self.drafter.denoiser.spec.mask_id)
         for guide in self.guides:
@@ -210,18 +214,20 @@ class SpeculativeSampler:
         return flat.view_as(logits)
 
     def _widths(self, text: Canvas) -> list[int]:
-        """Return the number of proposals for each row. The target adds one, and the drafter must see the text."""
+        """Return the number of proposals for each row. The answer's end and the drafter's context limit this."""
         room = self.drafter.denoiser.spec.max_positions - (self.separator is not None)
         start, end, done = text.start.tolist(), text.end.tolist(), text.done.tolist()
         free = [min(e - s - 1, room - s) for s, e in zip(start, end, strict=True)]
         return [0 if over else max(0, min(self.draft_length, one)) for one, over in zip(free, done, strict=True)]
 
     def _draft(self, text: Canvas, widths: list[int], run: _Run) -> Draft:
-        """Return proposals of every row, as answers to its text on a canvas of their own."""
+        """Return the proposals of every row. They are decoded on a new canvas whose prompt is the row's text."""
         spec, k = self.drafter.denoiser.spec, max(widths)
         width = torch.tensor(widths, device=text.ids.device)
         known = [[t if t < spec.vocab_size else spec.pad_id for t in row] for row in self._rows(text)]
-        rows = [row if one else row[:1] for row, one in zip(known, widths, strict=True)]  # the others only fill in
+        rows = [
+            row if one else row[:1] for row, one in zip(known, widths, strict=True)
+        ]  # rows without a draft are placeholders
         behind = int(self.separator is not None)
         canvas = layout.canvas(
             rows, k + behind, run.seeds, spec, self.drafter.plugins.blocks, self.drafter.noise, cuts=False
@@ -260,7 +266,7 @@ class SpeculativeSampler:
 
     @staticmethod
     def _rows(text: Canvas) -> list[list[int]]:
-        """Prompt and decided tokens of each row."""
+        """Return the prompt and the decided tokens of each row."""
         return [ids[:start] for ids, start in zip(text.ids.tolist(), text.start.tolist(), strict=True)]
 
     def _answers(self, text: Canvas) -> list[list[int]]:
@@ -291,19 +297,26 @@ class SpeculativeSampler:
         )
 
     def _token(self, separator: int | str | None) -> int | None:
-        """Return the separator's id."""
+        """Return the separator's token id, or None without a separator."""
         tokenizer, size = self.drafter.tokenizer, self.drafter.denoiser.spec.vocab_size
         if isinstance(separator, str):
-            found = None if tokenizer is None else tokenizer.get_vocab().get(separator)
+            if tokenizer is None:
+                raise UserError("tokenizer-missing", f"separator={separator!r} needs a tokenizer. Give a token id.")
+            found = tokenizer.get_vocab().get(separator)
             if found is None:
-                raise UserError("token-outside-vocabulary", f"separator={separator!r} is not one token. Use another.")
+                raise UserError(
+                    "token-outside-vocabulary", f"separator={separator!r} is not a token of the model. Use another."
+                )
             return found
         if separator is not None and (isinstance(separator, bool) or not 0 <= separator < size):
-            raise UserError("token-outside-vocabulary", f"separator={separator!r} is not below {size}. Use another.")
+            raise UserError(
+                "token-outside-vocabulary",
+                f"separator={separator!r} is not a token id from 0 to {size - 1}. Use another.",
+            )
         return separator
 
     def _end_tokens(self) -> tuple[int, ...]:
-        """Return the end tokens: those of the target, or else of the drafter, and the user's."""
+        """Return the end tokens: those of the target, or else of the drafter, and `stop_token_ids`."""
         config = getattr(self.target.model, "generation_config", None)
         named = getattr(config, "eos_token_id", None)
         if named is None:
@@ -318,23 +331,23 @@ class Draft:
     """Proposals of the drafter: tokens `[B, k]`, and the logits `[B, k, V]` that they were drawn from."""
 
     ids: Tensor
-    logits: Tensor | None  # None: greedy, or drafted in several forwards, whose joint distribution is unknown
+    logits: Tensor | None  # None if greedy, or if drafted in several forwards
 
 
 def verify(
     canvas: Canvas, at: Tensor, draft: Draft, target: Tensor, width: Tensor, *, draws: bool
 ) -> tuple[Tensor, Tensor]:
-    """Judge proposals by the law of the model that verifies them (arXiv 2211.17192).
+    """Accept or reject proposals by the target's law (arXiv 2211.17192).
 
     Returns:
-        `[B]` how many are taken, and `[B, k+1]` the tokens that follow from that.
+        `[B]` number of accepted proposals, and `[B, k+1]` the proposals with the token after the accepted ones.
 
     Args:
-        canvas: keys the draws.
+        canvas: has the seeds and the step of the draws.
         at: `[B, k+1]` columns of the proposals and of the token after them.
-        target: `[B, k+1, V]` logits of the target after each proposal, as the guides rewrite them.
-        width: `[B]` proposals that count.
-        draws: whether tokens are drawn; else a proposal counts where it is the target's best token.
+        target: `[B, k+1, V]` logits of the target at these columns, after the guides.
+        width: `[B]` number of proposals of each row.
+        draws: draw tokens. Otherwise a proposal is accepted if it is the target's likeliest token.
     """
     k = draft.ids.shape[1]
     within = torch.arange(k, device=at.device) < width[:, None]
@@ -357,7 +370,7 @@ def verify(
         there = taken[:, None, None].expand(-1, 1, target.shape[-1])
         p, q = p.gather(1, there), q.gather(1, there) * (taken < width)[:, None, None]
         rest = (p - q).clamp(min=0)
-        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # equal laws, told apart by rounding
+        rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # the laws are equal up to rounding
         head_rows = HeadRows.every(Query.at(canvas, at.gather(1, taken[:, None])))
         noise = head_rows.spread(canvas.layout.noise.tokens(canvas, head_rows, target.shape[-1]))[:, 0]
         own = argmax(rest.log() + noise.to(rest.dtype))

@@ -1,1 +1,1 @@
-"""The world outside: files, locks, YAML and JSON, functions by name, regular expressions with a time limit."""
+"""Access to the system: files, locks, paths, JSON, functions by name, and regular expressions with a time limit."""

@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all. A full disk is an error of one sentence."""
+"""Atomic writing of files. System errors become a `NotWrittenError` with a short message."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from uuid import uuid4
 
 from dllm_sampler.errors import NotWrittenError, UserError
 
-# Names of this process's open streams. Opened by such a name, a file would be written from its start.
+# Names of this process's open streams. Opening one again could overwrite a file from its start.
 _OPEN = re.compile(r"/dev/std(?P<name>out|err)|/(?:dev|proc/self)/fd/(?P<number>\d+)")
-_OS_ERROR = re.compile(r"(?:\(os error|\bOs \{ code:) (\d+)")  # in what libraries written in Rust say
+_OS_ERROR = re.compile(r"(?:\(os error|\bOs \{ code:) (\d+)")  # in messages of libraries written in Rust
 STDOUT = 1
 
 
 def write(path: str | Path, content: str | bytes) -> None:
-    """Replace a file atomically. A link stays a link; a pipe or a device is written to.
+    """Replace a file atomically, or write to a pipe or a device. The target of a link is replaced, not the link.
 
     Raises:
-        NotWrittenError: it cannot be written; what it had before is still there.
+        NotWrittenError: the file cannot be written. Its old content is still there.
     """
     data = content.encode() if isinstance(content, str) else content
     with reported(path):
@@ -36,7 +36,7 @@ def write(path: str | Path, content: str | bytes) -> None:
                 put(file, data)
             return
         target = Path(os.path.realpath(path))
-        partial = target.with_name(f".{uuid4().hex}.part")  # of no other process, and short whatever the target's name
+        partial = target.with_name(f".{uuid4().hex}.part")  # unique, and short even if the target's name is long
         try:
             with _opened(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
                 put(file, data)
@@ -50,10 +50,10 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 
 def move(path: Path, target: Path) -> None:
-    """Rename a complete file in its folder, in place of the file that has the new name, if any.
+    """Rename a complete file to `target` in the same folder. An existing target is replaced.
 
     Raises:
-        NotWrittenError: it cannot be renamed.
+        NotWrittenError: the file cannot be renamed.
     """
     with reported(target):
         os.replace(path, target)
@@ -61,31 +61,31 @@ def move(path: Path, target: Path) -> None:
 
 
 def make_folder(path: str | Path) -> None:
-    """Make a folder and its parents where they do not exist.
+    """Create a folder and its parents if they do not exist.
 
     Raises:
-        UserError: it is a file.
-        NotWrittenError: it cannot be made.
+        UserError: the path is a file.
+        NotWrittenError: the folder cannot be created.
     """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
-    except FileExistsError:  # no `NotWrittenError`: the same command would fail again
+    except FileExistsError:  # not a `NotWrittenError`, since the same command would fail again
         raise UserError("folder-invalid", f"{path} is not a folder. Name another.") from None
     except OSError as error:
         raise NotWrittenError(f"Cannot store results in {path}: {error.strerror}. Name another folder.") from error
 
 
 def append(path: str | Path, lines: str) -> None:
-    """Append whole lines to a file: all of them, or none and an error.
+    """Append lines to a file, either all of them or none. They are on the disk when this returns.
 
-    An incomplete last line, which a killed process left, is ended first.
+    If a killed process left an incomplete last line, a line end is written first.
 
     Args:
-        path: the file, which several processes may append to.
-        lines: each with its end. They are on the disk when this returns.
+        path: the file, to which several processes may append.
+        lines: the lines, each with its line end.
 
     Raises:
-        NotWrittenError: they cannot be written.
+        NotWrittenError: the lines cannot be written.
     """
     with reported(path), _opened(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
         lock(file, wait=True)  # after an error only lines of this process are cut off
@@ -96,17 +96,17 @@ def append(path: str | Path, lines: str) -> None:
 
 
 def write_folder(folder: Path, save: Callable[[str], object]) -> None:
-    """Let a library write files into a folder. The files get their names there when all of them are on the disk.
+    """Let a library write files into a folder. They are moved there once all of them are on the disk.
 
-    A file that is replaced keeps its mode. A new one gets the mode that the umask gives, whatever the library set:
-    safetensors writes files that only their owner can read.
+    A replaced file keeps its mode. A new file gets the usual mode of the umask, although safetensors makes its files
+    readable for their owner only.
 
     Args:
-        folder: made where it does not exist.
-        save: writes the files to the folder that it is given; a subfolder is an error.
+        folder: the folder, which is created if it does not exist.
+        save: writes files, but no subfolders, to the folder whose path it gets.
 
     Raises:
-        NotWrittenError: they cannot be written.
+        NotWrittenError: the files cannot be written.
     """
     with reported(folder):
         make_folder(folder)
@@ -125,18 +125,18 @@ def write_folder(folder: Path, save: Callable[[str], object]) -> None:
 
 @contextmanager
 def locked(path: Path, busy: str | None = None, *, keep: bool = False) -> Iterator[None]:
-    """Hold the lock of a file that exists for nothing else. The lock ends with the process.
+    """Hold a lock file's lock. The lock ends with the process at the latest.
 
     Args:
-        path: the file.
-        busy: the error if another process holds the lock. With None it is waited for.
-        keep: leave the file there, which is quicker if processes take turns.
+        path: path of the lock file.
+        busy: message of the error if another process holds the lock. With None, wait for the lock.
+        keep: do not delete the file afterwards, which is faster if processes take turns.
 
     Raises:
-        NotWrittenError: the file cannot be made.
+        NotWrittenError: the lock file cannot be created.
         UserError: another process holds the lock.
     """
-    from filelock import FileLock, Timeout  # imports asyncio: a mistake does not wait for it
+    from filelock import FileLock, Timeout  # imports asyncio, which is slow
 
     lock = FileLock(path)
     with reported(path):
@@ -147,30 +147,29 @@ def locked(path: Path, busy: str | None = None, *, keep: bool = False) -> Iterat
     try:
         yield
     finally:
-        if not keep:  # a process that has opened the file notices, and makes a new one
+        if not keep:  # a process that waits for the file notices, and creates a new one
             path.unlink(missing_ok=True)
         lock.release()
 
 
 class Lines:
-    """Writes lines to a file or a stream. The first line replaces what the file had after the bytes to be kept.
+    """A writer of lines to a file or a stream. The first line removes the old content after the first `kept` bytes.
 
-    Until then the file is as it was: a mistake found before costs nothing. It is locked while it is open; the lock ends
-    with the process.
+    Before the first line the file is unchanged. The file is locked until it is closed or the process ends.
 
     Args:
-        path: a file, or a stream: a pipe, a device, `/dev/stdout`.
-        named: the file in the words of the user, for messages.
+        path: a file or a stream (a pipe, a device or `/dev/stdout`).
+        named: name of the file in messages.
 
     Attributes:
-        count: the whole lines written.
-        kept: bytes at the beginning of a file that the first line leaves there; 0 unless set.
-        regular: whether it is a file, and no stream.
-        stdout: whether the lines go to standard output.
+        count: number of complete lines written.
+        kept: bytes at the beginning of the file that the first line does not remove, by default 0.
+        regular: true for a regular file, false for a stream.
+        stdout: true if the lines go to standard output.
 
     Raises:
-        NotWrittenError: it cannot be opened.
-        UserError: another process writes to it.
+        NotWrittenError: the file cannot be opened.
+        UserError: another process is writing the file.
     """
 
     def __init__(self, path: str | Path, named: str):
@@ -186,11 +185,11 @@ class Lines:
             raise UserError("file-locked", f"Another process is writing {named}. Wait, or name another file.")
 
     def add(self, line: str) -> None:
-        """Write a line, given without its end. After an error a regular file has the lines before and no part of it.
+        """Write a line, and a line end. After an error a regular file has no part of the line.
 
         Raises:
-            NotWrittenError: it cannot be written.
-            BrokenPipeError: the reader of standard output has left.
+            NotWrittenError: the line cannot be written.
+            BrokenPipeError: the reader of standard output has closed it.
         """
         data = (line + "\n").encode()
         with reported(self.path, self.named, broken=self.stdout):
@@ -198,7 +197,7 @@ class Lines:
                 put(self.file, data)
                 self.count += 1
                 return
-            with uninterrupted():  # Ctrl-C comes when the line is counted
+            with uninterrupted():  # Ctrl-C waits until the line is counted
                 if not self.count:
                     os.ftruncate(self.file, self.kept)
                 _extend(self.file, os.fstat(self.file).st_size, data)
@@ -208,7 +207,7 @@ class Lines:
         """Wait until the lines are on the disk, and close the file.
 
         Raises:
-            NotWrittenError: they cannot be written, which some systems tell only here.
+            NotWrittenError: the lines cannot be written, which some systems report only now.
         """
         with reported(self.path, self.named):
             try:
@@ -220,15 +219,15 @@ class Lines:
 
 @contextmanager
 def reported(path: str | Path, named: str | None = None, broken: bool = False) -> Iterator[None]:
-    """Turn an error of the operating system, or one that a library reports as text, into one sentence.
+    """Turn an error of the operating system into a `NotWrittenError`, also one that a library reports as text.
 
     Args:
-        path: of the file, for the sentence.
-        named: what to call it instead.
-        broken: whether a reader that has left stays a `BrokenPipeError`.
+        path: path of the file, for the message.
+        named: name of the file in the message, instead of its path.
+        broken: raise a `BrokenPipeError` unchanged.
 
     Raises:
-        NotWrittenError: in place of the error.
+        NotWrittenError: the block raised such an error.
     """
     try:
         yield
@@ -243,7 +242,7 @@ def reported(path: str | Path, named: str | None = None, broken: bool = False) -
 
 
 def is_stream(path: str | Path) -> bool:
-    """Return True if a path names a pipe, a device or an open stream: what was written there cannot be replaced."""
+    """Return True if a path names a pipe, a device or an open stream, which cannot be replaced by a file."""
     if _descriptor(path) is not None:
         return True
     try:
@@ -254,14 +253,14 @@ def is_stream(path: str | Path) -> bool:
 
 
 def same(one: str | Path, other: str | Path) -> bool:
-    """Return True if two paths lead to one regular file, by `..` or through links."""
+    """Return True if two paths name the same file. A stream only counts if the resolved paths are equal."""
     with suppress(OSError):
         return os.path.samefile(one, other) and not is_stream(one)
     return os.path.realpath(one) == os.path.realpath(other)
 
 
 def under(folder: str | Path, *patterns: str) -> Iterator[Path]:
-    """Files at any depth whose names fit one of the patterns; skip folders that cannot be listed (some of /proc)."""
+    """Yield files at any depth whose names match one of the patterns. Folders that cannot be listed are skipped."""
     for where, _, names in os.walk(folder):
         for pattern in patterns:
             yield from (Path(where, name) for name in fnmatch.filter(names, pattern))
@@ -269,11 +268,11 @@ def under(folder: str | Path, *patterns: str) -> Iterator[Path]:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until this block ends; in the main thread, where Python raises it."""
+    """Delay Ctrl-C until this block ends. Outside of the main thread nothing is delayed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # A handler of our own and no mask: another thread would take the signal, and Python interrupts the main one.
+    # A signal mask would not help: another thread would take the signal, and Python would interrupt this one.
     before, met = signal.getsignal(signal.SIGINT), list[int]()
     signal.signal(signal.SIGINT, lambda number, _: met.append(number))
     try:
@@ -302,7 +301,7 @@ def _usual_mode(folder: Path) -> int:
 
 
 def _descriptor(path: str | Path) -> int | None:
-    """The number of the open stream that a path names."""
+    """Return the descriptor of the open stream that a path names, or None for other paths."""
     found = _OPEN.fullmatch(str(path))
     if found is None:
         return None
@@ -319,11 +318,11 @@ def _opened(path: str | Path, flags: int) -> Iterator[int]:
         with suppress(OSError):
             os.close(file)
         raise
-    os.close(file)  # some file systems say only here that the disk is full
+    os.close(file)  # some file systems report a full disk only here
 
 
 def put(file: int, data: bytes) -> None:
-    """Write all of it to an open file: one call to the system may write less, and say nothing."""
+    """Write all of `data` to an open file. A single `os.write` may write less."""
     rest = memoryview(data)
     while rest:
         wrote = os.write(file, rest)
@@ -333,9 +332,9 @@ def put(file: int, data: bytes) -> None:
 
 
 def lock(file: int, wait: bool) -> bool:
-    """Take the lock of an open file, which ends when it is closed; False: another process has it.
+    """Lock an open file until it is closed. Returns False if another process has locked it.
 
-    File systems without locks, and systems without `flock`, have none: the answer is True there.
+    Returns True without a lock if the file system or the platform does not support `flock`.
     """
     try:
         import fcntl
@@ -349,7 +348,7 @@ def lock(file: int, wait: bool) -> bool:
 
 
 def _extend(file: int, size: int, data: bytes) -> None:
-    """Append to a file of `size` bytes; after an error it has that size again."""
+    """Append to a file of `size` bytes. After an error the file is cut to that size again."""
     try:
         put(file, data)
     except BaseException:
@@ -359,7 +358,7 @@ def _extend(file: int, size: int, data: bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write the names of a folder to the disk, where the system can."""
+    """Write the entries of a folder to the disk, if the system supports this."""
     with suppress(OSError):
         file = os.open(folder, os.O_RDONLY)
         try:

@@ -15,7 +15,7 @@ from dllm_sampler.errors import UserError
 
 
 class _Named:
-    """Finds one module, which no other finder has, in the working directory."""
+    """A finder for one module in the working directory, which Python asks after all others."""
 
     def __init__(self, name: str):
         self.name = name
@@ -23,7 +23,7 @@ class _Named:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`."""
+        """Return the spec of the module, or None for other names. Python calls this on imports."""
         if fullname != self.name:
             return None
         return FileFinder(str(Path.cwd()), (SourceFileLoader, SOURCE_SUFFIXES)).find_spec(fullname)
@@ -32,12 +32,12 @@ class _Named:
 def resolve(name: str) -> Any:
     """Import the module of `package.module:attribute` or `package.module.attribute`, and return the attribute.
 
-    The module may be a file or a package of the working directory. An installed module of that name comes first. Only
-    what `name` says is looked for there: `sys.path` does not change, so neither this library nor the imported module
-    imports another file of the working directory by accident.
+    The module may be a file or a package in the working directory. An installed module of that name comes first. Only
+    the named module is searched there. `sys.path` does not change, so no other file of the working directory is
+    imported by accident.
 
     Raises:
-        ImportError, AttributeError, ValueError: it does not exist. Whatever the module raises when it is imported.
+        ImportError, AttributeError, ValueError: the name does not exist. An import may raise any other error.
     """
     finder = _Named(name.partition(":")[0].partition(".")[0])
     sys.meta_path.append(finder)
@@ -51,14 +51,14 @@ def resolve_callable(what: str, name: str) -> Callable[..., Any]:
     """Return the function that `package.module:function` names. Its module is imported as `resolve` does.
 
     Args:
-        what: what an error calls it, `the reward` say.
+        what: name of the setting in errors, for example `train.reward`.
 
     Raises:
-        UserError: there is none.
+        UserError: the name cannot be imported, or is not callable.
     """
     try:
         found = resolve(name)
-    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+    except (Exception, SystemExit) as error:  # the import of a user's module may raise anything
         raise UserError("function-missing", f"{what} {name} cannot be imported{_reason(name, error)}") from None
     if not callable(found):
         raise UserError("function-invalid", f"{what} {name} is of type {type(found).__name__}. Name a function.")
@@ -66,16 +66,16 @@ def resolve_callable(what: str, name: str) -> Callable[..., Any]:
 
 
 def _reason(name: str, error: BaseException) -> str:
-    """Return why a function was not found, and what to do."""
+    """Return the end of a message: the reason that `name` cannot be imported, and the advice."""
     top = name.partition(":")[0].partition(".")[0]
     module, _, attribute = name.partition(":")
     if module.endswith(".py"):
-        return f". Write {Path(module).stem}:{attribute or 'FUNCTION'}, the module and not its file."
+        return f". Write {Path(module).stem}:{attribute or 'FUNCTION'}, with the name of the module, not of its file."
     if isinstance(error, ModuleNotFoundError) and error.name == top:
         return f". Install the module '{top}', or put {top}.py into the working directory."
     found = f" ({type(error).__name__}: {error})"
     if isinstance(error, ModuleNotFoundError) and Path(f"{error.name}.py").is_file():
-        return f"{found}: a file of the working directory cannot import its neighbour {error.name}.py. Make a package."
+        return f"{found}: a file of the working directory cannot import {error.name}.py there. Make a package of both."
     own = Path.cwd() / f"{top}.py"
     with suppress(OSError):
         if own.exists() and not own.samefile(getattr(sys.modules.get(top), "__file__", None) or own):

@@ -1,4 +1,4 @@
-"""Paths as users write them."""
+"""Checks of paths in settings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def expanded(what: str, given: str | PathLike[str]) -> Path:
     """Return a valid path with the home folder in place of `~`, whether or not it exists.
 
     Args:
-        what: what an error calls it: the setting, as in `output`.
-        given: the path.
+        what: name of the setting in errors, for example `output`.
+        given: the path as typed.
 
     Raises:
-        UserError: an empty path, an unknown user's home folder, or an invalid path, for example too long a name.
+        UserError: the path is empty or invalid, for example too long, or `~USER` names an unknown user.
     """
     if not fspath(given):
         raise UserError("path-invalid", f"{what} is empty. Name a path.")
@@ -27,14 +27,14 @@ def expanded(what: str, given: str | PathLike[str]) -> Path:
     except RuntimeError:
         user = Path(given).parts[0]
         raise UserError(
-            "path-invalid", f"{what}={short(fspath(given))}: {short(user)} is unknown. Correct it."
+            "path-invalid", f"{what}={short(fspath(given))}: the user {short(user)} is unknown. Correct it."
         ) from None
     try:
-        with suppress(FileNotFoundError, NotADirectoryError):  # to be written, or for the caller to complain about
+        with suppress(FileNotFoundError, NotADirectoryError):  # the path need not exist
             os.stat(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            "path-invalid", f"{what}={short(fspath(given))} is not a path ({reason}). Correct it."
+            "path-invalid", f"{what}={short(fspath(given))} cannot be used ({reason}). Correct it."
         ) from None
     return path

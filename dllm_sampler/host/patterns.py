@@ -1,4 +1,4 @@
-"""Regular expressions of users: each is compiled and searched within bounds of time and memory."""
+"""Regular expressions of users, compiled and searched within limits of time and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import regex
 from dllm_sampler.errors import short
 
 SECONDS = 5.0  # most time of one search
-LARGEST = 100_000  # characters and sets of a pattern once its counts, as in (?:ab){3}, are written out
+LARGEST = 100_000  # most characters and sets of a pattern after repeats such as (?:ab){3} are expanded
 _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<count>\d+)(?:,\d*)?\}|.", re.DOTALL)
 
 
@@ -20,16 +20,16 @@ def compiled(pattern: str) -> Any:
     """Return the compiled pattern.
 
     Raises:
-        ValueError: it is not a regular expression, or too large.
+        ValueError: the pattern is not a regular expression, or is too large.
     """
     if _size(pattern) > LARGEST:
-        raise ValueError(f"its counts make more than {LARGEST} characters of it")
+        raise ValueError(f"its repeats expand to more than {LARGEST} characters")
     try:
         return regex.compile(pattern)
     except (regex.error, OverflowError) as error:
         raise ValueError(str(error)) from None
     except RecursionError:
-        raise ValueError("it has too many brackets inside each other") from None
+        raise ValueError("its brackets are nested too deeply") from None
 
 
 def matches(pattern: str, text: str) -> bool:
@@ -43,14 +43,14 @@ def matches(pattern: str, text: str) -> bool:
         return compiled(pattern).search(text, timeout=SECONDS) is not None
     except TimeoutError:
         raise TimeoutError(
-            f"the pattern {short(pattern)} was searched for more than {SECONDS:g} s in {len(text)} characters."
-            " Write it without one repetition inside another, as in (a+)+."
+            f"the search for {short(pattern)} in {len(text)} characters took more than {SECONDS:g} s."
+            " Avoid a repetition inside another, such as (a+)+."
         ) from None
 
 
 def _size(pattern: str) -> int:
-    """Count the parts of a pattern whose counts are written out: compiling takes memory for each."""
-    totals, last = [0], 0  # of each open bracket; of the part that a count would repeat
+    """Return the number of characters and sets of a pattern with expanded repeats. Each one needs memory."""
+    totals, last = [0], 0  # sizes of the open brackets; size of the part that a count would repeat
     for part in _PART.finditer(pattern):
         if part["count"] is not None:
             repeats = last * max(int(part["count"]) - 1, 0) if len(part["count"]) < 10 else LARGEST

@@ -1,4 +1,4 @@
-"""JSON that somebody may have written by hand, or damaged."""
+"""Reading of JSON that may be damaged."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ def load_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, or has more brackets inside each other than Python can follow.
+        ValueError: the text is not JSON or not UTF-8, or its brackets are nested too deeply.
     """
     try:
         return json.loads(text)
-    except RecursionError:  # not a ValueError: a caller that expects a damaged file would miss it
+    except RecursionError:  # not a ValueError, which callers catch
         raise ValueError("lists and objects are nested too deeply") from None

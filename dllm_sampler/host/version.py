@@ -1,3 +1,3 @@
-"""The version of this package: setuptools reads it without importing anything."""
+"""The version of this package, which setuptools reads without importing the package."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Checks of the parts of a `Sampler` that no other code checks before it uses them."""
+"""Checks of the arguments of `Sampler` that are objects: the model, the tokenizer and the noise."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def check_name(model: object) -> None:
     if isinstance(model, torch.nn.Module):
         raise UserError(
             "model-invalid",
-            f"from_pretrained needs a name. Use Sampler(TransformerDenoiser(...)) for a {type(model).__name__}.",
+            f"from_pretrained takes a name, not a {type(model).__name__}. Use Sampler(TransformerDenoiser(...)).",
         )
     if not isinstance(model, str | PathLike | Mapping):
         raise UserError("model-invalid", f"model is a {type(model).__name__}. Give a name, folder, hub id or dict.")
 
 
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
-    """Refuse a denoiser without a spec (a bare module), a tokenizer not of transformers, an incomplete `Noise`."""
+    """Refuse a denoiser without a spec (a plain module), a tokenizer not of transformers, or an incomplete `Noise`."""
     spec = _spec(denoiser)
     if not isinstance(spec, ModelSpec):
         raise UserError(
@@ -36,10 +36,11 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
         )
     if spec.mask_id in spec.eos_ids:
         raise UserError(
-            "mask-token-invalid", f"{type(denoiser).__name__}: mask_id and eos_id are both {spec.mask_id}. Correct one."
+            "mask-token-invalid",
+            f"{type(denoiser).__name__}: mask_id={spec.mask_id} is an end token, too. Correct one of them.",
         )
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError("option-type", f"tokenizer is a {type(tokenizer).__name__}. Give one of transformers.")
+        raise UserError("option-type", f"tokenizer is a {type(tokenizer).__name__}. Give a tokenizer of transformers.")
     methods = ("tokens", "order", "uniform", "ids")
     complete = not isinstance(noise, type) and all(callable(getattr(noise, one, None)) for one in methods)
     if noise is not None and not complete:
@@ -50,16 +51,16 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
 
 
 def _spec(denoiser: object) -> object:
-    """Return the `spec` of a denoiser; None if it has none.
+    """Return the `spec` of a denoiser, or None if it has none.
 
     Raises:
-        UserError: the property raises an AttributeError, which `getattr` would take for a missing `spec`.
+        UserError: the property `spec` raises an AttributeError, which `getattr` would report as a missing attribute.
     """
     found = getattr_static(denoiser, "spec", None)
     if found is None:
         return getattr(denoiser, "spec", None)
     try:
-        # A module would look elsewhere for an attribute whose property raises, and report that.
+        # `torch.nn.Module.__getattr__` would hide the error of a property.
         return found.__get__(denoiser, type(denoiser)) if hasattr(type(found), "__get__") else found
     except AttributeError as error:
         raise UserError(

@@ -1,7 +1,7 @@
 """Given tokens of answers: a beginning, an end, tokens anywhere, gaps in a text, spans to generate again.
 
-A given token is on the canvas from the start, like the prompt, and never changes. The model sees it, and fills what is
-free around it. No end token is chosen in a gap that has given tokens after it: a gap keeps its length.
+A given token is on the canvas from the start, like the prompt, and never changes. The model sees the given tokens and
+generates the others. No end token is chosen in a gap with given tokens after it, so that the gap keeps its length.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dllm_sampler.inputs.prompts import Infill, Prompt
 
 GAP = re.compile(r"\{gap(?::([^{}]*))?\}")
 
-Span = tuple[int, int]  # positions of an answer, from 0; the end is none of them
-Piece = str | Sequence[int] | Tensor  # of an answer, as text or as token ids
+Span = tuple[int, int]  # first position in an answer, from 0, and the one after the last
+Piece = str | Sequence[int] | Tensor  # a part of an answer, as text or as token ids
 Pinned = Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 
 @dataclass(frozen=True)
 class GivenTokens:
-    """The tokens of `prefix=`, `suffix=` and `pinned=`: each has one row for all prompts, one for each, or none."""
+    """The tokens of `prefix=`, `suffix=` and `pinned=`. Each has one row for all prompts, one for each, or no row."""
 
     prefix: tuple[list[int], ...] = ()
     suffix: tuple[list[int], ...] = ()
@@ -48,7 +48,7 @@ class GivenTokens:
         """Return the rows as token ids.
 
         Raises:
-            UserError: something that is neither text nor token ids, or ids that the model does not have.
+            UserError: a value is neither text nor token ids, or an id is outside the vocabulary.
         """
 
         def rows(name: str, value: Any, masks: bool = False) -> tuple[list[int], ...]:
@@ -58,14 +58,16 @@ class GivenTokens:
             return tuple(piece_ids(one, name, tokenizer, spec, masks) for one in found)
 
         if any(isinstance(one, str) for one in (pinned if isinstance(pinned, list | tuple) else [pinned])):
-            raise UserError("option-type", "pinned is text. Give token ids, -1 where free, or use infill.")
+            raise UserError(
+                "option-type", "pinned is text. Give token ids with -1 at positions to generate, or use infill."
+            )
         return GivenTokens(rows("prefix", prefix), rows("suffix", suffix), rows("pinned", pinned, True))
 
     def __bool__(self) -> bool:
         return bool(self.prefix or self.suffix or self.pinned)
 
     def length_mismatch(self, count: int) -> UserError | None:
-        """Return the error for `count` prompts. Returns None if the rows suit that many."""
+        """Return the error if the numbers of rows do not match `count` prompts, else None."""
         for name, rows in vars(self).items():
             if len(rows) > 1 and len(rows) != count:
                 return UserError(
@@ -79,13 +81,14 @@ class GivenTokens:
         Returns None if no token is given.
 
         Raises:
-            UserError: more tokens than the answer has room for, or two tokens at one position.
+            UserError: the given tokens do not fit the answer, or give two tokens for one position.
         """
         own: dict[str, list[int]] = {}
         for name, rows in vars(self).items():
             if index >= len(rows) > 1:
                 raise UserError(
-                    "length-mismatch", f"{name} has {len(rows)} entries, none for prompt {index + 1}. Add one."
+                    "length-mismatch",
+                    f"{name} has {len(rows)} entries, none for prompt {index + 1}. Give one for each prompt.",
                 )
             if rows:
                 own[name] = rows[index if len(rows) > 1 else 0]
@@ -96,7 +99,7 @@ class GivenTokens:
         if max(fixed, len(own.get("pinned", ()))) > max_new_tokens:
             raise UserError(
                 "given-too-long",
-                f"prompt {index + 1}: max_new_tokens={max_new_tokens} is too small for {sizes}. Raise it.",
+                f"prompt {index + 1}: max_new_tokens={max_new_tokens} is too small for {sizes}. Raise max_new_tokens.",
             )
         given = [FREE] * max_new_tokens
         for name, row in own.items():
@@ -113,7 +116,7 @@ class GivenTokens:
 
 
 def _size(name: str, count: int) -> str:
-    """Return the name and size of a row for an error."""
+    """Return the name and size of a row as words for an error."""
     tokens = "token" if count == 1 else "tokens"
     return f"{count} pinned {tokens}" if name == "pinned" else f"a {name} of {count} {tokens}"
 
@@ -121,10 +124,10 @@ def _size(name: str, count: int) -> str:
 def piece_ids(
     piece: Any, name: str, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, masks: bool
 ) -> list[int]:
-    """Return the token ids of a text, or checked ids. If `masks` are allowed, each becomes `FREE`."""
+    """Return the token ids of a text, or checked ids. With `masks`, mask tokens are allowed and become `FREE`."""
     if isinstance(piece, str):
         if tokenizer is None:
-            raise UserError("tokenizer-missing", f"{name} is text, and the tokenizer is missing. Give token ids.")
+            raise UserError("tokenizer-missing", f"{name} is text, but there is no tokenizer. Give token ids.")
         ids = prompts.text_ids(piece, tokenizer, name, special=False)
     else:
         ids = piece.tolist() if isinstance(piece, Tensor) else piece
@@ -144,10 +147,10 @@ def piece_ids(
 
 
 def templates(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | None) -> list[Infill]:
-    """Return texts with gaps as prompts, each after its own prompt of `given`.
+    """Return texts with gaps as `Infill`s, each with its prompt from `given`, if any.
 
     Raises:
-        UserError: another number of prompts.
+        UserError: `answers` are not texts, or there is not one text for each prompt.
     """
     texts = [answers] if isinstance(answers, str) or not isinstance(answers, Iterable) else list(answers)
     if not texts or not all(isinstance(text, str) for text in texts):
@@ -159,20 +162,24 @@ def templates(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | N
     known = prompts.as_list(given)
     texts = texts * len(known) if len(texts) == 1 else texts
     if len(known) != len(texts):
-        raise UserError("length-mismatch", f"infill has {len(texts)} texts for {len(known)} prompts. Give as many.")
+        raise UserError(
+            "length-mismatch", f"infill has {len(texts)} texts for {len(known)} prompts. Give one for each."
+        )
     return [Infill(text, prompt) for text, prompt in zip(texts, known, strict=True)]
 
 
 def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence[Prompt] | None) -> list[Infill]:
-    """Return answers as prompts, with the `spans` of each free.
+    """Return answers as `Infill`s in which the tokens of `spans` are free.
 
     Raises:
-        UserError: no spans, or one outside of an answer.
+        UserError: the spans are missing or outside of an answer, or there is not one prompt for each answer.
     """
     rows = [_row(row, number) for number, row in enumerate(prompts.as_list(answers), 1)]
     known = [None] * len(rows) if given is None else prompts.as_list(given)
     if len(known) != len(rows):
-        raise UserError("length-mismatch", f"refine has {len(rows)} answers for {len(known)} prompts. Give as many.")
+        raise UserError(
+            "length-mismatch", f"refine has {len(rows)} answers for {len(known)} prompts. Give one for each."
+        )
     return [
         Infill(_without(row, spans, number), prompt or None)
         for number, (row, prompt) in enumerate(zip(rows, known, strict=True), 1)
@@ -185,12 +192,12 @@ def _row(answer: Any, number: int) -> list[int]:
         return [operator.index(token) for token in answer]
     except TypeError:
         raise UserError(
-            "option-type", f"refine: answer {number} is {answer!r:.60}. Give results or token ids."
+            "option-type", f"refine: answer {number} is {answer!r:.60}. Give a result or token ids."
         ) from None
 
 
 def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:
-    """Return an answer with its spans free."""
+    """Return the tokens of answer `number`, with `FREE` in its spans."""
     found = [spans] if isinstance(spans, tuple | list) and spans and isinstance(spans[0], int) else spans
     if not isinstance(found, tuple | list) or not found:
         raise UserError("span-invalid", f"span is {spans!r}. Give (first, end), or a list of these.")
@@ -211,19 +218,19 @@ def encode_template(
     """Return the token ids of an answer with gaps, with `FREE` at each position to generate.
 
     Args:
-        text: a text with gaps, or token ids with -1 where one is free.
-        name: its name in errors.
-        alone: True without a prompt before it.
+        text: a text with gaps, or token ids with -1 at positions to generate.
+        name: name of the text in errors.
+        alone: true if no prompt is before the text.
 
     Raises:
-        UserError: it has no gap, one without a length, or more tokens than the model's context.
+        UserError: the text has no gap, a gap without a length, or more tokens than the model's context.
     """
     if isinstance(text, str):
         given = _filled(text, tokenizer, name, alone, spec)
     else:
         given = piece_ids(text, name, tokenizer, spec, masks=True)
     if FREE not in given:
-        raise UserError("gap-missing", f"{name} has no gap. Write one of 8 tokens as {{gap:8}}.")
+        raise UserError("gap-missing", f"{name} has no gap. Write a gap of 8 tokens as {{gap:8}}.")
     if alone and not any(token != FREE for token in given):
         raise UserError("gap-without-text", f"{name} is only a gap. Add text or a prompt before it.")
     context = f"the model's context of {spec.max_positions} positions"
@@ -233,22 +240,22 @@ def encode_template(
     if not alone and len(given) == spec.max_positions:
         raise UserError(
             "context-exceeded",
-            f"{name} has {len(given)} tokens with its gaps, and no prompt fits {context}. Shorten it.",
+            f"{name} has {len(given)} tokens with its gaps, which leaves no prompt in {context}. Shorten it.",
         )
     return given
 
 
 def _filled(text: str, tokenizer: PreTrainedTokenizerBase | None, name: str, alone: bool, spec: ModelSpec) -> list[int]:
-    """Return the tokens of a text with gaps. The tokenizer's special tokens go around one that is `alone`."""
+    """Return the tokens of a text with gaps. A text that is `alone` gets the tokenizer's special tokens around it."""
     free = sum(piece for piece in _split(text, name) if isinstance(piece, int))
-    if free > spec.max_positions:  # said before a list of that many is made
+    if free > spec.max_positions:  # checked before a list of this size is made
         raise UserError("context-exceeded", f"{name} has gaps of {free} tokens. Use at most {spec.max_positions}.")
     parts: list[list[int]] = []
     for piece in _split(text, name):
         parts.append([FREE] * piece if isinstance(piece, int) else piece_ids(piece, name, tokenizer, spec, masks=False))
     known = next((part for part in parts if part and part[0] != FREE), None)
     if alone and known is not None and tokenizer is not None:
-        # What a tokenizer puts before and after a text (a first token, BERT's separator) goes around the whole.
+        # The tokenizer's special tokens, for example BERT's separator, go around the whole text.
         probe = next(piece for piece in _split(text, name) if isinstance(piece, str) and piece.strip())
         framed = list(tokenizer(probe)["input_ids"])  # pyright: ignore
         plain = list(tokenizer(probe, add_special_tokens=False)["input_ids"])  # pyright: ignore
@@ -259,7 +266,7 @@ def _filled(text: str, tokenizer: PreTrainedTokenizerBase | None, name: str, alo
 
 
 def _split(text: str, name: str) -> Iterator[str | int]:
-    """Yield the pieces of a text, and the length of each gap between them."""
+    """Yield the pieces of a text, and as numbers the lengths of the gaps between them."""
     end = 0
     for gap in GAP.finditer(text):
         if text[end : gap.start()]:

@@ -1,4 +1,4 @@
-"""Metrics for answers to a user's data: a few ways to compare texts, or the user's function."""
+"""Metrics for answers to a user's data: three comparisons of texts, or the user's function."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from dllm_sampler.host.functions import resolve_callable
 
 
 def exact_match(text: str, answer: str) -> float:
-    """Return 1 where the text is the answer, but for white space at the ends."""
+    """Return 1 if the text equals the answer up to white space at both ends, else 0."""
     return float(text.strip() == answer.strip())
 
 
 def contains(text: str, answer: str) -> float:
-    """Return 1 if the answer is in the text."""
+    """Return 1 if the text contains the answer, else 0."""
     return float(answer in text)
 
 
 def regex(text: str, answer: str) -> float:
-    """Return 1 where the regular expression `answer` matches somewhere in the text."""
+    """Return 1 if the regular expression `answer` matches somewhere in the text, else 0."""
     return float(patterns.matches(answer, text))
 
 
@@ -33,16 +33,16 @@ METRICS: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "
 
 @dataclass(frozen=True)
 class Metric:
-    """Judges texts by the answers that are expected.
+    """A metric that compares generated texts with expected answers.
 
     Args:
         setting: the option with the metric's name, for errors, for example `task.metric`.
-        name: `exact_match`, `contains` or `regex`; or `package.module:function`, called as
-            `function(text=..., answer=..., prompt=..., ids=..., line=...)`, which returns the score, a number from 0
-            to 1, or a mapping of names to numbers with `score` among them.
+        name: `exact_match`, `contains`, `regex` or `package.module:function`. The function is called as
+            `function(text=..., answer=..., prompt=..., ids=..., line=...)`. It returns a score from 0 to 1, or a
+            mapping of names to numbers that contains `score`.
 
     Raises:
-        UserError: the metric is unknown.
+        UserError: the metric is unknown, or the function cannot be imported.
     """
 
     setting: str
@@ -57,7 +57,7 @@ class Metric:
 
     @property
     def own(self) -> bool:
-        """True for the user's function."""
+        """True if the metric is the user's function."""
         return self.name not in METRICS
 
     @cached_property
@@ -66,17 +66,17 @@ class Metric:
         return resolve_callable(self.setting, self.name)
 
     def check(self, answer: Any, where: str) -> None:
-        """Refuse an answer that none of the metrics here can use.
+        """Refuse an answer that the metric cannot use. A user's function may use any answer.
 
         Raises:
-            UserError: naming the line, `where`.
+            UserError: the answer is not a text or a list of texts, or for `regex` not a regular expression.
         """
         if self.own:
             return
         right = [answer] if isinstance(answer, str) else answer
         if not isinstance(right, list) or not right or not all(isinstance(one, str) for one in right):
             raise UserError(
-                "example-invalid", f'{where}: "answer" is not a text. {self.setting}={self.name} needs one.'
+                "example-invalid", f'{where}: "answer" is not a text. Give a text for {self.setting}={self.name}.'
             )
         if self.name == "regex":
             for one in right:
@@ -90,18 +90,18 @@ class Metric:
     def scores(
         self, text: str, answer: Any, *, prompt: Any, ids: Sequence[int], line: Mapping[str, Any], where: str
     ) -> dict[str, float]:
-        """Return `score`, from 0 to 1, and what else a function of the user's says.
+        """Return `score`, from 0 to 1, and further numbers that a user's function returns.
 
         Args:
-            text: what was generated.
-            answer: the text that is right, or a list of such texts; of the user's own function anything.
-            prompt: what was asked.
-            ids: the tokens that were generated.
+            text: the generated text.
+            answer: the right text, or a list of right texts. For a user's function any value.
+            prompt: the prompt in the data.
+            ids: the generated tokens.
             line: all fields of the data's line.
-            where: the line's place, for errors.
+            where: file and number of the line, for errors.
 
         Raises:
-            UserError: the user's function raised an error, or returned no scores; a pattern took too long.
+            UserError: the user's function failed or returned no scores, or the search for a pattern took too long.
         """
         if not self.own:
             right = [answer] if isinstance(answer, str) else answer

@@ -1,4 +1,4 @@
-"""Prompts in every shape that a caller may have, as token ids."""
+"""Conversion of prompts (text, token ids, tensors, chat messages) to token ids."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Infill:
-    """A partly given answer, in place of a prompt; see docs/infilling.md.
+    """A partly given answer, in place of a prompt. See docs/infilling.md.
 
     Args:
-        answer: text in which `{gap:8}` stands for 8 tokens to be generated, or token ids with -1 (or the mask token)
-            for each of these.
-        prompt: what it answers: text, token ids or chat messages. With None the text has no prompt.
+        answer: text in which `{gap:8}` stands for 8 tokens to generate, or token ids with -1 (or the mask token) at
+            each position to generate.
+        prompt: text, token ids or chat messages before the answer. None means no prompt.
     """
 
     answer: str | Sequence[int] | Tensor
@@ -52,7 +52,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 
 
 def check_new_tokens(max_new_tokens: int, spec: ModelSpec, name: str = "max_new_tokens") -> None:
-    """Refuse a value that is not a number of tokens, or leaves no room for a prompt."""
+    """Refuse a value that is not a positive whole number, or that leaves no position for a prompt."""
     check_count(name, max_new_tokens)
     if max_new_tokens >= spec.max_positions:
         raise UserError(
@@ -67,10 +67,10 @@ def encode(
     max_new_tokens: int,
     first: int = 1,
 ) -> list[list[int]]:
-    """Return the checked token ids of each prompt. `first` is the number of the first.
+    """Return the checked token ids of each prompt. In errors `first` is the number of the first prompt.
 
     Raises:
-        UserError: naming the prompt by its number and what is wrong with it.
+        UserError: a prompt is wrong. The message has its number.
     """
     given = as_list(prompts)
     if not given:
@@ -87,7 +87,7 @@ def encode_one(
     """Return the checked token ids of one prompt. Errors call it `name`, for example `prompt 1`.
 
     Raises:
-        UserError: naming the prompt and what is wrong with it.
+        UserError: the prompt has a wrong type, is empty or too long, or has a token that it must not have.
     """
     check_new_tokens(max_new_tokens, spec)
     ids = _ids(prompt, tokenizer, name)
@@ -127,15 +127,17 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> l
         raise UserError("prompt-type", f"{name} is a {type(prompt).__name__}. Give text, token ids or messages.")
     for at, message in () if text else enumerate(prompt, 1):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise UserError("messages-invalid", f"{name} has a message that lacks text. Give 'role' and 'content'.")
+            raise UserError("messages-invalid", f"{name}: message {at} lacks 'role' or 'content'. Give both.")
         if not isinstance(message["content"], str):
             raise UserError(
                 "messages-invalid", f"{name}: message {at} is {short(repr(message['content']))}. Give text."
             )
     if tokenizer is None:
-        raise UserError("tokenizer-missing", f"{name} is text, and the tokenizer is missing. Give token ids.")
+        raise UserError("tokenizer-missing", f"{name} is text, but there is no tokenizer. Give token ids.")
     if not text:
-        return text_ids(chat_text(prompt, tokenizer, name), tokenizer, name, special=False)  # the template has its own
+        return text_ids(
+            chat_text(prompt, tokenizer, name), tokenizer, name, special=False
+        )  # the template writes special tokens itself
     if not prompt.strip():
         raise UserError("prompt-empty", f"{name} is empty. Give it at least one token.")
     return text_ids(prompt, tokenizer, name)
@@ -144,23 +146,26 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> l
 def chat_text(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str, begin: bool | None = True
 ) -> str:
-    """Return chat messages as the model's prompt, by the template that came with the checkpoint.
+    """Return chat messages as the text of a prompt, rendered by the tokenizer's chat template.
 
-    A template is a program in Jinja. transformers runs it in Jinja's sandbox, where it can open and import nothing. It
-    may still take long: it is as much the user's choice as the checkpoint that brings it.
+    A template is a Jinja program. transformers runs it in Jinja's sandbox, so it cannot open files or import modules.
+    Its running time is not limited.
 
     Args:
-        messages: each with a `role` and a `content`.
-        tokenizer: has the template, and the names that it sees besides (`chat_options`).
-        name: what errors call the messages, for example `prompt 1`.
+        messages: messages, each with a `role` and a `content`.
+        tokenizer: has the template, and further variables for it (`chat_options`).
+        name: name of the messages in errors, for example `prompt 1`.
         begin: True adds the beginning of the model's answer. False continues the last message, which is that beginning.
             None adds nothing after the last message.
 
     Raises:
-        UserError: there is no template, or it raises an error.
+        UserError: there is no template, or the template raises an error.
     """
     if tokenizer.chat_template is None:
-        raise UserError("chat-template-missing", f"{name} has chat messages without a chat template. Give plain text.")
+        raise UserError(
+            "chat-template-missing",
+            f"{name} has chat messages, but the tokenizer has no chat template. Give plain text.",
+        )
     chat = [dict(message) for message in messages]
     options: dict[str, Any] = dict(tokenizer.init_kwargs.get("chat_options") or {})
     options |= {"add_generation_prompt": bool(begin), "continue_final_message": begin is False}
@@ -178,7 +183,7 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
     """Return the token ids of a text, with or without the tokenizer's `special` tokens. Errors call it `name`.
 
     Raises:
-        UserError: it is not a text, or a part of it is not in the vocabulary.
+        UserError: `text` is not a text, or a part of it is not in the vocabulary.
     """
     check_text(name, text)
     fast = bool(tokenizer.is_fast)
@@ -189,7 +194,7 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
         return ids
     for token, (start, stop) in zip(ids, encoded["offset_mapping"], strict=True):
         word = text[start:stop]
-        # One token may stand for the end of a text, too, and a template write it.
+        # The unknown token may be another special token, too, which a template writes.
         if token == tokenizer.unk_token_id and not (word == unknown and unknown in others):
             raise UserError(
                 "text-outside-vocabulary", f"{name} has {word!r}, not in the vocabulary. {_known(tokenizer)}"
@@ -198,7 +203,7 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
 
 
 def _known(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what to do about a word outside of the vocabulary. A toy model's tokenizer lists the prompts it knows."""
+    """Return the advice for a word outside of the vocabulary. A toy model's tokenizer lists its kinds of prompts."""
     operations = tokenizer.init_kwargs.get("operations")
     if not operations:
         return "Remove it."

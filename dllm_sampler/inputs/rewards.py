@@ -1,4 +1,4 @@
-"""Rewards inside a generation: what a user's function says of the candidates of a step."""
+"""Rewards inside a generation: numbers of a user's function for the candidates of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dllm_sampler.errors import RowError, UserError
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.inputs.texts import decode
 
-NOTHING = -1  # in place of a token: the position is left out
+NOTHING = -1  # marks a position that is left out of an answer
 
 
 class _Row(NamedTuple):
@@ -27,7 +27,7 @@ class _Row(NamedTuple):
 
 
 def listed(given: Any) -> list[Any]:
-    """Return a user function's numbers for some answers, in their order. Raise `TypeError` for a mapping."""
+    """Return the result of a user's function as a list. Raises `TypeError` for a mapping, a set or a text."""
     if isinstance(given, Mapping | Set | str):
         raise TypeError(f"a {type(given).__name__} in place of a list of numbers")
     return list(given)
@@ -35,17 +35,17 @@ def listed(given: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Reward:
-    """A function of the user's that judges answers, in TRL's form.
+    """A user's function that judges answers, called as rewards in TRL.
 
     It is called with lists that have one entry per answer: `prompts` and `completions` (texts, if there is a
-    tokenizer), `prompt_ids` and `completion_ids` (lists of token ids), and returns one number for each. -inf is a
-    number too: an answer that must not be.
+    tokenizer), `prompt_ids` and `completion_ids` (lists of token ids). It returns one number for each answer. -inf
+    rejects an answer.
 
     Args:
         call: the function.
-        name: what an error calls it.
-        tokenizer: None: it gets ids alone.
-        end_ids: answers are cut before the first of these tokens; empty: they are not cut.
+        name: name of the function in errors.
+        tokenizer: decodes the texts. Without one the function gets only ids.
+        end_ids: answers are cut before the first of these tokens. If empty, they are not cut.
     """
 
     call: Callable[..., Sequence[float]]
@@ -55,10 +55,10 @@ class Reward:
 
     @staticmethod
     def of(given: Any, setting: str, tokenizer: PreTrainedTokenizerBase | None, end_ids: tuple[int, ...]) -> Reward:
-        """From a function or the `package.module:function` that names one, as `setting` has it.
+        """Return the reward for `given`, a function or a `package.module:function`. Errors name the `setting`.
 
         Raises:
-            UserError: it is none.
+            UserError: `given` is neither, or cannot be imported.
         """
         if not isinstance(given, str) and not callable(given):
             raise UserError("function-invalid", f"{setting} is {given!r}. Give a function or package.module:function.")
@@ -67,12 +67,13 @@ class Reward:
         return Reward(call, f"{setting}={name}", tokenizer, end_ids)
 
     def __call__(self, canvas: Canvas, ids: Tensor, judged: Tensor) -> Tensor:
-        """Return `[B, M] float64` rewards of the answers in `ids [B, M, L+1]`, `NOTHING` at what is left out.
+        """Return `[B, M] float64` rewards of the M answers of each row in `ids [B, M, L+1]`.
 
-        One call for the rows `judged [B] bool`, 0 for the others; reads the device once.
+        Positions with `NOTHING` are left out. The function is called once for the rows `judged [B] bool`. The others
+        have reward 0. The device is read once.
 
         Raises:
-            RowError: the function raised, or did not return one number per answer.
+            RowError: the function raised an error, or did not return one number per answer.
         """
         values = [[0.0] * ids.shape[1]] * len(ids)
         rows = self._rows(canvas, ids, judged)
@@ -96,13 +97,13 @@ class Reward:
         return found
 
     def _cut(self, answer: list[int]) -> list[int]:
-        """Return an answer up to its first end token, without what is left out."""
+        """Return an answer before its first end token, without positions that are left out."""
         if NOTHING in answer:
             answer = [token for token in answer if token != NOTHING]
         return answer[: first_end(answer, self.end_ids)]
 
     def _judge(self, rows: list[_Row]) -> list[float]:
-        """One number for each answer of the rows."""
+        """Return the reward of each answer of the rows."""
         numbers, wanted = [row.number for row in rows], sum(len(row.answers) for row in rows)
         given: dict[str, Any] = {
             "prompt_ids": [row.prompt for row in rows for _ in row.answers],
@@ -119,11 +120,11 @@ class Reward:
                 found = None if made is None else listed(made)
         except (Exception, SystemExit) as error:  # whatever a user's function raises
             for row in rows if len(rows) > 1 else ():
-                self._judge([row])  # names the prompt, if the function fails for one alone
+                self._judge([row])  # raises for the first prompt that the function refuses
             reason = f"{type(error).__name__}: {error}".replace("\n", " ")
             direct = error.__traceback__ is None or error.__traceback__.tb_next is None  # not inside the function
             if isinstance(error, TypeError) and direct and "unexpected keyword argument" in reason:
-                reason += "; a last argument **_ takes those that it does not read"
+                reason += "; add an argument **_ for those that it does not use"
             raise RowError(
                 "function-failed", f"{self.name} failed for {{prompts}} ({reason}). Correct it.", numbers
             ) from error

@@ -12,16 +12,20 @@ from dllm_sampler.errors import UserError
 
 
 def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> tuple[str, ...]:
-    """Return the texts that end an answer, checked: those of a call, and those that come with the tokenizer.
+    """Return the checked stop strings of a call, and those of the tokenizer.
 
     Raises:
-        UserError: one is empty or not a text, or there is no tokenizer to find them with.
+        UserError: a stop string is empty or not a text, or there is no tokenizer.
     """
     stops = (given,) if isinstance(given, str) else given
     if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise UserError("option-type", f"stop_strings is {given!r}. Give texts that are not empty.")
+        raise UserError(
+            "option-type", f"stop_strings is {given!r}. Give a text that is not empty, or a list of such texts."
+        )
     if stops and tokenizer is None:
-        raise UserError("tokenizer-missing", "stop_strings need a tokenizer, and the checkpoint has none. Add one.")
+        raise UserError(
+            "tokenizer-missing", "stop_strings need a tokenizer, and there is none. Add one, or remove stop_strings."
+        )
     own = () if tokenizer is None else tokenizer.init_kwargs.get("stop_strings") or ()
     return tuple(dict.fromkeys((*stops, *own)))
 
@@ -45,10 +49,10 @@ def cut(
     stop_strings: Sequence[str],
     heads: Sequence[int] | None = None,
 ) -> list[Kept]:
-    """Cut each row of ids before its first stop string after the first `heads` tokens.
+    """Return the part of each row of ids before its first stop string. The first `heads` tokens are not searched.
 
-    Stop strings are searched in the generated text with its special tokens, so that one may be spelled like these. The
-    text that is left is shown without them.
+    The search is in the text with its special tokens, so that these may be stop strings. The returned text has no
+    special tokens.
     """
     assert tokenizer is not None
     return [_cut(row, tokenizer, stop_strings, head) for row, head in zip(rows, heads or [0] * len(rows), strict=True)]
@@ -60,14 +64,14 @@ def stopped(
     stop_strings: Sequence[str],
     heads: Sequence[int] | None = None,
 ) -> list[bool]:
-    """Return for each row of ids if it has a stop string after its first `heads` tokens, as `cut` sees it."""
+    """Return True for each row of ids with a stop string after its first `heads` tokens, as `cut` finds it."""
     assert tokenizer is not None
     pairs = zip(rows, heads or [0] * len(rows), strict=True)
     return [_before(row, tokenizer, stop_strings, head) is not None for row, head in pairs]
 
 
 def _before(row: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], head: int) -> str | None:
-    """Return the text of a row, special tokens included, before its first stop string. Returns None without one."""
+    """Return the text, with special tokens, before the first stop string of a row, or None without a stop string."""
     if not stop_strings:
         return None
     whole = _said(row, tokenizer)
@@ -80,7 +84,7 @@ def _cut(row: list[int], tokenizer: PreTrainedTokenizerBase, stop_strings: Seque
     before = _before(row, tokenizer, stop_strings, head)
     if before is None:
         return Kept(_shown(row, tokenizer), len(row), False)
-    # The fewest tokens whose text has all of it. The last may be the stop string's first, and have some of its signs.
+    # The fewest tokens whose text contains all of it. The last one may contain the stop string's first characters.
     covers = bisect_left(range(len(row)), True, key=lambda size: _said(row[:size], tokenizer).startswith(before))
     whole = next(size for size in range(covers, -1, -1) if before.startswith(_said(row[:size], tokenizer)))
     rest = before[len(_said(row[:whole], tokenizer)) :]

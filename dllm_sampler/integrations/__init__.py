@@ -1,3 +1,3 @@
-"""Schedulers inside other engines: what decides over a block of tokens here, decides over it there."""
+"""Schedulers of this package in other inference engines: SGLang and diffusers."""
 
 COMMAND = "python -m dllm_sampler.integrations"

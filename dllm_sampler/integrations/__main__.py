@@ -1,4 +1,4 @@
-"""`python -m dllm_sampler.integrations`: check settings, and write the YAML with which an engine runs them."""
+"""`python -m dllm_sampler.integrations` checks settings and writes the YAML with which an engine runs them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ THEIRS = {
     "cache": "the engine has a cache of its own, which is exact",
     "stop": "the engine ends answers by itself",
     "chat": "the engine's API applies the chat template",
-    "max_new_tokens": "each request says it",
-    "stop_strings": "each request says it",
-    "stop_token_ids": "each request says it",
-    "seed": "draws follow the request's id",
-    "samples": "each request says it, as n",
+    "max_new_tokens": "each request sets it",
+    "stop_strings": "each request sets it",
+    "stop_token_ids": "each request sets it",
+    "seed": "each request has a sampling_seed, or gets one from its id",
+    "samples": "each request sets it, as n",
 }
 USAGE = f"""\
 Check a scheduler's settings, and write the YAML with which SGLang runs them.
@@ -64,10 +64,10 @@ Flags: -h, --help   --version   --config-dir DIR
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status.
+    """Run the command and return its exit status.
 
     Args:
-        words: the command line without the program's name. By default that of the process.
+        words: the command line without the program's name. By default `sys.argv[1:]`.
     """
     given = list(sys.argv[1:] if words is None else words)
     with warnings.catch_warnings():
@@ -87,10 +87,10 @@ def _run(words: list[str]) -> int:
 
 
 def written(words: Sequence[str]) -> str:
-    """The YAML that the words ask for. What it leaves out, and what may surprise, is said on stderr.
+    """Return the YAML for the words of a command line. Notes about settings that it leaves out go to stderr.
 
     Raises:
-        UserError: a word that cannot be read, an unknown name or a wrong value, or what no engine can run.
+        UserError: a word cannot be read, a name is unknown, a value is wrong, or no engine can run the scheduler.
     """
     for word in words:
         _check(word)
@@ -98,7 +98,7 @@ def written(words: Sequence[str]) -> str:
     chosen = dict(composed.choices)
     _, plugins = parts(composed)
     options = Options(**config.check("", Options, composed.tree))
-    from dllm_sampler.integrations.settings import LENGTH  # imports torch: a mistake does not wait for it
+    from dllm_sampler.integrations.settings import LENGTH  # imports torch, after mistakes are reported
     from dllm_sampler.integrations.settings import Settings as Served
 
     settings = _settings(plugins, options)
@@ -112,13 +112,13 @@ def written(words: Sequence[str]) -> str:
 
 
 def _check(word: str) -> None:
-    """Refuse a word that is not a setting, or that the engine or its requests set."""
+    """Refuse a word that is not a setting, or is one of the engine or its requests."""
     if not is_override(word):
         raise UserError("option-syntax", f"'{word}' is not NAME=VALUE. See {COMMAND} --help.")
     key = re.split(r"[.=@/]", word.lstrip("+~"))[0]
-    if key in OURS or key not in {*config.GROUPS, *Options.__dataclass_fields__}:  # what nothing has is refused later
+    if key in OURS or key not in {*config.GROUPS, *Options.__dataclass_fields__}:  # unknown names are refused later
         return
-    why = THEIRS.get(key, f"these have {', '.join(OURS)}")
+    why = THEIRS.get(key, f"they are {', '.join(OURS)}")
     raise UserError("option-not-applicable", f"{word} does not belong in an engine's settings ({why}). Remove it.")
 
 
@@ -143,7 +143,7 @@ def _settings(plugins: Mapping[str, Any], options: Options) -> dict[str, Any]:
 
 
 def _held(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A guide's settings, with the text of a schema in place of its file: a server may run elsewhere."""
+    """Return a guide's settings, with a schema's text in place of its file name. A server may lack the file."""
     from dllm_sampler.guides.forms.schema import schema_text
 
     schema = given.get("schema")
@@ -151,7 +151,7 @@ def _held(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(group: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A plug-in's settings: a name that every process knows stands for its class."""
+    """Return a plug-in's settings, without the class if the name is that of a packaged plug-in."""
     return {name: value for name, value in given.items() if name != "_target_" or given["name"] in own(group)}
 
 
@@ -161,11 +161,11 @@ def _notes(chosen: Mapping[str, object], options: Options, fixed: bool) -> Itera
     left = [f"{group}={chosen[group]}" for group in ("model", "cache", "stop") if chosen[group] != default[group]]
     left += [f"{key}={value}" for key, value in asdict(options).items() if value != plain[key] and key not in OURS]
     if left:
-        yield f"left out, since the engine and its requests say it: {', '.join(left)}"
+        yield f"left out, since the engine and its requests set them: {', '.join(left)}"
     if not fixed:
         yield (
-            "tokens are chosen at the temperature of each request, which SGLang takes for 1 where it is not given;"
-            " temperature=0 makes all greedy, as dllm-sample is without temperature="
+            "tokens are chosen at the temperature of each request, by default 1 in SGLang; temperature=0 makes all"
+            " requests greedy, as dllm-sample is without temperature="
         )
 
 

@@ -1,6 +1,6 @@
-"""A scheduler on bare tensors: one block per row and the logits that some engine computed for it.
+"""A scheduler on plain tensors: one block per row, and its logits from another engine.
 
-Our loop, the forward and the cache belong to the engine. Letters: B rows, W positions of a block, V vocabulary.
+The loop, the forward and the cache belong to that engine. Letters: B rows, W positions of a block, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,51 +36,51 @@ from dllm_sampler.kernels.backend import TORCH, Backend
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_END = 2**31 - 1  # stands for an end token that is not known
+NO_END = 2**31 - 1  # id for an unknown end token
 
 
 @dataclass(frozen=True)
 class BlockState:
-    """The state of rows in their blocks. Every tensor in it has one row per row of the batch."""
+    """The state of rows in their blocks. Every tensor has one row per row of the batch."""
 
     canvas: Canvas  # `[B, W+1]`: the block, and the empty slot
     carry: Carry  # of the scheduler
-    before: Tensor | None = None  # [B, N] the answer in earlier blocks, for a guide on its form
-    count: Tensor | None = None  # [B] how many tokens that is
+    before: Tensor | None = None  # [B, N] tokens of the answer in earlier blocks, if a guide judges its form
+    count: Tensor | None = None  # [B] number of these tokens
 
 
 class Decision(NamedTuple):
     """The changes of one forward."""
 
-    ids: Tensor  # [B, W] the block after it. Ids at noise mean nothing, unless noise are random tokens
+    ids: Tensor  # [B, W] the block after the forward. Ids at noise only count in uniform diffusion
     noise: Tensor  # [B, W] bool: still to be decoded
     commit: Tensor  # [B, W] bool: written by this step
-    token: Tensor  # [B, W] what the model would write at each position, as far as the scheduler asked; else `ids`
-    confidence: Tensor  # [B, W] float64 probability of `token`; 0 where the scheduler did not ask
-    over: Tensor  # [B] bool: the block is decoded
-    settled: Tensor  # [B] bool: it is, and this step wrote nothing: the forward has seen the final tokens
-    failed: Tensor  # [B] bool: the model returned no finite statistics; nothing is written to such a row
-    logits: Tensor | None = None  # [B, W, V] what tokens were chosen from, for models that want it back
+    token: Tensor  # [B, W] predicted token of each queried position, else that of the block
+    confidence: Tensor  # [B, W] float64 probability of `token`, 0 at positions that are not queried
+    over: Tensor  # [B] bool: the block is complete
+    settled: Tensor  # [B] bool: it is complete, and this step wrote nothing, so the forward saw the final tokens
+    failed: Tensor  # [B] bool: the logits are not finite. Nothing is written to such a row
+    logits: Tensor | None = None  # [B, W, V] logits that tokens were chosen from, for self-conditioning
 
 
 class BlockRule:
-    """Decides what each forward over a block commits, as `Sampler` with the same scheduler does.
+    """A rule that decides what each forward over a block commits, as `Sampler` does with the same scheduler.
 
-    It holds no state of a row. The scheduler sees the block as a whole answer: `scheduler.steps` are forwards per full
-    block. Rules that count over an answer (`Traits.scope`) count over the block, with a warning.
+    It stores no state of a row. The scheduler sees the block as a whole answer, so `scheduler.steps` are forwards per
+    full block. Rules that count over an answer (`Traits.scope`) count over the block, with a warning.
 
     Args:
         scheduler: a name, a dict with `name` and settings, or a `Scheduler`.
-        spec: of the model, by the engine, see `model`.
+        spec: facts about the engine's model, see `model`.
         length: W, positions of a block.
-        guide, temperature, top_k, top_p: as `Sampler`'s.
+        guide, temperature, top_k, top_p: as for `Sampler`.
         compat: let the mask id be chosen, as published code does.
-        tokenizer: for guides that know text.
-        max_new_tokens: N, the length of an answer, which a guide on its form must know.
-        kernels: what reads out the logits.
+        tokenizer: for guides that read text.
+        max_new_tokens: N, the length of an answer. A guide that judges the form of answers needs this.
+        kernels: backend that reads out the logits.
 
     Raises:
-        UserError: an unknown name, a wrong setting, or a plug-in that wants more than the logits of a block.
+        UserError: an unknown name, a wrong setting, or a plug-in that needs more than the logits of a block.
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class BlockRule:
             raise UserError("engine-unsupported", why)
         bound = self.plugins.scheduler, *self.plugins.guides
         _check_ends(spec, bound)
-        self.ends = any(
-            not {*spec.eos_ids}.isdisjoint(_ends(one)) for one in bound
-        )  # it matters which token ends an answer
+        self.ends = any(not {*spec.eos_ids}.isdisjoint(_ends(one)) for one in bound)  # a plug-in uses the end tokens
         self.form = next((guide for guide in self.plugins.guides if guide.joint), None)
         if self.form is not None:
             if max_new_tokens is None:
-                raise UserError("option-missing", f"guide={named(self.form)} needs a length. Add max_new_tokens.")
+                raise UserError(
+                    "option-missing", f"guide={named(self.form)} needs the length of answers. Set max_new_tokens."
+                )
             self.form.check_answer([FREE] * max_new_tokens)
         rule = self.plugins.scheduler
         if rule.traits.scope == "answer":
@@ -140,7 +140,7 @@ class BlockRule:
             )
         needs = self.plugins.needs | {"logits"} if spec.self_conditioning else self.plugins.needs
         self.rule = readout.Rule(spec, self.plugins.guides, needs, compat)
-        self.asks = type(rule).ask is not Scheduler.ask  # it chooses what to ask; others judge the block as it lies
+        self.asks = type(rule).ask is not Scheduler.ask  # it chooses its queries. Others get the whole block
 
     def open(
         self, ids: Tensor, noise: Tensor, frozen: Tensor, before: Sequence[Sequence[int]] | None = None
@@ -150,8 +150,8 @@ class BlockRule:
         Args:
             ids: `[B, W] int64` tokens of the blocks.
             noise: `[B, W] bool` positions to be decoded.
-            frozen: `[B, W] bool` positions that may not be changed, a prompt's: the first ones of a block.
-            before: tokens of each answer in earlier blocks, if any, for a guide on its form.
+            frozen: `[B, W] bool` positions of the prompt, which never change. They are the first ones of a block.
+            before: tokens of each answer in earlier blocks, if a guide judges its form.
         """
         canvas = layout.block_canvas(ids, noise, frozen, self.spec)
         carry = self.plugins.scheduler.init(canvas)
@@ -166,15 +166,15 @@ class BlockRule:
     def decide(
         self, state: BlockState, ids: Tensor, logits: Tensor, first: Tensor, step: Tensor, seed: Tensor
     ) -> tuple[Decision, BlockState]:
-        """Return the changes of one forward, and the state for the next. Nothing is read back from the device.
+        """Return the changes of one forward, and the state for the next. The device is not read.
 
         Args:
-            state: of rows whose blocks may differ in age.
-            ids: `[B, W] int64` what the forward saw.
-            logits: `[B, W, V]` of these positions, overwritten.
+            state: state of the rows, whose blocks may differ in age.
+            ids: `[B, W] int64` tokens that the forward saw.
+            logits: `[B, W, V]` logits of these positions. They are overwritten.
             first: `[B] int64` column in its row, prompt included, at which each block begins.
-            step: `[B] int64` forwards that each row made before this one, those of earlier blocks included.
-            seed: `[B] int64` of each row. Noise depends on seed, step and column alone.
+            step: `[B] int64` forwards that each row made before this one, in earlier blocks, too.
+            seed: `[B] int64` seed of each row. Noise depends only on seed, step and column.
         """
         plugins, canvas = self.plugins, self._seen(state.canvas, ids, first, step, seed)
         query = plugins.scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
@@ -204,12 +204,12 @@ class BlockRule:
         return decision, replace(state, canvas=after.advance(torch.zeros_like(over), 0, over), carry=carry)
 
     def renoised(self, state: BlockState, first: Tensor, step: Tensor, seed: Tensor) -> Tensor:
-        """`[B, W]` what the next forward is to see where noise are random tokens; arguments as `decide`'s."""
+        """Return `[B, W]` the block with new random tokens at noise (uniform diffusion). Arguments as for `decide`."""
         canvas = self._seen(state.canvas, state.canvas.ids[:, :-1], first, step, seed)
         return canvas.renoised(self.spec.vocab_size, self.plugins.owns_noise).ids[:, :-1]
 
     def _seen(self, canvas: Canvas, ids: Tensor, first: Tensor, step: Tensor, seed: Tensor) -> Canvas:
-        """The canvas as the forward saw it."""
+        """Return the canvas as the forward saw it."""
         ids = torch.cat([ids, canvas.ids[:, -1:]], 1)
         masked = canvas.masked if self.spec.mask_id is None else (ids == self.spec.mask_id) & ~canvas.layout.frozen
         return replace(
@@ -223,7 +223,7 @@ class BlockRule:
     def _read(self, canvas: Canvas, query: Query, logits: Tensor, state: BlockState) -> Readout:
         """Read the queried positions out of the logits `[B, W, V]`."""
         if self.asks:
-            at = query.positions.clamp(max=canvas.length - 1)  # the empty slot has no logits: any will do
+            at = query.positions.clamp(max=canvas.length - 1)  # the empty slot has no logits, so any are used
             rows = at + canvas.length * select.arange(len(at), at.device)[:, None]
             logits = logits.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, at.shape)  # a gather is slower
         rule = self.rule
@@ -234,29 +234,29 @@ class BlockRule:
 
 
 class _Given:
-    """In place of a model: its logits are there already."""
+    """A stand-in for a model whose logits are already computed."""
 
     @staticmethod
     def head(hidden: Tensor) -> Tensor:
-        """Logits `[..., V]` as they are."""
+        """Return the logits `[..., V]` unchanged."""
         return hidden
 
 
 def _columns(canvas: Canvas) -> Tensor:
-    """`[B, W]` all columns of the block."""
+    """Return `[B, W]` all columns of the block."""
     return select.arange(canvas.length, canvas.ids.device).expand(len(canvas.ids), -1)
 
 
 def _ends(plugin: Scheduler | Guide) -> tuple[int, ...]:
-    """The end tokens that a bound plug-in treats in a way of its own."""
+    """Return the end tokens that a bound plug-in treats specially."""
     return *getattr(plugin, "end_ids", ()), *(getattr(plugin, "ids", None) or ())
 
 
 def check_text(spec: ModelSpec, guides: Iterable[Guide], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Refuse guides on the form of an answer that cannot be bound without what is missing.
+    """Refuse guides that judge the form of answers if the tokenizer or the end token is missing.
 
     Raises:
-        UserError: naming the guide, and what it must know.
+        UserError: one of them is missing. The message names the guide.
     """
     formed = [one for one in guides if of_text(one)]
     if formed and tokenizer is None:
@@ -265,7 +265,7 @@ def check_text(spec: ModelSpec, guides: Iterable[Guide], tokenizer: PreTrainedTo
 
 
 def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
-    """Refuse plug-ins that must know the end token, if `spec` does not."""
+    """Refuse plug-ins that need the end token if `spec` has none."""
     for one in plugins if spec.eos_id == NO_END else ():
         if NO_END not in _ends(one) and not of_text(one):
             continue
@@ -274,7 +274,7 @@ def _check_ends(spec: ModelSpec, plugins: Iterable[Scheduler | Guide]) -> None:
 
 
 def model(vocab_size: int, mask_id: int | None, ends: tuple[int, ...], length: int, device: torch.device) -> ModelSpec:
-    """Return the spec of a block-causal model that another engine runs. Empty `ends` are unknown end tokens."""
+    """Return the spec of a block-causal model that another engine runs. Unknown end tokens are empty `ends`."""
     eos_id, *others = ends or (NO_END,)
     return ModelSpec(
         vocab_size=vocab_size,
@@ -294,19 +294,22 @@ def model(vocab_size: int, mask_id: int | None, ends: tuple[int, ...], length: i
 
 
 def obstacle(plugins: Plugins) -> str | None:
-    """Return the reason that the plug-ins want more than the logits of one block. Returns None if they do not."""
+    """Return a message if a plug-in needs more than the logits of one block, else None."""
     for guide in plugins.guides:
         if guide.vetoes:
             return (
-                f"guide={named(guide)} judges whole answers, and an engine shows one block. Use json_schema or regex."
+                f"guide={named(guide)} judges whole answers, and an engine shows one block. Use guide=json_schema or"
+                " guide=regex."
             )
         if guide.forms:
-            return f"guide={named(guide)} has a list of forms, and an engine's requests name none of them. Give it one."
+            return (
+                f"guide={named(guide)} has a list of forms, but an engine's requests cannot choose one. Set one form."
+            )
     return unsupported_trait(plugins.scheduler)
 
 
 def unsupported_trait(scheduler: Scheduler) -> str | None:
-    """Return the reason that a scheduler wants more than the logits of one block, or None, before it is bound."""
+    """Return a message if an unbound scheduler needs more than the logits of one block, else None."""
     why = reason(scheduler)
     return why and (
         f"scheduler={named(scheduler)} needs more than the logits of a block, which are all that an engine passes:"
@@ -315,10 +318,10 @@ def unsupported_trait(scheduler: Scheduler) -> str | None:
 
 
 def reason(scheduler: Scheduler) -> str | None:
-    """Return what a scheduler wants beyond the logits of a block. Returns None if it wants nothing more."""
+    """Return the reason that a scheduler needs more than the logits of a block, or None if they suffice."""
     traits = scheduler.traits
     if "attention" in scheduler.needs:
-        return "it looks at attention"
+        return "it reads attention weights"
     if traits.scope != "model":
         return None
     if traits.has(ChangingLength):
@@ -328,7 +331,7 @@ def reason(scheduler: Scheduler) -> str | None:
     if traits.has(UniformNoise):
         return "some of its forwards leave the model's self-conditioning as it was"
     if traits.drafts:
-        return "it asks about several states in one forward"
+        return "it predicts several states in one forward"
     if traits.has(BatchState):
-        return "it asks a second model"
+        return "it uses a second model"
     return "it hides positions from the model" if traits.graph_safe else "it judges whole answers"

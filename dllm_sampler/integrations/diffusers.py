@@ -44,7 +44,7 @@ try:  # not in diffusers 0.42
 except ImportError:
     Output = BaseOutput
 
-# What `LLaDA2Pipeline` tells every scheduler unless its caller says otherwise.
+# Default settings that `LLaDA2Pipeline` passes to every scheduler.
 UNSAID = {"temperature": 0.0, "top_p": None, "top_k": None, "threshold": 0.7, "editing_threshold": 0.5}
 
 
@@ -53,37 +53,37 @@ class Timesteps:
 
     num_inference_steps: int | None = None
     timesteps: Tensor = torch.empty(0)  # [N] float32
-    step_index: int | None = None  # number of the next step, from 0. None before the block is entered
-    begin_index: int | None = None  # the step at which it is entered, where a pipeline has said so
+    step_index: int | None = None  # number of the next step, from 0. None before a block's first step
+    begin_index: int | None = None  # first step of a block, if a pipeline has set it
 
     @property
     def steps(self) -> int:
-        """N.
+        """N, the number of steps per block.
 
         Raises:
-            UserError: it has not been said.
+            UserError: `set_timesteps` was not called.
         """
         if self.num_inference_steps is None:
             raise UserError("timesteps-missing", "set_timesteps has not been called. Call it before step.")
         return self.num_inference_steps
 
     def clock(self, num_inference_steps: int, device: str | torch.device | None) -> None:
-        """Set N, and begin with the first step."""
+        """Set N and the times on `device`, and start with the first step."""
         check_count("num_inference_steps", num_inference_steps)
         self.num_inference_steps = num_inference_steps
         self.timesteps = torch.arange(num_inference_steps, 0, -1, device=device).float() / num_inference_steps
         self.step_index = self.begin_index = None
 
     def set_begin_index(self, begin_index: int = 0) -> None:
-        """Say at which step a block is entered, so that no timestep must be read from the device."""
+        """Set the first step of a block, so that its timestep need not be read from the device."""
         self.begin_index = begin_index
 
     def index_for_timestep(self, timestep: float | Tensor) -> int:
-        """The number, from 0, of the step at a time."""
+        """Return the number, from 0, of the step at time `timestep`."""
         return self.steps - round(float(timestep) * self.steps)
 
     def index(self, timestep: int | float | Tensor) -> int:
-        """The number, from 0, of this step: `timestep` itself if that is whole, else the next one of the block."""
+        """Return the number, from 0, of this step: `timestep` if it is an integer, else the next one of the block."""
         if isinstance(timestep, int) or (isinstance(timestep, Tensor) and not timestep.is_floating_point()):
             return int(timestep)
         if self.step_index is None:
@@ -93,28 +93,28 @@ class Timesteps:
 
 @dataclass
 class DllmSchedulerOutput(Output):  # pyright: ignore[reportGeneralTypeIssues]
-    """The changes of a step, in the fields that discrete schedulers of diffusers share (PR #14741)."""
+    """The changes of a step, with the fields of discrete schedulers in diffusers (PR #14741)."""
 
-    prev_sample: Tensor  # [B, W] the block that the next forward is to see
-    pred_original_sample: Tensor  # [B, W] the token that the model would write, everywhere
-    sampled_probs: Tensor  # [B, W] float32 its probability, before temperature and truncation
-    pred_logits: Tensor  # [B, W, V] logits that tokens are drawn from. Without a mask token, those to condition on next
-    committed_mask: Tensor  # [B, W] bool: was noise, and is none any more
-    edited_mask: Tensor  # [B, W] bool: was no noise, and has become another token or noise
+    prev_sample: Tensor  # [B, W] the block for the next forward
+    pred_original_sample: Tensor  # [B, W] the predicted token of each position
+    sampled_probs: Tensor  # [B, W] float32 probability of that token, before temperature and truncation
+    pred_logits: Tensor  # [B, W, V] logits that tokens are drawn from. DiffusionGemma conditions on them next
+    committed_mask: Tensor  # [B, W] bool: noise that became a token
+    edited_mask: Tensor  # [B, W] bool: a token that became another token or noise
 
     @property
     def transfer_index(self) -> Tensor:
-        """`committed_mask`, as diffusers 0.42 calls it."""
+        """`committed_mask` under its name in diffusers 0.42."""
         return self.committed_mask
 
     @property
     def editing_transfer_index(self) -> Tensor:
-        """`edited_mask`, as diffusers 0.42 calls it."""
+        """`edited_mask` under its name in diffusers 0.42."""
         return self.edited_mask
 
     @property
     def sampled_tokens(self) -> Tensor:
-        """`pred_original_sample`, as diffusers 0.42 calls it."""
+        """`pred_original_sample` under its name in diffusers 0.42."""
         return self.pred_original_sample
 
 
@@ -126,18 +126,19 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
     replaces.
 
     Args:
-        scheduler: a name, a dict with `name` and settings, or a `Scheduler`; `steps` are forwards per full block.
-        block_length: W, positions of a block, where the pipeline is not told.
-        mask_token_id: the token that stands for noise, where the pipeline does not tell. None, from both: noise are
-            random tokens (DiffusionGemma).
-        eos_token_id: the end token, or a list of them, for schedulers and guides that treat it in a way of its own;
-            None: the tokenizer's.
-        guide, temperature, top_k, top_p, compat: as `BlockRule`'s. What a pipeline is given of these has no effect.
-        tokenizer, max_new_tokens: for a guide on the form of answers, the pipeline's `tokenizer` and `gen_length`. A
-            file holds no tokenizer: give it again, `from_pretrained(folder, tokenizer=...)`.
+        scheduler: a name, a dict with `name` and settings, or a `Scheduler`. Its `steps` are forwards per full block.
+        block_length: W, positions of a block, unless the pipeline's call sets it.
+        mask_token_id: the mask token, unless the pipeline passes one. If neither does, noise is random tokens
+            (DiffusionGemma).
+        eos_token_id: the end token, or a list of them, for schedulers and guides that treat end tokens specially. By
+            default the tokenizer's.
+        guide, temperature, top_k, top_p, compat: as for `BlockRule`. The pipeline's own settings of these names have no
+            effect.
+        tokenizer, max_new_tokens: for a guide that judges the form of answers, the pipeline's `tokenizer` and
+            `gen_length`. Saved settings have no tokenizer: pass it to `from_pretrained(folder, tokenizer=...)`.
 
     Raises:
-        UserError: an unknown name, a wrong setting, or a scheduler that wants more than the logits of a block.
+        UserError: an unknown name, a wrong setting, or a scheduler that needs more than the logits of a block.
     """
 
     order = 1
@@ -164,9 +165,9 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         for end in ends:
             check_count("eos_token_id", end, 0, optional=True)
         given = {"scheduler": written("scheduler", scheduler), "guide": written("guide", guide)}
-        # A config must not take what was given by position for a default.
+        # Arguments that were passed by position must be saved, too.
         self.register_to_config(**given, _use_default_values=[])
-        # The vocabulary is known when the first logits are there; a mistake should show before the model is loaded.
+        # The vocabulary is known from the first logits. This one finds mistakes before the model is loaded.
         known = max(mask_token_id or 0, *(end or 0 for end in ends), 0 if tokenizer is None else len(tokenizer))
         rule = configuration.build("scheduler", scheduler)
         uniform = rule.traits.find(UniformNoise) if isinstance(rule, Scheduler) else None
@@ -178,7 +179,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         self._reset(None)
 
     def _built(self, vocab: int, mask_id: int | None, length: int, device: torch.device) -> BlockRule:
-        """The rule for blocks of a length and a model's tokens."""
+        """Return the rule for blocks of `length` positions of a model with these tokens."""
         told, tokenizer = self.config, self.config["tokenizer"]
         eos = getattr(tokenizer, "eos_token_id", None) if told["eos_token_id"] is None else told["eos_token_id"]
         ends = () if eos is None else end_ids(eos)
@@ -187,26 +188,26 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         return BlockRule(told["scheduler"], spec, length, **{name: told[name] for name in names})
 
     def _reset(self, block_length: int | None) -> None:
-        """Forget the last block; `block_length`: of the blocks of a whole call, which the pipeline tells in 0.42."""
+        """Remove the state of the last call. `block_length` is that of all its blocks, if the pipeline passes it."""
         self._length = block_length
         self._state: BlockState | None = None
-        self._over = self._finished = torch.tensor(False)  # [B] rows whose block is decoded, and whose answer is
+        self._over = self._finished = torch.tensor(False)  # [B] rows whose block is complete, and whose answer is
         self._blocks = 0  # opened so far
-        self._answers: list[list[int]] = []  # of each row, in earlier blocks
+        self._answers: list[list[int]] = []  # tokens of each row in earlier blocks
         self._made = self._seeds = torch.empty(0, dtype=torch.long)  # [B] forwards of each row, and its seed
 
     def set_timesteps(
         self, num_inference_steps: int, device: str | torch.device | None = None, *, block_length: int | None = None
     ) -> None:
-        """Say how many forwards a block may take, and forget the last block.
+        """Set the most forwards of a block, and remove the state of the last call.
 
         Args:
-            num_inference_steps: N; the last step commits all that is left.
-            device: of `timesteps`, `[N] float32` from 1 to 1/N.
-            block_length: of all blocks that follow, from pipelines that call this once for all of them.
+            num_inference_steps: N. The last step commits all remaining positions.
+            device: device of `timesteps`, `[N] float32` from 1 to 1/N.
+            block_length: positions of all following blocks, from pipelines that call this once for all of them.
 
         Raises:
-            UserError: no such number.
+            UserError: a value is not a positive whole number.
         """
         check_count("block_length", block_length, optional=True)
         self.clock(num_inference_steps, device)
@@ -222,20 +223,19 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         return_dict: bool = True,
         **others: Any,
     ) -> DllmSchedulerOutput | tuple[Tensor, ...]:
-        """Decide what a forward over a block changes. Reads the device, as the pipelines do in each step.
+        """Return the changes of one forward over a block. The device is read.
 
         Args:
             model_output: `[B, W, V]` logits.
-            timestep: one of `timesteps`, or the number of the step in its block (diffusers 0.42); 0 opens a block.
-            sample: `[B, W] int64` what the forward saw.
-            generator: seeds all noise; draws the tokens that replace noise, `[B, W]` in each step, where there is no
-                mask token.
-            return_dict: False: the output's fields as a tuple.
-            others: what `LLaDA2Pipeline` 0.42 says more: `mask_token_id`, `prompt_mask [W]`, and settings of diffusers'
-                own scheduler, which have no effect here.
+            timestep: one of `timesteps`, or the number of the step in its block (diffusers 0.42). Step 0 opens a block.
+            sample: `[B, W] int64` tokens that the forward saw.
+            generator: seeds all noise. Without a mask token it also draws the random tokens of each step.
+            return_dict: True for an output object, False for a tuple of its fields.
+            others: further arguments of `LLaDA2Pipeline` 0.42: `mask_token_id`, `prompt_mask [W]`, and settings of
+                diffusers' own scheduler, which have no effect here.
 
         Raises:
-            UserError: no mask token where the scheduler needs one, or tensors of other shapes than before.
+            UserError: the scheduler needs a mask token and there is none, or a tensor has another shape than before.
             NotFiniteError: the model returned NaN.
         """
         index = self.index(timestep)
@@ -259,7 +259,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
 
         token, ids, left, self._over = decision.token, decision.ids, decision.noise, decision.over
         if mask_id is not None and (self._rule.asks or self.config["compat"]):
-            # The mask token was chosen, or is at a position that the scheduler did not ask about.
+            # The mask token was chosen, or is at a position that was not queried.
             best = model_output.index_fill(-1, sample.new_tensor([mask_id]), -torch.inf).argmax(-1)
             token = torch.where(token == mask_id, best, token)
         if index + 1 >= self.steps:
@@ -290,29 +290,31 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         prompt_length: int,
         **_: Any,
     ) -> Tensor:
-        """`[B] bool` rows of text `cur_x [B, L]` that end: `finished` ones, and those with an end token and no mask
-        before it. With a scheduler that takes tokens back, once the block is decoded. Called by diffusers 0.42."""
+        """Return `[B] bool` rows that are over: `finished` ones, and those with an end token without a mask before it.
+
+        With a scheduler that remasks tokens, the row's block must be complete, too. Called by diffusers 0.42.
+        """
         answer = cur_x[:, prompt_length:]
         ends = (is_end(answer, end_ids(eos_token_id)) & ((answer == mask_token_id).cumsum(1) == 0)).any(1)
         self._finished = finished | (ends & self._over if self._rule.plugins.scheduler.traits.revises else ends)
         return self._finished
 
     def check_block_should_continue(self, finished: Tensor, **_: Any) -> bool:
-        """Return True if a row that is not `finished [B]` has not decoded its block. Called by diffusers 0.42."""
+        """Return True if a row that is not `finished [B]` has an incomplete block. Called by diffusers 0.42."""
         return not bool((self._over | finished).all())
 
     def save_config(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Write `scheduler_config.json`, as `save_pretrained` does.
+        """Write `scheduler_config.json`. `save_pretrained` calls this.
 
         Raises:
-            UserError: a plug-in that no file can hold.
+            UserError: a plug-in is an object that JSON cannot represent.
         """
         for group in ("scheduler", "guide"):
             check_json(group, self.config[group])
         super().save_config(save_directory, push_to_hub, **kwargs)
 
     def to_json_string(self) -> str:
-        """The settings, without the tokenizer."""
+        """Return the settings as JSON, without the tokenizer."""
         whole = self._internal_dict
         self._internal_dict = FrozenDict({name: value for name, value in whole.items() if name != "tokenizer"})
         try:
@@ -324,7 +326,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         return f"DllmScheduler({described(self._rule.plugins.scheduler)})"
 
     def _check(self, sample: Tensor, logits: Tensor, opens: bool) -> None:
-        """Refuse a block of another size than those before it, and logits of other positions."""
+        """Refuse a block of another shape than expected, and logits that do not match it."""
         length = self._length or sample.shape[-1]
         shape = (len(sample), length) if opens or self._state is None else self._state.canvas.layout.frozen[:, 1:].shape
         if tuple(sample.shape) != tuple(shape):
@@ -334,11 +336,11 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             )
         if logits.dim() != 3 or logits.shape[:2] != sample.shape:
             raise UserError(
-                "shape-mismatch", f"model_output has the shape {tuple(logits.shape)}. Give logits for {tuple(shape)}."
+                "shape-mismatch", f"model_output has the shape {tuple(logits.shape)}. Give {(*shape, 'V')}."
             )
 
     def _shaped(self, logits: Tensor, canvas: Canvas) -> Tensor:
-        """Return the logits `[B, W, V]` after temperature, top-k and top-p. The same ones if nothing is drawn."""
+        """Return the logits `[B, W, V]` after temperature, top-k and top-p, or unchanged if nothing is drawn."""
         guides = [guide for guide in self._rule.plugins.guides if guide.chooses and not guide.joint]
         if not is_random(guides):
             return logits
@@ -349,13 +351,13 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         return shaped.view_as(logits)
 
     def _filled(self, ids: Tensor, left: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """The block with a `token [B, W]` wherever noise is `left`, and no noise."""
+        """Return the block with `token [B, W]` at the noise that is `left`, and an empty noise mask."""
         rows = left.any(1)
         if bool((rows & ~self._finished).any()):
             warnings.warn(
                 f"scheduler={named(self._rule.plugins.scheduler)} needs more than"
-                f" num_inference_steps={self.num_inference_steps} for a block: the last step wrote the rest. Raise it,"
-                " or change the scheduler's settings.",
+                f" num_inference_steps={self.num_inference_steps} for a block: the last step committed all masks. Raise"
+                " num_inference_steps, or change the scheduler's settings.",
                 stacklevel=3,
             )
         assert self._state is not None
@@ -372,21 +374,23 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         generator: torch.Generator | None,
         others: Mapping[str, Any],
     ) -> None:
-        """Begin a block."""
+        """Create the state of a block, and at the first one of a call the rule and the seeds."""
         if mask_id is None and not self._rule.plugins.scheduler.traits.has(UniformNoise):
             raise UserError(
                 "mask-token-missing",
-                f"scheduler={named(self._rule.plugins.scheduler)} needs mask_token_id. Give one, or entropy_renoise.",
+                f"scheduler={named(self._rule.plugins.scheduler)} needs mask_token_id. Set it, or use entropy_renoise.",
             )
         frozen = torch.zeros_like(sample, dtype=torch.bool) if mask_id is None else sample != mask_id
         if others.get("prompt_mask") is not None:
             frozen = frozen | others["prompt_mask"]
         if bool(frozen.all()):
-            raise UserError("nothing-to-generate", f"sample has no mask token {mask_id}. Give masks to decode.")
+            raise UserError(
+                "nothing-to-generate", f"sample has no mask token (id {mask_id}). Put it at the positions to decode."
+            )
         made_for = (logits.shape[-1], mask_id, sample.shape[1], sample.device)
         if self._built_for != made_for:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # said when this object was made
+                warnings.simplefilter("ignore")  # these warnings were given when this object was made
                 self._rule, self._built_for = self._built(*made_for), made_for
         if not self._blocks:
             said = [f"{name}={others[name]}" for name in UNSAID if others.get(name, UNSAID[name]) != UNSAID[name]]
@@ -396,7 +400,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
                     ' DllmScheduler({"name": "threshold", "threshold": 0.8}, temperature=1.0).',
                     stacklevel=3,
                 )
-            # Renoising draws from the generator; where there is none, its next call must find another state.
+            # Renoising draws from the generator. With a mask token only this draw advances it.
             source = generator if mask_id is not None or generator is None else generator.clone_state()
             device = "cpu" if generator is None else generator.device
             seed = torch.randint(2**62, (1,), generator=source, device=device).to(sample.device)
@@ -407,7 +411,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         self._state = self._rule.open(sample, ~frozen, frozen, before)
 
     def _earlier(self, form: Guide, mask_id: int | None) -> list[list[int]] | None:
-        """Return the tokens of each answer in earlier blocks, if any, for a guide on its form."""
+        """Return the tokens of each answer in earlier blocks, or None before the second block."""
         if mask_id is None or self._length is None:
             raise UserError(
                 "guide-incompatible",
@@ -423,7 +427,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
 
 
 def written(group: str, plugin: Any) -> Any:
-    """A plug-in as a dict of its name and settings, if its class is that of a YAML in `conf/<group>`; else as it is."""
+    """Return a packaged plug-in as a dict of its name and settings, and other values unchanged."""
     if isinstance(plugin, list | tuple):
         return [written(group, one) for one in plugin]
     if not is_dataclass(plugin) or isinstance(plugin, type) or named(plugin) not in configuration.names(group):
@@ -436,7 +440,7 @@ def written(group: str, plugin: Any) -> Any:
 
 
 def check_json(group: str, plugin: Any) -> None:
-    """Refuse what JSON cannot hold.
+    """Refuse a plug-in that JSON cannot represent.
 
     Raises:
         UserError: the plug-in, or one of its settings, is an object.

@@ -1,4 +1,4 @@
-"""Guides on the form of an answer, in an engine that shows one block of it at a time."""
+"""Guides that judge the form of answers, in an engine that shows one block at a time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ OF_BYTES = 258, 257, 256  # the vocabulary, the mask and the end token of a mode
 
 @dataclass(frozen=True)
 class OfAnswer(Guide):
-    """A joint guide that gets the whole answer to see: earlier blocks, the active one, and masks up to the end.
+    """A joint guide that sees the whole answer: earlier blocks, the active block, and masks up to the end.
 
     Args:
         guide: a bound guide.
-        before: `[B, N]` tokens of the answer in earlier blocks, filled up by any; N is the length of an answer.
-        count: `[B]` how many tokens of the answer are in earlier blocks.
-        mask_id: of the model.
+        before: `[B, N]` tokens of the answer in earlier blocks, then arbitrary ids. N is the length of an answer.
+        count: `[B]` number of tokens of the answer in earlier blocks.
+        mask_id: the model's mask token.
     """
 
     joint: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class OfAnswer(Guide):
         return self.guide.choose(logits, noisy, whole, *self.whole(canvas, head_rows))
 
     def whole(self, canvas: Canvas, head_rows: HeadRows) -> tuple[Canvas, HeadRows]:
-        """A canvas `[B, N+1]` of answers alone, and the answers about its columns, for those about a block."""
+        """Return a canvas `[B, N+1]` of whole answers, and `head_rows` with positions on that canvas."""
         length, column = self.before.shape[1], select.arange(self.before.shape[1] + 1, canvas.ids.device)  # [N+1]
         shift = (canvas.start - self.count)[:, None]  # from a column of the answer to one of the block
         inside = column + shift
@@ -95,17 +95,17 @@ class OfAnswer(Guide):
 
 
 def _padded(values: Tensor, value: int) -> Tensor:
-    """Values `[B, N]` and one more column of `value`."""
+    """Return `values [B, N]` with one more column, of `value`."""
     return torch.nn.functional.pad(values, (0, 1), value=value)
 
 
 def of_text(plugin: object) -> bool:
-    """Return True if a plug-in decides the form of a whole answer, and so reads the text of tokens."""
+    """Return True if a plug-in judges the form of whole answers. It then reads the text of tokens."""
     return getattr(plugin, "joint", False) or getattr(plugin, "vetoes", False)
 
 
 def of_bytes() -> PreTrainedTokenizerBase:
-    """A tokenizer whose tokens are bytes, to try forms on before a model is there."""
+    """Return a tokenizer whose tokens are bytes, to check forms before a model is loaded."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode

@@ -1,4 +1,4 @@
-"""`BlockRule` for an engine whose requests come and go, so that every forward has another batch.
+"""`BlockRule` for an engine whose batch of requests may change in every forward.
 
 A round is one forward and its decision. Letters: B rows of a round, W positions of a block, V vocabulary.
 """
@@ -28,22 +28,22 @@ from dllm_sampler.kernels.backend import select
 
 State = TypeVar("State")
 
-RULES = 256  # kept at a time: requests may name as many temperatures as they like
+RULES = 256  # most cached rules, one for each combination of sampling settings
 DEVICES = 4  # most devices with bound guides
 
 
 @dataclass
 class Rows:
-    """The state of rows that a round decided over together, or that opened their blocks together."""
+    """The state of rows that were in one round, or that opened their blocks together."""
 
     frozen: Tensor  # [B, W] bool
     seed: Tensor  # [B]
     step: Tensor  # [B] forwards in earlier blocks
-    before: list[Sequence[int]]  # tokens of each answer in earlier blocks, where a guide on its form opens one
+    before: list[Sequence[int]]  # tokens of each answer in earlier blocks, if a guide judges its form
     state: BlockState | None = None  # None: before the first forward
 
     def of(self, places: Sequence[int], ids: Tensor, rule: BlockRule) -> BlockState:
-        """That of the rows at some places, where `ids [n, W]` stand."""
+        """Return the state of the rows number `places`, whose blocks are `ids [n, W]`."""
         every = range(len(self.seed))
         at = None if list(places) == list(every) else torch.tensor(places, device=ids.device)
         if self.state is not None:
@@ -56,60 +56,60 @@ class Rows:
 
 @dataclass
 class Row:
-    """A request in the middle of a block."""
+    """A request while one of its blocks is decoded."""
 
     rows: Rows
-    place: int  # in `rows`
+    place: int  # number in `rows`
     sampling: Sampling
-    over: bool  # it has nothing to decode, or is through with it
-    lost: bool = False  # its block will never be decoded
+    over: bool  # its block is complete
+    lost: bool = False  # its block cannot be completed
 
 
 class Model(NamedTuple):
-    """Facts of the model that requests carry."""
+    """Facts about the model, taken from a request."""
 
     vocab_size: int
-    ends: tuple[int, ...] = ()  # tokens at which the engine ends an answer, the model's own first
+    ends: tuple[int, ...] = ()  # end tokens of the engine, the model's own first
     tokenizer: Any = None
 
 
 class Answer(NamedTuple):
-    """An answer so far, when a block of it opens."""
+    """The state of an answer when one of its blocks opens."""
 
     seed: int
     sampling: Sampling = Sampling()
     made: int = 0  # forwards in earlier blocks
-    before: Sequence[int] = ()  # its tokens in these, for a guide on its form
-    known: bool = True  # the engine has shown the request, and with it the model, before
+    before: Sequence[int] = ()  # tokens in earlier blocks, if a guide judges the form
+    known: bool = True  # the engine has validated the request
 
 
 class Verdict(NamedTuple):
     """The outcome of a round."""
 
     ids: Tensor  # [B, W]
-    settled: list[bool]  # the forward has seen the final tokens of the block, or none will: the row rests
+    settled: list[bool]  # the forward saw the final tokens of the block, or the row is lost
     failed: list[int]  # rows with NaN or infinite logits in this round
-    endless: list[int]  # rows that made as many forwards as a block can need; these rest too, and their masks stay
-    made: dict[int, int]  # forwards of rows whose block is decoded now, those in earlier blocks included
+    endless: list[int]  # rows with masks after the most forwards of a block. These are lost
+    made: dict[int, int]  # forwards of each row whose block is now complete, in earlier blocks, too
 
 
 @dataclass
 class Serving:
-    """Decides over the blocks of requests.
+    """A decider over the blocks of requests.
 
     Args:
-        settings: of the engine.
-        length: W.
-        mask_id: the token at positions to decode.
+        settings: the engine's settings.
+        length: W, positions of a block.
+        mask_id: the mask token.
     """
 
     settings: Settings
     length: int
     mask_id: int
-    steps: int = field(init=False)  # forwards of a block at most, the one that settles it included
-    fixed: bool = field(init=False)  # the settings say how tokens are chosen, requests do not
-    formed: bool = field(init=False)  # a guide says what form answers have
-    asks: bool = field(init=False)  # a request must have told of the model before its blocks open
+    steps: int = field(init=False)  # most forwards of a block, with the one that sees its final tokens
+    fixed: bool = field(init=False)  # the settings choose how tokens are drawn, not the requests
+    formed: bool = field(init=False)  # a guide judges the form of answers
+    asks: bool = field(init=False)  # a request must be validated before its blocks open
     model: Model = field(init=False, default=Model(1))
 
     def __post_init__(self) -> None:
@@ -129,12 +129,12 @@ class Serving:
         return None
 
     def open(self, ids: Tensor, frozen: Tensor, answers: Sequence[Answer]) -> list[Row]:
-        """Open blocks, before their first forward.
+        """Return the rows of new blocks, before their first forward.
 
         Args:
             ids: `[B, W] int64` tokens of the blocks.
-            frozen: `[B, W] bool` the prompt's.
-            answers: of each row.
+            frozen: `[B, W] bool` positions of the prompt.
+            answers: the answer so far of each row.
         """
         seed = torch.tensor([one.seed for one in answers], device=ids.device)
         step = torch.tensor([one.made for one in answers], device=ids.device)
@@ -148,12 +148,12 @@ class Serving:
 
     @torch.inference_mode()
     def step(self, rows: Sequence[Row], ids: Tensor, logits: Tensor, first: Tensor) -> Verdict:
-        """Decide over the blocks of a round and keep the new state in `rows`. The device is read once, at the end.
+        """Decide over the blocks of a round, and store the new state in `rows`. The device is read once.
 
         Args:
-            rows: in the order of the batch.
-            ids: `[B, W] int64` what the forward saw.
-            logits: `[B, W, V]`, overwritten.
+            rows: requests in the order of the batch.
+            ids: `[B, W] int64` tokens that the forward saw.
+            logits: `[B, W, V]` logits, which are overwritten.
             first: `[B] int64` column at which each block begins.
         """
         groups: dict[Sampling, list[int]] = {}
@@ -185,7 +185,7 @@ class Serving:
         return verdict._replace(ids=ids)
 
     def marked(self, rows: Sequence[Row], ids: Tensor, token: int) -> Tensor:
-        """`ids [B, W]` with `token` in place of what lost rows have left to decode."""
+        """Return `ids [B, W]` with `token` at the masks of lost rows."""
         for place, row in enumerate(rows):
             if row.lost:
                 left = (ids[place] == self.mask_id) & ~row.rows.frozen[row.place]
@@ -193,7 +193,7 @@ class Serving:
         return ids
 
     def _state(self, rows: Sequence[Row], ids: Tensor, rule: BlockRule) -> BlockState:
-        """The state of some rows together: that of the last round, if it is of the same rows in the same order."""
+        """Return the state of some rows together. It is not copied if these are the rows of the last round in order."""
         parts, begin = [], 0
         for _, run in groupby(rows, lambda row: id(row.rows)):
             some = list(run)
@@ -207,7 +207,7 @@ class Serving:
     ) -> BlockRule:
         chosen = self.settings.sampling if self.fixed else sampling
         guides = self._guides(model, vocab_size, device)
-        # An answer too short for its form is the beginning of one that has it: the engine cuts it there.
+        # A request that is too short for the form gets the beginning of a longer answer, which the engine cuts.
         least = max((one.shortest[0] for one in guides if isinstance(one, Form)), default=None)
         return self.settings.rule(
             self.length,
@@ -222,7 +222,7 @@ class Serving:
         )
 
     def _bound(self, model: Model, vocab_size: int, device: torch.device) -> tuple[Guide, ...]:
-        """Return the guides. One on the form of answers is bound here: that takes long, and rules share it."""
+        """Return the guides. One that judges forms is bound here, since that is slow and rules share it."""
         guides = config.build("guide", self.settings.guide)
         if not self.formed:
             return guides
@@ -233,15 +233,14 @@ class Serving:
 
 
 def _within(ends: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """The end tokens that a model's logits have; a tokenizer may know more tokens."""
+    """Return the end tokens within the vocabulary of the logits. A tokenizer may have more tokens."""
     return tuple(end for end in ends if end < vocab_size)
 
 
 def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:
-    """Copy the parts of a scheduler's state that share memory with `logits`: the engine's next forward writes there.
+    """Return a scheduler's state without memory of `logits`, which the engine's next forward overwrites.
 
-    Memory of `spent`, the state before, is used again: tables as large as the logits take longer to allocate than to
-    fill.
+    Copies reuse the memory of `spent`, the state before, since large tables take longer to allocate than to fill.
     """
     if carry is None:
         return None
@@ -262,20 +261,20 @@ def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:
 
 
 def _memory(leaf: Any) -> int | None:
-    """Where a tensor's numbers lie."""
+    """Return the address of a tensor's memory, or None for other values."""
     return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else None
 
 
 def taken(state: State, rows: Tensor) -> State:
-    """The state of some `rows [n]` alone."""
+    """Return the state of only the rows `rows [n]`."""
     return map_leaves(state, lambda _, leaf: leaf.index_select(0, rows) if isinstance(leaf, Tensor) else leaf, "")
 
 
 def stacked(states: Sequence[State]) -> State:
     """Return the state of all rows of `states`, which may differ in age.
 
-    Before the first forward of a block a scheduler may have fewer columns of a row than later. Their values do not
-    count then, so any numbers fill up.
+    Before the first forward of a block a scheduler's tensors may have fewer columns than later. They are then expanded,
+    since their values do not matter yet.
     """
     if len(states) == 1:
         return states[0]

@@ -1,4 +1,4 @@
-"""Our part of an engine's configuration file, which `python -m dllm_sampler.integrations` writes."""
+"""The settings in an engine's configuration file, which `python -m dllm_sampler.integrations` writes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CPU = torch.device("cpu")
-LENGTH = 32  # of blocks to try settings on, where neither they nor a model say it
+LENGTH = 32  # of blocks on which settings without a block_size are checked
 
 
 class Sampling(NamedTuple):
@@ -33,17 +33,17 @@ class Sampling(NamedTuple):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    length: int | None = None  # most tokens of its answer, where a guide says what form that has
+    length: int | None = None  # most tokens of the answer, if a guide judges its form
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Our part of an engine's configuration file.
+    """The settings in an engine's configuration file.
 
     Args:
-        scheduler, guide, compat: as `BlockRule`'s.
+        scheduler, guide, compat: as for `BlockRule`.
         temperature, top_k, top_p: for all requests. Without a temperature each request has its own.
-        block_size: positions of a block, which the engine reads. By default the model's.
+        block_size: positions of a block. The engine reads this, too. By default the model's.
     """
 
     scheduler: str | dict[str, Any]
@@ -56,10 +56,10 @@ class Settings:
 
     @staticmethod
     def read(values: Mapping[str, Any], where: str) -> Settings:
-        """The settings in a mapping, which errors call `where`.
+        """Return the settings in a mapping, which errors call `where`.
 
         Raises:
-            UserError: an unknown name, a value of a wrong type, or no scheduler.
+            UserError: a name is unknown, a value has the wrong type, or the scheduler is missing.
         """
         checked = config.check(where, Settings, values)
         if "scheduler" not in checked:
@@ -68,10 +68,10 @@ class Settings:
 
     @staticmethod
     def load(path: str | None, where: str) -> Settings:
-        """The settings in a YAML file; errors as `read`'s.
+        """Return the settings in a YAML file. Errors call the option of this file `where`.
 
         Raises:
-            UserError: it cannot be read.
+            UserError: the file cannot be read, or as `read`.
         """
         if path is None:
             return Settings.read({}, where)
@@ -101,13 +101,13 @@ class Settings:
         """Build the rule that decides over blocks of `length`.
 
         Args:
-            ends: tokens that end an answer, if known.
-            sampling: of a request. By default that of these settings.
-            guides: in place of those of these settings; one on the form of answers needs the `tokenizer`.
-            warn: whether it warns, as `BlockRule` does; `checked` has warned already.
+            ends: end tokens of the model, empty if unknown.
+            sampling: sampling settings of a request. By default those of this object.
+            guides: guides to use instead of the settings'. One that judges forms needs the `tokenizer`.
+            warn: pass on the warnings of `BlockRule`. `checked` does this once.
 
         Raises:
-            UserError: see `BlockRule`.
+            UserError: as `BlockRule`.
         """
         spec = model(vocab_size, mask_id, ends, length, device)
         chosen = self.sampling if sampling is None else sampling
@@ -129,10 +129,10 @@ class Settings:
             )
 
     def checked(self, length: int) -> BlockRule:
-        """The rule without a request or a model; a guide on the form of answers counts in bytes.
+        """Return a rule built without a request or a model. For guides that judge forms, tokens are bytes.
 
         Raises:
-            UserError: an engine that shows logits only cannot run it, or a setting is wrong.
+            UserError: a setting is wrong, or a plug-in needs more than the logits of a block.
         """
         guides = config.build("guide", self.guide)
         if not any(of_text(one) for one in guides):
@@ -146,5 +146,5 @@ class Settings:
         return Sampling(self.temperature, self.top_k, self.top_p)
 
     def fixes(self, rule: BlockRule) -> bool:
-        """Return True if these settings, which made `rule`, choose tokens, so that requests cannot."""
+        """Return True if these settings decide how tokens are drawn, so that requests cannot. They made `rule`."""
         return self.temperature is not None or any(one.draws or one.truncates for one in rule.plugins.guides)

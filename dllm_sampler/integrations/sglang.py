@@ -1,7 +1,7 @@
-"""Our schedulers in SGLang, 0.5.23 and later: `--dllm-algorithm DllmSampler --dllm-algorithm-config x.yaml`.
+"""Schedulers of this package in SGLang 0.5.23 and later: `--dllm-algorithm DllmSampler --dllm-algorithm-config x.yaml`.
 
-`python -m dllm_sampler.integrations` writes the YAML. Every process of a server calls `register`, and few of them
-decode: this module imports the rest of the package when an algorithm is made, and SGLang when it is registered.
+`python -m dllm_sampler.integrations` writes the YAML. Every process of a server calls `register`, but few of them
+decode. So this module imports the rest of the package when an algorithm is made, and SGLang when it is registered.
 Letters: B rows of a batch, W positions of a block, V vocabulary.
 """
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 NAME = "DllmSampler"
 CONFIG = "--dllm-algorithm-config"
 FAILED = -1  # SGLang ends a request at a token outside the vocabulary
-EVERY_TOKEN = 2**30  # SGLang's top_k of a request that has none; 1: greedy, where its temperature says nothing
+EVERY_TOKEN = 2**30  # SGLang's top_k of a request without one
 
-# What a request may ask of SGLang's own sampler, and the value that asks for nothing.
+# Settings of SGLang's own sampler, with the value that has no effect.
 OTHERS = {
     "min_p": 0.0,
     "frequency_penalty": 0.0,
@@ -48,33 +48,33 @@ NOT_FINITE = (
     "the model returned NaN or infinite logits; check the weights and the dtype (float16 overflows where bfloat16 does"
     " not)"
 )
-NOT_SHOWN = "SGLang has not validated it, so that neither its length nor its end token is known"
-ENDLESS = "its block is not decoded after the most forwards it can need; compat: true lets the model choose the mask"
+NOT_SHOWN = "SGLang has not validated the request, so its length and end token are unknown"
+ENDLESS = "its block is not decoded after the most forwards that it can need (compat: true lets the model choose masks)"
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Add the algorithm `DllmSampler` to SGLang's: the entry point of the group `sglang.srt.plugins`."""
+    """Add the algorithm `DllmSampler` to SGLang. This is an entry point of the group `sglang.srt.plugins`."""
     base = import_module("sglang.srt.dllm.algorithm.base").DllmAlgorithm
     algorithms = import_module("sglang.srt.dllm.algorithm").algo_name_to_cls
     algorithms[NAME] = type(NAME, (BlockAlgorithm, base), {"__doc__": BlockAlgorithm.__doc__, "__module__": __name__})
 
 
 class BlockAlgorithm:
-    """Decides by any scheduler whose rule rests on the logits of a block; the other base class is SGLang's.
+    """An algorithm of SGLang for any scheduler that needs only the logits of a block.
 
-    Nothing here depends on the rank: noise is a function of the request's seed (or its id), step and column, so that
-    the ranks of a tensor-parallel group, which all see the same logits, write the same tokens.
+    `register` combines this class with SGLang's base class. Noise depends only on the request's seed (or id), step and
+    column. So the ranks of a tensor-parallel group, which all see the same logits, write the same tokens.
 
     Raises:
-        UserError: settings that are wrong, or that cannot run here.
+        UserError: a setting is wrong, or SGLang cannot run the scheduler.
     """
 
     block_size: int
     mask_id: int
     fdfo: bool
-    live: ClassVar[BlockAlgorithm | None] = None  # the one of this process, which SGLang asks about requests
+    live: ClassVar[BlockAlgorithm | None] = None  # the instance of this process, which validates requests
 
     def __init__(self, config: Any):
         super().__init__(config)  # pyright: ignore[reportCallIssue]
@@ -83,8 +83,10 @@ class BlockAlgorithm:
 
         settings = Settings.read(config.algorithm_config or {}, CONFIG)
         self.serving: Serving = Serving(settings, self.block_size, self.mask_id)
-        self.requests: WeakValueDictionary[str, Any] = WeakValueDictionary()  # SGLang's, until it drops them
-        self.made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # forwards of these, in blocks that are decoded
+        self.requests: WeakValueDictionary[str, Any] = (
+            WeakValueDictionary()
+        )  # SGLang's requests by id, until it drops them
+        self.made: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # forwards of each request in complete blocks
         BlockAlgorithm.live = self
 
     @classmethod
@@ -104,13 +106,13 @@ class BlockAlgorithm:
     def validate_request(cls, req: Any) -> str | None:
         """Return the reason that a request cannot be served, or None if it can.
 
-        SGLang calls it once for each request. The request is kept for the length and the tokens of its answer.
+        SGLang calls this once for each request. The request is stored for the length and the tokens of its answer.
         """
         wanted = req.sampling_params
         unknown = [name for name, plain in OTHERS.items() if (getattr(wanted, name, plain) or plain) != plain]
         unknown += [name for name in OF_REQUEST if getattr(req, name, None)]
         if unknown:
-            return f"{NAME} knows temperature, top_k and top_p of a request, and not {', '.join(unknown)}: leave it out"
+            return f"{NAME} supports only temperature, top_k and top_p of a request. Remove {', '.join(unknown)}."
         if cls.live is None:
             return None
         sampling = _sampling(wanted.temperature, wanted.top_k, wanted.top_p)
@@ -120,11 +122,11 @@ class BlockAlgorithm:
         return why
 
     def max_steps(self, block_size: int) -> int:
-        """Forwards after which the synchronous mode gives up on a block."""
+        """Return the number of forwards after which the synchronous mode stops decoding a block."""
         return self.serving.steps
 
     def init_step_state(self, forward_batch: Any) -> list[Any]:
-        """Return the state of each request until its block is over. Reads the device, which waits for the forward."""
+        """Return the state of each request in a new block. Reads the device, so this waits for the forward."""
         ids, frozen = self._ids(forward_batch), forward_batch.dllm_prompt_mask
         frozen = ids != self.mask_id if frozen is None else frozen
         names = forward_batch.rids or [str(row) for row in range(len(ids))]
@@ -136,12 +138,14 @@ class BlockAlgorithm:
         return list(rows)
 
     def step(self, forward_batch: Any, full_logits: Tensor, states: Sequence[Any]) -> list[bool]:
-        """Write what a forward decides into `input_ids`, and say which blocks are final and were seen so.
+        """Write the decisions after a forward into `input_ids`. Returns True for each block that is final.
+
+        A block is final if the forward saw its last tokens, or if it cannot be completed.
 
         Args:
-            forward_batch: SGLang's: the blocks `input_ids [B*W]`, and whose they are.
-            full_logits: `[B*W, V]`, overwritten.
-            states: of `init_step_state`, changed in place.
+            forward_batch: SGLang's batch with the blocks `input_ids [B*W]` and the ids of their requests.
+            full_logits: `[B*W, V]` logits, which are overwritten.
+            states: the states of `init_step_state`, changed in place.
         """
         rows: Sequence[Row] = states
         ids, first = self._ids(forward_batch), forward_batch.positions.view(-1, self.block_size)[:, 0].long()
@@ -161,7 +165,7 @@ class BlockAlgorithm:
         return verdict.settled
 
     def _ids(self, forward_batch: Any) -> Tensor:
-        """`[B, W] int64` the blocks of a batch."""
+        """Return `[B, W] int64` the blocks of a batch."""
         return forward_batch.input_ids.view(-1, self.block_size).long()
 
     def _answer(self, name: str, sampling: Sampling) -> Answer:
@@ -190,7 +194,7 @@ class BlockAlgorithm:
 
 
 def _sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
-    """A request's numbers, which SGLang keeps in float32, as they were typed."""
+    """Return a request's sampling settings, whose float32 numbers are rounded to those that were typed."""
     from dllm_sampler.integrations.settings import Sampling
 
     if temperature == 0 or top_k == 1:
@@ -200,17 +204,17 @@ def _sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
 
 
 def _model(request: Any) -> Model:
-    """Return the facts of the model that a request carries."""
+    """Return the facts about the model in a request."""
     from dllm_sampler.integrations.serving import Model
 
     tokenizer, listed = request.tokenizer, request.eos_token_ids or ()
     also = [getattr(tokenizer, "eos_token_id", None), *(getattr(tokenizer, "additional_stop_token_ids", None) or ())]
-    # SGLang lists them in no order: of several, the tokenizer says which comes first.
+    # SGLang lists end tokens in no order. If there are several, the tokenizer's comes first.
     found = (*(also[:1] if len(listed) != 1 else ()), *sorted(listed), *also)
     ends = end_ids(one for one in found if one is not None)
     return Model(request.vocab_size, ends, tokenizer)
 
 
 def _seed(name: str) -> int:
-    """Return the seed of a request without one: the same in every process."""
+    """Return a seed from a request's id, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)

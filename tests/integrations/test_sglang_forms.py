@@ -161,7 +161,7 @@ def test_a_request_that_was_not_shown_ends(registered: str, logged: list[logging
     one = Request([5, 11], LENGTH)
     one.kept = Req(one)
     engine.serve([one])
-    assert one.failed and "request 0 ends here: SGLang has not validated it" in logged[0].getMessage()
+    assert one.failed and "request 0 ends here: SGLang has not validated the request" in logged[0].getMessage()
 
 
 WRONG = {

@@ -176,7 +176,7 @@ def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     assert "guide.top_p.p=0.95 probability mass that stays" in flat(page(capsys, "--help", "guide=[top_k,top_p]"))
     assert "guide.top_p.measured=false read confidence from" in flat(page(capsys, "--help", "guide=top_p"))
     assert "scheduler.threshold=0.9 blocks.length=32" in flat(page(capsys, "--help", "experiment=fast-dllm"))
-    assert "model.quantize=null int8:" in flat(page(capsys, "--help", "model=mini"))
+    assert "model.quantize=null int8 stores" in flat(page(capsys, "--help", "model=mini"))
     assert flat(page(capsys, "--help", "seed")).startswith("seed=0 prompt i of a run")
 
 

@@ -287,7 +287,7 @@ def test_several_end_tokens() -> None:
         ({"k": -1}, "option-range: draft_length, -1"),
         ({"k": 2.0}, "option-range: draft_length"),
         ({"separator": 40}, "token-outside-vocabulary: 40"),
-        ({"separator": "[SEP]"}, "token-outside-vocabulary: '[SEP]'"),
+        ({"separator": "[SEP]"}, "tokenizer-missing: '[SEP]'"),
         ({"target": 3}, "option-type: target"),
         ({"target": "/nowhere/at/all"}, "model-not-found: target='/nowhere/at/all'"),
     ],

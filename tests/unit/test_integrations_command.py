@@ -72,7 +72,7 @@ WRONG = {
     "model=mini": "the engine loads the model",
     "cache=dual": "the engine has a cache of its own",
     "stop=none": "the engine ends answers by itself",
-    "max_new_tokens=9": "each request says it",
+    "max_new_tokens=9": "each request sets it",
     "stream=false": "stream=false does not belong in an engine's settings",
     "experiment=fast-dllm blocks=full": "experiment=fast-dllm sets blocks.length, a field that blocks=full does not",
 }
@@ -124,7 +124,7 @@ def test_an_experiment_leaves_to_the_engine_what_is_its_own(capsys: pytest.Captu
     written, said = run(capsys, "experiment=sorting")
     assert set(written) == {"scheduler", "guide", "block_size"} and written["block_size"] == 24
     assert written["scheduler"] == {**written["scheduler"], "name": "localleap", "threshold": 0.85}
-    assert "left out, since the engine and its requests say it: cache=dual, stop=block, max_new_tokens=64" in said
+    assert "left out, since the engine and its requests set them: cache=dual, stop=block, max_new_tokens=64" in said
     assert "temperature of each request" not in said, "its guides draw"
 
 
@@ -132,7 +132,7 @@ def test_who_chooses_the_temperature_is_said(capsys: pytest.CaptureFixture[str])
     written, said = run(capsys)
     assert written["scheduler"]["name"] == "threshold" and written["scheduler"]["threshold"] == 0.9
     assert "temperature" not in written
-    assert "at the temperature of each request, which SGLang takes for 1" in said
+    assert "at the temperature of each request, by default 1 in SGLang" in said
     written, said = run(capsys, "temperature=0")
     assert written["temperature"] == 0 and not said
 

@@ -122,7 +122,7 @@ def test_a_prompt_that_is_refused_has_its_number(words: Sampler) -> None:
         assert said in (answer.error or "") and answer.length == 0 and not answer.complete
     short = list(words.generate_many(["Ada", "Ben Cal Dan Eve"], max_new_tokens=8, max_length=10, on_error="yield"))
     assert [answer.error for answer in short if answer.error] == [
-        "prompt 2 has 4 tokens, too many with max_new_tokens=8. Raise max_length=10."
+        "prompt 2 has 4 tokens, too many for max_length=10 with max_new_tokens=8. Raise max_length."
     ]
 
     got: list[int] = []

@@ -147,10 +147,10 @@ def test_apd_is_refused() -> None:
 
 
 @each(("scheduler", "reason"), [
-    ({"name": "fixed", "score": "random"}, "draws positions by chance"),
-    ({"name": "fixed", "alg_temp": 0.5}, "draws positions by chance"),
-    ({"name": "random_order"}, "draws positions by chance"),
-    ({"name": "hierarchical", "remask": 0.4}, "takes tokens back"),
+    ({"name": "fixed", "score": "random"}, "draws the positions that it commits"),
+    ({"name": "fixed", "alg_temp": 0.5}, "draws the positions that it commits"),
+    ({"name": "random_order"}, "draws the positions that it commits"),
+    ({"name": "hierarchical", "remask": 0.4}, "remasks or replaces tokens"),
     ({"name": "ssd"}, "drafts tokens"),
     ({"name": "rho_eos"}, "changes the length"),
     ({"name": "threshold"}, "judges the tokens that a step drew"),
@@ -379,7 +379,7 @@ def test_drawn_positions_give_more_right_answers_at_equal_forwards() -> None:
 def test_drawn_positions_want_confidence() -> None:
     with refused("options-conflict: scheduler.score=margin"):
         toys.sampler(scheduler={"name": "dynamic", "score": "margin", "position_temperature": 1.0})
-    with refused("score-inexact: scheduler=threshold draws positions"):
+    with refused("score-inexact: scheduler=threshold draws the positions"):
         beds()[WAVES].score(scheduler={"name": "threshold", "position_temperature": 1.0}, judge="best")
 
 
