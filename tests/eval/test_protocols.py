@@ -55,6 +55,8 @@ def test_replay_command(monkeypatch, capsys):
     try:
         packages.install()
     except UserError as error:
+        if error.code != "package-missing":
+            raise
         pytest.skip(str(error))
     assert main(["--replay", str(RECORDED)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "462 passed, 0 failed"
