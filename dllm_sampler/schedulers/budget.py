@@ -114,7 +114,8 @@ def equal_steps(canvas: Canvas, steps: int | None) -> Tensor:
     if grid is not None:
         length = grid.part or grid.length
         begin, width = canvas.grid_line(begin, length), torch.full_like(width, length)
-    blocks = (layout.answer_end - begin + width - 1) // width
+    end = layout.answer_end.clamp(max=canvas.length)  # an engine lays out one block of a longer answer
+    blocks = (end - begin + width - 1) // width
     return (steps + blocks - 1) // blocks
 
 

@@ -271,6 +271,8 @@ def test_a_worker_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     lines = [json.dumps({"prompt": "copy: Ada", "answer": str(number)}) for number in range(12)]
     (tmp_path / "asked.jsonl").write_text("\n".join(lines))
+    loky = pytest.importorskip("joblib.externals.loky")
+    loky.get_reusable_executor().shutdown(wait=True)  # workers of an earlier test do not know the new path
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
     monkeypatch.syspath_prepend(tmp_path)
     words = ["task=jsonl", f"task.file={tmp_path / 'asked.jsonl'}", "task.metric=deadly:score", "batch_size=2"]

@@ -11,6 +11,21 @@ from dllm_sampler.core.visibility import block_causal
 from dllm_sampler.integrations.block import BlockRule, BlockState
 from dllm_sampler.integrations.serving import stacked, taken
 from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.schedulers.fixed import ROUNDED
+from tests import toys
+from tests.contract.cases import Settings
+
+LENGTH = toys.FILTER_BLOCK
+PER_BLOCK = 4  # forwards, where a setting fixes their number
+
+
+def whole_steps(scheduler: Settings, prompt: int, tokens: int) -> int:
+    """The `steps` under which `Sampler` makes `PER_BLOCK` forwards in a whole block of `LENGTH`."""
+    if scheduler["name"] in {"block_refine", "dynamic"}:  # as published, by the block
+        return PER_BLOCK
+    if scheduler.get("schedule") in ROUNDED:  # the same number for a part of a block
+        return PER_BLOCK * (-(-(prompt + tokens) // LENGTH) - prompt // LENGTH)
+    return PER_BLOCK * tokens // LENGTH
 
 
 @dataclass

@@ -20,13 +20,13 @@ from dllm_sampler.models.denoiser import TransformerDenoiser
 from dllm_sampler.models.loading import load
 from tests import toys
 from tests.contract.cases import Settings
+from tests.integrations.engine import PER_BLOCK, whole_steps
 
 DATA = Path(__file__).parents[1] / "conformance" / "data"
 LENGTH, MASK = toys.FILTER_BLOCK, 286
 # One batch: diffusers pads prompts of different lengths on the left, where blocks would begin elsewhere.
 PROMPTS = [[42, 30, 222], [148, 190, 168], [124, 150, 209]]
 TOKENS = 15  # the last block ends with them
-PER_BLOCK = 4  # forwards, where a setting fixes their number
 
 
 @cache
@@ -91,11 +91,13 @@ def ours(scheduler: Any, prompts: list[list[int]], seed: int = 0, model: Any = N
 
 def in_blocks(scheduler: Settings) -> tuple[Settings, Settings]:
     """The settings for an engine with `PER_BLOCK` forwards in a block, and for `Sampler` with as many."""
+    if (
+        scheduler["name"] == "editing" and "remask" in scheduler
+    ):  # the pipeline makes at most `gen_length` forwards in a block
+        scheduler = {**scheduler, "remask_limit": 1, "extra": 1}
     if "steps" not in scheduler:
         return scheduler, scheduler
-    published_by_block = scheduler["name"] in {"block_refine", "dynamic"}
-    whole = PER_BLOCK if published_by_block else PER_BLOCK * TOKENS // LENGTH
-    return {**scheduler, "steps": PER_BLOCK}, {**scheduler, "steps": whole}
+    return {**scheduler, "steps": PER_BLOCK}, {**scheduler, "steps": whole_steps(scheduler, len(PROMPTS[0]), TOKENS)}
 
 
 def quiet(scheduler: Any, **options: Any) -> DllmScheduler:

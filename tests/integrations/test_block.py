@@ -12,14 +12,12 @@ from dllm_sampler.integrations.block import BlockRule
 from dllm_sampler.models.denoiser import TransformerDenoiser
 from tests import toys
 from tests.contract.cases import Settings, one_of_each_kind, toy_for
-from tests.integrations.engine import Request, serve
+from tests.integrations.engine import LENGTH, PER_BLOCK, Request, serve, whole_steps
 from tests.refusals import refused
 from tests.sampling import crossed
 
-LENGTH = toys.FILTER_BLOCK
 # Answers end on the grid, where an engine ends them; prompts end on it and inside a block.
 PROMPTS = [([5, 11, 3], 15), ([7, 1, 30, 22, 9, 14], 12), ([16, 2, 8], 9), ([4, 28, 13, 33, 2, 8, 1, 19, 5], 9)]
-PER_BLOCK = 4  # forwards, where a setting fixes their number
 
 
 def causal() -> TransformerDenoiser:
@@ -36,14 +34,6 @@ def served(rule: BlockRule, arrivals: list[int] | None = None) -> list[Request]:
     requests = [Request(prompt, tokens, seed) for seed, (prompt, tokens) in enumerate(PROMPTS)]
     serve(rule, causal(), requests, arrivals or [0] * len(PROMPTS))
     return requests
-
-
-def in_blocks(scheduler: Settings, tokens: int) -> Settings:
-    """The settings under which `Sampler` makes as many forwards as an engine with `PER_BLOCK` in a whole block."""
-    if "steps" not in scheduler:
-        return scheduler
-    published_by_block = scheduler["name"] in {"block_refine", "dynamic"}
-    return {**scheduler, "steps": PER_BLOCK if published_by_block else PER_BLOCK * tokens // LENGTH}
 
 
 @pytest.mark.parametrize("scheduler", one_of_each_kind())
@@ -65,7 +55,8 @@ def test_engine_decides_as_sampler_does(scheduler: Settings, temperature: float 
         return
     answers = served(rule(mine, temperature=temperature), arrivals=[0, 2, 3, 0])
     for seed, ((prompt, tokens), one) in enumerate(zip(PROMPTS, answers, strict=True)):
-        sampler = toys.sampler("causal", scheduler=in_blocks(scheduler, tokens), temperature=temperature)
+        whole = {**mine, "steps": whole_steps(mine, len(prompt), tokens)} if "steps" in mine else mine
+        sampler = toys.sampler("causal", scheduler=whole, temperature=temperature)
         alone = sampler.generate([prompt], max_new_tokens=tokens, seed=[seed])
         assert (one.answer, one.forwards) == (alone.trace.decoded[0, -tokens:].tolist(), int(alone.nfe[0]))
 

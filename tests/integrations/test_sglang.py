@@ -22,13 +22,13 @@ from dllm_sampler.integrations import serving, sglang
 from dllm_sampler.integrations.settings import Sampling
 from tests import toys
 from tests.contract.cases import Settings, one_of_each_kind, toy_for
+from tests.integrations.engine import LENGTH, PER_BLOCK, whole_steps
 from tests.integrations.sglang_stubs import Request, Server, algorithm
-from tests.integrations.test_block import LENGTH, PROMPTS, causal, in_blocks
+from tests.integrations.test_block import PROMPTS, causal
 from tests.sampling import crossed, sampled
 
 LOCAL = [one for one in one_of_each_kind() if config.build("scheduler", one.values[0]).traits.scope == "block"]
 LOCAL = [one for one in LOCAL if toy_for(one.values[0]) != "uniform"]
-PER_BLOCK = 4
 
 
 def requests(**options: Any) -> list[Request]:
@@ -51,7 +51,8 @@ def test_served_requests_equal_sampler(registered: str, scheduler: Settings, fdf
     engine = server({"scheduler": mine}, fdfo)
     found = engine.serve(requests(), arrivals=[0, 2, 3, 0] if fdfo else None)
     for (prompt, tokens), one in zip(PROMPTS, found, strict=True):
-        sampler = toys.sampler("causal", scheduler=in_blocks(scheduler, tokens))
+        whole = {**mine, "steps": whole_steps(mine, len(prompt), tokens)} if "steps" in mine else mine
+        sampler = toys.sampler("causal", scheduler=whole)
         alone = sampler.generate([prompt], max_new_tokens=tokens, seed=[sglang._seed(one.rid)])
         assert one.answer == alone.trace.decoded[0, -tokens:].tolist()
         blocks = -(-(len(prompt) + tokens) // LENGTH) - len(prompt) // LENGTH
