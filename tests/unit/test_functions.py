@@ -48,7 +48,7 @@ def test_nothing_else_is_imported_from_there(tmp_path: Path) -> None:
     (tmp_path / "own_reward.py").write_text("import own_helper\n")
     (tmp_path / "own_helper.py").touch()
     path = list(sys.path)
-    with refused("function-missing: 'own_helper', neighbour own_helper.py"):
+    with refused("function-missing: 'own_helper', cannot import own_helper.py"):
         resolve_callable("it", "own_reward:one")
     assert "own_reward" not in sys.modules and sys.path == path
     with pytest.raises(ImportError):
