@@ -55,7 +55,7 @@ def _packaged(cls: type) -> str | None:
 
 @cache
 def _targets() -> dict[tuple[str, str], str]:
-    """Return the YAML name for the module and the class of each packaged `_target_`."""
+    """Return the names of the packaged YAMLs by the module and the class of their `_target_`."""
     found = {}
     for kind in KINDS:
         for file in files("dllm_sampler.conf").joinpath(kind).iterdir():

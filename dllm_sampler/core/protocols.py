@@ -172,7 +172,7 @@ class PlugIn:
             the plug-in to use, as a rule a copy with further fields.
 
         Raises:
-            UserError: it cannot serve them. The message names both sides and the way out.
+            UserError: it does not work with this context. The message names both sides and the way out.
         """
         return self
 
@@ -486,7 +486,7 @@ class Guide:
             the guide to use.
 
         Raises:
-            UserError: it cannot serve them. The message names both sides and the way out.
+            UserError: it does not work with this context. The message names both sides and the way out.
         """
         return self
 
@@ -520,7 +520,7 @@ class Guide:
         Args:
             logits: `[R, V]` as the other guides leave them.
             noisy: `[R, V]` the same with the step's noise. The highest score is the choice of a single position.
-            whole: both as they are without guides that exclude or truncate. None without such guides.
+            whole: both without the guides that exclude or truncate. None if no guide does.
             canvas: the state before the step.
             head_rows: row, candidate and position of each of the R predictions.
 
@@ -662,7 +662,7 @@ class Cache:
             the cache to use. It is another template, or this one.
 
         Raises:
-            UserError: it cannot serve them. The message names both sides and the way out.
+            UserError: it does not work with this context. The message names both sides and the way out.
         """
         raise NotImplementedError
 
@@ -758,7 +758,7 @@ class Cache:
         """
 
     def restore(self, hidden: Tensor, plan: Plan) -> Tensor:
-        """Put rows of an earlier forward where `recalled` named them. The default changes nothing.
+        """Insert hidden states of an earlier forward where `recalled` named positions. The default changes nothing.
 
         Args:
             hidden: `[R, D]` hidden states after the final norm.
@@ -817,7 +817,7 @@ class Particles(PlugIn):
         meets: Rows meet while they are decoded. If false: Rows are compared at the end only.
 
     Examples:
-        Four rows for each prompt. The answer is the one of the lowest probability:
+        Four rows for each prompt. The answer is the row with the lowest probability:
 
         >>> class Rarest(Particles):
         ...     count = 4

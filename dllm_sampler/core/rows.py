@@ -1,4 +1,4 @@
-"""Take the state of some rows of a batch from one step and that of the others from another."""
+"""The choice between two states of a batch, row by row."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ class StaticEngine(Engine):
             elif state.buffers.make_room(RECORDED):
                 step = steps[key] = self._recorded(state, self.record)
             else:
-                warn(f"{RECORDED} steps are recorded as CUDA graphs, and others run without. {COUNTED}")
+                warn(f"{RECORDED} steps are recorded as CUDA graphs, and others run without one. {COUNTED}")
             if step is None:
                 self._eager(state)
                 return

@@ -50,7 +50,7 @@ class Request:
         form: number of its form, if a guide has a list of forms.
         given: the answer with `FREE` at each position to generate. None if no token is given.
         index: number of the prompt in the call, from 0.
-        sample: number of this answer among those to the prompt, from 0.
+        sample: number of this answer among the answers to the prompt, from 0.
     """
 
     prompt: list[int]

@@ -146,7 +146,7 @@ class Engine:
                 raise UserError(
                     "plugin-result",
                     f"{type(self.denoiser).__name__} does not measure attention, which a plug-in needs. Fill in"
-                    " `plan.means` in its forward, or use another scheduler.",
+                    " `plan.means` in its forward, or use plug-ins without attention.",
                 )
             seen = replace(seen, attention=plan.means.attention, attended=plan.means.attended)
         try:

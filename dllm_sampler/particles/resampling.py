@@ -94,7 +94,7 @@ class Resampling(SeveralRows):
         return self.draw(meeting, weights, again).masked_fill(~again[:, None], -1)
 
     def weights(self, log_weights: Tensor, stuck: Tensor) -> Tensor:
-        """Return `[G, N]` weights that sum to 1. Rows that a guide has ended have none, unless all rows have ended."""
+        """Return `[G, N]` weights that sum to 1. Rows that a guide has ended get 0, unless all rows have ended."""
         log_weights = torch.where(stuck & ~stuck.all(1, keepdim=True), -torch.inf, log_weights)
         return log_weights.softmax(1)
 

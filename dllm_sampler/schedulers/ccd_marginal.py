@@ -69,7 +69,7 @@ class CoherentMarginal(SharedSteps, Scheduler):
         return frozenset({"probabilities", "entropy"})
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return columns `[B, N]`, predictions `[B, N, V]` and the schedule. N is (depth - 1) buffer, newest first."""
+        """Return columns `[B, N]`, predictions `[B, N, V]` and the schedule. N = (depth - 1) * buffer, newest first."""
         shape = (canvas.start.shape[0], (self.depth - 1) * self.buffer)
         columns = torch.full(shape, canvas.length, device=canvas.ids.device)
         one = torch.ones_like(canvas.start)

@@ -42,7 +42,7 @@ class DiscreteDDIM(Scheduler):
     law. Guides apply to the predictor. The corrector uses the model's own probabilities.
 
     A sweep leaves the law of the noisy block as it is only with `corrector_selection=random` and `corrector_k=1`. The
-    other selections look at the current tokens, and so sharpen. For an exact model of three tokens a sweep at half
+    other selections use the current tokens, and so sharpen it. For an exact model of three tokens a sweep at half
     noise moves the law by 0.106 in total variation with lowest_log_margin, the default of diffusers. It is 0.063 with
     lowest_current_prob and 0.006 with lowest_maxprob.
 

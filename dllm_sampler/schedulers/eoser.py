@@ -35,9 +35,9 @@ class Eoser(Around):
     Args:
         inner: the scheduler that ranks by confidence.
         low, high: factor at the start and at the end of decoding. End tokens are held back early where low < high.
-        progress: `committed`, the share of the generation decoded before this step; `step`, as published, the
-            forward's number in its block over `steps - 1` (the paper's rule for one block only); `ascending`, as
-            published with ASS, (2^(t+1) - 1) / 2^steps.
+        progress: `committed` is the share of the answer that is committed before this step. `step`, as published, is
+            the forward's number in its block over `steps - 1` (the paper's rule for one block only). `ascending`, as
+            published with ASS, is (2^(t+1) - 1) / 2^steps in step t of the row.
         steps: the planned forwards of `step` and `ascending`.
     """
 

@@ -28,10 +28,10 @@ class LearnedFilter(SharedSteps, DrawnPositions):
             commit accepted, and the n surest masks
 
     Source: Learn2PD, arXiv 2509.25188. The filter maps the confidences of all positions of a block to one logit each.
-    Of a committed position it sees the probability of the token that the model would write now. It has linear layers
+    At a committed position it sees the probability of the token that the model would write now. It has linear layers
     with ReLU between (the activation is not published), and works for blocks of the length it was trained on. Missing
-    positions (a short last block, a cut canvas) get the confidence 1.0. Published code fails on them. It may also
-    commit in a later block when n exceeds the masks left. Here n ends with the block.
+    positions (a short last block, a cut canvas) get the confidence 1.0. Published code fails on them, and may commit
+    in a later block when n exceeds the masks left. Here n ends with the block.
 
     Args:
         filter: safetensors file with `fc1.weight`, `fc1.bias`, `fc2.weight`, ... By default `filter.safetensors` in

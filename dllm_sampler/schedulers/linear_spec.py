@@ -71,7 +71,7 @@ class LinearSpec(Threshold):
         if context.blocks.sizes_on_open:
             raise UserError(
                 "scheduler-incompatible",
-                f"{name} and blocks={named(context.blocks)} both end blocks. Use blocks=fixed.",
+                f"{name} moves the ends of blocks, and so does blocks={named(context.blocks)}. Use blocks=fixed.",
             )
         return super().bind(context)
 

@@ -23,7 +23,7 @@ class SelfSpeculative(Drafting):
 
     Source: self-speculative decoding (SSD), arXiv 2510.04147. The chain (`width=1`) is FreeDave's with `draft = length
     + 1`. The paper leaves open how its tree mixes orders. Here level j holds the first j - 1 drafted steps and one of
-    the steps j, j + 1 ..., so that a run continues if the model takes the next step but one first.
+    the steps j, j + 1 ..., so that verification continues if the inner scheduler swaps two steps.
 
     Args:
         inner, eager: see `Drafting`.

@@ -33,12 +33,13 @@ class SoftValueGuided(Choosing):
             predictions = model(drafts), in one forward
             value = reward of each draft, its masks filled by its prediction
             canvas = one of drafts, drawn by softmax(value / alpha)
-            drafts = candidates times inner(canvas, its prediction), by own noise
+            drafts = candidates times inner(canvas, its prediction), with own noise
 
     Source: SVDD, arXiv 2408.08252. With the exact soft value, alpha log E[exp(reward / alpha) | draft], and many
-    candidates the answers follow the inner scheduler's law times exp(reward / alpha). Fewer candidates, or another
-    value, come less close. The loop is `value=fill`, its PM. It makes as many forwards as the inner scheduler (one more
-    where only some candidates fill a block). With `value=masked` the drafts themselves are valued, without a forward.
+    candidates the answers follow the inner scheduler's law times exp(reward / alpha). With fewer candidates or another
+    value this is an approximation. The loop is `value=fill` (SVDD-PM). It makes as many forwards as the inner scheduler
+    (one more where only some candidates fill a block). With `value=masked` the drafts themselves are valued, without a
+    forward.
 
     Args:
         inner: the scheduler whose steps are drafted. Tokens or its order must be drawn.
@@ -66,7 +67,7 @@ class SoftValueGuided(Choosing):
             "which reads the device in a step": not traits.graph_safe,
             "which remasks or replaces tokens (scheduler.value=fill)": fill and traits.revises,
             "which has inputs of its own (scheduler.value=fill)": fill and traits.has(OwnInputs),
-            "which does not ask about the whole block (scheduler.value=fill)": fill and not traits.asks_block,
+            "which may leave the active block in a query (scheduler.value=fill)": fill and not traits.asks_block,
         }
         why = next((reason for reason, holds in reasons.items() if holds), None)
         if why and self.candidates > 1:

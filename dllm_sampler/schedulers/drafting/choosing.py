@@ -166,7 +166,7 @@ class Choosing(Around):
         return edit, Held(inner, canvas.start.masked_fill(closed, -1), now.step + full, drafts)
 
     def _made(self, canvas: Canvas, query: Query, readout: Readout, inner: Carry) -> list[tuple[Edit, Draft]]:
-        """Make M steps of the inner scheduler from one canvas and `readout [B, 1, Q]`. The first has its own noise."""
+        """Return M next steps of the inner scheduler by `readout [B, 1, Q]`. The first has the row's own noise."""
         made = []
         for number in range(self.candidates):
             place, seen = canvas, readout
