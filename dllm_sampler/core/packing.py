@@ -36,7 +36,7 @@ class ForwardRequest:
     """A request for the next forward: sets of positions, and their sizes once the host has read them."""
 
     query: Query
-    computed: Tensor  # [B, L+1] bool: columns that each row computes; none of a finished row
+    computed: Tensor  # [B, L+1] bool: columns that each row computes. A finished row computes none
     answered: Tensor  # [B, K, Q] bool: queried positions that this forward predicts
     previous: Tensor | None = None  # [B, W, V] the block's logits in the row's last step, void at age 0
     most_candidates: int | None = None  # limit on candidates that a `Paced` scheduler was given. None: no limit

@@ -650,7 +650,7 @@ class Cache:
     spec: ModelSpec  # of a live copy, as the fields below
     slots: Any = None  # keys and values of every column (`cache.slots.Slots`). None if nothing is stored
     twin: Cache | None = None  # of the branch without prompt, under classifier-free guidance
-    memory: Any = None  # what an encoder keeps of the text so far
+    memory: Any = None  # state of an encoder after the text so far
 
     def bind(self, context: Context) -> Cache:
         """Configure the cache for a model and the other plug-ins.
@@ -935,5 +935,5 @@ class Wraps(Protocol):
     """A cache that needs forwards of its own, which the scheduler does not see."""
 
     def around(self, scheduler: Scheduler) -> Scheduler:
-        """Return the bound scheduler with those forwards."""
+        """Return the bound scheduler with the cache's own forwards added."""
         ...

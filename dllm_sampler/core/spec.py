@@ -47,7 +47,7 @@ class ModelSpec:
     encoder: bool = False  # an encoder reads the text before the block, and a forward predicts the whole block only
     self_conditioning: bool = False  # a forward reads the logits of the last step (`ForwardRequest.previous`)
     branches: int = 1  # 2 under classifier-free guidance: a cache keeps a twin
-    folder: Path | None = None  # of the checkpoint, which may ship what was learnt for the model (Learn2PD's filter)
+    folder: Path | None = None  # folder of the checkpoint, which may have files for plug-ins (Learn2PD's filter)
     other_eos_ids: tuple[int, ...] = ()  # further tokens that end an answer
 
     @property

@@ -102,8 +102,8 @@ class Layout:
     width: int  # no block is ever wider
     padded: bool  # some row does not see every column: attention needs a key mask
     grid: Grid | None = None
-    given: Tensor | None = None  # [B] end of the last given token of each answer, `first` without. None: no row has one
-    form: Tensor | None = None  # [B] the guide's form of each answer (`Guide.forms`). None: it has no list of forms
+    given: Tensor | None = None  # [B] end of the last given token, or `first` without one. None if no row has any
+    form: Tensor | None = None  # [B] number of each answer's form (`Guide.forms`). None if no guide has a list
     surplus: Tensor | None = None  # [B] number of columns at the end of `new_tokens` that are decoded but not returned
 
     @property
@@ -376,9 +376,9 @@ class Canvas:
 class Candidates(NamedTuple):  # dynamo traces a tuple as a default, and no dataclass
     """The candidates of a query that has several for a row."""
 
-    live: Tensor | None = None  # [B, K] bool: candidates that are computed. None: all K
-    step: Tensor | None = None  # [B, K] the step each candidate belongs to, which keys its noise. None: canvas.step
-    stops: Tensor | None = None  # [B, K] end of each candidate's active block, under a limit. None: the row's
+    live: Tensor | None = None  # [B, K] bool: candidates that are computed. None means all K
+    step: Tensor | None = None  # [B, K] step of each candidate, which keys its noise. None means canvas.step
+    stops: Tensor | None = None  # [B, K] end of each candidate's active block, under a limit. None: the row's end
     forks: bool = False  # the step may continue from any candidate (`Edit.candidate`), whose keys are then stored
 
 
@@ -410,7 +410,7 @@ class Query:
 
     positions: Tensor  # [B, Q] sorted columns, padded with L
     ids: Tensor  # [B, K, Q]
-    limit: Tensor | None = None  # [B] columns from here on are hidden. None: canvas.end
+    limit: Tensor | None = None  # [B] columns from here on are hidden. None means canvas.end
     hidden: Tensor | None = None  # [B, L+1] bool: further hidden columns, masks that blocks or a cache hide
     keeps_positions: bool = False  # a cache may not drop positions that it does not predict
     leave_one_out: bool = False  # re-predict committed positions without seeing their token
@@ -549,7 +549,7 @@ class Readout:
     entropy: Tensor | None = None  # [B, K, Q] nats
     logsumexp: Tensor | None = None  # [B, K, Q]
     current: Tensor | None = None  # [B, K, Q] log-probability of the token in query.ids
-    probabilities: Tensor | None = None  # [B, K, Q, V] at least float32; a scheduler may keep them
+    probabilities: Tensor | None = None  # [B, K, Q, V] in float32 or float64. A scheduler may keep them
     logits: Tensor | None = None  # [B, K, Q, V]
     draw: TokenChoice | None = None  # the step's choice, which can be repeated from other logits
     attention: Tensor | None = None  # [B, 1, Q, L+1] probability with which each position attends to each column

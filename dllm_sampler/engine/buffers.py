@@ -55,7 +55,7 @@ class Buffers:
         self.generation = 0  # number of generations that had the buffers before
         self.held: dict[Hashable, Any] = {}
         self.storages: set[int] = set()
-        self.steps: dict[Hashable, Step | None] = {}  # None: run once, not recorded yet
+        self.steps: dict[Hashable, Step | None] = {}  # None for a step that ran once and is not recorded yet
         self.keys: dict[Hashable, int] = {}  # state keys by number, which is hashed in each step
         self.complete = False  # True while a step is recorded, when a new buffer would live inside the recording
 

@@ -23,7 +23,7 @@ class Routed(NamedTuple):
     on: Tensor  # [B] bool: `score_hysteresis` verified last
     arm: Tensor  # [B] the last choice of `contextual_bandit_ucb`: twice the bucket, and one where it verified
     tries: Tensor  # [B, 16] float64: how often each arm was chosen
-    rewards: Tensor  # [B, 16] float64: the sum of what each arm gained
+    rewards: Tensor  # [B, 16] float64: sum of the gains of each arm
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Round(NamedTuple):
     age: Tensor  # [B] steps of the inner scheduler in this block
     step: Tensor  # [B] steps of the inner scheduler in all
     positions: Tensor  # [B, Q]
-    readout: Readout | None  # [B, 1, Q]; None before the first forward
+    readout: Readout | None  # [B, 1, Q]. None before the first forward
 
 
 def undraftable(traits: Traits) -> str | None:
@@ -60,7 +60,7 @@ def undraftable(traits: Traits) -> str | None:
 
 @dataclass(frozen=True)
 class RunAhead(Around):
-    """The base of schedulers that run an inner one ahead: checks of their parts, and the inner scheduler's steps."""
+    """The base of schedulers that run an inner one ahead. It refuses unfit parts and makes the inner steps."""
 
     eager: bool = False
     mask_id: int = field(init=False, default=-1)
