@@ -112,7 +112,7 @@ class FixedSteps(SharedSteps, Scheduler):
         return self.share(canvas, masks, steps, left), (masks, steps)
 
     def share(self, canvas: Canvas, masks: Tensor, steps: Tensor, left: Tensor) -> Tensor:
-        """Return `[B]` positions that this step commits in a block that opened with `masks [B]` and has `left [B]` now."""
+        """Return `[B]` positions that this step commits in a block of `masks [B]` with `left [B]` now."""
         if self.schedule == "uniform":
             count = uniform_share(masks, steps, canvas.age)
         elif self.schedule == "even":
