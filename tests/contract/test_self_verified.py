@@ -122,9 +122,9 @@ def law(prompt: tuple[int, ...], tokens: int) -> dict[tuple[int, ...], float]:
 
 def distance(prompt: list[int], tokens: int, count: int, **plugins: Any) -> float:
     """Pearson's statistic of drawn answers against `law`, per degree of freedom; rare answers are one cell."""
-    made = sampler(temperature=1.0, blocks={"name": "fixed", "length": 4}, **plugins)
+    made = sampler(temperature=1.0, blocks={"name": "fixed", "length": 4}, stop="none", **plugins)
     result = made.generate([prompt] * count, max_new_tokens=tokens, seed=list(range(count)))
-    seen = Counter(map(tuple, result.tokens.tolist()))
+    seen = Counter(map(tuple, result.trace.decoded.tolist()))  # also what comes after an end-of-text token
     expected = {answer: count * mass for answer, mass in law(tuple(prompt), tokens).items() if count * mass >= 8}
     cells = [(seen[answer], mean) for answer, mean in expected.items()]
     cells.append((count - sum(found for found, _ in cells), count - sum(expected.values())))
