@@ -1,31 +1,31 @@
-"""The exceptions a user may meet, and their codes. A message says what is wrong, then what to do.
+"""The exceptions of this package and their codes. A message says what is wrong, then what to do.
 
-A code without a sentence says itself what is wrong.
+A code without a sentence below explains itself.
 
 **Options and settings**
 
 - `field-unknown`: A plug-in or model has no such setting.
-- `choice-unknown`: The value is none of the choices: no such scheduler, task, metric, dtype ...
-- `choice-taken`: A file of yours has the name of a packaged choice.
-- `option-repeated`: An option is given several values where it takes one.
+- `choice-unknown`: The value is not one of the choices, for example of a scheduler, a task, a metric or a dtype.
+- `choice-taken`: A YAML file of yours has the name of a packaged choice.
+- `option-repeated`: An option that takes one value has several.
 - `option-ambiguous`: Several plug-ins have the setting.
-- `option-not-applicable`: The option does nothing, or cannot work, beside the others.
+- `option-not-applicable`: The option has no effect, or cannot work, with the other options.
 - `option-syntax`: The word, pattern or template cannot be read.
 - `option-reserved`: The command sets this itself.
-- `config-invalid`: A YAML file of yours, or what Hydra composed of it, cannot be used.
+- `config-invalid`: A YAML file of yours, or the configuration composed with it, cannot be used.
 - `target-invalid`: `_target_` does not name a class of this kind.
-- `candidates-identical`: Candidates are compared, and nothing is drawn.
+- `candidates-identical`: Candidates are compared, but without a temperature they are identical.
 - `option-unknown`, `flag-unknown`, `option-missing`, `option-type`, `option-range`, `options-conflict`.
 
 **Prompts and given tokens**
 
 - `messages-invalid`: Chat messages need the texts `role` and `content`.
-- `mask-token-given`: A prompt, a given token or an answer to score has the mask token.
-- `length-mismatch`: One list has another length than the list of prompts.
+- `mask-token-given`: A prompt, a given token or an answer to score is or contains the mask token.
+- `length-mismatch`: A list has another length than the list of prompts.
 - `context-exceeded`: Prompt and answer are longer than the model's context or `max_length`.
-- `given-unsupported`: This model or scheduler cannot serve given tokens where they are.
-- `gap-unexpected`: A text with gaps was given where none can be filled.
-- `gap-without-text`: There is nothing but a gap.
+- `given-unsupported`: The model or the scheduler does not support given tokens at these positions.
+- `gap-unexpected`: A prompt has gaps, which another option excludes.
+- `gap-without-text`: A text to fill has only a gap.
 - `answers-missing`: The list of answers to stack is empty.
 - `answer-refused`: An answer has no tokens, because its prompt was refused.
 - `prompt-missing`, `prompt-empty`, `prompt-type`, `text-invalid`, `text-outside-vocabulary`,
@@ -44,7 +44,7 @@ A code without a sentence says itself what is wrong.
 - `shape-mismatch`: A tensor has another shape than the block.
 - `cache-in-use`: A cache that belongs to a generation was given as a setting.
 - `plugin-result`: A plug-in returned something that does not fit the contract.
-- `plugin-needs`: A plug-in reads a statistic that it does not ask for, or that does not exist.
+- `plugin-needs`: A plug-in reads a statistic that is not in its `needs`, or that does not exist.
 - `plugin-not-saved`: A plug-in object cannot be written to a file of settings.
 - `score-inexact`: The sampler has several paths to an answer, so that its likelihood is not exact.
 - `not-finite`: The model or a guide returned NaN or infinite logits.
@@ -60,18 +60,18 @@ A code without a sentence says itself what is wrong.
 
 **Models**
 
-- `hub-unreachable`: The hub does not deliver the model or the data set.
+- `hub-unreachable`: The model or the data set cannot be downloaded from the hub.
 - `model-invalid`: The object is not a model that can be sampled from.
 - `architecture-unknown`: No family has this architecture.
 - `checkpoint-config-invalid`: A file of the checkpoint has a field that is missing or impossible.
 - `checkpoint-tensors`: Tensors are missing, left over or of another shape.
-- `checkpoint-pickled`: The weights are pickles.
-- `code-untrusted`: The checkpoint needs code of its own.
-- `tokenizer-unsupported`: The tokenizer cannot serve a form.
+- `checkpoint-pickled`: The weights are pickle files, which are not loaded.
+- `code-untrusted`: The checkpoint's tokenizer needs code of its own, which is not run by default.
+- `tokenizer-unsupported`: A guide that judges the form of answers does not support the tokenizer.
 - `mask-token-invalid`: The mask token is not a token id, or is the end-of-text token.
 - `device-map-invalid`: `device_map` does not place each layer on a device.
-- `filter-invalid`: A file is not a filter.
-- `verifier-unsupported`: The verifier does not see all tokens.
+- `filter-invalid`: A file is not a filter of `scheduler=learn2pd`.
+- `verifier-unsupported`: The verifier's attention does not reach all earlier tokens.
 - `export-unsupported`: The model cannot be written in this format.
 - `model-not-found`, `model-gated`, `checkpoint-unsupported`, `checkpoint-incomplete`, `checkpoint-damaged`,
   `tokenizer-missing`, `tokenizer-invalid`, `tokenizer-differs`, `vocabulary-differs`, `mask-token-missing`,
@@ -80,8 +80,8 @@ A code without a sentence says itself what is wrong.
 
 **Files and functions**
 
-- `file-name`: A file's name does not say its format, or says another one.
-- `folder-invalid`: A folder is needed, and there is a file.
+- `file-name`: A file's name has an ending of another format, or none.
+- `folder-invalid`: A path is a file, but must be a folder.
 - `version-differs`: Another version of this package wrote the file.
 - `package-missing`: A package is not installed, or is too old.
 - `path-invalid`, `file-missing`, `file-unreadable`, `file-invalid`, `file-overwrite`, `file-locked`,
@@ -89,11 +89,11 @@ A code without a sentence says itself what is wrong.
 
 **Runs**
 
-- `run-unfinished`: The folder holds an unfinished run, and nothing says to resume it.
+- `run-unfinished`: The folder has an unfinished run, and `resume` is not set.
 - `run-failed`: Runs of a sweep ended with an error in the code.
 - `runs-refused`: No run of a sweep can start.
 - `samples-missing`: No sample can be reported, or the data is empty.
-- `baseline-failed`: One token per step, which a search compares with, cannot run or scores nothing.
+- `baseline-failed`: The baseline of a search, one token per step, cannot run or has score 0.
 - `task-result`: A task of your own returned wrong samples or grades.
 - `trace-not-scorable`: A trace's states cannot be rebuilt.
 - `trajectories-unsupported`: Trajectories of these plug-ins cannot be scored.
@@ -106,23 +106,23 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-LONGEST_WORD = 400  # characters of a word that a message quotes whole
+LONGEST_WORD = 400  # most characters of a word that a message quotes without a cut
 LONGEST = 4000  # characters of a message
 
 
 class Sentence(Exception):
-    """A message that stays short, and in one line, whatever it quotes."""
+    """An exception whose message is cut to a bounded length and is one line."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(bounded(str(message)))
 
 
 class UserError(Sentence, ValueError):
-    """A mistake in the user's input: what is wrong, where, and what would be right.
+    """A mistake in the user's input. The message says what is wrong, where, and what to do.
 
     Attributes:
-        code: the kind of mistake, for programs, for example `prompt-empty`. The module lists them. The words of a
-            message may change; its code does not, and the message names the input as it was typed.
+        code: the kind of mistake, for programs, for example `prompt-empty`. The module's docstring lists all codes. The
+            words of a message may change, but its code does not.
     """
 
     def __init__(self, code: str, message: object):
@@ -130,11 +130,11 @@ class UserError(Sentence, ValueError):
         self.code = code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to unpickle it: subclasses differ in their arguments."""
+        """Return a constructor for pickle that does not depend on the arguments of a subclass."""
         return Exception.__new__, (type(self), *self.args), self.__dict__
 
 
-FAULTS = ("plugin-result", "plugin-needs")  # codes of a plug-in that breaks its contract, alone or combined
+FAULTS = ("plugin-result", "plugin-needs")  # codes for a plug-in that breaks its contract
 
 
 class NotWrittenError(UserError):
@@ -145,19 +145,19 @@ class NotWrittenError(UserError):
 
 
 class FallbackWarning(Sentence, RuntimeWarning):
-    """A request cannot run, and something slower does the same. The message gives the reason."""
+    """A warning that a slower way with the same results is used. The message has the reason."""
 
 
 class NoEffectWarning(Sentence, UserWarning):
-    """An unknown input has no effect. The message names it."""
+    """A warning that an unknown input has no effect. The message names the input."""
 
 
 class RandomScoreWarning(UserWarning):
-    """The scored model is in train mode with dropout, so that its scores are random."""
+    """A warning that scores are random, because the model is in train mode with dropout."""
 
 
 class UntrainedWarning(UserWarning):
-    """A setting makes the model work in a way that it was not trained for; the message names the setting."""
+    """A warning that a setting uses the model in a way that it was not trained for. The message names the setting."""
 
 
 def installing(extra: str) -> str:
@@ -169,21 +169,21 @@ def installing(extra: str) -> str:
 
 
 def bounded(text: str) -> str:
-    """Return a message in one line. The middle of long words, and of what is too long as a whole, is left out."""
+    """Return a message as one line. The middle of long words, and of a long message, is left out."""
     text = re.sub(r"\s*[\r\n]\s*", " ", text)  # as in the `repr` of a tensor
     text = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: f"{word[0][:60]}...{word[0][-20:]}", text)
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 4 :]}"
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and a noun, as in `1 sample` and `2 samples`."""
+    """Return a number with a noun in its singular or plural, for example `1 sample` or `2 samples`."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error without its full stop, or the name of its class if it is empty.
 
-    For an error of YAML, return the problem and its line.
+    For an error in YAML, returns the problem and its line.
     """
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
@@ -198,20 +198,20 @@ def short(text: str, most: int = 200) -> str:
 
 
 def nearest(word: str, names: Iterable[str], most: int = 2, cutoff: float = 0.6) -> list[str]:
-    """Return the names that a word probably meant: those that it shortens, else those that are spelt like it."""
+    """Return the names that begin with a word, or else those with a similar spelling."""
     known, word = list(dict.fromkeys(names)), word[:200]
     short_for = sorted((name for name in known if len(word) > 1 and name.startswith(word)), key=len)
     return short_for[:most] or get_close_matches(word, known, most, cutoff)
 
 
 def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = None) -> UserError:
-    """Return the error for a word that is not among the choices. It names the nearest ones and lists them all.
+    """Return the error for a word that is not among the choices. Its message has similar choices, and all of them.
 
     Args:
-        kind: what the word should be, for example `scheduler` or `field of cache=dual`.
-        word: as typed.
+        kind: kind of the word, for example `scheduler` or `field of cache=dual`.
+        word: the word as typed.
         choices: the known words.
-        listing: a sentence without its full stop in place of the list, which may be too long.
+        listing: a sentence, without its full stop, to use instead of a long list of all choices.
     """
     known = list(choices)
     subject = kind.partition(" ")[0]
@@ -226,33 +226,33 @@ def unknown(kind: str, word: str, choices: Iterable[str], listing: str | None = 
 
 
 class RowError(UserError):
-    """A mistake that shows in some rows of a batch: the message names their prompts.
+    """A mistake in some rows of a batch. The message names their prompts.
 
     Attributes:
-        rows: the rows (from 0) it happened to.
-        prompts: the numbers (from 1) of their prompts.
+        rows: numbers of these rows, from 0.
+        prompts: numbers of their prompts, from 1.
     """
 
     def __init__(self, code: str, template: str, rows: list[int], prompts: list[int] | None = None):
-        """Put the numbers of the prompts, by default those of the rows, in place of `{prompts}` in the template."""
+        """Create the error. In the template `{prompts}` is replaced by the prompts' numbers, by default the rows'."""
         numbers = sorted({row + 1 for row in rows} if prompts is None else {*prompts})
         named = f"prompt{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
         super().__init__(code, template.replace("{prompts}", named))
         self.template, self.rows, self.prompts = template, rows, numbers
 
     def numbered(self, prompts: Sequence[int]) -> "RowError":
-        """The same error where row i belongs to the prompt number `prompts[i]`, from 1."""
+        """Return the same error with `prompts[i]` as the number, from 1, of row i's prompt."""
         return RowError(self.code, self.template, self.rows, [prompts[row] for row in self.rows])
 
 
 class NotFiniteError(UserError):
-    """The model, or a guide that rewrote its logits, returned NaN, an infinite logit or no finite one.
+    """The model or a guide returned logits with NaN or +infinity, or without a finite one.
 
     Attributes:
-        step: the step (from 1) at which it happened.
-        rows: the prompts (from 1) it happened to.
-        state: the loop's state, in which nothing of that step was committed for those rows.
-        result: what was done until then.
+        step: number of the step, from 1.
+        rows: numbers of the prompts, from 1.
+        state: the loop's state. Nothing of that step was committed in those rows.
+        result: the answers until then.
     """
 
     state: Any = None

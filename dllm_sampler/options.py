@@ -1,7 +1,7 @@
 """The options of a sampler and of a generation: name, type, default, check and help, each declared once.
 
-Commands extend `Options`; their help pages and the checks of `Sampler` read it. The signatures of `Sampler` repeat
-names and defaults for type checkers, and a test compares them. This module imports no torch.
+Commands extend `Options`. Their help pages and the checks of `Sampler` read these declarations. The signatures of
+`Sampler` repeat names and defaults for type checkers, and a test compares them. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MOST_ROWS = 2**20  # samples of a prompt, and prompts of a batch
 AUTO = "auto"
 MOST_THREADS = 2**12
 Progress = Callable[[int, int, int], None]  # called with (step, tokens committed, tokens wanted)
-LARGEST_SEED = 10**18 - 1  # a prompt's own, seed + i, must still be an int64
+LARGEST_SEED = 10**18 - 1  # leaves room in an int64 for a prompt's seed + i
 
 
 class SamplerOptions(TypedDict, total=False):
-    """Options of `Sampler`, which its other constructors and its calls pass on."""
+    """Options of `Sampler`, also accepted by its other constructors and its methods."""
 
     scheduler: object
     blocks: object
@@ -55,7 +55,7 @@ class SamplerOptions(TypedDict, total=False):
 
 
 class GenerateOptions(SamplerOptions, total=False):
-    """Options that `Sampler.infill` and `Sampler.refine` pass on to `Sampler.generate`, which explains them."""
+    """Options that `Sampler.infill` and `Sampler.refine` pass on. `Sampler.generate` describes them."""
 
     block_length: int | None
     seed: int | Sequence[int]
@@ -66,7 +66,7 @@ class GenerateOptions(SamplerOptions, total=False):
 
 
 def check_among(*choices: object) -> Callable[[str, object], None]:
-    """Return a check that refuses anything but these choices."""
+    """Return a check of an option's name and value that refuses values other than `choices`."""
     words = [str(one).lower() if isinstance(one, bool) else str(one) for one in choices]
 
     def check_one(name: str, value: object) -> None:
@@ -85,7 +85,7 @@ def check_threads(name: str, value: object) -> None:
 
 
 def _check_temperature(name: str, value: object) -> None:
-    if isinstance(value, int) and value >= 2**31:  # torch takes no larger integers
+    if isinstance(value, int) and value >= 2**31:  # the limit of torch for integers
         raise UserError("option-range", f"{name} is {value}. Set at most {2**31 - 1}.")
 
 
@@ -103,9 +103,9 @@ def option(default: Any, about: str, check: Callable[[str, Any], None] | None = 
     """Return the field of an option.
 
     Args:
-        default: its value if nothing is said.
-        about: its line of a help page.
-        check: raises `UserError` for a value that the type allows and the option does not.
+        default: value if the option is not set.
+        about: description on a help page.
+        check: raises `UserError` for a value of the right type that the option does not allow.
     """
     return field(default=default, metadata={"about": about, "check": check})
 
@@ -131,11 +131,11 @@ class Options:
     batch_size: int = option(8, "prompts denoised together; changes no answer", partial(check_count, most=MOST_ROWS))
     batching: str = option(
         "in_flight",
-        "a prompt that is answered gives its place to the next one; static: batch after batch",
+        "an answered prompt is replaced by the next one in the batch; static: batch after batch",
         check_among(*BATCHING),
     )
-    max_steps: int | None = option(None, "give up after this many steps; null: the scheduler's bound", _OPTIONAL_COUNT)
-    poll_every: int = option(1, "look for finished rows every this many steps", check_count)
+    max_steps: int | None = option(None, "most steps of an answer; null: the scheduler's bound", _OPTIONAL_COUNT)
+    poll_every: int = option(1, "steps from one check for finished rows to the next", check_count)
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, mps")
     threads: int | str = option(
         AUTO,
@@ -148,19 +148,19 @@ class Options:
     )
     cuda_graph: bool | str = option(
         False,
-        "record each size of step as a CUDA graph and replay it: true, false, or auto (where it can)",
+        "record each size of step as a CUDA graph and replay it: true, false, or auto (if possible)",
         check_among(True, False, "auto"),
     )
     compile: bool | str = option(
         False,
-        "torch.compile: true, the model's layers in place of Triton's kernels for them, and what a step does around"
-        " the model; step, the latter alone",
+        "torch.compile: true compiles the model's layers, instead of Triton's kernels for them, and the step around"
+        " the model; step compiles only the latter",
         check_among(True, False, "step"),
     )
-    compat: bool = option(False, "no token is barred, nor is the mask, as published", check_switch)
+    compat: bool = option(False, "allow every token, also the mask token, as published code does", check_switch)
     judge: str = option(
         "draw",
-        "rules judge the token that is drawn, as published; best: the likeliest one",
+        "schedulers judge the drawn token, as published; best: they judge the likeliest one",
         check_among("draw", "best"),
     )
 
@@ -170,7 +170,7 @@ class Options:
                 check_one(one.name, getattr(self, one.name))
 
     def of_sampler(self) -> SamplerOptions:
-        """Return the options that `Sampler` has, too."""
+        """Return the values of the options that `Sampler` has, too."""
         return {name: getattr(self, name) for name in OF_SAMPLER}  # type: ignore[return-value]
 
 
@@ -179,7 +179,7 @@ OF_SAMPLER = tuple(one.name for one in fields(Options) if one.name in SamplerOpt
 
 
 def check_options(given: Mapping[str, Any]) -> None:
-    """Refuse options of `Sampler` that are out of range. Plug-ins and end tokens are checked where they are built."""
+    """Refuse options of `Sampler` with wrong values. Plug-ins and end tokens are checked later."""
     for name, value in given.items():
         if (check_one := _CHECKS.get(name)) is not None:
             check_one(name, value)
@@ -194,10 +194,11 @@ def check_known(options: Mapping[str, Any], *calls: Callable[..., Any]) -> None:
     """Refuse options that a sampler does not have.
 
     Args:
+        options: the given options by name.
         calls: methods whose parameters may have been meant, too.
 
     Raises:
-        TypeError: as Python's own for an argument that a function does not have.
+        TypeError: an option is unknown, as for an unknown keyword argument in Python.
     """
     known = SamplerOptions.__annotations__
     name = next((name for name in options if name not in known), None)
@@ -205,7 +206,7 @@ def check_known(options: Mapping[str, Any], *calls: Callable[..., Any]) -> None:
         return
     others = {other: call for call in calls for other in signature(call).parameters if other not in ("self", "options")}
     if name in others:
-        raise TypeError(f"'{name}' is an option of {others[name].__name__}, and not of this call")
+        raise TypeError(f"'{name}' is an option of {others[name].__name__}, not of this call")
     for group in config.GROUPS[1:]:
         if having := [one for one in config.names(group) if name in config.entry(group, one).settings]:
             text = f'{group}={{"name": NAME, "{name}": {short(repr(options[name]))}}}'
@@ -215,10 +216,10 @@ def check_known(options: Mapping[str, Any], *calls: Callable[..., Any]) -> None:
 
 
 def end_token_ids(given: Any, spec: ModelSpec) -> tuple[int, ...]:
-    """Return a user's end tokens as a tuple. None is none.
+    """Return `stop_token_ids`, a token id, a list of ids or None, as a tuple of ids.
 
     Raises:
-        UserError: something else than a token id of the model's or a list of them, or the mask token.
+        UserError: the value is something else, an id is outside the vocabulary, or is the mask token.
     """
     given = given.tolist() if hasattr(given, "tolist") else () if given is None else given
     try:

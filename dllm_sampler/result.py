@@ -28,13 +28,13 @@ from dllm_sampler.host import files
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.inputs.texts import cut, decode
 
-ROWS, SHOWN = 8, 80  # answers that a `repr` has, and signs of each
+ROWS, SHOWN = 8, 80  # answers in a `repr`, and characters of each
 
 FinishReason = Literal["end", "stop_string", "length", "max_steps", "constraint", "not_finite", "refused"]
 
 SCHEMA = 2
 FIELDS = ("ids", "step_map", "gone", "logprob", "nfe", "rows", "begin", "end", "seeds", "revised")
-OPTIONAL = ("entropy", "born")  # a trace has them or not
+OPTIONAL = ("entropy", "born")  # a trace may lack these
 NUMBERS = ("origin", "mask_id", "pad_id", "grid")
 
 
@@ -42,20 +42,20 @@ NUMBERS = ("origin", "mask_id", "pad_id", "grid")
 class Scores:
     """Exact log-likelihoods of answers under a model and a sampler, in nats, on the CPU.
 
-    N is the length of the longest answer. A shorter one has 0 and step -1 after its end.
+    N is the length of the longest answer. After the end of a shorter one, tensors have 0 and `step_map` has -1.
     """
 
-    tokens: Tensor  # [B, N] the answers
+    tokens: Tensor  # [B, N] tokens of the answers
     log_q: Tensor  # [B, N] float64 log-probability with which each token is drawn in the step that commits it
     step_map: Tensor  # [B, N] forward that commits each token, from 0
-    nfe: Tensor  # [B] forwards
-    computed: Tensor  # [B] positions computed
+    nfe: Tensor  # [B] forwards of each row
+    computed: Tensor  # [B] positions computed over all forwards
     lengths: Tensor  # [B] tokens of each answer
-    prompt_lengths: Tensor  # [B]
+    prompt_lengths: Tensor  # [B] tokens of each prompt
 
     @staticmethod
     def joined(parts: Sequence[Scores]) -> Scores:
-        """Return the scores of several batches as those of one."""
+        """Return the scores of several batches as one `Scores`."""
         most = max(part.log_q.shape[1] for part in parts)
 
         def cat(name: str) -> Tensor:
@@ -79,7 +79,7 @@ class Scores:
         return float((-self.log_p.sum() / self.lengths.sum()).exp())
 
     def steps(self, row: int = 0) -> list[list[int]]:
-        """Return the positions that each forward of a row commits."""
+        """Return for each forward of a row the list of positions that it commits."""
         positions = self.step_map[row].tolist()
         return [[at for at, one in enumerate(positions) if one == step] for step in range(int(self.nfe[row]))]
 
@@ -93,7 +93,7 @@ class Trace:
     Attributes:
         ids: `[B, L]` the final canvas.
         step_map: `[B, L]` forward that committed each token, from 0. -1: prompt, padding, never committed.
-        gone: `[B, L]` forward after which a stop policy cut the column off. -1: never.
+        gone: `[B, L]` forward after which a stop cut the column off. -1: never.
         logprob: `[B, L]` log-probability of the token at its commit, without temperature. It is float64 of a float64
             model, else float32. The other tokens share the mask token's probability, unless `compat` is set.
             Their sum is not the log-likelihood of the answer, which `Sampler.score` computes.
@@ -102,14 +102,14 @@ class Trace:
         begin: `[B]` first column of the row's prompt.
         end: `[B]` first column after the row.
         seeds: `[B]` seed of the row's random draws.
-        revised: `[B]` bool. A token was taken back or replaced, so that the step map is not the whole story.
+        revised: `[B] bool` rows in which a token was remasked or replaced. Their step map has only the last commits.
         origin: first generated column of every row.
         mask_id: the mask token. None for a model without one.
         pad_id: the token of padding.
         grid: length of a block-causal model's blocks, counted from the row's first token. None for other models.
         entropy: `[B, L]` nats of the prediction that the token was committed from. None if not recorded.
         born: `[B, L]` first forward that saw the column. None if no length changed.
-        tokenizer: spells tokens in a notebook. No file has it.
+        tokenizer: decodes tokens for display in a notebook. It is not saved.
     """
 
     ids: Tensor
@@ -132,7 +132,7 @@ class Trace:
 
     @staticmethod
     def of(canvas: Canvas, recorder: Recorder, mask_id: int | None, pad_id: int, tokenizer: Any = None) -> Trace:
-        """The trace of a finished (or interrupted) generation."""
+        """Return the trace of a generation so far."""
         origin = int(canvas.layout.first.max())
         begin = origin - canvas.layout.first  # [B]
         layout = canvas.layout
@@ -159,7 +159,7 @@ class Trace:
         return Trace(**tensors, origin=origin, **about)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the tokenizer, which is megabytes, where a trace goes to another process."""
+        """Return the state for pickle, without the tokenizer, which is large."""
         return vars(self) | {"tokenizer": None}
 
     def __repr__(self) -> str:
@@ -168,34 +168,31 @@ class Trace:
         return f"Trace({counted(rows, 'row')} of {counted(width, 'token')}, {forwards})"
 
     def _repr_html_(self) -> str:
-        """For a notebook: the answers, to be denoised again with a slider."""
+        """Return HTML for a notebook: the answers, with a slider over the forwards."""
         return _page(self, self.tokenizer)
 
     @property
     def generated(self) -> Tensor:
-        """`[B, N]` step map of the generated part alone."""
+        """`[B, N]` step map without the prompts."""
         return self.step_map[:, self.origin :]
 
     @property
     def decoded(self) -> Tensor:
-        """`[B, N]` tokens of the generated part as decoding left them, also after an end token.
-
-        Padding where nothing was decoded.
-        """
+        """`[B, N]` all decoded tokens, also after an end token. Positions without a token have `pad_id`."""
         noise = self.step_map < 0 if self.mask_id is None else self.ids == self.mask_id
         gone = noise | (torch.arange(self.ids.shape[1]) >= self.end[:, None])
         return self.ids.masked_fill(gone, self.pad_id)[:, self.origin :]
 
     @property
     def real(self) -> Tensor:
-        """`[B, L] bool` the columns without padding; those that were cut off are included."""
+        """`[B, L] bool` columns that are not padding. Columns that a stop cut off are included."""
         column = torch.arange(self.ids.shape[1])
         return (column >= self.begin[:, None]) & ((column < self.end[:, None]) | (self.gone >= 0))
 
     def steps(self, row: int = 0) -> list[list[int]]:
-        """Positions inside the generation that each forward of a row committed, in order of position.
+        """Return for each forward of a row the ascending positions in the answer that it committed.
 
-        A token that was taken back counts for the forward that committed it last.
+        A token that was remasked counts for the forward that committed it last.
         """
         found: list[list[int]] = [[] for _ in range(int(self.nfe[row]))]
         for position, step in enumerate(self.generated[row].tolist()):
@@ -204,10 +201,10 @@ class Trace:
         return found
 
     def state(self, step: int | Tensor) -> Tensor:
-        """`[B, L]` the canvas that each row's forward number `step` saw; one number, or `[B]`.
+        """Return `[B, L]` the canvas that forward number `step` of each row saw. `step` is a number, or `[B]`.
 
-        Nothing was stored for it: what was committed at `step` or later is noise. Exact for rows not `revised`. Where
-        the length of answers changed, columns are those of that canvas, not of the final one.
+        It is rebuilt from the step map: tokens that were committed at `step` or later are noise. It is exact for rows
+        that are not `revised`. If the length of answers changed, columns are those of that canvas.
         """
         noise = self.pad_id if self.mask_id is None else self.mask_id
         generated = torch.arange(self.ids.shape[1]) >= self.origin
@@ -219,16 +216,17 @@ class Trace:
         return torch.where(there.sort(1, descending=True).values, state, self.pad_id)
 
     def seen(self, step: int | Tensor) -> Tensor:
-        """`[B, L] bool` the columns of `state` that existed for each row's forward number `step`: no padding, not cut
-        off yet."""
+        """Return `[B, L] bool` the columns of `state(step)` that are not padding and not cut off yet."""
         there = self._there(step)
         if there is not None:
             return there.sort(1, descending=True).values & (torch.arange(self.ids.shape[1]) >= self.begin[:, None])
         return self.real & ((self.gone < 0) | (self.gone >= torch.as_tensor(step).view(-1, 1)))
 
     def _there(self, step: int | Tensor) -> Tensor | None:
-        """`[B, L] bool` final columns that each row's forward number `step` saw, padding before a prompt among them;
-        None: no length changed."""
+        """Return `[B, L] bool` final columns that forward number `step` of each row saw, and padding before prompts.
+
+        Returns None if no length changed.
+        """
         if self.born is None:
             return None
         column = torch.arange(self.ids.shape[1])
@@ -236,18 +234,18 @@ class Trace:
         return born | (column < self.origin)
 
     def replay(self) -> Iterator[Tensor]:
-        """`[B, L]` the canvas before each forward and after the last (see `state`)."""
+        """Yield `[B, L]` the canvas before each forward and after the last one, by `state`."""
         for step in range(int(self.nfe.max()) + 1):
             yield self.state(step)
 
     def row(self, *rows: int) -> Trace:
-        """The trace of some of the rows, in that order."""
+        """Return the trace of some rows, in the given order."""
         at = torch.tensor(rows)
         tensors = {name: value[at] for name in (*FIELDS, *OPTIONAL) if (value := getattr(self, name)) is not None}
         return replace(self, **tensors)
 
     def unpadded(self, new_tokens: int) -> Trace:
-        """The trace of one row, without padding before its prompt and after its `new_tokens`."""
+        """Return the trace of a single row without padding before its prompt and after its `new_tokens`."""
         cut, end = int(self.begin), self.origin + new_tokens
         names = ("ids", "step_map", "gone", "logprob", *OPTIONAL)
         kept = {name: value[:, cut:end] for name in names if (value := getattr(self, name)) is not None}
@@ -255,7 +253,7 @@ class Trace:
 
     @staticmethod
     def stack(traces: Sequence[Trace]) -> Trace:
-        """The rows of several traces of one model in one, padded to the longest prompt and the longest answer."""
+        """Return the rows of several traces as one trace, padded to the longest prompt and the longest answer."""
         first = traces[0]
         origin, width = max(one.origin for one in traces), max(one.generated.shape[1] for one in traces)
         padding = {"ids": first.pad_id, "step_map": -1, "gone": -1, "logprob": 0, "entropy": 0, "born": 0}
@@ -274,10 +272,10 @@ class Trace:
         return replace(first, origin=origin, **{name: rows(name) for name in (*FIELDS, *OPTIONAL)})
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file whose metadata holds the rest as JSON; atomically.
+        """Write the trace atomically to a safetensors file. Its metadata holds the numbers as JSON.
 
         Raises:
-            UserError: it cannot be written there.
+            UserError: the file cannot be written.
         """
         about = {"schema": SCHEMA, **{name: getattr(self, name) for name in NUMBERS}}
         names = (*FIELDS, *(name for name in OPTIONAL if getattr(self, name) is not None))
@@ -286,10 +284,10 @@ class Trace:
 
     @staticmethod
     def load(path: str | Path) -> Trace:
-        """Read what `save` wrote.
+        """Return the trace in a file that `save` wrote.
 
         Raises:
-            UserError: no such file, not a trace, or one of another schema.
+            UserError: the file does not exist, is not a trace, or has another schema.
         """
         try:
             with safe_open(path, framework="pt") as file:
@@ -298,7 +296,9 @@ class Trace:
                 optional = {*OPTIONAL} & set(file.keys())
                 tensors = {name: file.get_tensor(name) for name in (*FIELDS, *optional)} if known else {}
         except (OSError, SafetensorError, ValueError) as error:
-            raise UserError("trace-invalid", f"{path} is not a trace ({error}). Name another file.") from error
+            raise UserError(
+                "trace-invalid", f"{path} cannot be read as a trace ({error}). Name another file."
+            ) from error
         if not known:
             raise UserError("trace-invalid", f"{path} is not a trace of schema {SCHEMA}. Generate it again.")
         return Trace(**tensors, **{name: about[name] for name in NUMBERS})
@@ -306,10 +306,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class MeetingRecord:
-    """A meeting of the rows of one prompt."""
+    """A resampling of the rows of one prompt, called a meeting."""
 
-    log_weights: list[float]  # of each row before the meeting, up to a constant
-    ancestors: list[int] | None  # number of the row that is copied to each place. None if all rows stayed
+    log_weights: list[float]  # of each row before it, up to a constant
+    ancestors: list[int] | None  # for each row the number of the row that it becomes a copy of. None without copies
 
     @property
     def effective(self) -> float:
@@ -325,7 +325,7 @@ class Rows:
     batch: Result  # these rows and those of other prompts
     first: int  # number of the first of these rows in `batch`
     winner: int  # number of the row that is the answer, from 0
-    ratings: list[float]  # of each row. The highest one wins, of rows that came to their end
+    ratings: list[float]  # of each row. The highest rating among the complete rows wins
     meetings: list[MeetingRecord]
 
     def __repr__(self) -> str:
@@ -335,11 +335,11 @@ class Rows:
 
     @property
     def result(self) -> Result:
-        """All rows at their end. `nfe` has the forwards made in the place of each row."""
+        """All rows as a `Result`. Its `nfe` counts the forwards of each row number, also before copies."""
         return self.batch.row(*range(self.first, self.first + len(self.ratings)))
 
     def record(self) -> dict[str, Any]:
-        """Return what a file keeps of the rows, besides the answer."""
+        """Return the fields of `particles` in a file of samples."""
         return {
             "winner": self.winner,
             "ratings": self.ratings,
@@ -352,43 +352,46 @@ class Rows:
 class Result:
     """Answers of a batch, on the CPU."""
 
-    # [B, max_new_tokens] int64. Padding follows the first end token, or what a stop string has left; it also fills the
-    # positions that were never decoded. `trace.decoded` has all that was decoded.
+    # [B, max_new_tokens] int64. Padding follows the first end token, or the part before a stop string. Positions that
+    # were never decoded are padding, too. `trace.decoded` has all decoded tokens.
     tokens: Tensor
-    # [B] tokens up to and with the first end token, or to the first hole of an unfinished row. Where a stop string
-    # ended the text: the tokens before it. A token that has both the text's end and the stop string's beginning counts,
-    # unless the text has nothing but white space of it.
+    # [B] tokens up to and with the first end token, or before the first mask of an unfinished row, or before a stop
+    # string. A token with both the text's end and the stop string's beginning counts, unless its part of the text is
+    # white space.
     lengths: Tensor
-    texts: list[str] | None  # cut at the first end token and stop string; None without a tokenizer
-    nfe: Tensor  # [B] int64 forwards the row took part in. Under `particles` the sum over all rows of the prompt
-    complete: Tensor  # [B] bool: False where max_steps or a guide ended the row before its time
+    texts: list[str] | None  # cut at the first end token or stop string. None without a tokenizer
+    nfe: Tensor  # [B] int64 forwards that the row took part in. With `particles`, the sum over all rows of the prompt
+    complete: Tensor  # [B] bool: false if max_steps, a guide or NaN ended the row early
     trace: Trace
-    finish_reason: list[FinishReason]  # of each row
+    finish_reason: list[FinishReason]  # reason that each row ended
     rejections: Tensor  # [B] int64 commits that a guide refused
-    valid: Tensor | None = None  # [B] bool: the guides accept the answer, if one judges
-    gaps: list[list[str] | None] | None = None  # text of each gap of each row, if tokens were given, by a tokenizer
-    rows: list[Rows] | None = None  # those that each answer was chosen from. None: an answer is one row
+    valid: Tensor | None = None  # [B] bool: the guides accept the answer. None if no guide judges answers
+    gaps: list[list[str] | None] | None = None  # text of each gap of each row. None without given tokens
+    rows: list[Rows] | None = None  # the rows that each answer was chosen from. None without `particles`
 
     def __repr__(self) -> str:
         return _shown("Result", self, self.finish_reason)
 
     def _repr_html_(self) -> str:
-        """For a notebook: see `Trace`."""
+        """Return HTML for a notebook, as `Trace` does."""
         return self.trace._repr_html_()
 
     @staticmethod
     def stack(answers: Iterable[Answer]) -> Result:
-        """Answers of `Sampler.generate_many`, in the order of prompts and samples, as one batch.
+        """Return answers of `Sampler.generate_many` as one result, in the order of prompts and samples.
 
         Raises:
-            UserError: there is none, or a prompt was refused.
+            UserError: `answers` is empty, or the prompt of an answer was refused.
         """
         given = sorted(answers, key=lambda answer: (answer.index, answer.sample))
         if not given:
             raise UserError("answers-missing", "The list of answers is empty. Give at least one.")
         refused = next((answer for answer in given if answer.trace is None), None)
         if refused is not None:
-            raise UserError("answer-refused", f"An answer has no tokens ({refused.error}). Leave it out.")
+            raise UserError(
+                "answer-refused",
+                f"The answer to prompt {refused.index + 1} has no tokens ({refused.error}). Leave it out.",
+            )
         trace = Trace.stack([answer.trace for answer in given if answer.trace is not None])
         width = trace.generated.shape[1]
         texts = [answer.text for answer in given if answer.text is not None]
@@ -407,7 +410,7 @@ class Result:
         )
 
     def row(self, *rows: int) -> Result:
-        """Return some of the answers, in that order."""
+        """Return the result with only some rows, in the given order."""
         at = torch.tensor(rows)
         tensors = {one.name: value[at] for one in fields(self) if isinstance(value := getattr(self, one.name), Tensor)}
         lists = {
@@ -418,7 +421,7 @@ class Result:
         return replace(self, **tensors, **lists, trace=self.trace.row(*rows))
 
     def answer(self, row: int, index: int, sample: int = 0, *, max_new_tokens: int) -> Answer:
-        """Return one row as the answer to prompt `index`."""
+        """Return one row as answer number `sample` to prompt `index`, both from 0."""
         return Answer(
             index,
             sample,
@@ -435,7 +438,7 @@ class Result:
         )
 
     def token_rows(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the tokens of each prompt, and those of each answer up to its end token."""
+        """Return the tokens of each prompt, and the tokens of each answer up to and with its end token."""
         trace = self.trace
         prompts = [
             ids[begin : trace.origin] for ids, begin in zip(trace.ids.tolist(), trace.begin.tolist(), strict=True)
@@ -445,44 +448,44 @@ class Result:
 
     @property
     def step_map(self) -> Tensor:
-        """`[B, max_new_tokens]` the forward that committed each token, -1: none."""
+        """`[B, max_new_tokens]` forward that committed each token, from 0. -1 means none."""
         return self.trace.generated
 
     @property
     def generated(self) -> Tensor:
-        """`[B] int64` tokens of `lengths` that were generated: all but those that were given."""
+        """`[B] int64` number of generated tokens in each answer, without given tokens."""
         column = torch.arange(self.tokens.shape[1])
         return ((self.step_map >= 0) & (column < self.lengths[:, None])).sum(1)
 
     @property
     def tokens_per_forward(self) -> Tensor:
-        """`[B] float32`: `generated / nfe`, so tokens after the end token do not count."""
+        """`[B] float32` generated tokens over `nfe`. Tokens after the end token do not count."""
         return self.generated / self.nfe.clamp(min=1)
 
 
 @dataclass(frozen=True, repr=False)
 class Commits:
-    """One step of a stream, on the CPU. The last one carries the result."""
+    """The canvas after a step of a stream, on the CPU. The last step has the result."""
 
     step: int  # forwards made so far
-    tokens: Tensor  # [B, max_new_tokens]
-    masked: Tensor  # [B, max_new_tokens] bool: still noise
-    step_map: Tensor  # [B, max_new_tokens] forward that committed each token, -1: none yet
-    nfe: Tensor  # [B]
+    tokens: Tensor  # [B, max_new_tokens] tokens of the answers
+    masked: Tensor  # [B, max_new_tokens] bool: positions that are still noise
+    step_map: Tensor  # [B, max_new_tokens] forward that committed each token, from 0. -1 means none yet
+    nfe: Tensor  # [B] forwards of each row
     result: Result | None = None
-    given: Tensor | None = None  # [B, max_new_tokens] bool: given tokens, if any
-    sizes: Tensor | None = None  # [B] columns of each canvas if they change, else `max_new_tokens`
+    given: Tensor | None = None  # [B, max_new_tokens] bool: given tokens. None without any
+    sizes: Tensor | None = None  # [B] columns of each answer. None if their number never changes
     open_end: Tensor | None = None  # [B] column of the answer at which the open blocks end. None if unknown
 
     @property
     def there(self) -> Tensor:
-        """`[B, max_new_tokens] bool` the columns that each canvas has now."""
+        """`[B, max_new_tokens] bool` columns that each answer has now."""
         if self.sizes is None:
             return torch.ones_like(self.masked)
         return torch.arange(self.masked.shape[1]) < self.sizes[:, None]
 
     def rows(self) -> Iterator[tuple[list[int], list[bool], list[int]]]:
-        """Tokens, noise and step map of each canvas, as long as it is now."""
+        """Yield the tokens, the noise and the step map of each answer, cut to its current length."""
         sizes = self.there.sum(1).tolist()
         tables = (self.tokens.tolist(), self.masked.tolist(), self.step_map.tolist())
         for tokens, masked, steps, size in zip(*tables, sizes, strict=True):
@@ -497,11 +500,11 @@ class Commits:
 class Ends:
     """Ends of the rows of a generation, on the CPU."""
 
-    masked: Tensor  # [B, L] bool what is still noise, as aligned as the trace
-    done: Tensor  # [B] bool
-    stuck: Tensor  # [B] bool a guide refused every commit
-    rejected: Tensor  # [B] commits that a guide refused
-    forms: Tensor  # [B] which of a guide's forms the answer is to have
+    masked: Tensor  # [B, L] bool positions that are still noise, aligned as the trace
+    done: Tensor  # [B] bool rows that ended by themselves
+    stuck: Tensor  # [B] bool rows in which a guide refused every commit
+    rejected: Tensor  # [B] number of commits that a guide refused
+    forms: Tensor  # [B] number of the form in a guide's list that the answer must have
     given: Tensor | None = None  # [B, L] bool given tokens of the answer, if any
     failed: frozenset[int] = frozenset()  # rows with NaN or infinite statistics
 
@@ -514,14 +517,14 @@ def summarise(
     stop_strings: Sequence[str],
     guides: Sequence[Guide] = (),
 ) -> Result:
-    """The result of a trace."""
+    """Return the result of a generation from its trace and the ends of its rows."""
     masked = ends.masked
     column = torch.arange(trace.ids.shape[1])
     gone = masked | (column >= trace.end[:, None])
     tokens = torch.where(gone, spec.pad_id, trace.ids)[:, trace.origin :]
     width = tokens.shape[1]
     place, gone = torch.arange(width), gone[:, trace.origin :]
-    hole = torch.where(gone, place, width).amin(1)  # an unfinished row's answer ends before its first noise
+    hole = torch.where(gone, place, width).amin(1)  # the answer of an unfinished row ends before its first mask
     ended = torch.where(is_end(tokens, spec.eos_ids) & ~gone, place, width).amin(1)
     lengths = torch.minimum(ended + 1, hole)
     texts, gaps, stopped, kept = None, None, [False] * len(tokens), [0] * len(tokens)
@@ -566,7 +569,7 @@ def summarise(
 def _gaps(
     row: list[int], given: list[bool], head: int, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str]
 ) -> list[str]:
-    """Return the texts of the runs of generated tokens. After the first `head` tokens they end at a stop string."""
+    """Return the text of each run of generated tokens. Runs after the first `head` tokens end at a stop string."""
     runs = [[*run] for _, run in groupby(range(len(given)), key=lambda at: given[at])]
     free = [row[run[0] : run[-1] + 1] for run in runs if not given[run[0]]]
     tail = [stop_strings if run[0] >= head else () for run in runs if not given[run[0]]]
@@ -574,39 +577,39 @@ def _gaps(
 
 
 def _valid(guides: Sequence[Guide], answer: Sequence[int], form: int) -> bool | None:
-    """Return True if the guides accept an answer, or None if none judges."""
+    """Return True if the guides accept an answer, or None if no guide judges answers."""
     said = [valid for guide in guides if (valid := guide.valid(answer, form)) is not None]
     return all(said) if said else None
 
 
 @dataclass(frozen=True, repr=False)
 class Speculation:
-    """Verified answers of a batch, on the CPU. R rounds, each one pass of the target."""
+    """Answers of a `SpeculativeSampler`, on the CPU. R is the number of rounds, each one pass of the target."""
 
-    tokens: Tensor  # [B, max_new_tokens] int64, padding after the answer
-    lengths: Tensor  # [B] tokens up to and with the first end token; after a stop string as in `Result`
-    texts: list[str] | None  # cut at the end token and at a stop string; None without a tokenizer
-    accepted: Tensor  # [B, R] int64 drafted tokens taken in each round; -1: the row was done
-    step_map: Tensor  # [B, max_new_tokens] the round that emitted each token, from 0; -1: none
+    tokens: Tensor  # [B, max_new_tokens] int64 tokens, with padding after the answer
+    lengths: Tensor  # [B] tokens up to and with the first end token, or before a stop string as in `Result`
+    texts: list[str] | None  # cut at the end token or a stop string. None without a tokenizer
+    accepted: Tensor  # [B, R] int64 drafted tokens accepted in each round. -1 if the row was done
+    step_map: Tensor  # [B, max_new_tokens] round that emitted each token, from 0. -1 means none
     drafter_nfe: Tensor  # [B] int64 forwards of the drafter
-    complete: Tensor  # [B] bool: False where a round was not finite and ended the batch before its time
+    complete: Tensor  # [B] bool: false if NaN ended the batch early
 
     def __repr__(self) -> str:
         return _shown("Speculation", self)
 
     @property
     def nfe(self) -> Tensor:
-        """`[B]` forwards of the target, which are the rounds."""
+        """`[B]` forwards of the target, one for each round until the row is done."""
         return (self.accepted >= 0).sum(1)
 
     @property
     def tokens_per_forward(self) -> Tensor:
-        """`[B] float32` tokens per forward of the target; plain autoregressive decoding has 1."""
+        """`[B] float32` tokens per forward of the target. It is 1 for plain autoregressive decoding."""
         return self.lengths / self.nfe.clamp(min=1)
 
     @property
     def mean_accepted(self) -> float:
-        """Drafted tokens taken per round, over all rows."""
+        """Mean number of accepted drafted tokens per round, over all rows."""
         made = self.accepted >= 0
         return float(self.accepted[made].double().mean()) if bool(made.any()) else 0.0
 
@@ -615,19 +618,19 @@ class Speculation:
 class Answer:
     """One answer to one prompt, on the CPU."""
 
-    index: int  # of the prompt, from 0
-    sample: int  # of the answers to that prompt, from 0
-    finish_reason: FinishReason
-    tokens: Tensor  # [max_new_tokens] int64; see `Result.tokens`
-    length: int = 0  # see `Result.lengths`
-    text: str | None = None  # cut at the end token and at a stop string; None without a tokenizer
-    nfe: int = 0  # forwards that the answer took part in, with those of all rows that it was chosen from
-    trace: Trace | None = None  # of this answer alone; None if the prompt was refused
+    index: int  # number of the prompt, from 0
+    sample: int  # number of the answer to that prompt, from 0
+    finish_reason: FinishReason  # reason that the answer ended
+    tokens: Tensor  # [max_new_tokens] int64, as `Result.tokens`
+    length: int = 0  # as `Result.lengths`
+    text: str | None = None  # cut at the end token or a stop string. None without a tokenizer
+    nfe: int = 0  # forwards of the answer. With `particles`, the sum over all rows of the prompt
+    trace: Trace | None = None  # trace of this answer. None if the prompt was refused
     rejections: int = 0  # commits that a guide refused
-    valid: bool | None = None  # the guides accept it, if one judges
-    gaps: list[str] | None = None  # text of each gap, if tokens were given, by a tokenizer
-    error: str | None = None  # why the prompt was refused
-    rows: Rows | None = None  # those that the answer was chosen from (`particles`). None: there is one row
+    valid: bool | None = None  # true if the guides accept the answer. None if no guide judges answers
+    gaps: list[str] | None = None  # text of each gap. None without given tokens or a tokenizer
+    error: str | None = None  # message of the error if the prompt was refused
+    rows: Rows | None = None  # the rows that the answer was chosen from. None without `particles`
 
     def __repr__(self) -> str:
         said = self.tokens[: self.length].tolist() if self.text is None else self.text
@@ -637,12 +640,12 @@ class Answer:
 
     @property
     def complete(self) -> bool:
-        """True if the answer came to its end."""
+        """True if the answer was not ended early by `max_steps`, a guide, NaN or a refusal."""
         return self.finish_reason not in ("max_steps", "constraint", "not_finite", "refused")
 
 
 def _shown(name: str, result: Result | Speculation, reasons: Sequence[str] = ()) -> str:
-    """Figures of a result, and its first answers."""
+    """Return the `repr` of a result: its figures and its first answers."""
     nfe, lengths = result.nfe.tolist(), result.lengths.tolist()
     texts = result.texts or [row[:length] for row, length in zip(result.tokens.tolist(), lengths, strict=True)]
     rate, count = sum(lengths) / max(1, sum(nfe)), len(nfe)
@@ -655,16 +658,15 @@ def _shown(name: str, result: Result | Speculation, reasons: Sequence[str] = ())
 
 
 def _span(numbers: Tensor) -> str:
-    """`8 to 12`, or the one number that all are."""
+    """Return the range of the numbers as text, for example `8 to 12`, or `8` if all are equal."""
     low, high = int(numbers.min()), int(numbers.max())
     return str(low) if low == high else f"{low} to {high}"
 
 
-# How a trace is shown in a notebook: the answers as they were denoised, one forward after the other.
-SHOWN_ROWS = 4  # in a notebook
+# The HTML of a trace in a notebook, with a slider over the forwards.
+SHOWN_ROWS = 4  # most answers in the HTML
 NOISE = "░░"
-# The page shows the canvas after the last forward; the slider hides what later forwards committed. Each token is drawn
-# over its noise, so that nothing moves.
+# The page shows the canvas after the last forward. The slider replaces tokens that later forwards committed by noise.
 STYLE = (
     ".dllm-trace p{margin:.3em 0;line-height:1.9;font-family:monospace;white-space:pre-wrap}"
     ".dllm-trace p span{padding:.15em .1em;border-radius:.2em;color:#111}"
@@ -680,17 +682,17 @@ MOVE = (
 
 
 def _page(trace: Trace, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """HTML of the first rows: each token in the colour of its forward, and a slider from noise to answer.
+    """Return HTML of the first rows: each token in the colour of its forward, and a slider from noise to answer.
 
     Args:
-        tokenizer: None: token ids are shown.
+        tokenizer: decodes the tokens. Without one their ids are shown.
     """
     last = max(1, int(trace.nfe.max()))
     rows = [_row(trace, row, last, tokenizer) for row in range(min(SHOWN_ROWS, len(trace.nfe)))]
     more = len(trace.nfe) - len(rows)
     notes = [f"{more} more row{'s' * (more > 1)}"] * (more > 0)
     if bool(trace.revised[: len(rows)].any()):
-        notes.append("tokens were taken back: shown is the forward that committed each for good")
+        notes.append("tokens were remasked: colours show the last forward that committed each")
     return (
         f'<div class="dllm-trace"><style>{STYLE}</style>'
         f'<label><input type="range" min="0" max="{last}" value="{last}" oninput="{escape(MOVE)}">'
@@ -700,7 +702,7 @@ def _page(trace: Trace, tokenizer: PreTrainedTokenizerBase | None) -> str:
 
 
 def _row(trace: Trace, row: int, last: int, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Return the HTML of one answer up to its end."""
+    """Return the HTML of one answer, up to the end of its canvas."""
     size = int(trace.end[row]) - trace.origin
     ids, steps = trace.ids[row, trace.origin :][:size].tolist(), trace.generated[row, :size].tolist()
     chances = trace.logprob[row, trace.origin :][:size].exp().tolist()

@@ -38,38 +38,38 @@ from dllm_sampler.models.rows import FunctionDenoiser, LogitsFunction
 from dllm_sampler.options import GenerateOptions, Progress, SamplerOptions, check_known, check_options, end_token_ids
 from dllm_sampler.result import Answer, Commits, Result, Scores
 
-CALLS = 8  # different settings of calls whose plug-ins are stored: a guide may take long to build
+CALLS = 8  # most settings of calls whose plug-ins are stored, since a guide may be slow to build
 
 
 class Sampler:
     """Sample from a masked-diffusion language model.
 
     Args:
-        denoiser: what predicts: a `Denoiser` (see `dllm_sampler.models`), which may wrap a module in training. No
-            weight is copied and no mode changed.
+        denoiser: the model, a `Denoiser` (see `dllm_sampler.models`). It may wrap a module in training: weights are not
+            copied, and the mode is not changed.
         scheduler, blocks, stop, cache, guide: a name, a dict (`{"name": "threshold", "threshold": 0.9}`) or an
-            object; `guide` also a list of these, applied in order.
-        particles: decodes several rows for each prompt and returns one. Given as the plug-ins before. See
+            object. `guide` may also be a list of these, applied in order.
+        particles: a plug-in, in the same forms, that decodes several rows for each prompt and returns one. See
             docs/particles.md.
         temperature, top_k, top_p: shortcuts for guides, applied in this order after `guide`.
-        tokenizer: without it, prompts are token ids and results have no texts.
-        noise: where randomness comes from; counter-based by default.
-        compat: let the mask id be chosen as a token (the position then stays masked), as published code does.
-        judge: `"draw"`: schedulers judge the tokens that a step drew, as published. `"best"`: they judge the best
-            tokens, and the drawn ones are written. It changes nothing without a temperature. See docs/likelihood.md.
-        stop_token_ids: further end-of-text tokens, one id or several: an answer ends at any of them as it does at the
-            model's own (`spec.eos_ids`).
-        max_steps: give up after this many steps. By default the scheduler's own bound.
-        poll_every: steps from one look for finished rows to the next (1 under a cache that stores keys).
-        backend: `triton` or `torch` kernels; `auto`: Triton's on a GPU for bfloat16, float16 and float32 (see
-            docs/kernels.md). Where one cannot run, torch does the same and one warning says why.
-        cuda_graph: record each size of step as a CUDA graph and replay it; `"auto"`: where that can be.
-        compile: `torch.compile` the parts of a Transformer's layers, in place of Triton's kernels for them, and what a
-            step does outside the model; `"step"`: the latter alone, whatever the model.
+        tokenizer: encodes and decodes texts. Without one, prompts are token ids and results have no texts.
+        noise: the source of random numbers. By default it is counter-based.
+        compat: allow the mask token as a prediction, as published code does. Its position then stays masked.
+        judge: with `"draw"` schedulers judge the tokens that a step drew, as published. With `"best"` they judge the
+            likeliest tokens, and the drawn ones are written. Without a temperature both are the same. See
+            docs/likelihood.md.
+        stop_token_ids: one or several ids of further end-of-text tokens, besides the model's own (`spec.eos_ids`).
+        max_steps: most steps of an answer. By default the scheduler's own bound.
+        poll_every: steps from one check for finished rows to the next. A cache that stores keys checks in each step.
+        backend: `triton` or `torch` kernels. `auto` selects Triton on a GPU for bfloat16, float16 and float32 (see
+            docs/kernels.md). If a Triton kernel cannot run, torch is used, with one warning.
+        cuda_graph: record each size of step as a CUDA graph and replay it. `"auto"` does so if possible.
+        compile: use `torch.compile` for a Transformer's layers, instead of Triton's kernels for them, and for the rest
+            of the step. `"step"` compiles only the latter, for any model.
         entropy: record the entropy of the prediction that each token was committed from (`Trace.entropy`).
 
     Raises:
-        UserError: an unknown name or setting, or a combination that cannot work.
+        UserError: a name or setting is unknown, a value is wrong, or plug-ins do not work together.
     """
 
     def __init__(
@@ -116,13 +116,13 @@ class Sampler:
         self._static: list[StaticEngine] = []
         self._calls = dict[str, tuple[Sampler, Plugins]]()  # by the settings of a call
         self._told = set[str]()  # warnings that this sampler has given
-        self.engine(self.plugins)  # refuses what cannot be recorded before a prompt is read
+        self.engine(self.plugins)  # refuses plug-ins that cannot be recorded as CUDA graphs
 
     def using(self, **options: Unpack[SamplerOptions]) -> Sampler:
-        """The same model with other settings; no weight is copied.
+        """Return a sampler of the same model with other settings. Weights are not copied.
 
         Args:
-            options: as the constructor's; the others stay. CUDA graphs are recorded once for each sampler: keep it.
+            options: options of the constructor to change. Each sampler records CUDA graphs of its own, so reuse it.
         """
         check_known(options, self.generate_many, self.generate)
         return Sampler(self.denoiser, tokenizer=self.tokenizer, **cast(SamplerOptions, {**self._options, **options}))
@@ -141,16 +141,17 @@ class Sampler:
         device: str | torch.device = "auto",
         **options: Unpack[SamplerOptions],
     ) -> Sampler:
-        """Load a model by configuration name (`"mini"`), checkpoint folder or hub id, and build a sampler around it.
+        """Load a model and return a sampler for it.
 
         Args:
-            model: also a dict of the model group's settings: `{"name": "llada-8b", "cfg_scale": 1.0}`.
+            model: a configuration name (`"mini"`), a checkpoint folder, a hub id, or a dict of the model's settings,
+                for example `{"name": "llada-8b", "cfg_scale": 1.0}`.
             dtype: a torch dtype or its name. By default the checkpoint's.
-            device: `"auto"` takes a GPU where there is one.
-            options: as the constructor's.
+            device: a device. `"auto"` means a GPU if there is one.
+            options: as for the constructor.
 
         Raises:
-            UserError: nothing to load there, a damaged or unknown checkpoint, or as the constructor does.
+            UserError: the checkpoint does not exist, is damaged or is not supported, or as the constructor.
         """
         arguments.check_name(model)
         settings = config.model(model)
@@ -179,25 +180,25 @@ class Sampler:
         device: str | torch.device | None = None,
         **options: Unpack[SamplerOptions],
     ) -> Sampler:
-        """Build a sampler around any function that predicts tokens. It runs on whole rows, without a cache.
+        """Return a sampler for any function that predicts tokens. It computes whole rows, without a cache.
 
         Args:
             logits_fn: takes `ids [B, L]` int64 and `mask [B, L]` bool, true where a token is real, and returns logits
-                `[B, L, vocab_size]`: row i predicts token i. Shorter rows of a batch are padded at the right. If no
-                real token sees padding, each row comes out as if it were alone.
+                `[B, L, vocab_size]`: row i predicts token i. Shorter rows of a batch are padded on the right. Answers
+                do not depend on the batch if no real token sees padding.
             vocab_size: size of the last axis of the logits.
-            mask_id, eos_id, pad_id: the mask token, the end-of-text token (or a sequence of several), and what fills
-                shorter rows (default: the first end-of-text token).
-            max_positions: longest row that the function takes.
-            tokenizer: without it, prompts are token ids and results have no texts.
-            dtype: of the logits, a torch dtype or its name. By default that of a module's parameters, else float32.
-            device: of `ids` and `mask`. `"auto"` takes a GPU if there is one. By default that of a module's parameters,
-                else the CPU.
-            options: as the constructor's.
+            mask_id, eos_id, pad_id: the mask token, the end-of-text token (or a sequence of several), and the padding
+                token (by default the first end-of-text token).
+            max_positions: longest row that the function supports.
+            tokenizer: encodes and decodes texts. Without one, prompts are token ids and results have no texts.
+            dtype: dtype of the logits, or its name. By default that of a module's parameters, else float32.
+            device: device of `ids` and `mask`. `"auto"` means a GPU if there is one. By default that of a module's
+                parameters, else the CPU.
+            options: as for the constructor.
 
         Raises:
-            UserError: a token outside the vocabulary, or as the constructor does. A generation raises it if the
-                function returns no logits of this shape.
+            UserError: a token is outside the vocabulary, or as the constructor. A generation raises `UserError` if the
+                logits have another shape.
         """
         check_known(options, cls.from_callable)
         place = None if device is None else loading.as_device(device)
@@ -209,18 +210,18 @@ class Sampler:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's numbers and facts at this moment, with `stop_token_ids` among its end tokens."""
+        """The current spec of the model, with `stop_token_ids` among its end tokens."""
         return self.denoiser.spec.with_ends(self.stop_token_ids)
 
     @property
     def kernels(self) -> Backend:
-        """The kernels that `backend` selects for the model where it is now. Each generation keeps to one choice."""
+        """The kernels that `backend` selects for the model's current device and dtype."""
         spec = self.denoiser.spec
         return backends.select(self.backend, spec.device, spec.dtype)
 
     @property
     def device(self) -> torch.device:
-        """Where the model's inputs live."""
+        """Device of the model's inputs."""
         return self.denoiser.spec.device
 
     def generate(
@@ -239,31 +240,30 @@ class Sampler:
         pinned: Pinned | None = None,
         **options: Unpack[SamplerOptions],
     ) -> Result:
-        """Answer a batch of prompts; each row comes out as if it were alone.
+        """Answer a batch of prompts. Each answer is the same as if its prompt were alone.
 
         Args:
-            prompts: strings, token lists, tensors, chat messages or `Infill`s; one or several, of any lengths.
-            max_new_tokens: canvas length after the prompt; the last block may be shorter than the others. Where a model
-                denoises whole blocks only (DiffusionGemma), it is decoded whole and the answer is cut.
+            prompts: one or several strings, token lists, tensors, lists of chat messages or `Infill`s, of any lengths.
+            max_new_tokens: number of positions after the prompt. The last block may be shorter than the others. A model
+                that only denoises whole blocks (DiffusionGemma) decodes it whole, and the answer is cut.
             block_length: shortcut for `blocks.length`.
-            seed: row i samples with seed + i, or with its own number of a sequence.
-            stop_strings: text at which an answer ends, or several; not part of it.
-            progress: called after each step with (step, tokens committed, tokens wanted); reads the device.
-            samples: answers per prompt, side by side in the result: all of the first prompt, then of the second. With
-                the exact cache of a block-causal model the prompt is computed once for all of them (the positions
-                count for the first, the pass for none); elsewhere a prompt's keys depend on its answer.
-            forms: where a guide has a list of forms, the number of each prompt's, from 0, or one for all.
-            prefix, suffix: what the answer begins and ends with, text or token ids; one for all prompts, or a list
-                with one for each. A suffix ends at `max_new_tokens`, so that the answer is as long as that.
-            pinned: `[max_new_tokens]`, or one row for each prompt: tokens of the answer that are given wherever they
-                stand, -1 (or the mask token) where one is to be generated; what is missing at the end is. See
-                docs/infilling.md.
-            options: settings of the sampler that this call changes: `temperature=1`, `scheduler="klass"` ... (`using`).
-                What they build is stored for further calls, so that a file that a setting names is read once.
+            seed: row i samples with seed + i, or with entry i of a sequence.
+            stop_strings: a text, or several, before which an answer ends.
+            progress: called after each step with (step, tokens committed, tokens wanted). This reads the device.
+            samples: answers per prompt, adjacent in the result. With the exact cache of a block-causal model the prompt
+                is computed once for all of them. `Trace.rows` counts its positions for the first answer, and `nfe` does
+                not count this forward. With other models a prompt's keys depend on its answer.
+            forms: number of each prompt's form, from 0, or one number for all, if a guide has a list of forms.
+            prefix, suffix: text or token ids at the beginning and at the end of the answer, one for all prompts or a
+                list with one for each. A suffix ends at `max_new_tokens`.
+            pinned: `[max_new_tokens]` fixed tokens of the answer, or one such row for each prompt. -1 (or the mask
+                token) marks positions to generate, and so are missing positions at the end. See docs/infilling.md.
+            options: options of the constructor to change in this call, for example `temperature=1`. The plug-ins are
+                stored for later calls with the same options, so a file that they name is read once.
 
         Raises:
-            UserError: a bad prompt or argument.
-            NotFiniteError: the model returned NaN; its `result` holds what was done.
+            UserError: a prompt or an argument is wrong.
+            NotFiniteError: the model returned NaN. The error's `result` has the answers so far.
         """
         runtime = self._runtime(options, block_length)
         steps = batch.steps(
@@ -282,16 +282,17 @@ class Sampler:
         prompts: Prompt | Sequence[Prompt] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """Fill the gaps of texts; see docs/infilling.md.
+        """Fill the gaps of texts. See docs/infilling.md.
 
-        `Result.texts` are the whole texts, `Result.gaps` the texts in the gaps.
+        `Result.texts` has the whole texts, and `Result.gaps` the texts in the gaps.
 
         Args:
-            texts: `{gap:8}` stands for 8 tokens, as in `"def f(x):\\n{gap:8}\\n    return y"`.
-            prompts: what each text answers, if anything; `options`: as in `generate`.
+            texts: texts in which `{gap:8}` stands for 8 tokens, for example `"def f(x):\\n{gap:8}\\n    return y"`.
+            prompts: the prompt before each text, if any.
+            options: as in `generate`.
 
         Raises:
-            UserError: as `generate`; a text without a gap, or a gap without its length.
+            UserError: as `generate`, or a text has no gap, or a gap has no length.
         """
         return self.generate(given.templates(texts, prompts), **options)
 
@@ -303,20 +304,20 @@ class Sampler:
         prompts: Prompt | Sequence[Prompt] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Result:
-        """Generate a part of answers again: that of `generate` with all other tokens `pinned`.
+        """Generate spans of answers again, by `generate` with all other tokens `pinned`.
 
         Args:
-            answers: an earlier result, up to each answer's end token; or token ids.
-            span: (first, end), positions in each answer from 0, or several such.
-            prompts: what each answers; a result knows it.
+            answers: an earlier result, whose answers count up to their end tokens, or token ids.
+            span: (first, end) in each answer, from 0 and without `end`, or a list of these.
+            prompts: the prompt of each answer, if any. A result has its own.
             options: as in `generate`.
 
         Raises:
-            UserError: as `generate`; a span outside of an answer.
+            UserError: as `generate`, or a span is outside of an answer.
         """
         if isinstance(answers, Result):
             if prompts is not None:
-                raise UserError("options-conflict", "A result has its prompts. Remove prompts.")
+                raise UserError("options-conflict", "refine got a result, which has its own prompts. Remove prompts.")
             prompts, answers = answers.token_rows()
         return self.generate(given.refined(answers, span, prompts), **options)
 
@@ -341,36 +342,36 @@ class Sampler:
         progress: Progress | None = None,
         **options: Unpack[SamplerOptions],
     ) -> Iterator[Answer]:
-        """Answer any number of prompts, `batch_size` at a time; one that ends gives its place to the next.
+        """Answer any number of prompts, `batch_size` at a time. A finished answer is replaced by the next prompt.
 
-        Each answer is that of `generate` for its prompt alone: exactly in float64; in shorter dtypes the batch may
-        change the last bit of a sum. Ranks that share a sharded model's weights (FSDP2) have prompts of their own, any
-        number of them; each must take its answers to the end.
+        In float64 each answer is exactly that of `generate` for its prompt alone. In shorter dtypes the batch may
+        change the last bit of a sum. Ranks that share a sharded model's weights (FSDP2) may have different numbers of
+        prompts. Each rank must consume all its answers.
 
         Args:
-            prompts: any iterable. A sequence is read whole at first, so that lanes fit its longest prompt. A
-                generator is read as lanes become free.
-            max_new_tokens: of each answer: one number for all, or a list with one per prompt.
+            prompts: any iterable. A sequence is read at once, so that the rows of the batch fit its longest prompt. A
+                generator is read as rows become free.
+            max_new_tokens: length of each answer, one number for all or a list with one per prompt.
             block_length, stop_strings: as in `generate`.
-            seed: answer j of prompt i samples with `seed + i * samples + j`, or with that number of a list.
+            seed: answer j of prompt i samples with `seed + i * samples + j`, or with that entry of a list.
             samples: answers per prompt.
             forms, prefix, suffix, pinned: as in `generate`.
             order: `"finished"` yields answers as they finish, `"given"` in the order of the prompts.
-            max_length: most tokens of a prompt with its answer, which fixes the memory. By default the most of a
-                sequence of prompts. For another iterable lanes grow in steps as longer prompts come, and each time the
-                answers in flight end first.
-            on_error: what becomes of a prompt that is refused: `"raise"` after the answers in flight, or `"yield"` an
-                answer with the `error`.
-            batching: `"static"`: batch after batch, each as long as its slowest answer.
-            progress: called after each forward with (forwards, tokens committed, tokens wanted of the prompts that
-                were read); reads the device.
+            max_length: most tokens of a prompt with its answer, which fixes the memory. By default the most in a
+                sequence of prompts. For other iterables the rows grow with longer prompts, each time after the current
+                answers are finished.
+            on_error: a refused prompt raises its error after the current answers (`"raise"`), or yields an answer with
+                `error` (`"yield"`).
+            batching: `"in_flight"`, or `"static"` for batch after batch, each as long as its slowest answer.
+            progress: called after each forward with (forwards, tokens committed, tokens wanted by the prompts that
+                were read). This reads the device.
             options: as in `generate`.
 
         Yields:
-            An `Answer`, with its `finish_reason`. One with NaN from the model ends alone.
+            An `Answer` with its `finish_reason`. If the model returns NaN, only the row's answer ends (`not_finite`).
 
         Raises:
-            UserError: a bad argument, or a prompt that is refused.
+            UserError: an argument is wrong, or a prompt is refused.
         """
         return many.answers(
             self._runtime(options, block_length), prompts, batch_size=batch_size, order=order, on_error=on_error,
@@ -393,14 +394,16 @@ class Sampler:
         pinned: Pinned | None = None,
         **options: Unpack[SamplerOptions],
     ) -> Iterator[Commits]:
-        """As `generate`, yielding the canvas after every `every` steps (each view is a transfer from the device); the
-        last item carries the result."""
+        """Answer a batch of prompts, and yield the canvas after every `every` steps. The last item has the result.
+
+        Each item is a transfer from the device. The other arguments are as in `generate`.
+        """
         check_count("every", every)
         runtime = self._runtime(options, block_length)
         if runtime.plugins.particles.count > 1:
             raise UserError(
                 "option-not-applicable",
-                f"particles={named(runtime.plugins.particles)} knows the answer at the end only. Use generate.",
+                f"stream does not work with particles={named(runtime.plugins.particles)}. Use generate.",
             )
         return batch.steps(
             runtime, prompts, every=every, max_new_tokens=max_new_tokens, seed=seed,
@@ -417,9 +420,9 @@ class Sampler:
         batch_size: int = 8,
         **options: Unpack[SamplerOptions],
     ) -> Scores:
-        """Return the exact log-likelihood of answers under the model and this sampler. See docs/likelihood.md.
+        """Return the exact log-likelihoods of answers under the model and this sampler. See docs/likelihood.md.
 
-        The canvas of a row has as many positions as its answer. Each row comes out as if it were alone.
+        The canvas of a row has as many positions as its answer. Scores do not depend on the batch.
 
         Args:
             prompts: as in `generate`. One prompt serves all answers.
@@ -427,16 +430,16 @@ class Sampler:
             max_new_tokens: answers are padded with end-of-text tokens to this length. None scores them as they are.
             block_length: shortcut for `blocks.length`.
             batch_size: rows that are scored together.
-            options: as in `generate`. The law is that of `temperature`, `top_k`, `top_p` and other guides.
+            options: as in `generate`. Likelihoods are those after `temperature`, `top_k`, `top_p` and other guides.
 
         Raises:
-            UserError: a bad prompt or answer, or a sampler with several paths to an answer (code `score-inexact`).
+            UserError: a prompt or answer is wrong, or an answer has several paths (code `score-inexact`).
             NotFiniteError: the model returned NaN.
         """
         return score.scores(self._runtime(options, block_length), prompts, answers, max_new_tokens, batch_size)
 
     def engine(self, plugins: Plugins, samples: int = 1) -> Engine:
-        """Return what runs a generation. One that records steps is kept for a later one, which may find them."""
+        """Return the engine of a generation. One that records CUDA graphs is stored and reused."""
         return graphs.engine(
             self.denoiser, plugins, self.poll_every, self.kernels, self.noise, self.cuda_graph,
             (self.entropy, samples, self.compile), self._static,
@@ -448,7 +451,7 @@ class Sampler:
         return Runtime(self.denoiser, self.plugins, self.tokenizer, self.noise, self.max_steps, self.engine)
 
     def _runtime(self, options: SamplerOptions, block_length: int | None) -> Runtime:
-        """Return what one call runs with. Samplers and plug-ins of the last `CALLS` different settings are stored."""
+        """Return the runtime of one call. Samplers and plug-ins of the last `CALLS` different settings are stored."""
         key = self._settings_key(options, block_length)
         if key is not None and key in self._calls:
             own, plugins = self._calls[key]
@@ -466,7 +469,7 @@ class Sampler:
         return replace(own.runtime, plugins=plugins)
 
     def _settings_key(self, options: SamplerOptions, block_length: int | None) -> str | None:
-        """Return the settings of a call as a text that names them. Returns None if some are objects."""
+        """Return a key for the settings of a call, or None if some of them are objects."""
         spec = self.denoiser.spec
         try:
             return json.dumps([options, block_length, str(spec.device), str(spec.dtype)], sort_keys=True)

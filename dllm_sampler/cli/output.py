@@ -151,11 +151,9 @@ class Records:
                 "run-differs", f"{where} was made with other settings. Give the same settings, or another output=."
             )
         if not 0 <= index < len(prompts) or prompt != prompts[index]:
-            raise UserError(
-                "run-differs",
-                f"{where} holds another prompt than prompt {index + 1} of this run."
-                " Give the same prompts, or another output=.",
-            )
+            what = f"another prompt than prompt {index + 1} of"
+            what = what if 0 <= index < len(prompts) else f"prompt {index + 1}, which is not in"
+            raise UserError("run-differs", f"{where} holds {what} this run. Give the same prompts, or another output=.")
         return index * self.samples + sample
 
     def left(self, total: int) -> str:

@@ -125,7 +125,7 @@ def parse(word: str) -> Override:
     """Return an override as Hydra parses it. Results are cached, since a sweep repeats overrides.
 
     Raises:
-        UserError: Hydra's grammar cannot read it.
+        UserError: Hydra's grammar cannot read the word.
     """
     try:
         return _PARSER.parse_override(word)

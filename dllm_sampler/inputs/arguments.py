@@ -37,7 +37,7 @@ def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
     if spec.mask_id in spec.eos_ids:
         raise UserError(
             "mask-token-invalid",
-            f"{type(denoiser).__name__}: mask_id={spec.mask_id} is an end token, too. Correct one of them.",
+            f"{type(denoiser).__name__}: mask_id={spec.mask_id} is an end token, too. Correct it or eos_id.",
         )
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError("option-type", f"tokenizer is a {type(tokenizer).__name__}. Give a tokenizer of transformers.")

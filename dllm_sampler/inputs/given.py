@@ -163,7 +163,7 @@ def templates(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | N
     texts = texts * len(known) if len(texts) == 1 else texts
     if len(known) != len(texts):
         raise UserError(
-            "length-mismatch", f"infill has {len(texts)} texts for {len(known)} prompts. Give one for each."
+            "length-mismatch", f"infill has {len(texts)} texts for {len(known)} prompts. Give one text for each."
         )
     return [Infill(text, prompt) for text, prompt in zip(texts, known, strict=True)]
 
@@ -178,7 +178,7 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
     known = [None] * len(rows) if given is None else prompts.as_list(given)
     if len(known) != len(rows):
         raise UserError(
-            "length-mismatch", f"refine has {len(rows)} answers for {len(known)} prompts. Give one for each."
+            "length-mismatch", f"refine has {len(rows)} answers for {len(known)} prompts. Give one prompt for each."
         )
     return [
         Infill(_without(row, spans, number), prompt or None)

@@ -35,7 +35,7 @@ class BinomialSteps(FixedSteps):
         return replace(super().traits, graph_safe=False)
 
     def init(self, canvas: Canvas) -> Carry:
-        """Return `[B, S]` the commits of each step of the first block."""
+        """Return `[B, S]` the number of commits in each step of the first block."""
         return self._drawn(canvas, canvas.start, canvas.stop)
 
     @override
@@ -51,7 +51,7 @@ class BinomialSteps(FixedSteps):
         return replace(edit, keep_block=torch.full_like(canvas.done, waits)), carry
 
     def _drawn(self, canvas: Canvas, start: Tensor, stop: Tensor) -> Tensor:
-        """Return `[B, S]` commits per step for blocks from `start [B]` to `stop [B]`, drawn row by row."""
+        """Return `[B, S]` the number of commits per step for blocks from `start [B]` to `stop [B]`, drawn row by row."""
         noise, steps = canvas.layout.noise, equal_steps(canvas, self.steps).tolist()
         assert isinstance(noise, ReplayNoise)
         found = torch.zeros(len(steps), max(steps), dtype=torch.long)

@@ -28,7 +28,7 @@ class PublishedFixedSteps(FixedSteps):
 
     @property
     def traits(self) -> Traits:
-        """Traits of the schedule. It must query all masks, since a block is closed after its steps."""
+        """Traits of the schedule. All masks must be predicted, since a block is closed after its steps."""
         return replace(super().traits, needs_every_position=True)
 
     @override

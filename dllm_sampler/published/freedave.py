@@ -29,7 +29,7 @@ class PublishedFreeDave(FreeDave):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.eager:
-            raise UserError("options-conflict", "PublishedFreeDave has no scheduler.eager. Use FreeDave.")
+            raise UserError("options-conflict", "scheduler.eager=true does not work with PublishedFreeDave. Remove it.")
 
     def bound(self, tokens: int) -> int:
         """Return twice the bound of FreeDave, since the forward that opens a block may commit nothing."""

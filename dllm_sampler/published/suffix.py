@@ -29,7 +29,7 @@ class SuffixDraws(ReplayNoise):
         return out.gather(1, positions.cpu()).to(positions.device)
 
     def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
-        """Return `[B, Q]` numbers that rank `positions` in a random order, or zeros except when a block opens."""
+        """Return `[1, Q]` numbers that rank the queried positions randomly if a block opens, else zeros."""
         out, asked = torch.zeros(positions.shape), (positions < canvas.length).cpu()
         if int(canvas.age) == 0 and int(count) > 0:
             drawn = torch.randperm(int(asked.sum()), generator=self.generator)

@@ -220,7 +220,7 @@ def test_more_prompts_are_answered_and_others_refused(words: list[str], capsys: 
     capsys.readouterr()
     for changed, said in (
         (["copy: Eve", *PROMPTS[1:]], "o.jsonl line 1 holds another prompt than prompt 1 of this run"),
-        (PROMPTS[:3], "o.jsonl line 4 holds another prompt than prompt 4 of this run"),
+        (PROMPTS[:3], "o.jsonl line 4 holds prompt 4, which is not in this run"),
         ([*PROMPTS, "seed=1"], "o.jsonl line 1 was made with other settings"),
         ([*PROMPTS, "scheduler=fixed"], "o.jsonl line 1 was made with other settings"),
         ([*PROMPTS, "samples=2", "temperature=1"], "o.jsonl line 1 was made with other settings"),

@@ -160,7 +160,7 @@ def test_help_is_short_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["--info"], ["--help", *(f"{group}={config.names(group)[-1]}" for group in config.GROUPS)]):
         whole += page(capsys, *words)
     assert max(map(len, whole.splitlines())) <= 80
-    assert "step, the latter alone" in flat(whole)  # the second line of a comment
+    assert "step compiles only the latter" in flat(whole)  # the second line of a comment
 
 
 def test_one_plugin(capsys: pytest.CaptureFixture[str]) -> None:

@@ -337,7 +337,7 @@ def test_half_a_character(prompt: Any, given: dict[str, Any]) -> None:
             'scheduler={"name": NAME, "relaxed": 1}, where NAME is localleap',
         ),
         ("option", "unknown option 'option'"),
-        ("order", "'order' is an option of generate_many, and not of this call"),
+        ("order", "'order' is an option of generate_many, not of this call"),
     ],
 )
 def test_an_option_that_does_not_exist(option: str, said: str) -> None:
