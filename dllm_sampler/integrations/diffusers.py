@@ -332,7 +332,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         if tuple(sample.shape) != tuple(shape):
             raise UserError(
                 "shape-mismatch",
-                f"sample has the shape {tuple(sample.shape)}, not {tuple(shape)}. Call set_timesteps before another shape.",
+                f"sample has the shape {tuple(sample.shape)}, not {tuple(shape)}. Correct it, or call set_timesteps.",
             )
         if logits.dim() != 3 or logits.shape[:2] != sample.shape:
             raise UserError(

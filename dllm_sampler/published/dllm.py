@@ -51,7 +51,7 @@ class BinomialSteps(FixedSteps):
         return replace(edit, keep_block=torch.full_like(canvas.done, waits)), carry
 
     def _drawn(self, canvas: Canvas, start: Tensor, stop: Tensor) -> Tensor:
-        """Return `[B, S]` the number of commits per step for blocks from `start [B]` to `stop [B]`, drawn row by row."""
+        """Return `[B, S]` random numbers of commits per step for blocks from `start [B]` to `stop [B]`."""
         noise, steps = canvas.layout.noise, equal_steps(canvas, self.steps).tolist()
         assert isinstance(noise, ReplayNoise)
         found = torch.zeros(len(steps), max(steps), dtype=torch.long)
