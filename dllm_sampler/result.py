@@ -366,7 +366,7 @@ class Result:
     finish_reason: list[FinishReason]  # reason that each row ended
     rejections: Tensor  # [B] int64 commits that a guide refused
     valid: Tensor | None = None  # [B] bool: the guides accept the answer. None if no guide judges answers
-    gaps: list[list[str] | None] | None = None  # text of each gap of each row. None without given tokens
+    gaps: list[list[str] | None] | None = None  # text of each gap of each row, if tokens are given
     rows: list[Rows] | None = None  # the rows that each answer was chosen from. None without `particles`
 
     def __repr__(self) -> str:

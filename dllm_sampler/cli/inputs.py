@@ -258,5 +258,5 @@ def _messages(messages: object, where: str) -> list[dict[str, str]]:
         )
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise UserError("messages-invalid", f'{where}: "messages" lacks a text. Give "role" and "content".')
+            raise UserError("messages-invalid", f'{where}: a message lacks the text "role" or "content". Give both.')
     return messages

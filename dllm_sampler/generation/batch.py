@@ -158,7 +158,7 @@ def warn_of_steps(plugins: Plugins, requests: Iterable[Request]) -> int:
 
 
 def warn_of_forwards(plugins: Plugins, result: Result, planned: int) -> int:
-    """Warn if an answer took more forwards than `scheduler.steps` and `planned`. Returns the larger of both numbers."""
+    """Warn if an answer took more forwards than `scheduler.steps` and `planned`. Returns their number, or `planned`."""
     steps, made = plugins.scheduler.total_steps, int(result.trace.nfe.max())
     if steps is None or made <= max(steps, planned):
         return planned

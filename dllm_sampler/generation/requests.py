@@ -127,7 +127,10 @@ class Arguments:
         max_new_tokens, form = self.length_and_form(index)
         if isinstance(prompt, Infill):
             if self.given:
-                raise UserError("options-conflict", f"prompt {number} is an Infill. Remove prefix, suffix and pinned.")
+                raise UserError(
+                    "options-conflict",
+                    f"prompt {number} is an Infill, which has its own given tokens. Remove prefix, suffix and pinned.",
+                )
             before = prompt.prompt
             given = encode_template(
                 prompt.answer, runtime.tokenizer, runtime.spec, f"prompt {number}", alone=before is None

@@ -253,7 +253,7 @@ def is_stream(path: str | Path) -> bool:
 
 
 def same(one: str | Path, other: str | Path) -> bool:
-    """Return True if two paths name the same file. A stream only counts if the resolved paths are equal."""
+    """Return True if two paths lead to one regular file, or, if one does not exist, to one path."""
     with suppress(OSError):
         return os.path.samefile(one, other) and not is_stream(one)
     return os.path.realpath(one) == os.path.realpath(other)

@@ -97,7 +97,7 @@ def encode_one(
     if bad:
         raise UserError(
             "token-outside-vocabulary",
-            f"{name} has token id {bad[0]}. Give ids below the vocabulary's {spec.vocab_size}.",
+            f"{name} has token id {bad[0]}. Give ids from 0 to {spec.vocab_size - 1}.",
         )
     if spec.mask_id in ids:
         where = f"at position {ids.index(spec.mask_id)}"

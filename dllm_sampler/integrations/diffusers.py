@@ -374,7 +374,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
         generator: torch.Generator | None,
         others: Mapping[str, Any],
     ) -> None:
-        """Create the state of a block, and at the first one of a call the rule and the seeds."""
+        """Create the state of a block. The first block of a call also creates the seeds."""
         if mask_id is None and not self._rule.plugins.scheduler.traits.has(UniformNoise):
             raise UserError(
                 "mask-token-missing",
@@ -400,7 +400,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
                     ' DllmScheduler({"name": "threshold", "threshold": 0.8}, temperature=1.0).',
                     stacklevel=3,
                 )
-            # Renoising draws from the generator. With a mask token only this draw advances it.
+            # Without a mask token, renoising advances the generator. With one, this draw does.
             source = generator if mask_id is not None or generator is None else generator.clone_state()
             device = "cpu" if generator is None else generator.device
             seed = torch.randint(2**62, (1,), generator=source, device=device).to(sample.device)

@@ -131,13 +131,13 @@ class PublishedDelayedPrefix(DelayedPrefix):
         return 0
 
     def recalled(self, canvas: Canvas) -> Tensor | None:
-        """Return `[B, L+1] bool` the first computed column if it is a mask, or None as `Cache.recalled` may."""
+        """Return `[B, L+1] bool` the first computed column, if it is a mask and the forward computes no prompt."""
         whole = self.computes(canvas)[:, :1]
         self.unshifted = (canvas.columns() == self.edge[:, None]) & canvas.masked & ~whole
         return self.unshifted
 
     def narrow(self, canvas: Canvas, query: Query, predicted: Tensor) -> Query:
-        """Return the narrowed query and the position after the unshifted one, whose output both read."""
+        """Return the narrowed query, joined by the position after the unshifted one, since its output is used twice."""
         assert self.unshifted is not None
         after = self.unshifted.roll(1, 1) & predicted
         return super().narrow(canvas, query, predicted).join(canvas, after, canvas.layout.width + 1)

@@ -209,7 +209,7 @@ def test_wrong_input(words: list[str], wrong: list[str], message: str, capsys: p
         ("[1, 2]", "line 2"),
         ('{"prompt": 3}', 'line 2: "prompt" is neither text nor token ids'),
         ('{"messages": []}', 'line 2: "messages" is not a list'),
-        ('{"messages": [{"role": "user"}]}', 'line 2: "messages"'),
+        ('{"messages": [{"role": "user"}]}', "line 2: a message lacks the text"),
         ('{"prompt": [1, true]}', 'line 2: "prompt" is neither text'),
     ],
 )

@@ -60,7 +60,7 @@ def test_every_shape(given: Any, rows: list[list[int]], tokenizer: PreTrainedTok
         ([[5], []], "prompt-empty: prompt 2"),
         (torch.tensor([], dtype=torch.long), "prompt-empty: prompt 1"),
         ([5, 40], "token-outside-vocabulary: prompt 1, 40"),
-        ([-1, 5], "token-outside-vocabulary: prompt 1, -1, 40"),
+        ([-1, 5], "token-outside-vocabulary: prompt 1, -1, 0 to 39"),
         ([[5], [6, 39]], "mask-token-given: prompt 2, 39, position 1"),
         (
             [5] * 61,
