@@ -7,7 +7,9 @@ import gc
 import os
 import re
 import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,14 @@ def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
     """Leave out slow functions and classes."""
     marks = getattr(obj, "pytestmark", [])
     return [] if sampling.leaves_out_slow and any(mark.name == "slow" for mark in marks) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems() -> None:
+    """Give hypothesis no constants of our sources: it parses all of them, and a new one would change examples."""
+    providers: Any = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if sampling.leaves_out_slow and hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_collection_finish() -> None:

@@ -17,7 +17,7 @@ from tests import toys
 from tests.contract.test_block_causal import PROMPTS, assert_same
 from tests.refusals import refused
 
-TOKENS, BLOCK = 14, 6
+TOKENS, BLOCK = 10, 6
 SURE = {"name": "threshold", "threshold": 0.6}
 
 

@@ -24,7 +24,7 @@ from tests import toys
 from tests.contract.cases import Settings, kinds, label, settings
 from tests.sampling import crossed, sampled
 
-TOKENS, WIDTH = 18, 5
+TOKENS, WIDTH = 13, 5
 BLOCKS = {"name": "fixed", "length": WIDTH}
 THRESHOLD = {"name": "threshold", "threshold": 0.6}
 DAEDAL = {"name": "daedal", "inner": THRESHOLD, "initial": 4, "expand": 3, "eos_tokens": 2, "grow": 0.2, "unsure": 0.6}

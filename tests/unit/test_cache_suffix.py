@@ -27,7 +27,7 @@ from tests.sampling import crossed, each, few
 # Caches that hide masks behind the block: DPad (arXiv 2508.14148) and Streaming-dLLM (arXiv 2601.17917)
 
 
-TOKENS, BLOCK = 20, 4
+TOKENS, BLOCK = 14, 4
 RULE = {"name": "threshold", "threshold": 0.8}
 EVERYTHING: list[dict[str, Any]] = [
     {"name": "dpad", "window": 2**31 - 1, "scale": 100.0, "sigma": 0.0},

@@ -28,7 +28,7 @@ from tests import scripted, toys
 from tests.refusals import refused
 from tests.sampling import each, few
 
-TOKENS = 17
+TOKENS = 13
 LOOK = {"max_lookahead": None, "verifier": toys.verifier()}
 
 
