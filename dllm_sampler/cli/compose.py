@@ -160,7 +160,7 @@ def _check_recipe(name: str, recipe: Mapping[str, Any], tree: Mapping[str, Any],
 
 
 def _names(value: object) -> list[str]:
-    """Return the names in the value of a group that may have several: a name, a list or None."""
+    """Return the names in `value`, which is a name, a list of names or None."""
     return [] if value is None else [str(name) for name in (value if isinstance(value, list) else [value])]
 
 

@@ -385,7 +385,7 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             frozen = frozen | others["prompt_mask"]
         if bool(frozen.all()):
             raise UserError(
-                "nothing-to-generate", f"sample has no mask token (id {mask_id}). Put it at the positions to decode."
+                "nothing-to-generate", f"sample has no mask token {mask_id}. Put it at the positions to decode."
             )
         made_for = (logits.shape[-1], mask_id, sample.shape[1], sample.device)
         if self._built_for != made_for:
