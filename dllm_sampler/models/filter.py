@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from dllm_sampler.core.spec import ModelSpec
@@ -17,6 +18,8 @@ from dllm_sampler.host.reading import load_json
 
 FILE = "filter.safetensors"  # in the folder of a checkpoint that ships its own
 SCHEMA = 1
+# Where training starts: logit SLOPE (c - CENTRE), a threshold on the confidence c of each position by itself.
+SLOPE, CENTRE = 40.0, 0.9
 Layers = tuple[tuple[Tensor, Tensor], ...]  # weight [out, in] and bias [out] of each
 
 
@@ -25,6 +28,30 @@ def judge(layers: Layers, known: Tensor) -> Tensor:
     for index, (weight, bias) in enumerate(layers):
         known = linear(known if index == 0 else known.relu(), weight, bias)
     return known
+
+
+class Filter(nn.Module):
+    """A filter that starts as a threshold on each position's own confidence, and learns the difference.
+
+    Records are too few to find the steep rise just below 1 from random weights.
+    """
+
+    def __init__(self, size: int, depth: int):
+        super().__init__()
+        scale = [1.0] * (depth - 1) + [SLOPE]
+        self._start = [(each * torch.eye(size), torch.full((size,), 0.0)) for each in scale]
+        self._start[-1][1].fill_(-SLOPE * CENTRE)
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size, size)) for _ in scale)
+        self.offsets = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in scale)
+
+    def layers(self) -> Layers:
+        """Return weight and bias of each layer."""
+        learned = zip(self._start, self.weights, self.offsets, strict=True)
+        return tuple((a.to(x.device) + x, b.to(y.device) + y) for (a, b), x, y in learned)
+
+    def forward(self, known: Tensor) -> Tensor:
+        """Return the logits of confidences `[R, N]`."""
+        return judge(self.layers(), known)
 
 
 def find(path: str | None, spec: ModelSpec) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from safetensors import SafetensorError
@@ -29,10 +29,6 @@ from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.host.version import __version__
 from dllm_sampler.options import AUTO, check_threads
-
-if TYPE_CHECKING:  # these take seconds to import
-    from dllm_sampler.sampler import Sampler
-    from dllm_sampler.training.data import Data, Example
 
 USAGE = """\
 Train a model.
@@ -131,8 +127,8 @@ class Command:
             show(str(path))
 
     @cached_property
-    def source(self) -> Data:
-        """The settings of the data, checked."""
+    def source(self) -> Any:
+        """The settings of the data, checked: a `Data`."""
         from dllm_sampler.training.data import Data
 
         return Data(**config.check("train.data", Data, self.data))
@@ -146,16 +142,11 @@ class Command:
 
         return LoraConfig(**config.check("train.lora", LoraConfig, self.lora))
 
-    @property
-    def reward_options(self) -> dict[str, Any]:
-        """The rewards as arguments of a trainer. Empty if there are none."""
-        return {"reward_funcs": [*self.rewards], "reward_weights": [*self.rewards.values()]} if self.rewards else {}
-
     def arguments(self, kind: type[Any], **changes: Any) -> Any:
         """Return the arguments of a trainer, each field checked."""
         return kind(**config.check(f"train={self.name}", kind, {**self.settings, **changes}))
 
-    def sampler(self, args: Any, dtype: str | None = None, **options: Any) -> Sampler:
+    def sampler(self, args: Any, dtype: str | None = None, **options: Any) -> Any:
         """Return a sampler of the model, and set the threads of torch for it."""
         from dllm_sampler.sampler import Sampler
         from dllm_sampler.training.model import Trainable
@@ -168,9 +159,7 @@ class Command:
         """Set the threads of torch for some networks."""
         threads.choose(self.threads, threads.parameters(networks), str(device))
 
-    def examples(
-        self, args: Any, answers: bool, most: int, count: int | None = None
-    ) -> tuple[list[Example], list[Example]]:
+    def examples(self, args: Any, answers: bool, most: int, count: int | None = None) -> tuple[list[Any], list[Any]]:
         """Return examples to learn from and to measure on, of the data or of mini's tasks.
 
         answers, most: see `Data.load`
@@ -207,11 +196,8 @@ class Command:
         before = load_json((folder / RUN).read_text()) if begun and (folder / RUN).exists() else {}
         for name, then in before.items():
             if then != (now := self.deciding.get(name)):
-                raise UserError(
-                    "run-differs",
-                    f"train.{name}={written(now)}, but the unfinished run in {output} has {written(then)}. Choose"
-                    " another train.output_dir or delete this folder.",
-                )
+                said = f"train.{name}={written(now)}, but the unfinished run in {output} has {written(then)}."
+                raise UserError("run-differs", f"{said} Choose another train.output_dir or delete this folder.")
 
     def record(self, folder: Path) -> None:
         """Write the deciding settings into the folder of a run that has passed its checks."""

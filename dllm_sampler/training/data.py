@@ -137,11 +137,8 @@ class Data:
             known = {repr(one.prompt) for one in kept}
             train = [one for one in train if repr(one.prompt) not in known]
         if not train:
-            raise UserError(
-                "nothing-to-learn",
-                f"train.data={self.path} has {len(shuffled)} examples, and train.held_out={held_out} leaves none to"
-                " learn from. Add examples, or name a file to measure on as train.data.test.",
-            )
+            said = f"train.held_out={held_out} leaves none of the {len(shuffled)} examples of train.data={self.path}."
+            raise UserError("nothing-to-learn", f"{said} Add examples, or name a file as train.data.test.")
         for example in kept if answers else ():
             metric.check(example.answer, example.where)
         return train, kept
@@ -187,12 +184,8 @@ class Data:
         chat, prompt = given.get(self.messages), given.get(self.prompt)
         if chat is None and prompt is None:
             there = ", ".join(map(str, given)) or "none"
-            raise UserError(
-                "example-invalid",
-                f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there}). Set"
-                " train.data.prompt=COLUMN and train.data.answer=COLUMN, or train.data.messages=COLUMN, or rename the"
-                " columns.",
-            )
+            said = f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there})."
+            raise UserError("example-invalid", f"{said} Name them by train.data.prompt and answer, or by messages.")
         names = ANSWERS if self.answer is None else (self.answer,)
         answer: Any = next((given[name] for name in names if given.get(name) is not None), None)
         if chat is not None or _is_chat(prompt):

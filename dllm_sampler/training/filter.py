@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 from safetensors.torch import load_file
 from safetensors.torch import save as serialise
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 from transformers import Trainer
@@ -28,16 +28,13 @@ from dllm_sampler.core.spec import Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.host import files
 from dllm_sampler.inputs.prompts import Prompt
-from dllm_sampler.models.filter import Layers, judge, save
+from dllm_sampler.models.filter import Filter, save
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import lay_out
 from dllm_sampler.training.cli import Command
 from dllm_sampler.training.data import Encoder
 from dllm_sampler.training.trainer import Arguments, Count, Positive
-
-# Where training starts: logit SLOPE (c - CENTRE), a threshold on the confidence c of each position by itself.
-SLOPE, CENTRE = 40.0, 0.9
 
 
 class Records(NamedTuple):
@@ -132,30 +129,6 @@ class FilterConfig(Arguments):
     committed: bool = False
     caution: Positive = 3.0
     per_device_train_batch_size: int = 1  # all records
-
-
-class Filter(nn.Module):
-    """A filter that starts as a threshold on each position's own confidence, and learns the difference.
-
-    Records are too few to find the steep rise just below 1 from random weights.
-    """
-
-    def __init__(self, size: int, depth: int):
-        super().__init__()
-        scale = [1.0] * (depth - 1) + [SLOPE]
-        self._start = [(each * torch.eye(size), torch.full((size,), 0.0)) for each in scale]
-        self._start[-1][1].fill_(-SLOPE * CENTRE)
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size, size)) for _ in scale)
-        self.offsets = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in scale)
-
-    def layers(self) -> Layers:
-        """Return weight and bias of each layer."""
-        learned = zip(self._start, self.weights, self.offsets, strict=True)
-        return tuple((a.to(x.device) + x, b.to(y.device) + y) for (a, b), x, y in learned)
-
-    def forward(self, known: Tensor) -> Tensor:
-        """Return the logits of confidences `[R, N]`."""
-        return judge(self.layers(), known)
 
 
 class FilterTrainer(Trainer):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dllm_sampler.result import Result
-from dllm_sampler.training.chunk import Chunk
+from dllm_sampler.training.masked import Chunk
 
 
 @dataclass(frozen=True)

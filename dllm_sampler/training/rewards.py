@@ -33,11 +33,9 @@ def call(name: str, reward: Reward, prompts: Sequence[Any], completions: list[st
         given = listed(reward(prompts=prompts, completions=completions, **columns))
         values = [None if one is None else float(one) for one in given]
     except (Exception, SystemExit) as error:  # whatever a user's function raises
-        raise UserError(
-            "function-failed",
-            f"reward {name} failed on {len(completions)} answers ({type(error).__name__}: {error}). It is called as"
-            " reward(prompts=..., completions=..., **columns) and returns a number or None for each.",
-        ) from error
+        said = f"reward {name} failed on {len(completions)} answers ({type(error).__name__}: {error})."
+        said += " Correct it: it is called as reward(prompts=..., completions=..., **columns)."
+        raise UserError("function-failed", said) from error
     if len(values) != len(completions):
         said = f"reward {name} gave {len(values)} numbers for {len(completions)} answers. Return one for each."
         raise UserError("function-result", said)

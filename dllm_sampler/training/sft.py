@@ -74,11 +74,8 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
             prompt, answer = encode(example)
             size = len(prompt) + len(answer)
             if size > self.most and self.args.longer == "refuse":
-                raise UserError(
-                    "example-too-long",
-                    f"{example.where} has {size} tokens of prompt and answer, and there is room for {self.most}. Raise"
-                    " max_length up to the model's context, or set longer=drop to leave such examples out.",
-                )
+                said = f"{example.where} has {size} tokens of prompt and answer, and there is room for {self.most}."
+                raise UserError("example-too-long", f"{said} Raise max_length up to the context, or set longer=drop.")
             if size <= self.most:
                 found.append(Row(len(found), example, prompt, answer))
         if len(found) < len(some):
@@ -86,12 +83,9 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         if not found and not held:
             raise UserError("nothing-to-learn", "longer=drop leaves no examples. Raise max_length.")
         for row in found if held else ():
-            if len(row.answer) - 1 > self.args.new_tokens:
-                raise UserError(
-                    "example-too-long",
-                    f"the answer of {row.example.where} has {len(row.answer) - 1} tokens. Raise"
-                    f" new_tokens={self.args.new_tokens}.",
-                )
+            if (size := len(row.answer) - 1) > self.args.new_tokens:
+                said = f"the answer of {row.example.where} has {size} tokens. Raise new_tokens={self.args.new_tokens}."
+                raise UserError("example-too-long", said)
             encode.prompt(row.example, self.args.new_tokens)
         return found
 

@@ -214,11 +214,8 @@ class DiffusionTrainer(Trainer):
     ):
         args = args or self.config(output_dir="trained")
         if args.dtype == "bfloat16" and peft_config is None:
-            raise UserError(
-                "options-conflict",
-                "train.dtype=bfloat16 rounds small updates of all weights away. Use it with train.lora, or set"
-                " train.bf16=true, which computes in bfloat16.",
-            )
+            said = "dtype=bfloat16 rounds small updates of all weights away. Use it with lora, or set bf16=true."
+            raise UserError("options-conflict", said)
         self.args = args
         self.examples = examples(train_dataset, self.answers, "train_dataset")
         held = [] if eval_dataset is None else examples(eval_dataset, self.answers, "eval_dataset")
@@ -255,9 +252,11 @@ class DiffusionTrainer(Trainer):
         args.eval_on_start = args.eval_on_start and last is None
         train, held = line.examples(args, cls.answers, cls.most_held_out)
         line.begin(folder, saving.has_weights(folder), found or (folder / ANSWERS).exists())
+        weights = line.rewards
+        more = {"reward_funcs": [*weights], "reward_weights": [*weights.values()]} if weights else {}
         trainer = cls(
             line.model, args=args, train_dataset=train, eval_dataset=held, peft_config=line.peft_config,
-            metric=Metric("train.data.metric", line.source.metric), **line.reward_options,
+            metric=Metric("train.data.metric", line.source.metric), **more,
         )  # fmt: skip
         line.choose_threads([trainer.trained], args.device)
         line.record(folder)

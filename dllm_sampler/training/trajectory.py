@@ -25,7 +25,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.models.scorable import scorable
 from dllm_sampler.result import Trace
 from dllm_sampler.sampler import Sampler
-from dllm_sampler.training.chunk import Chunk
+from dllm_sampler.training.masked import Chunk
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Trajectories:
         step, ids, real = trace.step_map[row], trace.ids[row], trace.real[row]
         column, begin = torch.arange(ids.shape[1]), trace.begin[row, None]
         step_of = number[:, None].expand_as(step)  # [n, L] the step whose state each column belongs to
-        block, clean = None, None
+        copy = None
         if self.copied:
             block = self._block[row]
             first = (step - self._inside[row]).masked_fill(step < 0, 0)
@@ -140,10 +140,10 @@ class Trajectories:
         asked = self.valid[row] & (self._local[row] == number[:, None])
         positions, keys = column - begin, seen
         if self.copied:
-            clean = noisy if self.single else ids, real
+            copy = self._block[row], noisy if self.single else ids, real
         elif trace.grid is not None:
             keys = seen[:, None] & block_causal(positions, positions, trace.grid)
-        found = Chunk.of(self.spec, row, ids, noisy, asked, positions, keys, block, clean)
+        found = replace(Chunk.of(self.spec, ids, noisy, asked, positions, keys, copy), row=row)
         if self.copied:  # padding is before a causal row. It sees itself, at a position that exists: NaN would spread
             keys = found.keys | torch.eye(found.ids.shape[1], dtype=torch.bool)
             found = replace(found, keys=keys, positions=found.positions.clamp(min=0))

@@ -197,7 +197,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         ),
         (["data={DATA}", "padding=0"], "or a number greater than or equal to 1"),
         (["data={DATA}", "weight=t"], "weight is 't'. Set 'inverse' or 'none'"),
-        (["data={DATA}", "dtype=bfloat16"], "train.dtype=bfloat16 rounds"),
+        (["data={DATA}", "dtype=bfloat16"], "dtype=bfloat16 rounds"),
         (["data={DATA}", "dtype=half"], "dtype is 'half'. Set 'float32', 'float64' or 'bfloat16'"),
         (["data={DATA}", "model={path: MODEL, quantize: int8}"], "has quantize, for sampling only"),
         (["tasks={cpy: 1}"], "unknown task 'cpy'"),

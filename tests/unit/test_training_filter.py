@@ -12,10 +12,10 @@ import torch
 
 from dllm_sampler import Sampler
 from dllm_sampler.blocks.fixed import FixedBlocks
-from dllm_sampler.models.filter import judge, load
+from dllm_sampler.models.filter import Filter, judge, load
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.training import cli, filter
-from dllm_sampler.training.filter import Filter, Records, Replay, loss
+from dllm_sampler.training.filter import Records, Replay, loss
 from tests import tiny
 from tests.sampling import sampled
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dllm_sampler.models.mini_rewards import solved
 from dllm_sampler.training import policy, rewards
-from dllm_sampler.training.chunk import Chunk
+from dllm_sampler.training.masked import Chunk
 from dllm_sampler.training.policy import Goal
 from tests.refusals import refused
 
