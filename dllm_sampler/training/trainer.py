@@ -16,7 +16,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from pydantic import Field
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -119,7 +119,7 @@ class WeightCopy(TrainerCallback):
         whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in spread.items()}
         if write and whole:
             tensors = {name: one.cpu().contiguous() for name, one in whole.items()}
-            save_file(tensors, folder / f"{self.name}.safetensors")
+            files.write(folder / f"{self.name}.safetensors", save(tensors))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
