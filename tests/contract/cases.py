@@ -31,11 +31,16 @@ def one_each(group: str) -> list[Any]:
     return sampled(settings(group), lambda one: [one["name"]], label)
 
 
+_KINDS: dict[str, list[tuple[str, object]]] = {}
+
+
 def kinds(scheduler: Settings) -> list[tuple[str, object]]:
     """Return what a scheduler declares of itself: each trait and its value, and each rare one without its numbers."""
-    traits = config.build("scheduler", scheduler).traits
-    plain = [(f"traits.{one.name}", getattr(traits, one.name)) for one in fields(traits) if one.name != "rare"]
-    return [*plain, *(("traits.rare", type(one).__name__) for one in traits.rare)]
+    if (name := str(scheduler)) not in _KINDS:  # each is asked for by many files
+        traits = config.build("scheduler", scheduler).traits
+        plain = [(f"traits.{one.name}", getattr(traits, one.name)) for one in fields(traits) if one.name != "rare"]
+        _KINDS[name] = [*plain, *(("traits.rare", type(one).__name__) for one in traits.rare)]
+    return _KINDS[name]
 
 
 @functools.cache  # many files ask, and each scheduler is built

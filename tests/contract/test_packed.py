@@ -104,12 +104,9 @@ def ragged(count: int) -> list[list[int]]:
     return [[random.randrange(toys.EOT) for _ in range(random.randint(1, 20))] for _ in range(count)]
 
 
-def drawn(name: str) -> tuple[cases.Settings, cases.Settings]:
-    """A scheduler, and one of the caches that serve it."""
-    setting = next(one for one in cases.settings("scheduler") if one["name"] == name)
-    kind, caches = cases.toy_for(setting), cases.settings("cache")
-    shuffled = Random(name).sample(caches, len(caches))
-    return setting, next(one for one in shuffled if cases.legal(kind=kind, scheduler=setting, cache=one))
+def drawn(name: str) -> cases.Case:
+    """A case of a scheduler, which has one of the caches that serve it."""
+    return Random(name).choice([case for case in cases.CASES if case.scheduler["name"] == name])
 
 
 FACTS = ("causal", "chooses", "keeps_noise", "shared", "steady", "stores")  # of caches; a wrapper lacks some
@@ -117,16 +114,16 @@ FACTS = ("causal", "chooses", "keeps_noise", "shared", "steady", "stores")  # of
 
 def facts(name: str) -> list[tuple[str, object]]:
     """Return what the cache declares that `drawn` gives a scheduler."""
-    cache = config.build("cache", drawn(name)[1])
+    cache = config.build("cache", drawn(name).cache)
     return [(fact, getattr(cache, fact, None)) for fact in FACTS]
 
 
 @pytest.mark.parametrize("name", sampled(config.names("scheduler"), facts))
 def test_a_row_among_many_is_the_row_alone(name: str) -> None:
     """Tokens, forwards, step map and positions computed, of rows that open blocks and end at different times."""
-    setting, cache = drawn(name)
+    case = drawn(name)
     prompts, seeds = ragged(32), [3 * row for row in range(32)]
-    sampler = toys.sampler(cases.toy_for(setting), scheduler=setting, cache=cache, stop="prefix", temperature=0.5)
+    sampler = toys.sampler(case.toy, scheduler=case.scheduler, cache=case.cache, stop="prefix", temperature=0.5)
     batch = sampler.generate(prompts, max_new_tokens=TOKENS, seed=seeds)
     row = (5, 22)[len(name) % 2]
     check_row(batch, row, sampler.generate([prompts[row]], max_new_tokens=TOKENS, seed=[seeds[row]]))
