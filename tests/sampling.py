@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, chdir
 from heapq import heapify, heappop, heappush
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from pathlib import Path
 from random import Random
 from typing import Any, Generic, TypeVar
@@ -100,7 +100,7 @@ class Draw(Generic[T]):
 
 def few(names: str | tuple[str, ...], cases: Iterable[Any], count: int = 1) -> pytest.MarkDecorator:
     """Parametrize a test. The first `count` cases run by default, and the others are slow."""
-    found = [_values(case, names) for case in cases][: count if leaves_out_slow else None]
+    found = [_values(case, names) for case in islice(cases, count if leaves_out_slow else None)]
     marks = [() if at < count else (pytest.mark.slow,) for at in range(len(found))]
     return pytest.mark.parametrize(names, [pytest.param(*one, marks=it) for one, it in zip(found, marks, strict=True)])
 

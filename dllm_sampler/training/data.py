@@ -10,7 +10,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import datasets
 from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler.cli import inputs
@@ -170,6 +169,8 @@ class Data:
 
     def _table(self, file: Path, split: str) -> Any:
         """Return the rows of a table or a data set. No code of it is run."""
+        import datasets  # takes a second
+
         if file.suffix in TABLES:
             return datasets.load_dataset(file.suffix[1:], data_files=str(file), split=WHOLE)
         if (file / "dataset_info.json").is_file() and split == WHOLE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,14 +166,15 @@ def test_given_tokens_are_no_part_of_the_window() -> None:
     assert found.trace.generated[0].tolist() == [0, 0, 0, -1, -1, -1, 0, 1, 1, 1, 1]
 
 
-RULES = [one for one in settings("scheduler") if refusal("llada", scheduler=one, blocks=SLIDING) is None]
-KEPT = [one for one in settings("cache") if refusal("llada", cache=one, blocks=SLIDING) is None]
+def served(group: str) -> Iterator[Settings]:
+    """Yield the settings of a group that run in a window."""
+    return (one for one in settings(group) if refusal("llada", **{group: one}, blocks=SLIDING) is None)
 
 
 def test_who_runs_in_a_window() -> None:
     judge_one_by_one = {"threshold", "factor", "dinfer", "entropy", "entropy_bound", "localleap", "klass", "credit"}
-    assert judge_one_by_one <= {one["name"] for one in RULES}
-    assert {one["name"] for one in KEPT} == (
+    assert judge_one_by_one <= {one["name"] for one in served("scheduler")}
+    assert {one["name"] for one in served("cache")} == (
         {"none", "exact", "sliding", "trailing", "delayed_prefix", "elastic", "dkv", "dllm", "d2", "d2f"}
     )
 
@@ -191,14 +193,14 @@ def check_alone(**plugins: Any) -> None:
 CLOSE: list[Settings] = [one for one in settings("cache") if one["name"] == "sliding"]
 
 
-@few("scheduler", RULES, 3)
+@few("scheduler", served("scheduler"), 3)
 def test_rows_alone_under_every_rule(scheduler: Settings) -> None:
     check_alone(scheduler=scheduler)
     if refusal("llada", scheduler=scheduler, blocks=SLIDING, cache=CLOSE[0]) is None:
         check_alone(scheduler=scheduler, cache=CLOSE[len(scheduler["name"]) % len(CLOSE)])
 
 
-@few("cache", KEPT, 3)
+@few("cache", served("cache"), 3)
 def test_rows_alone_under_every_cache(cache: Settings) -> None:
     check_alone(cache=cache)
 
