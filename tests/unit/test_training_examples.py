@@ -52,7 +52,7 @@ def test_a_filter_and_mini(checkpoint: Path, tmp_path: Path, monkeypatch: pytest
 def test_a_loop_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rollouts, and the step of the page, in plain torch."""
     monkeypatch.syspath_prepend(FOLDER)
-    assert 0 < import_module("rollouts").main(["--steps", "2", "--group", "2"]) <= 1
+    assert 0 < import_module("rollouts").main(["--steps", "1", "--group", "2"]) <= 1
     names: dict[str, Any] = {}
     exec(first(blocks("training.md", "## A loop of your own"), "python", "MaskedLoss"), names)
     assert float(names["value"]) > 0 and all(weight.grad is not None for weight in names["model"].parameters())

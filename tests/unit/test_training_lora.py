@@ -89,7 +89,7 @@ def test_the_gradients_of_adapters(name: str, tmp_path: Path) -> None:
 def test_weights_in_halves_stay_as_they_are_and_adapters_learn(tmp_path: Path) -> None:
     """A run that resumes comes to the same losses, although frozen weights are in no checkpoint."""
     model = tiny.write("sdar", tmp_path / "m")
-    changes: dict[str, Any] = {"dtype": "bfloat16", "bf16": True, "max_steps": 2}
+    changes: dict[str, Any] = {"dtype": "bfloat16", "bf16": True, "max_steps": 2, "per_device_train_batch_size": 2}
     lora = peft.LoraConfig(r=3, lora_alpha=5, lora_dropout=0.1, target_modules=["q_proj", "up_proj"])
     whole = trainer("sft", model, tmp_path / "run", peft_config=lora, **changes)
     whole.train()

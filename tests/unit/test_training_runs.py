@@ -98,7 +98,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sft": {"complementary": True, "average": 0.5, "eval_strategy": "steps", "eval_steps": 1},
     "distill": {"average": 0.5, "eval_strategy": "steps", "eval_steps": 1},
     "trajectory": {"average": 0.5, "per_device_train_batch_size": 2},
-    "masked": {"mask_prompt": 0.15, "num_iterations": 2, "save_steps": 2, "max_steps": 4, "likelihood": "masked"},
+    "masked": {"mask_prompt": 0.15, "num_iterations": 2, "save_steps": 2, "max_steps": 4, "likelihood": "masked"}
+    | {"per_device_train_batch_size": 2},
 }
 
 
