@@ -77,10 +77,10 @@ class Command:
     model: name, folder or hub id, or a dict with further settings of a model (`path`, `mask_id` ...)
     data: your own examples (docs/training.md); where its path is null, mini's tasks
     tasks: share of each of mini's tasks among the prompts
-    held_out: examples that no training uses, to measure on. None chooses a tenth of `data`, and of mini's tasks a
-        number of the task's
+    held_out: examples that no training uses, to measure on. None chooses a tenth of `data`, or of mini's tasks a number
+        that depends on the trainer
     lora: fields of peft's `LoraConfig`, of adapters on the linear layers. With None all weights learn
-    rewards: weight of each: a name, or `package.module:function` in TRL's form
+    rewards: weight of each reward, which is a name or `package.module:function` in TRL's form
     prompts: examples that are answered before training; null: all
     resume: from the last checkpoint in the folder, if there is one
     settings: any field of the trainer's arguments

@@ -42,7 +42,7 @@ class Example:
     fields: Mapping[str, Any] = field(default_factory=dict)  # all columns of the line
 
     def right(self, answer: Answer, metric: Metric) -> float:
-        """Return how right an answer is, from 0 to 1."""
+        """Return the score of an answer, from 0 to 1."""
         text, ids = answer.text or "", answer.tokens[: answer.length].tolist()
         if self.task:
             return float(solved(self.task, str(self.prompt), self.answer, text))
@@ -54,10 +54,10 @@ class Example:
 class Row:
     """An example in tokens: one row of a batch."""
 
-    number: int  # in the data set; together with the step it seeds all that is drawn for the row
+    number: int  # in the data set; with the run's seed and the step it decides what is drawn for the row
     example: Any  # an `Example`, or None
     prompt: Sequence[int]
-    answer: Sequence[int] = ()  # ends in an end token
+    answer: Sequence[int] = ()  # empty where the prompt alone is read
 
 
 def examples(rows: Iterable[Any], answers: bool, named: str) -> list[Example]:
@@ -78,7 +78,7 @@ def columns_of(examples: Sequence[Example]) -> dict[str, list[Any]]:
 
 
 def drawn(tasks: Mapping[str, float], seed: object, count: int, *, held: bool = False) -> list[Example]:
-    """Return examples of mini's tasks, each as often as its share says; `held` ones are used in no training."""
+    """Draw examples of mini's tasks in these shares. No training uses prompts that are `held`."""
     for name, share in tasks.items():
         if name not in LESSONS:
             raise unknown("task", name, LESSONS)
@@ -101,7 +101,7 @@ class Data:
     prompt: column of the prompt: text, token ids or chat messages
     answer: column of the answer: text, or a list of the assistant's message. None: `completion` or `answer`
     messages: column in place of both; the last message is the assistant's
-    chat: prompts are texts of a user that the tokenizer's chat template gets
+    chat: a text prompt is put into the tokenizer's chat template, as the user's message
     metric: how answers are judged: `exact_match`, `contains`, `regex` or `package.module:function`
     """
 
