@@ -316,7 +316,8 @@ def _made(group: str, plugin: object) -> object:
 
 def _check_size(owner: str, key: str, value: object) -> None:
     if isinstance(value, int) and abs(value) >= 2**31:
-        raise UserError("option-range", f"{owner}: {key}={value} is too large. Set at most {2**31 - 1}.")
+        limit = 2**31 - 1
+        raise UserError("option-range", f"{owner}: {key}={value} is out of range. Set -{limit} to {limit}.")
 
 
 def _nested(hint: Any, value: object) -> Any:

@@ -128,7 +128,7 @@ class Job:
 
     @property
     def max_new_tokens(self) -> int:
-        """The length of the canvas in tokens: the option, or the task's if the option is not set."""
+        """The number of answer positions. It is the option, or the task's number if the option is not set."""
         return self.options.max_new_tokens or self.built_task.max_new_tokens
 
     @cached_property

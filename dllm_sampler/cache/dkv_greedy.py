@@ -54,7 +54,7 @@ class GreedyCache(BaseCache):
             raise UserError(
                 "cache-incompatible",
                 f"cache={named(self)} must know before each forward what it commits, and"
-                f" scheduler={named(context.scheduler)} decides that after seeing its predictions. Use"
+                f" scheduler={named(context.scheduler)} does not plan that. Use"
                 " scheduler=random_order, or another cache, for example cache=dkv.",
             )
         return super().bind(context)

@@ -169,7 +169,10 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: 
         except OSError as error:
             raise UserError("file-unreadable", f"prompts_file {file}: {error.strerror}. Name another file.") from None
     if not prompts and wanted:
-        way = f"{file} is empty. Add a line" if file else 'Write dllm-sample "copy: Ada", or see dllm-sample --help'
+        source = "Standard input" if file == "-" else f"prompts_file={file}"
+        way = (
+            f"{source} has no text. Add a line" if file else 'Write dllm-sample "copy: Ada", or see dllm-sample --help'
+        )
         raise UserError("prompt-missing", f"The prompt is missing. {way}.")
     for number, one in enumerate(prompts, 1):
         try:

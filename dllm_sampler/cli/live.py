@@ -74,7 +74,7 @@ def _count(line: Text, closed: int) -> int:
 
 
 class Screen:
-    """A display of the commits of one batch: live in a terminal, as a plain line per step elsewhere."""
+    """A display of the commits of one batch: live in a terminal, as a plain line per step and row elsewhere."""
 
     def __init__(
         self,

@@ -121,7 +121,10 @@ class Draw:
         return self.head_rows.spread(_noised(choice, self._noise())[1])
 
     def law(self, logits: Tensor) -> Tensor:
-        """Return `[B, K, Q, V]` the tokens' probabilities under the guides, in float32 or float64."""
+        """Return `[B, K, Q, V]` the softmax of the rewritten logits, in float32 or float64. Excludes a joint guide.
+
+        Greedy choices have the same law.
+        """
         choice, _ = self._rewritten(self.head_rows.pick(logits))
         precise = torch.promote_types(choice.dtype, torch.float32)
         return self.head_rows.spread(torch.softmax(choice, -1, dtype=precise))
@@ -129,7 +132,7 @@ class Draw:
     def log_law(self, logits: Tensor, token: Tensor) -> Tensor:
         """Return `[B, K, Q] float64` log-probabilities of drawing `token [B, K, Q]` from `logits [B, K, Q, V]`.
 
-        A choice without noise draws the best token with probability 1.
+        A choice without noise draws the best token with probability 1. A joint guide is not taken into account.
         """
         choice, _ = self._rewritten(self.head_rows.pick(logits))
         wanted = self.head_rows.pick(token)  # [R]

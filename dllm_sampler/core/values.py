@@ -514,11 +514,11 @@ class TokenChoice(Protocol):
         ...
 
     def law(self, logits: Tensor) -> Tensor:
-        """Return `[B, K, Q, V]` the tokens' probabilities under the guides."""
+        """Return `[B, K, Q, V]` the softmax of logits that all guides but a joint one have rewritten."""
         ...
 
     def log_law(self, logits: Tensor, token: Tensor) -> Tensor:
-        """Return `[B, K, Q] float64` log-probabilities of drawing `token [B, K, Q]`."""
+        """Return `[B, K, Q] float64` log-probabilities of drawing `token [B, K, Q]` without a joint guide."""
         ...
 
     def drawn(self, weight: Tensor) -> Tensor:
@@ -591,8 +591,8 @@ class Resize:
     padding.
 
     An inserted column is a copy of the one before it, for example of a mask to get more masks. Columns beyond
-    `Layout.new_tokens` are cut off at the right. Noise is keyed by step and column. After an insertion a column is
-    another position of the answer, and no number is drawn twice.
+    `Layout.new_tokens` are cut off at the right. Random numbers are keyed by step and column. From the next step on a
+    token that moved gets the numbers of its new column. Each step has its own keys, so no number is drawn twice.
     """
 
     end: Tensor  # [B] the row's end after the insertion. Below the old end it cuts, also committed tokens

@@ -68,25 +68,27 @@ def answers(
     if reason is not None:
         warn(f"prompts are answered batch by batch: {reason}")
     if rows > batch_size:
-        raise too_small_error(batch_size, "particles.count", rows)
+        raise too_small_error(batch_size, f"particles.count={rows}", rows)
     # Rows of one answer are adjacent in a batch.
     many = Many(runtime, asked, requests_of(asked, several), batch_size - batch_size % rows, on_error, ranks)
     if batching == "static" or reason is not None:
         made = many.in_static_batches()
     else:
         if many.group > many.batch_size:
-            raise too_small_error(batch_size, "samples", asked.samples)
+            counts = f"samples={asked.samples}" + f", particles.count={rows}" * (rows > 1)
+            raise too_small_error(many.batch_size, counts, many.group)
         if isinstance(prompts, Sequence):
             many.fit()
         made = many.in_flight()
     return in_order(made, asked.samples) if order == "given" else made
 
 
-def too_small_error(batch_size: int, name: str, value: int) -> UserError:
+def too_small_error(batch_size: int, counts: str, rows: int) -> UserError:
     """Return the error for a batch with fewer rows than must begin together."""
     return UserError(
         "option-range",
-        f"batch_size={batch_size} is less than {name}={value} rows, which begin together. Raise batch_size.",
+        f"batch_size={batch_size} is too small: {rows} rows of a prompt begin together ({counts}). Set at least"
+        f" {rows}.",
     )
 
 

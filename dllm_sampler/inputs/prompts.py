@@ -126,14 +126,23 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> l
     if not text and not isinstance(prompt, Sequence):
         raise UserError("prompt-type", f"{name} is a {type(prompt).__name__}. Give text, token ids or messages.")
     for at, message in () if text else enumerate(prompt, 1):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        if not isinstance(message, Mapping):
+            raise UserError(
+                "prompt-type",
+                f"{name}: entry {at} is a {type(message).__name__}. Give token ids as Python integers (ids.tolist()),"
+                " or messages with 'role' and 'content'.",
+            )
+        if not {"role", "content"} <= message.keys():
             raise UserError("messages-invalid", f"{name}: message {at} lacks 'role' or 'content'. Give both.")
         if not isinstance(message["content"], str):
             raise UserError(
-                "messages-invalid", f"{name}: message {at} is {short(repr(message['content']))}. Give text."
+                "messages-invalid",
+                f"{name}: the content of message {at} is {short(repr(message['content']))}. Give it as text.",
             )
     if tokenizer is None:
-        raise UserError("tokenizer-missing", f"{name} is text, but there is no tokenizer. Give token ids.")
+        raise UserError(
+            "tokenizer-missing", f"{name} is {'text' if text else 'a chat'}, but there is no tokenizer. Give token ids."
+        )
     if not text:
         return text_ids(
             chat_text(prompt, tokenizer, name), tokenizer, name, special=False
@@ -164,7 +173,8 @@ def chat_text(
     if tokenizer.chat_template is None:
         raise UserError(
             "chat-template-missing",
-            f"{name} has chat messages, but the tokenizer has no chat template. Give plain text.",
+            f"{name} is a chat, but the tokenizer has no chat template. Give plain text, and remove chat=true if it is"
+            " set.",
         )
     chat = [dict(message) for message in messages]
     options: dict[str, Any] = dict(tokenizer.init_kwargs.get("chat_options") or {})

@@ -199,12 +199,13 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
     def set_timesteps(
         self, num_inference_steps: int, device: str | torch.device | None = None, *, block_length: int | None = None
     ) -> None:
-        """Set the most forwards of a block, and remove the state of the last call.
+        """Set the maximum number of forwards for a block, and remove the state of the last call.
 
         Args:
             num_inference_steps: N. The last step commits all remaining positions.
             device: device of `timesteps`, `[N] float32` from 1 to 1/N.
-            block_length: positions of all following blocks, from pipelines that call this once for all of them.
+            block_length: length of each following block. A pipeline that calls this once per generation gives it. None
+                if the pipeline calls this for every block.
 
         Raises:
             UserError: a value is not a positive whole number.

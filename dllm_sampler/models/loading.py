@@ -21,7 +21,7 @@ from dllm_sampler.config import ModelSettings
 from dllm_sampler.core.checks import check_choice, check_count, is_real, is_whole
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.core.spec import BlocksFrom, ModelSpec
-from dllm_sampler.errors import NoEffectWarning, UserError, first_line, short, unknown
+from dllm_sampler.errors import NoEffectWarning, UserError, counted, first_line, short, unknown
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import quantized, weights
@@ -384,7 +384,8 @@ def as_device(device: torch.device | str) -> torch.device:
         raise UserError("device-missing", "device=mps needs an Apple GPU. Use device=cpu.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise UserError("device-missing", f"device={device} does not exist: torch sees {count} GPUs. Use device=cpu.")
+        way = f"Use a number below {count}, as in device=cuda:0." if count else "Use device=cpu."
+        raise UserError("device-missing", f"device={device} does not exist: torch sees {counted(count, 'GPU')}. {way}")
     return found
 
 

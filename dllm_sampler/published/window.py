@@ -33,8 +33,9 @@ class PublishedWindow(WindowCache):
         if context.spec.shift and scheduler is not None and not forces_first(scheduler):
             raise UserError(
                 "cache-incompatible",
-                f"cache={named(self)} leaves each block's first position without a prediction on this model,"
-                f" and scheduler={named(scheduler)} does not commit it at once. Pass ForcedFirst(scheduler).",
+                f"cache={named(self)} predicts a block's first position only in the forward that opens the block, since"
+                f" this model has a logit shift, and scheduler={named(scheduler)} may not commit it then. Pass"
+                " dllm_sampler.published.ForcedFirst(scheduler).",
             )
         return super().bind(context)
 

@@ -76,8 +76,8 @@ class PositionCalibrated(FixedSteps):
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     "file-invalid",
-                    f"{name} lacks the number num_token or the counts p_baseline_dict ({first_line(error)}). Correct"
-                    " it.",
+                    f"{name} is not a table of token counts ({first_line(error)}). Give a JSON file such as"
+                    ' {"num_token": 100, "p_baseline_dict": {"5": 12}}.',
                 ) from error
             if not (0 < total < math.inf) or not all(0 <= count < math.inf for count in counts.values()):
                 raise UserError(

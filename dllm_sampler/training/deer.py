@@ -52,13 +52,13 @@ class DeerConfig(MaskedDiffusionConfig):
     """Settings of `DeerTrainer`, and of `train=deer`, which takes a target's answers and trains both stages.
 
     stage: `distill` (stage I) or `refine` (stage II)
-    separator: token after the cut. With None there is none
+    separator: token after each answer, which is cut at a random token. With None no token is added
     draft_length: proposals in a round: as many end tokens, less one, are learned after an answer
     least_t: stage I masks each token with probability t, uniform from here to 1
     longest, alpha: stage II masks the last R tokens, R uniform on 1..longest, and weighs the i-th of them alpha^(R-i)
     target: a causal LM with the drafter's tokenizer
     answers: prompts that the target answers, greedily, for the drafter
-    distill_steps, refine_steps: of stages I and II
+    distill_steps, refine_steps: optimizer steps of stage I and of stage II
     """
 
     stage: Literal["distill", "refine"] = "distill"

@@ -227,7 +227,8 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
             say(f"step {step}: {trouble}")
         self._unscored = 0 if any(gather_object([bool(there.any())])) else self._unscored + 1
         if self._unscored == PATIENCE:
-            raise UserError("nothing-to-learn", f"no answer in {PATIENCE} steps had a reward. See the lines above.")
+            said = "Rewards failed, were not finite, or were None for every answer. Correct train.rewards."
+            raise UserError("nothing-to-learn", f"No answer in {PATIENCE} steps had a score. {said}")
         flat = (advantage.view(-1, self.args.num_generations) == 0).all(1)
         known = scores.total[there]
         self.note(

@@ -74,8 +74,11 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
             prompt, answer = encode(example)
             size = len(prompt) + len(answer)
             if size > self.most and self.args.longer == "refuse":
-                said = f"{example.where} has {size} tokens of prompt and answer, and there is room for {self.most}."
-                raise UserError("example-too-long", f"{said} Raise max_length up to the context, or set longer=drop.")
+                limit, way = f"train.max_length is {self.most}", "Raise it"
+                if self.most == self.trained.spec.max_positions:
+                    limit, way = f"the model's context is {self.most}", "Shorten it"
+                said = f"{example.where} has {size} tokens of prompt and answer, and {limit}."
+                raise UserError("example-too-long", f"{said} {way}, or set train.longer=drop.")
             if size <= self.most:
                 found.append(Row(len(found), example, prompt, answer))
         if len(found) < len(some):

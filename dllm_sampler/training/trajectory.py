@@ -59,7 +59,8 @@ class Trajectories:
             said = "this trace's scheduler replaced tokens or changed lengths. Use scheduler=fixed or threshold."
             raise UserError("trace-not-scorable", said)
         if self.copied and self.blocks is None:
-            raise UserError("option-missing", "this model's context is causal. Set blocks= to a length.")
+            said = "This model's context is causal. Set blocks= to the length of the blocks that were decoded."
+            raise UserError("option-missing", said)
 
     @cached_property
     def valid(self) -> Tensor:

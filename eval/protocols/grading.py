@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, short
 from dllm_sampler.eval.protocols import packages
 from dllm_sampler.eval.protocols.programs import passes
 from dllm_sampler.eval.protocols.prompts import Document, lm_eval_task, target
@@ -151,7 +151,9 @@ class _Minerva:
         found = json.loads(line)
         if "error" in found:
             raise UserError(
-                "example-invalid", f"The grader of MATH cannot read a solution: {found['error']}. Correct the data."
+                "example-invalid",
+                f"The grader of MATH failed ({found['error']}). Correct this solution in the data:"
+                f" {short(repr(row.get('solution', row.get('gold'))))}.",
             )
         return found
 

@@ -64,7 +64,7 @@ class MarkovChain:
     def drawn(states: int, length: int, concentration: float = 0.3, seed: int = 0) -> MarkovChain:
         """Draw rows from a Dirichlet law, the same on every machine. A small concentration makes them peaked."""
         rng = Random(f"chain/{states}/{concentration}/{seed}")
-        # No entry below 0.001: a chain has to be irreducible, and its log-probabilities of a size that averages.
+        # No entry below 0.001 / states: a chain must be irreducible, and its log-probabilities of a size that averages.
         weights = [[rng.gammavariate(concentration, 1) for _ in range(states)] for _ in range(states)]
         for row in weights:
             if not sum(row):  # too peaked for a float: all of it in one place

@@ -125,12 +125,15 @@ def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -
     if any(len(mark) != 1 or mark[0] in WORD for mark in prelex) or prelex[0] == prelex[1]:
         raise UserError(
             "grammar-invalid",
-            f"{name}: prelex is {prelex!r}. Set two different single bytes that are not letters or digits.",
+            f"{name}: prelex is {prelex!r}. Set two different ASCII characters that are not letters, digits or _.",
         )
-    if not skip or any(byte in WORD or bytes([byte]) in prelex for byte in skip):
+    if not skip:
+        raise UserError("grammar-invalid", f"{name}: prelex needs bytes to skip. Set at least one, as in %skip space.")
+    if wrong := [byte for byte in skip if byte in WORD or bytes([byte]) in prelex]:
         raise UserError(
             "grammar-invalid",
-            f"{name}: %skip is {bytes(sorted(skip))!r} under prelex. Set bytes that are not in words or marks.",
+            f"{name}: %skip has {bytes(sorted(wrong))!r}, which prelex takes for words or marks. Set other ASCII"
+            " characters than the two marks, letters, digits and _.",
         )
 
 
