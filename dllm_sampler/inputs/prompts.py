@@ -125,13 +125,16 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> l
     text = isinstance(prompt, str)
     if not text and not isinstance(prompt, Sequence):
         raise UserError("prompt-type", f"{name} is a {type(prompt).__name__}. Give text, token ids or messages.")
-    for at, message in () if text else enumerate(prompt, 1):
-        if not isinstance(message, Mapping):
-            raise UserError(
-                "prompt-type",
-                f"{name}: entry {at} is a {type(message).__name__}. Give token ids as Python integers (ids.tolist()),"
-                " or messages with 'role' and 'content'.",
-            )
+    entries = [] if text else list(prompt)
+    odd = [at for at, one in enumerate(entries, 1) if not isinstance(one, Mapping)]
+    if odd:
+        at = next((at for at in odd if not isinstance(entries[at - 1], int)), odd[0])
+        raise UserError(
+            "prompt-type",
+            f"{name}: entry {at} is a {type(entries[at - 1]).__name__}. Give token ids as Python integers"
+            " (ids.tolist()), or messages with 'role' and 'content'.",
+        )
+    for at, message in enumerate(entries, 1):
         if not {"role", "content"} <= message.keys():
             raise UserError("messages-invalid", f"{name}: message {at} lacks 'role' or 'content'. Give both.")
         if not isinstance(message["content"], str):

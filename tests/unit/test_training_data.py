@@ -190,7 +190,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         (["data=gone.jsonl"], "train.data=gone.jsonl (No such file or directory)"),
         (["data=conf.txt"], "train.data=conf.txt has another ending than .jsonl, .json,"),
         (["data={DATA}", "longer=drop", "max_length=3"], "longer=drop leaves no examples"),
-        (["data={DATA}", "max_length=5"], "tokens of prompt and answer, and there is room for 5"),
+        (["data={DATA}", "max_length=5"], "tokens of prompt and answer, and train.max_length is 5"),
         (
             ["data={DATA}", "padding=long"],
             "is 'long'. Set 'longest', 'block' or 'none', or a whole number",
