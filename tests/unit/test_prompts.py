@@ -74,7 +74,7 @@ def test_every_shape(given: Any, rows: list[list[int]], tokenizer: PreTrainedTok
         ({"role": "user", "content": "Ada"}, "prompt-type: prompt 1"),
         (["Ada", 3.5], "prompt-type: prompt 2"),
         ([5, "Ada"], "prompt-type: prompt 1, entry 2, str"),
-        ([torch.tensor(5), torch.tensor(6)], "prompt-type: prompt 1, entry 1, Tensor"),
+        ([[torch.tensor(5), torch.tensor(6)]], "prompt-type: prompt 1, entry 1, Tensor"),
         ([{"role": "user"}], "messages-invalid: prompt 1, 'role', 'content'"),
         ("copy: Zoe", "text-outside-vocabulary: prompt 1, 'Zoe'"),
     ],
