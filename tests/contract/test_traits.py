@@ -153,7 +153,7 @@ REFUSED: dict[type[Around], set[str]] = {
     Eoser: {"drafts", "ranks_by_confidence", "ChangingLength"},
     # Columns move under what it knows of them; counts over an answer have no meaning before its end is known.
     Lengthening: {"drafts", "revises", "ChangingLength", "HiddenMasks", "scope"},
-    RunAhead: OWN_INPUTS | {"drafts", "revises", "asks_block"},  # it looks ahead at fewer and fewer masks
+    RunAhead: OWN_INPUTS | {"drafts", "revises", "asks_block", "ChangingLength"},  # it looks ahead at fewer masks
     Forking: OWN_INPUTS | {"drafts", "revises", "asks_block", "ChangingLength"},  # it asks about forks of its own
     Choosing: {"drafts", "graph_safe"},  # each step is taken several times
     SoftValueGuided: OWN_INPUTS | {"revises", "asks_block"},  # candidates fill a block further and further
