@@ -96,7 +96,7 @@ def test_an_unknown_token_that_is_the_end_token_too(spec: ModelSpec) -> None:
         ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "messages-invalid: message 1"),
         ([*MESSAGES, {"role": "assistant", "content": None}], "messages-invalid: prompt 1, message 2"),
         ([{"role": "user"}], "messages-invalid: 'role', 'content'"),
-        (["copy", *MESSAGES], "messages-invalid: 'role', 'content'"),
+        (["copy", *MESSAGES], "prompt-type: entry 1, str"),
     ],
 )
 def test_no_messages(messages: Any, said: str, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec) -> None:
