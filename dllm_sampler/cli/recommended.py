@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dllm_sampler import config
 from dllm_sampler.cli.terminal import row
-from dllm_sampler.errors import unknown
+from dllm_sampler.errors import UserError
 
 NAME = "recommended"
 WORD = f"experiment={NAME}"
@@ -37,7 +37,11 @@ def expand(words: Sequence[str], default: str) -> list[str]:
     model, known = given.get("model", default), config.entry("experiment", NAME).settings["models"]
     same = (name for name in known if config.entry("model", name).settings["path"] == model)
     if not (found := entries(next(same, model))):
-        raise unknown(f"{WORD} for model", model, known)
+        raise UserError(
+            "choice-unknown",
+            f"{WORD} has no entry for model={model}. Use scheduler=threshold instead. For a checkpoint trained from one"
+            f" of {', '.join(known)}, write model=NAME model.path=FOLDER.",
+        )
     keys = [(word, word.partition("=")[0]) for word in found[0]["words"]]
     return [word for word, key in keys if key not in given and key.partition(".")[0] not in given] + typed
 
