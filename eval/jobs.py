@@ -133,7 +133,10 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The settings that identify this run, as a JSON object. Equal settings are the same run."""
+        """The identity of this run, as a JSON object. Jobs with equal identities are the same run.
+
+        It has the settings that change answers or times, and digests of the files that they name.
+        """
         given = asdict(self.options).items()
         said = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}
         if self.options.threads == options.AUTO:  # before it was written like this
@@ -145,7 +148,6 @@ class Job:
         later = [group for group, name in LATER_GROUPS.items() if self.choices.get(group, name) == name]
         plugins = {group: given for group, given in self.plugins.items() if group not in later}
         whole = {"task": task, "model": model, **plugins, "scheduler": scheduler, **said}
-        # The same settings are another run once the files that they name have changed.
         of_task = sources.digest(sources.files("task", self.task), self.built_task.content)
         if of_task is not None:
             task["content"] = of_task

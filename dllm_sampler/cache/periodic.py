@@ -61,7 +61,8 @@ class PeriodicPrefix(_Periodic, PrefixCache):
     filled the block. Here that forward is left out.
 
     Args:
-        every: narrow forwards from one refresh to the next. With None only opening blocks refresh.
+        every: narrow forwards, counted over all blocks, from one refresh of this kind to the next. With None only
+            opening blocks refresh.
     """
 
 
@@ -76,5 +77,6 @@ class PeriodicDual(_Periodic, DualCache):
     Source: dInfer, arXiv 2510.08666. See `PeriodicPrefix`.
 
     Args:
-        every: narrow forwards from one refresh to the next. With None only opening blocks refresh.
+        every: narrow forwards, counted over all blocks, from one refresh of this kind to the next. With None only
+            opening blocks refresh.
     """

@@ -20,11 +20,11 @@ class SubBlockCache(BlockCausalCache):
 
         computes   the part of the block that is decoded
         reuses     earlier blocks, and older keys and values of the other parts
-        refreshes  the block, until its part has a first token, and once it is full
+        refreshes  the block, when it opens, until the first position of its part is decoded, and when it is full
 
     Source: Fast-dLLM v2, arXiv 2509.26328 (`use_block_cache`). Earlier blocks are stored as by `block_causal`. The
-    whole block is computed by its first forward, until the first position of the part is known, and once it is full.
-    Keys of the block's other parts are stale in between, so answers may differ from those of `block_causal`. Blocks
+    whole block is computed by its first forward, while the first position of the decoded part is a mask, and once it
+    is full. Keys of the block's other parts are stale in between, so answers may differ from those of `block_causal`. Blocks
     that are not decoded in parts (`blocks.part`) are computed as by `block_causal`.
     """
 

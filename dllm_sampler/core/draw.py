@@ -121,9 +121,9 @@ class Draw:
         return self.head_rows.spread(_noised(choice, self._noise())[1])
 
     def law(self, logits: Tensor) -> Tensor:
-        """Return `[B, K, Q, V]` the softmax of the rewritten logits, in float32 or float64. Excludes a joint guide.
+        """Return `[B, K, Q, V]` the softmax of the rewritten logits, in float32 or float64.
 
-        Greedy choices have the same law.
+        A joint guide is not taken into account, and neither is that a choice without noise always takes the best token.
         """
         choice, _ = self._rewritten(self.head_rows.pick(logits))
         precise = torch.promote_types(choice.dtype, torch.float32)

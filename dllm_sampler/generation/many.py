@@ -76,7 +76,7 @@ def answers(
     else:
         if many.group > many.batch_size:
             counts = f"samples={asked.samples}" + f", particles.count={rows}" * (rows > 1)
-            raise too_small_error(many.batch_size, counts, many.group)
+            raise too_small_error(batch_size, counts, many.group)
         if isinstance(prompts, Sequence):
             many.fit()
         made = many.in_flight()

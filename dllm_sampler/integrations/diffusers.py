@@ -451,5 +451,6 @@ def check_json(group: str, plugin: Any) -> None:
     except TypeError:
         raise UserError(
             "plugin-not-saved",
-            f'{group}={plugin!r} cannot be saved. Give a dict with "name", or with "_target_" for a class of your own.',
+            f'{group}={plugin!r} cannot be saved as JSON. Give a dict with "name" (or "_target_" for a class of your'
+            " own), whose settings are numbers, texts, lists or dicts.",
         ) from None

@@ -88,15 +88,15 @@ class Trainable(nn.Module):
             named = str(model.get("path", model.get("name"))) if isinstance(model, Mapping) else str(model)
             settings = config.model(model)
             folder = loading.find(*(settings[name] for name in ("path", "revision", "trust_remote_code")))
-            unfit = [name for name in UNTRAINABLE if settings[name]] + ["adapter"] * has_adapter(folder)
+            unfit = [name for name in UNTRAINABLE if settings[name]]
             unfit += ["causal_context=false"] if settings["causal_context"] is False else []
-            if unfit:
-                said = f"train.model={named} has {unfit[0]}, for sampling only. Remove it, or merge an adapter."
-                raise UserError("option-not-applicable", said)
+            if unfit or has_adapter(folder):
+                said = f"{unfit[0]}, which is for sampling only. Remove it." if unfit else "an adapter. Merge it first."
+                raise UserError("option-not-applicable", f"train.model={named} has {said}")
             settings["dtype"] = dtype
             denoiser, tokenizer = loading.load(**settings, device=torch.device("cpu"))
         if tokenizer is None:
-            said = f"train.model={named} has no tokenizer. Add its files, or give it as processing_class."
+            said = f"train.model={named} has no tokenizer. Add its files, or give Sampler(..., tokenizer=TOKENIZER)."
             raise UserError("tokenizer-missing", said)
         if not uniform and denoiser.spec.mask_id is None:
             raise UserError("mask-token-missing", f"train.model={named} has no mask token. Use train=sft.")

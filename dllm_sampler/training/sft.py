@@ -76,7 +76,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
             if size > self.most and self.args.longer == "refuse":
                 limit, way = f"train.max_length is {self.most}", "Raise it"
                 if self.most == self.trained.spec.max_positions:
-                    limit, way = f"the model's context is {self.most}", "Shorten it"
+                    limit, way = f"the model's context is {self.most}", "Shorten the example"
                 said = f"{example.where} has {size} tokens of prompt and answer, and {limit}."
                 raise UserError("example-too-long", f"{said} {way}, or set train.longer=drop.")
             if size <= self.most:

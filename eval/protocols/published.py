@@ -94,7 +94,7 @@ def parse(text: str) -> list[Figure]:
         if wrong or key in seen:
             raise UserError(
                 "file-invalid",
-                f"published.csv, line {number}: {wrong or 'the row is a duplicate'}. Correct or remove the row.",
+                f"line {number}: {wrong or 'the row is a duplicate'}. Correct or remove the row.",
             )
         seen.add(key)
         numbers = {name: float(row[name]) if row[name] else None for name in NUMBERS}

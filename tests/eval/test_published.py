@@ -127,11 +127,11 @@ def test_the_table_has_its_schema(capsys) -> None:
     ("old", "new", "refusal"),
     [
         ("model,method", "modell,method", "file-invalid: columns"),
-        (",ar,gsm8k", ",arr,gsm8k", "file-invalid: published.csv, line 2, arr"),
-        ("74.1", "741", "file-invalid: published.csv, line 2, accuracy"),
-        ("74.1", "about 74", "file-invalid: published.csv, line 2, accuracy, about 74"),
-        ("Qwen2.5-7B-Instruct", "", "file-invalid: published.csv, line 2, model"),
-        (",0,256,", ",none,256,", "file-invalid: published.csv, line 2, shots"),
+        (",ar,gsm8k", ",arr,gsm8k", "file-invalid: line 2, arr"),
+        ("74.1", "741", "file-invalid: line 2, accuracy"),
+        ("74.1", "about 74", "file-invalid: line 2, accuracy, about 74"),
+        ("Qwen2.5-7B-Instruct", "", "file-invalid: line 2, model"),
+        (",0,256,", ",none,256,", "file-invalid: line 2, shots"),
     ],
 )
 def test_a_damaged_table_is_named_with_its_line(old, new, refusal) -> None:
@@ -142,7 +142,7 @@ def test_a_damaged_table_is_named_with_its_line(old, new, refusal) -> None:
 
 def test_a_row_twice_is_named() -> None:
     head, first, *_ = TABLE.read_text(encoding="utf-8").splitlines()
-    with refused("file-invalid: published.csv, line 3"):
+    with refused("file-invalid: line 3"):
         published.parse("\n".join([head, first, first]))
 
 

@@ -199,7 +199,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         (["data={DATA}", "weight=t"], "weight is 't'. Set 'inverse' or 'none'"),
         (["data={DATA}", "dtype=bfloat16"], "dtype=bfloat16 rounds"),
         (["data={DATA}", "dtype=half"], "dtype is 'half'. Set 'float32', 'float64' or 'bfloat16'"),
-        (["data={DATA}", "model={path: MODEL, quantize: int8}"], "has quantize, for sampling only"),
+        (["data={DATA}", "model={path: MODEL, quantize: int8}"], "has quantize, which is for sampling only"),
         (["tasks={cpy: 1}"], "unknown task 'cpy'"),
         (["tasks={copy: 1}"], "lacks mini's tokenizer"),
         (["data={DATA}", "evaluation={scheduler: treshold}"], "did you mean 'threshold'"),

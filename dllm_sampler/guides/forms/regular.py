@@ -121,7 +121,8 @@ class Form(Guide):
         if len(given) < least:
             raise UserError(
                 "form-impossible",
-                f"{name}: {self._name(form)} needs {least} tokens. Raise max_new_tokens={len(given)}.",
+                f"{name}: {self._name(form)} needs at least {least} tokens, and the answer has {len(given)}. Raise"
+                " max_new_tokens, or lengthen a gap of the infill.",
             )
         if any(token != FREE for token in given) and not completable(self.automata[form], given, self.end_ids):
             raise UserError(

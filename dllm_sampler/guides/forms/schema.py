@@ -122,7 +122,10 @@ def _has(value: Any, shape: str) -> bool:
 
 
 def check_schema(schema: Any, name: str = OPTION) -> None:
-    """Refuse the first keyword that a regular expression would not enforce. `name` is the schema's name in errors."""
+    """Refuse a schema that is malformed or contradicts itself, or a keyword that an expression would not enforce.
+
+    The error names the first problem. `name` is the schema's name in it.
+    """
     if not isinstance(schema, Mapping):
         said = json.dumps(schema)[:200]
         raise UserError("form-invalid", f'{name} has {said}. Give an object, for example {{"type": "integer"}}.')
@@ -168,7 +171,8 @@ def check_schema(schema: Any, name: str = OPTION) -> None:
     elif odd:
         why = f"the property {odd[0]!r}, whose name has signs that JSON escapes. Rename it."
     elif isinstance(pattern, str) and LOOSE.search(pattern):
-        why = f"the pattern {pattern!r}. Use only letters, digits, sets of them, groups and counts."
+        sign = LOOSE.search(pattern)[0]  # pyright: ignore[reportOptionalSubscript]
+        why = f'the pattern {pattern!r} with the sign {sign}. Write it without | . " \\ ^ $, for example [0-9] for \\d.'
     elif isinstance(pattern, str) and (error := _error(pattern)):
         why = f"a `pattern`, and {error}"
     elif schema.get("format", "date") not in FORMATS:

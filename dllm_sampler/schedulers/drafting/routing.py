@@ -154,5 +154,5 @@ class Routing:
 
 
 def _total(values: Tensor, where: Tensor) -> Tensor:
-    """Return `[B]` the sum of `values [B, Q]` at `where`. Added in order, so that later zeros change no bit."""
+    """Return `[B]` the sum of `values [B, Q]` at `where`. On the CPU later zeros change no bit: it adds in order."""
     return values.masked_fill(~where, 0).cumsum(1)[:, -1]
