@@ -24,8 +24,8 @@ class SubBlockCache(BlockCausalCache):
 
     Source: Fast-dLLM v2, arXiv 2509.26328 (`use_block_cache`). Earlier blocks are stored as by `block_causal`. The
     whole block is computed by its first forward, while the first position of the decoded part is a mask, and once it
-    is full. Keys of the block's other parts are stale in between, so answers may differ from those of `block_causal`. Blocks
-    that are not decoded in parts (`blocks.part`) are computed as by `block_causal`.
+    is full. Keys of the block's other parts are stale in between, so answers may differ from those of `block_causal`.
+    Blocks that are not decoded in parts (`blocks.part`) are computed as by `block_causal`.
     """
 
     keeps_noise: ClassVar[bool] = True
