@@ -214,6 +214,20 @@ def records(lines: Iterable[str], name: str) -> list[tuple[str, Any]]:
     return [(f"{name} line {number}", _json(line, f"{name} line {number}")) for number, line in _numbered(lines, name)]
 
 
+def file_records(option: str, file: str) -> list[tuple[str, Any]]:
+    """Return the `records` of a file that the setting `option` names.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not JSON.
+    """
+    try:
+        with expanded(option, file).open(encoding="utf-8") as lines:
+            return records(lines, file)
+    except OSError as error:
+        text = f"Cannot read {option}={file} ({error.strerror}). Correct the path."
+        raise UserError("file-unreadable", text) from None
+
+
 def _numbered(lines: Iterable[str], name: str) -> list[tuple[int, str]]:
     try:
         return [(number, line) for number, line in enumerate(_unmarked(lines), 1) if line.strip()]

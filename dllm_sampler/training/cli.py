@@ -77,8 +77,7 @@ class Command:
     model: name, folder or hub id, or a dict with further settings of a model (`path`, `mask_id` ...)
     data: your own examples (docs/training.md); where its path is null, mini's tasks
     tasks: share of each of mini's tasks among the prompts
-    held_out: examples that no training uses, to measure on. None chooses a tenth of `data`, or of mini's tasks a number
-        that depends on the trainer
+    held_out: examples to measure on. None chooses a tenth of `data`, or as many of mini's tasks as the trainer says
     lora: fields of peft's `LoraConfig`, of adapters on the linear layers. With None all weights learn
     rewards: weight of each reward, which is a name or `package.module:function` in TRL's form
     prompts: examples that are answered before training; null: all
@@ -160,11 +159,7 @@ class Command:
         threads.choose(self.threads, threads.parameters(networks), str(device))
 
     def examples(self, args: Any, answers: bool, most: int, count: int | None = None) -> tuple[list[Any], list[Any]]:
-        """Return examples to learn from and to measure on, of the data or of mini's tasks.
-
-        answers, most: see `Data.load`
-        count: examples of mini's tasks. None chooses as many as the steps take
-        """
+        """Return examples to learn from and to measure on, of the data, or `count` of mini's tasks: see `Data.load`."""
         if self.source.path is not None:
             train, held = self.source.load(args.seed, self.held_out, answers, most)
             return train[: self.prompts], held
@@ -289,11 +284,7 @@ def _help(name: str) -> None:
 
 
 def _as_hydra(word: str) -> list[str]:
-    """Return overrides by which Hydra reads a word as it is meant.
-
-    Paths and names are taken to the letter. `train.data=FILE` is short for `train.data.path=FILE`, and
-    `train.FIELD={...}` replaces a mapping, where Hydra would merge both.
-    """
+    """Return overrides by which Hydra reads paths to the letter, and replaces a mapping where it would merge both."""
     key, _, value = word.partition("=")
     if key == "train.rewards":  # names of functions have colons, which Hydra takes for those of a mapping
         word = re.sub(r"(?<=\w):(?=[^\W\d])", r"\:", word)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -118,10 +117,9 @@ class Data:
     def load(
         self, seed: int, held_out: int | None, answers: bool, most: int = 64
     ) -> tuple[list[Example], list[Example]]:
-        """Read all examples, and return those to learn from and those to measure on.
+        """Read all examples, which must have `answers`, and return those to learn from and those to measure on.
 
         held_out: examples to measure on. None chooses a tenth of the examples, or all of `test`, but at most `most`
-        answers: each example must have an answer
         """
         assert self.path is not None
         metric, held = Metric("train.data.metric", self.metric), list[Example]()
@@ -151,18 +149,16 @@ class Data:
         if file.is_file() and not _is_file(path):
             endings = ", ".join((*JSON, *TABLES))
             raise UserError("file-name", f"{option}={path} has another ending than {endings}. Rename or convert it.")
-        try:
-            if file.suffix in JSON:
-                with file.open(encoding="utf-8") as opened:
-                    lines = inputs.records(opened, path)
-            else:
+        if file.suffix in JSON:
+            lines = inputs.file_records(option, path)
+        else:
+            try:
                 lines = [(f"{path} {split} example {i}", row) for i, row in enumerate(self._table(file, split), 1)]
-        except UserError:
-            raise
-        except Exception as error:  # whatever datasets, the network or the disk raise
-            reason = getattr(error, "strerror", None) or first_line(error)
-            named = path if _is_file(path) else f"{path}, split {split}"
-            raise UserError("file-unreadable", f"Cannot read {option}={named} ({reason}). Check the path.") from None
+            except Exception as error:  # whatever datasets, the network or the disk raise
+                reason = getattr(error, "strerror", None) or first_line(error)
+                named = path if _is_file(path) else f"{path}, split {split}"
+                said = f"Cannot read {option}={named} ({reason}). Correct the path."
+                raise UserError("file-unreadable", said) from None
         if not lines:
             raise UserError("nothing-to-learn", f"{option}={path} has no examples. Name another file or split.")
         return [self.example(where, line, answers) for where, line in lines]
@@ -209,7 +205,6 @@ class Data:
 
 
 def _is_file(path: str) -> bool:
-    """Return True if a path names a file of lines or a table, and no data set."""
     return Path(path).suffix in (*JSON, *TABLES)
 
 
@@ -224,13 +219,9 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     spec: ModelSpec
 
-    @cached_property
-    def _reads_tasks(self) -> bool:
-        return self.tokenizer.get_vocab() == vocabulary()
-
     def prompt(self, example: Example, new_tokens: int | None) -> list[int]:
         """Return the tokens of a prompt that leaves room for `new_tokens`. With None it may be of any length."""
-        if example.task and not self._reads_tasks:
+        if example.task and self.tokenizer.get_vocab() != vocabulary():
             said = "train.tasks are mini's, and this model lacks mini's tokenizer. Set train.data=FILE.jsonl."
             raise UserError("tokenizer-differs", said)
         spec = replace(self.spec, max_positions=sys.maxsize) if new_tokens is None else self.spec

@@ -24,10 +24,7 @@ from dllm_sampler.training.trainer import ANSWERS, Count, DiffusionConfig, Posit
 
 
 def refine_masks(rows: Rows, dice: Dice, longest: int, alpha: float) -> Masks:
-    """Return the masks of stage II: the last R tokens of an answer, the i-th with weight alpha^(R-i), i = 1..R.
-
-    R is uniform on 1..longest, and at most the answer's length.
-    """
+    """Return the masks of stage II: an answer's last R tokens, R uniform on 1..longest, the i-th weighs alpha^(R-i)."""
     drawn = 1 + (dice.one() * longest).long()[:, None]
     after = rows.answer.flip(1).cumsum(1).flip(1) - 1  # R - i of the last R tokens
     hidden = rows.answer & (after < drawn)
@@ -35,12 +32,9 @@ def refine_masks(rows: Rows, dice: Dice, longest: int, alpha: float) -> Masks:
 
 
 def stage_loss(network: nn.Module, rows: Rows, masks: Masks, spec: ModelSpec) -> Tensor:
-    """Return the weighted nats of the masked tokens.
-
-    A block-causal drafter sees the masks of earlier blocks, too, since a draft masks several blocks at once.
-    """
+    """Return the weighted nats of the masked tokens."""
     one = chunk(rows, masks.hidden, masks.hidden, replace(spec, attention="bidirectional", seeds=False))
-    if spec.attention == "block_causal":
+    if spec.attention == "block_causal":  # sees the masks of earlier blocks too: a draft masks several at once
         assert spec.block_length is not None
         seen = block_causal(one.positions, one.positions, spec.block_length)
         one = replace(one, keys=one.keys[:, None] & seen)
@@ -76,9 +70,8 @@ class DeerConfig(MaskedDiffusionConfig):
 class DeerTrainer(MaskedDiffusionTrainer):
     """A stage of the alignment of a drafter, on a target's answers to prompts.
 
-    Answers are cut at a random token, with a separator after the cut. An answer is followed by as many end tokens as a
-    draft may reach past it, and the cut may be among these. Stage I has the loss of masked diffusion with weight 1/t,
-    and stage II the masks of `refine_masks`. Learning rate, batch, range of t and separator are not published.
+    An answer with the end tokens that a draft may reach is cut at a random token. Stage I has the loss of masked
+    diffusion, stage II the masks of `refine_masks`. Learning rate, batch, range of t and separator are not published.
     """
 
     config: ClassVar[type[DiffusionConfig]] = DeerConfig
@@ -105,7 +98,6 @@ class DeerTrainer(MaskedDiffusionTrainer):
         return stage_loss(model, rows, masks, spec)
 
     def _cut(self, row: Row, place: float) -> list[int]:
-        """Return an answer with its end tokens, cut at a `place` from 0 to 1, and the separator."""
         spec = self.trained.spec
         room = spec.max_positions - len(row.prompt) - len(self._after)
         tail = self.args.draft_length - 1 if row.answer[-1] in spec.eos_ids else 0
@@ -140,9 +132,8 @@ class DeerTrainer(MaskedDiffusionTrainer):
             return found
 
         pairs = collected(file, prompts[: args.answers], answer)
-        model, more = line.model, dict[str, Any]()
-        if isinstance(model, Mapping):
-            more = {name: value for name, value in model.items() if name != "name"}
+        model = line.model
+        more = {key: value for key, value in model.items() if key != "name"} if isinstance(model, Mapping) else {}
         stages = ("distill", "distilled", args.distill_steps), ("refine", "drafter", args.refine_steps)
         for stage, name, steps in stages:
             place = folder / name

@@ -1,11 +1,7 @@
 """Certainty-forcing distillation: a model learns to be sure of many tokens at once (dParallel, arXiv 2509.26488).
 
-Of each answer one block is active: what is before it is kept, and what is after it is masked. A random part of the
-block is masked in one sample and the rest in a second one. The loss of a sample is the mean cross-entropy of its masked
-tokens, plus a multiple of the mean entropy of the correct predictions among them.
-
-The published code writes the mask of one row over all rows of its batch and so needs batches of one; here rows are
-independent. If the answer ends with a block, the published draw of the block may be empty; here it is not.
+The published code writes the mask of one row over all rows of its batch, so it needs batches of one; here rows are
+independent. Its draw of a block may be empty if the answer ends with a block; here it is not.
 """
 
 from __future__ import annotations
@@ -29,8 +25,7 @@ FIGURES = ("cross_entropy", "entropy", "right_masks")  # of `certainty_loss`
 def split(rows: Rows, size: int, ratio: float, dice: Dice, *, aligned: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one of each row's blocks of `size`; return its two parts, and the columns after it, `[B, L] bool` each.
 
-    ratio: share of the first part, drawn for each token by itself
-    aligned: count blocks from the row's first token, as block-causal models do; else from the answer's
+    A token is in the first part with probability `ratio`. Blocks begin with the answer, or with the row if `aligned`.
     """
     origin = rows.prompt - rows.prompt % size if aligned else rows.prompt
     blocks = (rows.length - origin + size - 1).div(size, rounding_mode="floor").clamp(min=1)
@@ -91,9 +86,10 @@ class DistillConfig(DiffusionConfig):
 
 
 class DistillTrainer(DiffusionTrainer):
-    """Trains a model on its own answers, so that it predicts with certainty what it predicts rightly anyway.
+    """Trains a model on its own answers, which are sampled before training and stored in `answers.json`.
 
-    The answers are sampled before training and kept in `answers.json`. A run that resumes learns from the same ones.
+    One block of an answer is active: what is before it is clean, and what is after it is masked. A random part of the
+    block is masked in one sample, and the rest in a second one. The entropy of correct predictions adds to the loss.
     """
 
     config: ClassVar[type[DiffusionConfig]] = DistillConfig
@@ -101,8 +97,8 @@ class DistillTrainer(DiffusionTrainer):
 
     def prepare(self) -> None:
         """Check the length of the active block."""
-        spec, size = self.trained.spec, self.trained.spec.block_length
-        if spec.attention == "block_causal" and self.args.block_length != size:
+        size = self.trained.spec.block_length
+        if self.trained.spec.attention == "block_causal" and self.args.block_length != size:
             said = f"train.model={self.trained.named} needs block_length={size}. Set train.block_length={size}."
             raise UserError("model-not-trainable", said)
 
@@ -116,7 +112,6 @@ class DistillTrainer(DiffusionTrainer):
         return super().train(*given, **named)
 
     def _answer(self, rows: list[Row], seeds: range) -> list[Any]:
-        """Return (prompt, answer) in tokens for each row, or None if the answer is not learned from."""
         self._move_model_to_device(self.trained, self.args.device)
         answers = self.answered(self.sampler(**self.args.teacher), [row.example.prompt for row in rows], [*seeds])
         found = []

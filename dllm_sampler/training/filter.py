@@ -1,7 +1,4 @@
-"""The trainer of a Learn2PD filter (arXiv 2509.25188), which tells which predictions of a model are already final.
-
-It learns from the model's own answers, replayed to see when each token was final.
-"""
+"""The trainer of a Learn2PD filter (arXiv 2509.25188), which learns which predictions of a model are already final."""
 
 from __future__ import annotations
 
@@ -55,8 +52,7 @@ class Records(NamedTuple):
 class Replay(Scheduler):
     """A scheduler that decodes towards a known answer: it commits every candidate that is right, and keeps records.
 
-    If no new candidate is right, the rest of the block is written from the answer. The published procedure makes one
-    more forward there, with the same predictions.
+    If none is right, it writes the rest of the block. The published procedure repeats the same forward before that.
     """
 
     answer: Tensor  # [B, N] the reference of each row of the batch
@@ -86,10 +82,7 @@ class Replay(Scheduler):
 def collect(
     reference: Sampler, prompts: Sequence[Prompt], new_tokens: int, size: int, batch: int, folder: Path
 ) -> Records:
-    """Return the records of some prompts. Each batch has a file in the folder, which is read if it exists.
-
-    The processes share the batches of `batch` prompts. `reference` decodes one token per step, in blocks of `size`.
-    """
+    """Return the records of some prompts. Each batch has a file in the folder, which is read if it exists."""
     state, names = PartialState(), [folder / f"{first}+{batch}.safetensors" for first in range(0, len(prompts), batch)]
     for at in tqdm(range(state.process_index, len(names), state.num_processes), folder.name, disable=None):
         if not names[at].exists():
@@ -101,7 +94,7 @@ def collect(
 
 
 def replay(reference: Sampler, prompts: list[Prompt], new_tokens: int, size: int) -> Records:
-    """Decode answers one token per step, decode again towards them by `Replay`, and return the records of that."""
+    """Decode answers by `reference`, decode again towards them by `Replay` in blocks of `size`; return the records."""
     trace = reference.generate(prompts, max_new_tokens=new_tokens).trace
     towards = Replay(trace.ids[:, trace.origin :].to(reference.device), size)
     Sampler(
@@ -203,10 +196,7 @@ class FilterTrainer(Trainer):
 
 
 def loss(said: Tensor, records: Records, committed: bool, caution: float) -> Tensor:
-    """Return the mean cross-entropy of a filter's logits `said [R, N]`. A position that is not final weighs `caution`.
-
-    committed: positions that were already committed count, too
-    """
+    """Return the mean cross-entropy of logits `said [R, N]`: of open positions, or also of those `committed`."""
     counts = (records.there if committed else records.open).to(records.known)
     counts = torch.where(records.final, counts, caution * counts)
     each = binary_cross_entropy_with_logits(said, records.final.to(said), reduction="none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
@@ -72,8 +72,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
     """Samples answers to each prompt, and makes those more likely that are better than their group's mean.
 
     The loss is the mean over a transition's tokens, then over a sample's transitions, then over the samples. The
-    official code of CJ-GRPO pools the tokens of all samples of a micro-batch instead, which depends on the batch.
-    Probabilities are those of the model itself, without temperature, guide or cache.
+    official code of CJ-GRPO pools the tokens of a micro-batch instead, which depends on the batch.
 
     reward_funcs: functions in TRL's form, or names: see `rewards.find`
     reward_weights: of each. With None each counts 1
@@ -84,14 +83,9 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
     answers: ClassVar[bool] = False  # rewards may do without
 
     def __init__(
-        self,
-        model: Any,
-        reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]],
-        args: TrajectoryGRPOConfig | None = None,
-        *given: Any,
-        reward_weights: Sequence[float] | None = None,
-        **named: Any,
-    ):
+        self, model: Any, reward_funcs: rewards.Functions, args: TrajectoryGRPOConfig | None = None, *given: Any,
+        reward_weights: Sequence[float] | None = None, **named: Any,
+    ):  # fmt: skip
         listed = [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else [*reward_funcs]
         weights = [1.0] * len(listed) if reward_weights is None else reward_weights
         if len(weights) != len(listed):
@@ -125,7 +119,6 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         check(self.sampler(**self.args.rollout))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        """Return the rows in their order, which is that of the steps."""
         return SequentialSampler(self.train_dataset)  # pyright: ignore[reportArgumentType]
 
     def _stream(self, size: int) -> Iterator[Row]:
@@ -172,7 +165,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         return total
 
     def _roll_out(self, model: nn.Module, some: list[Row]) -> tuple[Trace, list[tuple[Trajectories, Goal]]]:
-        """Answer and judge prompts; return the trace, and what each update scores and minimises."""
+        """Answer and judge prompts; return the trace, and the view and the goal of each update."""
         args, group = self.args, self.args.num_generations
         examples, key = [row.example for row in some], tuple(row.number for row in some)
         seeds = [Random(self.seed_of("rollout", row.number, at)).getrandbits(48) for row in some for at in range(group)]
@@ -181,7 +174,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         ids = [row[:length] for row, length in zip(result.tokens.tolist(), result.lengths.tolist(), strict=True)]
         columns: dict[str, list[Any]] = {"completion_ids": ids} | columns_of(repeated)
         scores = rewards.judge(self._rewards, [one.prompt for one in repeated], result.texts or [], columns)
-        advantage = policy.advantages(scores.total, group, args.scale_rewards)
+        advantage = policy.advantages(scores[0], group, args.scale_rewards)
         views = [self._view(result, key, update) for update in range(args.num_iterations)]
         self._report(scores, advantage, result, views[0])
         # A single update starts at the policy that sampled: its ratios are 1, and what made them is the graph itself.
@@ -189,7 +182,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         if args.beta:
             with self.reference.applied() if self.trained.adapter is None else self.trained.without_adapters():
                 reference = self._score(model, views)
-        there = (~scores.total.isnan()).double()
+        there = (~scores[0].isnan()).double()
         share = (there / there.sum().clamp(min=1))[:, None]  # [N, 1]
         nothing = [None] * len(views)
         each = zip(views, old or nothing, reference or nothing, strict=True)
@@ -220,26 +213,18 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         return replace(view, single=True, blank=blank)
 
     def _report(self, scores: rewards.Scores, advantage: Tensor, result: Result, view: Trajectories) -> None:
-        """Note figures of the answers, and report rewards that failed."""
-        step, there, entropy = self.state.global_step + 1, ~scores.total.isnan(), result.trace.entropy
+        total, means, troubles = scores
+        there, entropy = ~total.isnan(), result.trace.entropy
         assert entropy is not None
-        for trouble in scores.troubles:
-            say(f"step {step}: {trouble}")
+        for trouble in troubles:
+            say(f"step {self.state.global_step + 1}: {trouble}")
         self._unscored = 0 if any(gather_object([bool(there.any())])) else self._unscored + 1
         if self._unscored == PATIENCE:
             said = "Rewards failed, were not finite, or were None for every answer. Correct train.rewards."
             raise UserError("nothing-to-learn", f"No answer in {PATIENCE} steps had a score. {said}")
-        flat = (advantage.view(-1, self.args.num_generations) == 0).all(1)
-        known = scores.total[there]
-        self.note(
-            {
-                "reward": float(known.mean()),  # NaN if there is none
-                **{f"reward/{name}": mean for name, mean in scores.means.items()},
-                "unscored": int((~there).sum()),
-                "equal_groups": float(flat.double().mean()),
-                "distinct": policy.distinct(result, self.args.num_generations),
-                "entropy": float(entropy[view.valid].double().mean()),
-                "rollout_nfe": float(result.nfe.double().mean()),
-                "rollout_tokens": float(result.lengths.double().mean()),
-            }
-        )
+        equal = (advantage.view(-1, self.args.num_generations) == 0).all(1)
+        self.note({"reward": total[there].mean(), **{f"reward/{name}": mean for name, mean in means.items()}})
+        self.note({"unscored": (~there).sum(), "equal_groups": equal.double().mean()})
+        self.note({"distinct": policy.distinct(result, self.args.num_generations)})
+        self.note({"entropy": entropy[view.valid].double().mean()})
+        self.note({"rollout_nfe": result.nfe.double().mean(), "rollout_tokens": result.lengths.double().mean()})

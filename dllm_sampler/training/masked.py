@@ -1,10 +1,7 @@
-"""The forward that predicts hidden tokens, and the loss of masked diffusion: which are hidden, and their weights.
+"""The forward that predicts hidden tokens, and the loss of masked diffusion: B rows of L columns.
 
-A bidirectional model sees the prompt and a masked answer, with one mask ratio t for the whole answer (LLaDA, arXiv
-2502.09992). A model that works block by block has a ratio for each block. It predicts a block from the clean blocks
-before it (block diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303).
-
-Letters: B rows, L columns.
+A bidirectional model has one mask ratio t for an answer (LLaDA, arXiv 2502.09992). Others have one for each block. They
+predict a block from the clean blocks before it (block diffusion, arXiv 2503.09573; SDAR, arXiv 2510.06303).
 """
 
 from __future__ import annotations
@@ -13,12 +10,13 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.rnn import pad_sequence
 
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import is_real
@@ -53,10 +51,7 @@ class Chunk:
     def of(
         spec: ModelSpec, ids: Tensor, noisy: Tensor, asked: Tensor, positions: Tensor, keys: Tensor, copy: Copy = None
     ) -> Chunk:
-        """Return the forward that predicts the tokens `asked [n, L] bool` of `ids [n, L]` from `noisy [n, L]`.
-
-        copy: of a model that sees the blocks before a noisy one clean
-        """
+        """Return the forward that predicts the tokens `asked [n, L] bool` of `ids [n, L]` from `noisy [n, L]`."""
         assert spec.mask_id is not None
         width = ids.shape[1]
         columns = select.columns(F.pad(asked, (0, 1)), max(1, int(asked.sum(1).max())))  # [n, Q]
@@ -116,8 +111,7 @@ class Chunk:
     def score(self, model: nn.Module | Denoiser) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of the predictions, `[n, Q]` each, 0 where not `there`.
 
-        They are untempered and without the mask token, as the sampler records them. A model in train mode with dropout
-        causes a warning, since its scores are random.
+        They are untempered and without the mask token, as the sampler records them.
         """
         model = scorable(model)
         if isinstance(model, nn.Module):
@@ -135,13 +129,9 @@ def _warn_of_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules() if model.training else ():
         shares = [value for key, value in vars(module).items() if "dropout" in key and is_real(value)]
         if module.training and max([module.p] if isinstance(module, _DropoutNd) else shares, default=0) > 0:
-            warnings.warn(
-                f"The scored model is in train mode with dropout ({name}), so its log-probabilities are random, and not"
-                " the recorded ones. Call model.eval() first, or set dropout to 0.",
-                RandomScoreWarning,
-                stacklevel=3,
-            )
-            return
+            said = f"The scored model is in train mode with dropout ({name}), so its log-probabilities are random."
+            said += " Call model.eval() first, or set dropout to 0."
+            return warnings.warn(said, RandomScoreWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -175,9 +165,9 @@ class Rows:
 
 def collate(pairs: Sequence[Pair], pad: int) -> Rows:
     """Return (prompt, answer) pairs as a batch, padded with the token `pad`."""
-    lengths = [len(prompt) + len(answer) for prompt, answer in pairs]
-    ids = [[*prompt, *answer, *[pad] * (max(lengths) - len(prompt) - len(answer))] for prompt, answer in pairs]
-    return Rows(torch.tensor(ids), torch.tensor([len(prompt) for prompt, _ in pairs]), torch.tensor(lengths))
+    ids = [torch.tensor([*prompt, *answer]) for prompt, answer in pairs]
+    prompts, lengths = torch.tensor([len(prompt) for prompt, _ in pairs]), torch.tensor([*map(len, ids)])
+    return Rows(pad_sequence(ids, batch_first=True, padding_value=pad), prompts, lengths)
 
 
 class Dice:
@@ -198,12 +188,11 @@ class Dice:
         return self.uniform(torch.ones(len(self._rows), dtype=torch.long), 1)[:, 0]
 
 
-@dataclass(frozen=True)
-class Masks:
+class Masks(NamedTuple):
     """The hidden tokens of some rows, and their weights in the loss."""
 
     hidden: Tensor  # [B, L] bool
-    weight: Tensor  # [B, L] float64, 0 where nothing is hidden
+    weight: Tensor  # [B, L] float64, 0 if not hidden; means over an answer, the rows and the draws are in it
 
 
 def weighted(network: nn.Module, one: Chunk, weight: Tensor, spec: ModelSpec) -> Tensor:
@@ -214,10 +203,7 @@ def weighted(network: nn.Module, one: Chunk, weight: Tensor, spec: ModelSpec) ->
 
 
 def blocks(rows: Rows, spec: ModelSpec) -> Tensor | None:
-    """Return `[B, L]` the block of each column, from the row's first token on. Returns None for a bidirectional model.
-
-    In a causal context blocks begin with the answer, and the prompt has -1.
-    """
+    """Return `[B, L]` the block of each column, -1 for the prompt of a causal context. None: a bidirectional model."""
     if spec.attention == "bidirectional":
         return None
     if spec.block_length is None:
@@ -233,10 +219,8 @@ def draw(
 ) -> list[Masks]:
     """Hide tokens of the answers, each by itself with probability p = (1 - floor) t + floor, t uniform on [0, 1].
 
-    A token's weight is divided by the length of its answer, the number of rows, and the number of draws.
-
     block: `[B, L]` of each column; each block has a ratio t. None gives each row one
-    complementary: draw a second time, and hide the rest of the answer; p then ends at 1 - floor
+    complementary: hide the rest of the answer in a second draw; p then ends at 1 - floor
     inverse: a token counts 1/p, so that the loss is a bound of the negative log-likelihood; else 1
     """
     width = rows.ids.shape[1]
@@ -262,11 +246,9 @@ def chunk(rows: Rows, hidden: Tensor, asked: Tensor, spec: ModelSpec) -> Chunk:
 
 
 def padded(pairs: Sequence[Pair], spec: ModelSpec, padding: str | int, most: int) -> Rows:
-    """Return a batch of pairs, with end tokens after their answers, which are learned like them.
+    """Return a batch of pairs, with end tokens after their answers, but at most `most` columns a row.
 
-    padding: `longest` makes all rows as long as the longest of them (LLaDA). `block` fills a row's last block. `none`
-        adds nothing. A number is the length of each answer
-    most: columns of a row
+    padding: `longest` fills up to the longest row (LLaDA), `block` the last block; a number is the length of answers
     """
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
     own = spec.attention == "causal_context" or spec.encoder  # blocks begin with the answer
@@ -288,7 +270,7 @@ class MaskedLoss:
     """The loss of masked diffusion, or of block diffusion."""
 
     spec: ModelSpec
-    complementary: bool  # and `inverse`: see `draw`
+    complementary: bool  # see `draw`
     inverse: bool
 
     def __call__(self, network: nn.Module, rows: Rows, dice: Dice) -> Tensor:
@@ -296,5 +278,5 @@ class MaskedLoss:
         block = blocks(rows, self.spec)
         draws = draw(rows, block, dice, complementary=self.complementary, inverse=self.inverse)
         rows = rows.some(torch.arange(len(rows.ids)).repeat(len(draws)))
-        hidden, weight = (torch.cat(each) for each in zip(*((one.hidden, one.weight) for one in draws), strict=True))
+        hidden, weight = map(torch.cat, zip(*draws, strict=True))
         return weighted(network, chunk(rows, hidden, hidden, self.spec), weight, self.spec)

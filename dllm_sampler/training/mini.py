@@ -32,8 +32,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_
 def corrupt(batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return the masked tokens, bool `[B, L]`, and their weight in each row, `[B, 1]`.
 
-    Each response of R tokens loses exactly k of them, k uniform on 1..R and stratified over the batch, at weight R/k:
-    the likelihood bound of LLaDA (arXiv 2502.09992, its equation 14) with less variance than a coin for every token.
+    Of R tokens k are masked at weight R/k, k uniform on 1..R, stratified over the batch (arXiv 2502.09992, eq. 14).
     """
     rows, total = batch.ids.shape
     responses = total - batch.prompts  # [B]

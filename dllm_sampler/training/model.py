@@ -38,12 +38,8 @@ UNTRAINABLE = ("quantize", "device_map", "cfg_scale", "adapter")  # settings of 
 class Trainable(nn.Module):
     """A network in training, called as a `Transformer` is: `(ids, positions=, keys=, rows=)` to logits.
 
-    `inner` is the network as its checkpoint has it, and `adapter` the model of peft around it, or None.
-
-    denoiser: samples from the network as it is now
-    named: the user's word for the model
-    settings: as `config.model` returns them. None if the model was given as a `Sampler`
-    lora: a configuration of peft. All weights learn if it is None
+    `inner` is the network as its checkpoint has it, and `adapter` the model of peft around it, or None. `settings` are
+    those of `config.model`, None for the model of a `Sampler`.
     """
 
     inner: Any
@@ -75,12 +71,7 @@ class Trainable(nn.Module):
     def load(
         cls, model: Model, dtype: str | None = "float32", lora: Any = None, seed: int = 0, uniform: bool = False
     ) -> Self:
-        """Load a model to train it.
-
-        model: as `Sampler.from_pretrained` takes it, or a `Sampler`, whose model is used as it is
-        dtype: of the weights. None: as stored
-        uniform: accept a model without a mask token
-        """
+        """Load a model in a `dtype` (None: as stored). `uniform` accepts one without a mask token."""
         settings = None
         if isinstance(model, Sampler):
             named, denoiser, tokenizer = type(model.denoiser).__name__, model.denoiser, model.tokenizer
@@ -132,7 +123,6 @@ class Trainable(nn.Module):
 
     @property
     def _no_split_modules(self) -> list[str]:
-        """The classes of layers, for accelerate's FSDP2."""
         if isinstance(self.network, UniformLM):
             return list(self.network.join_layers())
         lists = (part for part in self.network.modules() if isinstance(part, nn.ModuleList))
@@ -153,7 +143,7 @@ class Trainable(nn.Module):
             self.train(training)
 
     def _gathered(self, run: Callable[[], T]) -> T:
-        """Return `run()`, with whole layers in each process, so that numbers of forwards may differ."""
+        # Whole layers in each process: numbers of forwards may differ.
         layers: list[Any] = [one for one in self.modules() if isinstance(one, FSDPModule) and one is not self]
         for layer in layers:
             layer.set_reshard_after_forward(False, recurse=False)
@@ -175,10 +165,7 @@ class Trainable(nn.Module):
             self.adapter.enable_adapter_layers()
 
     def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write the checkpoint in its family's format, with adapters merged, and the adapters in a folder of their own.
-
-        state: all weights, if processes share them
-        """
+        """Write the checkpoint in its family's format, adapters merged. `state` has all weights of sharded ones."""
         source, network = self.denoiser.folder, self.inner
         if source is None:
             if not isinstance(network, PreTrainedModel) or state is not None:

@@ -79,10 +79,6 @@ def mismatch(sampled: Tensor, learner: Tensor, there: Tensor) -> dict[str, float
     if not len(away):
         return {}
     ratio = away.exp()
-    return {
-        "ratio": float(ratio.mean()),
-        "ratio_least": float(ratio.min()),
-        "ratio_most": float(ratio.max()),
-        "ratio_log": float(away.abs().mean()),
-        "ratio_kl": float((ratio - 1 - away).mean()),
-    }
+    found = {"ratio": ratio.mean(), "ratio_least": ratio.min(), "ratio_most": ratio.max()}
+    found |= {"ratio_log": away.abs().mean(), "ratio_kl": (ratio - 1 - away).mean()}
+    return {name: float(value) for name, value in found.items()}

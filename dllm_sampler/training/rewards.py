@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from dllm_sampler.inputs.rewards import listed
 from dllm_sampler.models.mini_rewards import correct, items, lines, partly, units
 
 Reward = Callable[..., Sequence[float | None]]
+Scores = tuple[Tensor, dict[str, float], list[str]]  # weighted sums [N], mean of each reward, sentences for the log
+Functions = str | Reward | Sequence[str | Reward]
 REWARDS: dict[str, Reward] = {"correct": correct, "partly": partly, "lines": lines, "units": units, "items": items}
 
 
@@ -42,24 +43,12 @@ def call(name: str, reward: Reward, prompts: Sequence[Any], completions: list[st
     return values
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Scores of a batch by the rewards."""
-
-    total: Tensor  # [N] float64 weighted sum; NaN where a sample has no score
-    means: dict[str, float]  # of each reward over the samples that it judged
-    troubles: list[str]  # sentences for the log
-
-
 def judge(
-    rewards: Mapping[str, tuple[Reward, float]],
-    prompts: Sequence[Any],
-    completions: list[str],
-    columns: Mapping[str, Any],
+    rewards: Mapping[str, tuple[Reward, float]], prompts: Sequence[Any], completions: list[str], columns: Any
 ) -> Scores:
-    """Return the weighted sum of the rewards of N completions. A reward that is None adds nothing.
+    """Return weighted sums `[N]` of the rewards, the mean of each reward, and sentences for the log.
 
-    A sample has no score if a reward fails or is not finite, or if none applies.
+    A sum is NaN if a reward fails or is not finite, or if none applies. A reward that is None adds nothing.
     """
     total = torch.zeros(len(completions), dtype=torch.float64)
     judged = torch.zeros(len(completions), dtype=torch.bool)
@@ -79,4 +68,4 @@ def judge(
         total += weight * torch.where(bad, torch.nan, values)
         judged |= applies
         means[name] = float(values[applies & ~bad].mean())  # NaN where it judged none
-    return Scores(torch.where(judged, total, torch.nan), means, troubles)
+    return torch.where(judged, total, torch.nan), means, troubles

@@ -39,11 +39,7 @@ class MaskedDiffusionConfig(DiffusionConfig):
 
 
 class MaskedDiffusionTrainer(DiffusionTrainer):
-    """Hides tokens of right answers and makes the model predict them (LLaDA, arXiv 2502.09992; block diffusion,
-    arXiv 2503.09573).
-
-    The hidden tokens of an answer depend on the seed, the step and its number in the data set alone.
-    """
+    """Hides tokens of right answers and makes the model predict them (arXiv 2502.09992, arXiv 2503.09573)."""
 
     config: ClassVar[type[DiffusionConfig]] = MaskedDiffusionConfig
     uniform: ClassVar[bool] = True

@@ -81,17 +81,12 @@ class DiffusionConfig(Arguments):
 class WeightCopy(TrainerCallback):
     """A copy `a = decay * a + (1 - decay) * w` of the weights w that learn, moved every few optimizer steps.
 
-    It is a moving average (Polyak and Juditsky, 1992), or an earlier policy.
-
-    name: of its file in each checkpoint
-    decay: from 0 (the weights themselves) to below 1; about the last 1 / (1 - decay) steps count
-    every: steps between two moves; 0: the copy stays as the weights were before the first step
+    It is a moving average (Polyak and Juditsky, 1992), or an earlier policy. With `every=0` it is not moved.
     """
-
-    copies: dict[str, Tensor] | None = None  # None before training
 
     def __init__(self, name: str, decay: float = 0.0, every: int = 1):
         self.name, self.decay, self.every = name, decay, every
+        self.copies: dict[str, Any] = {}  # empty before training
 
     @torch.no_grad()
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -109,14 +104,12 @@ class WeightCopy(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Move the copy towards the weights."""
         if self.every and state.global_step % self.every == 0:
-            assert self.copies is not None
             for name, weight in self._model.learned().items():
                 self.copies[name].mul_(self.decay).add_(weight, alpha=1 - self.decay)
 
     def save(self, folder: Path, write: bool) -> None:
         """Write the copy, if there is one, into a checkpoint. Collective: every process must call it; one writes."""
-        spread: dict[str, Any] = {**(self.copies or {})}
-        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in spread.items()}
+        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in self.copies.items()}
         if write and whole:
             tensors = {name: one.cpu().contiguous() for name, one in whole.items()}
             files.write(folder / f"{self.name}.safetensors", save(tensors))
@@ -132,7 +125,7 @@ class WeightCopy(TrainerCallback):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        if self.copies is None:
+        if not self.copies:
             return
         for module in self._model.modules():  # what was gathered for a forward has the old values
             if isinstance(module, FSDPModule):
@@ -167,10 +160,7 @@ def shared(items: Sequence[Any]) -> tuple[list[Any], range]:
 
 
 def collected(file: Path, items: Sequence[Any], answer: Callable[[list[Any], range], list[Any]]) -> list[Any]:
-    """Return `answer(items, numbers)` without None, or the content of `file` if an earlier run has written it.
-
-    The processes share the items.
-    """
+    """Return `answer(items, numbers)` without None, or the content of `file` if an earlier run has written it."""
     if file.exists():
         return json.loads(file.read_text())
     mine, numbers = shared(items)
@@ -355,9 +345,8 @@ class DiffusionTrainer(Trainer):
             self.push_to_hub(commit_message="Model save")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write the weights that learn into a checkpoint, each under one name."""
         state, learned = self.trained.state_dict() if state_dict is None else state_dict, self.trained.learned()
         super()._save(output_dir, {name: tensor for name, tensor in state.items() if name in learned})
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push nothing on the way: the hub gets the family's format from `save_model`."""
+        pass  # the hub gets the family's format from `save_model`

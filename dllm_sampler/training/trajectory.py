@@ -1,10 +1,7 @@
-"""The probability of what a sampler did, under the weights of now and with a gradient.
+"""Log-probabilities of trajectories, with a gradient (CJ-GRPO, arXiv 2509.23924): the sum of log p(x_i | X^s).
 
-A trajectory is a sequence of transitions: forward s saw the state X^s and committed the tokens U_s. Its
-log-probability, the order of positions taken as given, is the sum over s and over i in U_s of log p(x_i | X^s)
-(CJ-GRPO, arXiv 2509.23924). States come from the trace's step map; those of many rows and steps share a forward.
-
-Letters: B rows of the trace, L its columns, T items (a state of a row each), n items of a forward.
+X^s is the state that forward s saw, and i are the positions that it committed. Their order is taken as given.
+B rows of a trace have L columns; T items are a state of a row each, n of them in a forward.
 """
 
 from __future__ import annotations
@@ -35,13 +32,11 @@ class Trajectories:
     Args:
         trace: of a sampler that `check` accepts.
         spec: of the model.
-        after_eos: tokens after a row's first end token count, too (published CJ-GRPO code computes the mask that drops
-            them and does not use it).
+        after_eos: tokens after a row's first end token count, too, as in the published code of CJ-GRPO.
         single: one item per row with the whole answer masked, as diffu-GRPO scores it, in place of recorded states.
         blank: `[B, L] bool` prompt tokens that `single` masks besides.
         blocks: length of the decoded blocks, `sampler.plugins.blocks.lookahead(max_new_tokens)`. A causal context needs
-            it: there a finished block is read from left to right and an open one as a whole. States of different blocks
-            with the same number inside their block share an item, which takes two copies of the row.
+            it. States with the same number inside their blocks share an item, which takes two copies of the row.
     """
 
     trace: Trace
@@ -156,9 +151,6 @@ class Trajectories:
         self, model: nn.Module | Denoiser, batch_tokens: int = 2**14, chunks: Iterable[Chunk] | None = None
     ) -> Tensor:
         """Return `[B, L]` on the CPU: log-probability of every token that counts, 0 elsewhere; without a gradient.
-
-        The mask token is left out, as in the record. For a gradient score the `chunks` one after the other, and call
-        `backward` on each one's share of the loss before the next.
 
         chunks: the forwards to score. None stands for all
         """

@@ -1,11 +1,7 @@
 """The loss of uniform diffusion (DiffusionGemma): some tokens of a canvas are replaced by others, all are predicted.
 
-It has no paper. The loss is that of NVIDIA's public recipe for the model (NeMo AutoModel, `dllm_sft`): the mean
-cross-entropy without the 1/t of masked diffusion, self-conditioning in half of the examples, and the next-token loss of
-the encoder, which shares its weights with the decoder. That recipe learns one canvas of each answer in a step. This
-module learns all of them, each with a noise level of its own.
-
-Letters: B rows, L columns, A columns of the longest answer.
+It has no paper, and follows NVIDIA's public recipe (NeMo AutoModel, `dllm_sft`), which learns one canvas of each answer
+in a step. This module learns all of them, each with its own noise level. B rows, L columns, A of the longest answer.
 """
 
 from __future__ import annotations
@@ -22,16 +18,6 @@ from dllm_sampler.training.masked import Dice, Rows
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Some rows as the decoder sees them."""
-
-    ids: Tensor  # [B, L]
-    hidden: Tensor  # [B, L] bool tokens of answers that were replaced
-    weight: Tensor  # [B, L] float64: what each token of an answer counts
-    again: Tensor  # [B] bool rows whose decoder sees its own first prediction
-
-
-@dataclass(frozen=True)
 class UniformLoss:
     """The loss of a model that denoises canvases of random tokens."""
 
@@ -39,27 +25,25 @@ class UniformLoss:
     self_conditioning: float  # share of the examples whose decoder sees its own first prediction
     encoder: float  # weight of the encoder's next-token loss
 
-    def draw(self, rows: Rows, dice: Dice) -> Noise:
-        """Replace tokens of each canvas with probability t, uniform from 0.001 to 1, by any token."""
+    def draw(self, rows: Rows, dice: Dice) -> tuple[Tensor, Tensor]:
+        """Replace tokens of each canvas with probability t, uniform from 0.001 to 1, by any token.
+
+        Returns the new `[B, L]` ids, and `[B] bool` rows whose decoder sees its own first prediction.
+        """
         assert self.spec.block_length is not None
         block = (torch.arange(rows.ids.shape[1]) - rows.prompt[:, None]) // self.spec.block_length  # [B, L]
         (masks,) = masked.draw(rows, block, dice, complementary=False, inverse=False)
         other = (dice.uniform(rows.length, rows.ids.shape[1]) * self.spec.vocab_size).long()
-        again = dice.one() < self.self_conditioning
-        return Noise(torch.where(masks.hidden, other, rows.ids), masks.hidden, rows.share * rows.answer, again)
+        return torch.where(masks.hidden, other, rows.ids), dice.one() < self.self_conditioning
 
     def __call__(self, network: nn.Module, rows: Rows, dice: Dice) -> Tensor:
-        """Return the mean over the rows of the cross-entropies of their answers' tokens."""
-        return self.of(network, rows, self.draw(rows, dice))
-
-    def of(self, network: nn.Module, rows: Rows, noise: Noise) -> Tensor:
-        """Return the weighted sum of the cross-entropies of answers' tokens under a given noise."""
-        device = self.spec.device
+        """Return the mean over the rows of the mean cross-entropy of their answers' tokens."""
+        (noisy, again), device = self.draw(rows, dice), self.spec.device
         columns = rows.prompt[:, None] + torch.arange(int((rows.length - rows.prompt).max()))  # [B, A]
         there = columns < rows.length[:, None]
         columns = columns.minimum(rows.length[:, None] - 1)
-        tokens, weight = rows.ids.gather(1, columns), torch.where(there, noise.weight.gather(1, columns), 0)
-        given = (rows.ids, rows.length, noise.ids.gather(1, columns), columns, rows.prompt, noise.again)
+        tokens, weight = rows.ids.gather(1, columns), torch.where(there, rows.share, 0)
+        given = (rows.ids, rows.length, noisy.gather(1, columns), columns, rows.prompt, again)
         losses = [
             F.cross_entropy(logits.flatten(0, 1), tokens.to(device).flatten(), reduction="none").view(tokens.shape)
             for logits in network(*(each.to(device) for each in given), read=self.encoder > 0)

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from dllm_sampler.cli.inputs import Prompt, prompt, records
+from dllm_sampler.cli.inputs import Prompt, file_records, prompt
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
-from dllm_sampler.host.paths import expanded
 from dllm_sampler.inputs.metrics import Metric
 
 
@@ -64,13 +63,7 @@ class Jsonl(Task):
     def lines(self) -> Sequence[Line]:
         """The lines of the file, at most `count`."""
         assert self.file is not None
-        try:
-            with expanded("task.file", self.file).open(encoding="utf-8") as opened:
-                found = records(opened, self.file)
-        except OSError as error:
-            raise UserError(
-                "file-unreadable", f"Cannot read task.file={self.file} ({error.strerror}). Correct the path."
-            ) from None
+        found = file_records("task.file", self.file)
         if not found:
             raise UserError("file-invalid", f"task.file={self.file} has no lines. Add some.")
         lines = []

@@ -111,10 +111,10 @@ def judge(*functions: Any, completions: list[str] | None = None) -> rewards.Scor
 
 def test_rewards_add_up() -> None:
     scores = judge(by_length, lambda prompts, completions, **_: [1.0] * len(prompts))
-    assert scores.total.tolist() == [4, 6, 2], "None adds nothing"
-    assert scores.means == {"r0": 1.5, "r1": 1.0}
-    assert not scores.troubles
-    assert judge(by_length).total.isnan().tolist() == [False, False, True], "no function judged the last"
+    assert scores[0].tolist() == [4, 6, 2], "None adds nothing"
+    assert scores[1] == {"r0": 1.5, "r1": 1.0}
+    assert not scores[2]
+    assert judge(by_length)[0].isnan().tolist() == [False, False, True], "no function judged the last"
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_rewards_add_up() -> None:
     ],
 )
 def test_rewards_that_fail_say_so(reward: Any, message: str, unscored: int) -> None:
-    scores = judge(reward, lambda **_: [1.0] * 3)
-    assert int(scores.total.isnan().sum()) == unscored
-    assert len(scores.troubles) == 1
-    assert re.search(message, scores.troubles[0])
+    total, _, troubles = judge(reward, lambda **_: [1.0] * 3)
+    assert int(total.isnan().sum()) == unscored
+    assert len(troubles) == 1
+    assert re.search(message, troubles[0])
 
 
 def test_finding_rewards() -> None:
