@@ -82,7 +82,6 @@ class Command:
     rewards: weight of each reward, which is a name or `package.module:function` in TRL's form
     prompts: examples that are answered before training; null: all
     resume: from the last checkpoint in the folder, if there is one
-    settings: any field of the trainer's arguments
     """
 
     name: str
@@ -119,8 +118,7 @@ class Command:
             if isinstance(error, ValueError) and module == "builtins":
                 raise UserError("option-range", f"{reason}. Change this setting.") from error
             if module in ("httpx", "huggingface_hub"):
-                reason += ". Check the network and your access to the hub."
-                raise UserError("hub-unreachable", reason) from error
+                raise UserError("hub-unreachable", f"{reason}. Check the network and access to the hub.") from error
             raise
         if PartialState().is_main_process:
             show(str(path))

@@ -114,9 +114,7 @@ class Data:
     chat: bool = False
     metric: str = "exact_match"
 
-    def load(
-        self, seed: int, held_out: int | None, answers: bool, most: int = 64
-    ) -> tuple[list[Example], list[Example]]:
+    def load(self, seed: int, held_out: int | None, answers: bool, most: int) -> tuple[list[Example], list[Example]]:
         """Read all examples, which must have `answers`, and return those to learn from and those to measure on.
 
         held_out: examples to measure on. None chooses a tenth of the examples, or all of `test`, but at most `most`
@@ -185,11 +183,9 @@ class Data:
             raise UserError("example-invalid", f"{said} Name them by train.data.prompt and answer, or by messages.")
         names = ANSWERS if self.answer is None else (self.answer,)
         answer: Any = next((given[name] for name in names if given.get(name) is not None), None)
-        if chat is not None or _is_chat(prompt):
-            prompt = inputs.prompt({"messages": prompt if chat is None else chat}, where)
-        else:
-            prompt = inputs.prompt({"prompt": prompt}, where)
-            prompt = inputs.as_chat(prompt) if self.chat else prompt
+        key = "prompt" if chat is None and not _is_chat(prompt) else "messages"
+        prompt = inputs.prompt({key: prompt if chat is None else chat}, where)
+        prompt = inputs.as_chat(prompt) if self.chat else prompt
         if chat is not None and prompt[-1]["role"] == "assistant":  # pyright: ignore
             prompt, answer = prompt[:-1], prompt[-1]["content"]  # pyright: ignore
         if _is_chat(answer) and len(answer) == 1:
@@ -236,9 +232,8 @@ class Encoder:
         else:
             text = self._turn(example) if _is_chat(example.prompt) else answer
             ids = prompts.text_ids(text, self.tokenizer, where, special=False)
-        wrong = [token for token in ids if not 0 <= token < self.spec.vocab_size]
-        if ids is not answer:
-            wrong += [token for token in ids if token == self.spec.mask_id]
+        banned = None if ids is answer else self.spec.mask_id
+        wrong = [token for token in ids if token == banned or not 0 <= token < self.spec.vocab_size]
         if wrong or not ids:
             said = f"has the token {wrong[0]}, which a model cannot write" if wrong else "has no tokens"
             raise UserError("example-invalid", f"{where} {said}. Change it or remove the line.")

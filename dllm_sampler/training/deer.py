@@ -116,7 +116,6 @@ class DeerTrainer(MaskedDiffusionTrainer):
         line.begin(folder, saving.has_weights(folder / "drafter"), file.exists())
         start = line.sampler(args, args.dtype)
         tokenizer, spec = start.tokenizer, start.denoiser.spec
-        assert tokenizer is not None
         separator_ids(spec, tokenizer, args.separator)
         plain = SpeculativeSampler(start, args.target, draft_length=0)
         encode = Encoder(tokenizer, replace(spec, max_positions=min(spec.max_positions, plain.spec.max_positions)))

@@ -19,8 +19,6 @@ from dllm_sampler.training.data import Row
 from dllm_sampler.training.masked import FLOOR, Dice, Rows, chunk, collate
 from dllm_sampler.training.trainer import ANSWERS, Count, DiffusionConfig, DiffusionTrainer, Number, Positive, collected
 
-FIGURES = ("cross_entropy", "entropy", "right_masks")  # of `certainty_loss`
-
 
 def split(rows: Rows, size: int, ratio: float, dice: Dice, *, aligned: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one of each row's blocks of `size`; return its two parts, and the columns after it, `[B, L] bool` each.
@@ -43,9 +41,7 @@ def certainty_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean cross-entropy, mean entropy of correct predictions, and their share, `[B]` each; 0 if there are none.
 
-    logits: `[B, L, V]`, row i predicts token i. The mask token is left out
-    masked: `[B, L] bool` tokens that count
-    temperature: divides the logits for the entropy
+    `logits [B, L, V]` in row i predict token i, never the mask token. Only `masked [B, L] bool` tokens count.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     mask = torch.arange(logits.shape[-1], device=logits.device) == mask_id
@@ -133,5 +129,6 @@ class DistillTrainer(DiffusionTrainer):
         rows = rows.some(torch.arange(len(some)).repeat(2))
         one = chunk(rows, asked | future.repeat(2, 1), asked, spec).to(spec.device)
         found = certainty_loss(one.logits(model), one.tokens, one.there, args.entropy_temperature, one.mask_id)
-        self.note({name: float(value.detach().mean()) for name, value in zip(FIGURES, found, strict=True)})
+        cross, entropy, right = (value.detach().mean() for value in found)
+        self.note({"cross_entropy": cross, "entropy": entropy, "right_masks": right})
         return (found[0] + args.certainty * found[1]).sum() / len(some)

@@ -97,10 +97,7 @@ def replay(reference: Sampler, prompts: list[Prompt], new_tokens: int, size: int
     """Decode answers by `reference`, decode again towards them by `Replay` in blocks of `size`; return the records."""
     trace = reference.generate(prompts, max_new_tokens=new_tokens).trace
     towards = Replay(trace.ids[:, trace.origin :].to(reference.device), size)
-    Sampler(
-        reference.denoiser, scheduler=towards, blocks=reference.plugins.blocks, stop="none",
-        tokenizer=reference.tokenizer,
-    ).generate(prompts, max_new_tokens=new_tokens)  # fmt: skip
+    reference.using(scheduler=towards).generate(prompts, max_new_tokens=new_tokens)
     return Records.join(towards.seen)
 
 
@@ -170,10 +167,9 @@ class FilterTrainer(Trainer):
         train, held = line.examples(args, False, cls.most_held_out)
         line.begin(records, path.exists(), records.exists())  # the folder around it may be the model's
         reference = line.sampler(args, scheduler=FixedSteps(), blocks=FixedBlocks(args.block_length), stop="none")
-        tokenizer, spec = reference.tokenizer, reference.denoiser.spec
-        assert tokenizer is not None
+        spec = reference.denoiser.spec
         for one in (*train, *held):
-            Encoder(tokenizer, spec).prompt(one, args.new_tokens)
+            Encoder(reference.tokenizer, spec).prompt(one, args.new_tokens)
         limits = args.new_tokens, args.block_length, args.answer_batch_size
         line.record(records)
         training, validation = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from random import Random
@@ -180,7 +180,12 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         # A single update starts at the policy that sampled: its ratios are 1, and what made them is the graph itself.
         old, reference = self._score(model, views) if len(views) > 1 else [], list[Tensor]()
         if args.beta:
-            with self.reference.applied() if self.trained.adapter is None else self.trained.without_adapters():
+            with ExitStack() as stack:
+                if (adapter := self.trained.adapter) is None:
+                    stack.enter_context(self.reference.applied())
+                else:  # the model without adapters is the one before training
+                    adapter.disable_adapter_layers()
+                    stack.callback(adapter.enable_adapter_layers)
                 reference = self._score(model, views)
         there = (~scores[0].isnan()).double()
         share = (there / there.sum().clamp(min=1))[:, None]  # [N, 1]
@@ -213,8 +218,8 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         return replace(view, single=True, blank=blank)
 
     def _report(self, scores: rewards.Scores, advantage: Tensor, result: Result, view: Trajectories) -> None:
-        total, means, troubles = scores
-        there, entropy = ~total.isnan(), result.trace.entropy
+        (total, means, troubles), entropy = scores, result.trace.entropy
+        there = ~total.isnan()
         assert entropy is not None
         for trouble in troubles:
             say(f"step {self.state.global_step + 1}: {trouble}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.models.uniform import UniformLM
 from dllm_sampler.sampler import Sampler
 
-T = TypeVar("T")
 Model = str | Path | Mapping[str, Any] | Sampler
 Settings = Mapping[str, Any] | None
 ADAPTER = "adapter"  # folder of the adapters, inside that of the run
@@ -71,7 +69,7 @@ class Trainable(nn.Module):
     def load(
         cls, model: Model, dtype: str | None = "float32", lora: Any = None, seed: int = 0, uniform: bool = False
     ) -> Self:
-        """Load a model in a `dtype` (None: as stored). `uniform` accepts one without a mask token."""
+        """Load a model. With `dtype=None` weights are as stored. `uniform` accepts a model without a mask token."""
         settings = None
         if isinstance(model, Sampler):
             named, denoiser, tokenizer = type(model.denoiser).__name__, model.denoiser, model.tokenizer
@@ -132,7 +130,7 @@ class Trainable(nn.Module):
         """Share the weights that the model's configuration ties."""
         self.inner.tie_weights()
 
-    def sampling(self, run: Callable[[], T]) -> T:
+    def sampling(self, run: Callable[[], Any]) -> Any:
         """Return `run()`, which may sample: the model is in eval mode, and a sharded one has all its weights."""
         training = self.training
         self.eval()
@@ -142,7 +140,7 @@ class Trainable(nn.Module):
         finally:
             self.train(training)
 
-    def _gathered(self, run: Callable[[], T]) -> T:
+    def _gathered(self, run: Callable[[], Any]) -> Any:
         # Whole layers in each process: numbers of forwards may differ.
         layers: list[Any] = [one for one in self.modules() if isinstance(one, FSDPModule) and one is not self]
         for layer in layers:
@@ -154,15 +152,6 @@ class Trainable(nn.Module):
             for layer in layers:
                 layer.set_reshard_after_forward(True, recurse=False)
                 layer.reshard()
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """Disable the adapters inside: the model is the one before training."""
-        self.adapter.disable_adapter_layers()
-        try:
-            yield
-        finally:
-            self.adapter.enable_adapter_layers()
 
     def save(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Write the checkpoint in its family's format, adapters merged. `state` has all weights of sharded ones."""

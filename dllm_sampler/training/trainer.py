@@ -271,23 +271,18 @@ class DiffusionTrainer(Trainer):
         """Return a seed made of the run's seed and some parts."""
         return "/".join(map(str, (self.args.seed, *parts)))
 
-    def note(self, figures: Mapping[str, float]) -> None:
+    def note(self, figures: Mapping[str, Tensor | float]) -> None:
         """Add figures to the next line of the log, which has their means over its steps and over the processes."""
         for name, value in figures.items():
             self._figures.setdefault(name, []).append(float(value))
 
-    def answered(
-        self, sampler: Sampler, prompts: Sequence[Prompt], seeds: int | Sequence[int] = 0, samples: int = 1
-    ) -> list[Answer]:
+    def answered(self, sampler: Sampler, prompts: Sequence[Prompt], seeds: list[int], samples: int = 1) -> list[Answer]:
         """Return answers in the order of the prompts."""
         size = max(self.args.answer_batch_size, samples)  # answers to one prompt may have to begin together
-        options: dict[str, Any] = {"max_new_tokens": self.args.new_tokens, "seed": seeds, "samples": samples}
-
-        def run() -> list[Answer]:
-            with self.accelerator.autocast():
-                return list(sampler.generate_many(prompts, batch_size=size, order="given", **options))
-
-        found = self.trained.sampling(run)
+        options: dict[str, Any] = {"max_new_tokens": self.args.new_tokens, "batch_size": size, "order": "given"}
+        options |= {"seed": seeds, "samples": samples}
+        with self.accelerator.autocast():
+            found = self.trained.sampling(lambda: [*sampler.generate_many(prompts, **options)])
         for answer in found:
             if answer.finish_reason == "not_finite":
                 raise NotFiniteError(answer.nfe, [answer.index + 1])

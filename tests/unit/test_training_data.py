@@ -25,7 +25,7 @@ def write(file: Path, lines: list[Any]) -> str:
 
 
 def load(path: str, held_out: int | None = 2, answers: bool = True, **more: Any) -> tuple[list[Example], list[Example]]:
-    return Data(**config.check("train.data", Data, {"path": path, **more})).load(0, held_out, answers)
+    return Data(**config.check("train.data", Data, {"path": path, **more})).load(0, held_out, answers, 64)
 
 
 def test_what_is_held_out_is_never_learned(tmp_path: Path) -> None:
