@@ -20,7 +20,7 @@ class SubBlockCache(BlockCausalCache):
 
         computes   the part of the block that is decoded
         reuses     earlier blocks, and older keys and values of the other parts
-        refreshes  the block: first, while its part begins with a mask, and when full
+        refreshes  the block, while the part begins with a mask, and when full
 
     Source: Fast-dLLM v2, arXiv 2509.26328 (`use_block_cache`). Earlier blocks are stored as by `block_causal`. The
     whole block is computed by its first forward, while the first position of the decoded part is a mask, and once it
