@@ -127,7 +127,8 @@ def guided(denoiser: Denoiser, scale: float) -> Denoiser:
     if not 0 <= scale < float("inf"):
         raise UserError("option-range", f"model.cfg_scale is {scale}. Set a finite number of at least 0.")
     if scale > 0 and denoiser.spec.mask_id is None:
-        raise UserError("mask-token-missing", f"model.cfg_scale={scale} needs a model with a mask token. Remove it.")
+        said = f"model.cfg_scale={scale} needs a mask token, and this model has none. Remove model.cfg_scale."
+        raise UserError("mask-token-missing", said)
     return GuidedDenoiser(denoiser, float(scale)) if scale > 0 else denoiser
 
 

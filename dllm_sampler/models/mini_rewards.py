@@ -35,12 +35,15 @@ def partly(prompts: list[str], completions: list[str], answer: list[str], **_: A
 
 
 def lines(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Return the share of a 4x4 latin square's rows and columns that contain 1 to 4, or 0 if a given cell differs."""
+    """Return the share of a 4x4 latin square's rows and columns that contain 1 to 4.
+
+    It is 0 for a text that is not the filled puzzle: four rows of four, with the given cells.
+    """
     return [_filled(*each, boxed=False) for each in zip(prompts, completions, strict=True)]
 
 
 def units(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Return the share of a 4x4 sudoku's rows, columns and boxes that contain 1 to 4, or 0 if a given cell differs."""
+    """Return the share of a 4x4 sudoku's rows, columns and boxes that contain 1 to 4, or 0 as `lines` does."""
     return [_filled(*each, boxed=True) for each in zip(prompts, completions, strict=True)]
 
 

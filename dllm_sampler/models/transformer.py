@@ -28,7 +28,7 @@ from dllm_sampler.models.yarn import Yarn
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape and switches of a `Transformer`, under our names for all families."""
+    """Sizes and options of a `Transformer`. The names are the same for all model families."""
 
     vocab_size: int
     hidden_size: int

@@ -119,7 +119,7 @@ def _ends(text: Text) -> bool:
 
 @dataclass(frozen=True)
 class Behind(Stop):
-    """A stop that only queries all positions, since `PublishedGrammar` writes end tokens after the block."""
+    """A stop that ends no row. It queries all positions but given ones, for what `PublishedGrammar` writes later."""
 
     @override
     def positions(self, canvas: Canvas) -> Tensor:
