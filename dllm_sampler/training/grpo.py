@@ -21,7 +21,6 @@ from dllm_sampler.result import Result, Trace
 from dllm_sampler.training import policy, rewards
 from dllm_sampler.training.data import Row, columns_of
 from dllm_sampler.training.masked import Dice
-from dllm_sampler.training.policy import Goal
 from dllm_sampler.training.trainer import Count, DiffusionConfig, DiffusionTrainer, Number, Positive, WeightCopy, say
 from dllm_sampler.training.trajectory import Trajectories, check
 
@@ -98,7 +97,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         self.reference = WeightCopy("reference", 0.0, args.ref_model_sync_steps)
         if args.beta and named.get("peft_config") is None:
             named["callbacks"] = [*named.get("callbacks", ()), self.reference]
-        self._rollouts: dict[tuple[int, ...], tuple[Trace, list[tuple[Trajectories, Goal]]]] = {}
+        self._rollouts: dict[tuple[int, ...], tuple[Trace, list[tuple[Trajectories, policy.Goal]]]] = {}
         self._unscored = 0
         super().__init__(model, args, *given, **named)
         self.rollouts = self.sampler(**{**self.args.rollout, "entropy": True})
@@ -164,7 +163,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
             self.note(policy.mismatch(trace.logprob, learner, view.valid))
         return total
 
-    def _roll_out(self, model: nn.Module, some: list[Row]) -> tuple[Trace, list[tuple[Trajectories, Goal]]]:
+    def _roll_out(self, model: nn.Module, some: list[Row]) -> tuple[Trace, list[tuple[Trajectories, policy.Goal]]]:
         """Answer and judge prompts; return the trace, and the view and the goal of each update."""
         args, group = self.args, self.args.num_generations
         examples, key = [row.example for row in some], tuple(row.number for row in some)
@@ -191,7 +190,7 @@ class TrajectoryGRPOTrainer(DiffusionTrainer):
         share = (there / there.sum().clamp(min=1))[:, None]  # [N, 1]
         nothing = [None] * len(views)
         each = zip(views, old or nothing, reference or nothing, strict=True)
-        return result.trace, [(view, Goal(advantage, view.weight * share, *logs)) for view, *logs in each]
+        return result.trace, [(view, policy.Goal(advantage, view.weight * share, *logs)) for view, *logs in each]
 
     def _score(self, model: nn.Module, views: list[Trajectories]) -> list[Tensor]:
         """Return log-probabilities of each view, computed once if the views are the same."""
