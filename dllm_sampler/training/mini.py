@@ -30,9 +30,9 @@ SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_
 
 
 def corrupt(batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the masked tokens, bool `[B, L]`, and their weight in each row, `[B, 1]`.
+    """Return `[B, L] bool` masked tokens, and `[B, 1]` their weight in each row. The prompt is never masked.
 
-    Of R tokens k are masked at weight R/k, k uniform on 1..R, stratified over the batch (arXiv 2502.09992, eq. 14).
+    Of R response tokens k are masked at weight R/k. k is uniform on 1..R, stratified over rows (arXiv 2502.09992).
     """
     rows, total = batch.ids.shape
     responses = total - batch.prompts  # [B]
