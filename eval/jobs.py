@@ -39,7 +39,7 @@ MOST_CONFIGURATIONS = 10_000  # of one sweep
 LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
 MOST_PROCESSES = 2**12
 MOST_SAMPLES = 2**12  # of a prompt
-# Options that change no answer and no time, or only say where results go. They do not identify a run.
+# Options that do not identify a run: where results go, and on what it runs.
 ELSEWHERE = ("output", "report", "workers", "device")
 # Options that were added later, with the values that leave the identity of an older run as it was.
 LATER = {
@@ -135,7 +135,8 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """The identity of this run, as a JSON object. Jobs with equal identities are the same run.
 
-        It has the settings that change answers or times, and digests of the files that they name.
+        It has the settings that change answers or times, except the device, and digests of the files that the task and
+        the plug-ins name. A checkpoint is identified by its path alone.
         """
         given = asdict(self.options).items()
         said = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}

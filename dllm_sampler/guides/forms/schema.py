@@ -169,7 +169,7 @@ def check_schema(schema: Any, name: str = OPTION) -> None:
     elif missing:
         why = f"'{missing[0]}' in `required`, but not in `properties`. Add it there."
     elif odd:
-        why = f"the property {odd[0]!r}, whose name has signs that JSON escapes. Rename it."
+        why = f"the property {odd[0]!r}. Name it in plain ASCII, without quotes, backslashes or control characters."
     elif isinstance(pattern, str) and LOOSE.search(pattern):
         sign = LOOSE.search(pattern)[0]  # pyright: ignore[reportOptionalSubscript]
         why = f'the pattern {pattern!r} with the sign {sign}. Write it without | . " \\ ^ $, for example [0-9] for \\d.'
