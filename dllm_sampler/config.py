@@ -31,7 +31,7 @@ GROUPS = ("model", "scheduler", "blocks", "stop", "cache", "guide", "particles")
 BASES = {
     **{group: f"dllm_sampler.core.protocols:{group.title()}" for group in GROUPS[1:]},
     "task": "dllm_sampler.eval.tasks.base:Task",
-    "train": "transformers:Trainer",
+    "train": "dllm_sampler.training.trainer:CommandTrainer",
 }
 CHECKPOINT = "checkpoint"  # conf/model/checkpoint.yaml, for a folder or a hub id without a YAML
 

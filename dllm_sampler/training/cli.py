@@ -108,8 +108,6 @@ class Command:
         except SafetensorError as error:
             said = f"{self.settings['output_dir']} cannot be written ({first_line(error)})."
             raise NotWrittenError(f"{said} Check the path, the disk and the permissions.") from None
-        except UserError:
-            raise
         except ImportError as error:  # of DeepSpeed, for example
             said = f"train={self.name} needs a package that is not installed ({first_line(error)}). Install it."
             raise UserError("package-missing", said) from error

@@ -180,7 +180,7 @@ class Data:
         if chat is None and prompt is None:
             there = ", ".join(map(str, given)) or "none"
             said = f"{where} has neither a column {self.prompt} nor {self.messages} (its columns: {there})."
-            raise UserError("example-invalid", f"{said} Name them by train.data.prompt and answer, or by messages.")
+            raise UserError("example-invalid", f"{said} Set train.data.prompt, or train.data.messages.")
         names = ANSWERS if self.answer is None else (self.answer,)
         answer: Any = next((given[name] for name in names if given.get(name) is not None), None)
         key = "prompt" if chat is None and not _is_chat(prompt) else "messages"

@@ -16,7 +16,6 @@ from safetensors.torch import save as serialise
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
-from transformers import Trainer
 from typing_extensions import override
 
 from dllm_sampler.blocks.fixed import FixedBlocks
@@ -31,7 +30,7 @@ from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.learn2pd import lay_out
 from dllm_sampler.training.cli import Command
 from dllm_sampler.training.data import Encoder
-from dllm_sampler.training.trainer import Arguments, Count, Positive
+from dllm_sampler.training.trainer import Arguments, CommandTrainer, Count, Positive
 
 
 class Records(NamedTuple):
@@ -121,22 +120,18 @@ class FilterConfig(Arguments):
     per_device_train_batch_size: int = 1  # all records
 
 
-class FilterTrainer(Trainer):
+class FilterTrainer(CommandTrainer):
     """Trains a filter on all records at once; `best` are the layers with the least loss on the validation records."""
 
     config: ClassVar[type[FilterConfig]] = FilterConfig
     most_held_out: ClassVar[int] = 700
-    args: Any
 
     def __init__(self, args: FilterConfig, training: Records, validation: Records, **options: Any):
         filter = Filter(training.known.shape[1], args.depth)
         self.best, self.least = filter.layers(), float("inf")
         steps: Any = [training] * (args.max_steps * args.world_size)
         held: Any = [validation]
-        super().__init__(
-            model=filter, args=args, train_dataset=steps, eval_dataset=held,
-            data_collator=lambda rows: rows[0]._asdict(), **options,
-        )  # fmt: skip
+        super().__init__(filter, args, lambda rows: rows[0]._asdict(), steps, held, **options)
         self.can_return_loss = True
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *_: Any, **__: Any) -> Any:
@@ -156,11 +151,7 @@ class FilterTrainer(Trainer):
 
     @classmethod
     def command(cls, line: Command) -> Path:
-        """Collect records, train and save; return the filter's file.
-
-        `filter.json` next to it has `settings`, `records` (forwards learnt from) and `validation_loss`. A folder
-        `records` is an unfinished run's, which a run that resumes reads.
-        """
+        """Collect records, train and save; return the filter's file. A folder `records` is an unfinished run's."""
         args = line.arguments(FilterConfig)
         path = Path(args.output_dir) / "filter.safetensors"
         records = path.with_name("records")

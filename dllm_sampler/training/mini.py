@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedTokenizerFast, Trainer
+from transformers import PreTrainedTokenizerFast
 
 from dllm_sampler import config
 from dllm_sampler.core.checks import check_count
@@ -24,7 +24,7 @@ from dllm_sampler.models.mini_pools import Batch, Pools
 from dllm_sampler.models.mini_tokenizer import MASK, build_tokenizer
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
 from dllm_sampler.training.cli import Command, last_checkpoint
-from dllm_sampler.training.trainer import Arguments, Number
+from dllm_sampler.training.trainer import Arguments, CommandTrainer, Number
 
 SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions")
 
@@ -71,11 +71,10 @@ class MiniConfig(Arguments):
     per_device_train_batch_size: int = 1  # of whole batches
 
 
-class MiniTrainer(Trainer):
+class MiniTrainer(CommandTrainer):
     """Trains a LLaDA-style denoiser (arXiv 2502.09992) on the tasks of `models/mini_tasks.py`, in one process."""
 
     config: ClassVar[type[MiniConfig]] = MiniConfig
-    args: Any
 
     def __init__(self, args: MiniConfig, **options: Any):
         shape = config.check("train.model", TransformerConfig, {"vocab_size": 1, **args.model}, whole=True)

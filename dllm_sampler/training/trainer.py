@@ -171,7 +171,19 @@ def collected(file: Path, items: Sequence[Any], answer: Callable[[list[Any], ran
     return found
 
 
-class DiffusionTrainer(Trainer):
+class CommandTrainer(Trainer):
+    """A `Trainer` that `dllm-train` can run."""
+
+    config: ClassVar[type[Any]]  # of its settings
+    args: Any  # the settings
+
+    @classmethod
+    def command(cls, line: Command) -> Path:
+        """Train and save with the settings of `dllm-train`, and return the file or folder of the result."""
+        raise NotImplementedError
+
+
+class DiffusionTrainer(CommandTrainer):
     """A `Trainer` that learns from rows of prompts and answers, and measures answers to held-out prompts.
 
     model: as `Sampler.from_pretrained` takes it, a `Sampler`, or a masked language model of transformers
@@ -187,7 +199,6 @@ class DiffusionTrainer(Trainer):
     answers: ClassVar[bool] = True  # each example must have an answer
     held_out_loss: ClassVar[bool] = False  # held-out examples have a loss
     most_held_out: ClassVar[int] = 64  # most examples that `held_out=null` holds out
-    args: Any  # the settings, of the class `config`
 
     def __init__(
         self,
@@ -235,7 +246,7 @@ class DiffusionTrainer(Trainer):
 
     @classmethod
     def command(cls, line: Command) -> Path:
-        """Train and save with the settings of `dllm-train`, and return the folder of the result."""
+        """Train and save, and return the folder of the result."""
         args = line.arguments(cls.config)
         folder, found = Path(args.output_dir), last_checkpoint(args.output_dir)
         last = found if line.resume else None
