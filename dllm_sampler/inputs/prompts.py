@@ -147,9 +147,8 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> l
             "tokenizer-missing", f"{name} is {'text' if text else 'a chat'}, but there is no tokenizer. Give token ids."
         )
     if not text:
-        return text_ids(
-            chat_text(prompt, tokenizer, name), tokenizer, name, special=False
-        )  # the template writes special tokens itself
+        rendered = chat_text(prompt, tokenizer, name)
+        return text_ids(rendered, tokenizer, name, special=False)  # the template writes special tokens itself
     if not prompt.strip():
         raise UserError("prompt-empty", f"{name} is empty. Give it at least one token.")
     return text_ids(prompt, tokenizer, name)
