@@ -144,8 +144,7 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
             raise _explain(error, said, loader) from error
         except BrokenExecutor as error:
             raise UserError(
-                "worker-killed",
-                "A worker was killed (by a user or out of memory). Rerun the command to resume.",
+                "worker-killed", "A worker was killed (by a user or out of memory). Rerun the command to resume."
             ) from error
     refused: dict[str, str] = {}
     for job in done:

@@ -35,9 +35,7 @@ SPEEDS: list[str] = []  # names of the measures of speed: larger is faster
 
 
 def summary(
-    records: Sequence[Record],
-    score: str | Callable[[Record], float],
-    prompts: Sequence[Sequence[Record]] | None = None,
+    records: Sequence[Record], score: str | Callable[[Record], float], prompts: Sequence[Sequence[Record]] | None = None
 ) -> dict[str, float | None]:
     """Return every measure of a run by name, and the 95 % intervals of score and tokens per forward.
 

@@ -75,8 +75,7 @@ def subject(words: Sequence[str]) -> dict[str, Any]:
         groups[group] = None
     if not groups:
         raise UserError(
-            "option-missing",
-            "No plug-in is named. Add scheduler=NAME, or another group of those in --help.",
+            "option-missing", "No plug-in is named. Add scheduler=NAME, or another group of those in --help."
         )
     _, plugins = parts(composition(SAMPLE, words))
     return {group: plugins[group] for group in groups}

@@ -131,13 +131,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "scheduler.d2f": [{"threshold": 0.6}],
     "scheduler.lopa": [
         {"inner": {"name": "d2f", "threshold": 0.6}},
-        {
-            "inner": {"name": "threshold", "threshold": 0.7},
-            "forks": 3,
-            "score": "margin",
-            "share": 0.5,
-            "alpha": 0.3,
-        },
+        {"inner": {"name": "threshold", "threshold": 0.7}, "forks": 3, "score": "margin", "share": 0.5, "alpha": 0.3},
     ],
     "scheduler.ssd": [{"width": 3}, {"inner": {"name": "factor", "factor": 0.7}, "length": 5}],
     "scheduler.hierarchical": [{}, {"low": 0.2, "threshold": 0.8, "remask": 0.4}],

@@ -289,10 +289,7 @@ def _verify(deer: SpeculativeSampler, options: Options, first: int, rows: list[l
     begun = time.perf_counter()
     try:
         result = deer.generate(
-            rows,
-            max_new_tokens=options.max_new_tokens,
-            seed=options.seed + first,
-            stop_strings=stop_strings(options),
+            rows, max_new_tokens=options.max_new_tokens, seed=options.seed + first, stop_strings=stop_strings(options)
         )
     except NotFiniteError as error:
         raise NotFiniteError(error.step, [first + row for row in error.rows]) from error

@@ -83,8 +83,7 @@ def checked_settlement(guide: Guide, settled: Any, canvas: Canvas, query: Query)
     """
     if not isinstance(settled, tuple) or len(settled) != 2 or not isinstance(settled[1], Refusals):
         raise UserError(
-            "plugin-result",
-            f"guide={named(guide)}: settle returned {_kind(settled)}. Return (Edit, Refusals).",
+            "plugin-result", f"guide={named(guide)}: settle returned {_kind(settled)}. Return (Edit, Refusals)."
         )
     check_edit("guide", guide, settled[0], canvas, query)
     return settled[0], settled[1]

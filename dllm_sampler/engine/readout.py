@@ -42,12 +42,7 @@ class Rule(NamedTuple):
 
 
 def predict(
-    denoiser: Head,
-    hidden: Tensor,
-    canvas: Canvas,
-    head_rows: HeadRows,
-    rule: Rule,
-    kernels: Backend | None = None,
+    denoiser: Head, hidden: Tensor, canvas: Canvas, head_rows: HeadRows, rule: Rule, kernels: Backend | None = None
 ) -> Readout:
     """Choose a token per answer from hidden states `[R, D]`, and measure the model's certainty.
 
@@ -92,11 +87,7 @@ def fusable_head_weight(denoiser: Head, rows: Tensor) -> Tensor | None:
     return weight if weight is not None and weight.dtype == rows.dtype else None
 
 
-def _sampling(
-    canvas: Canvas,
-    head_rows: HeadRows,
-    rule: Rule,
-) -> Sampling | None:
+def _sampling(canvas: Canvas, head_rows: HeadRows, rule: Rule) -> Sampling | None:
     """Return settings with which a kernel returns the results of `read`, or None if no kernel can."""
     spec, guides, needs, compat, judges_best = rule
     if judges_best and is_random(guides):
@@ -115,12 +106,7 @@ def _sampling(
     return Sampling(mask_id, guide.temperature, guide.measures, canvas.layout.noise.keys(canvas, head_rows), current)
 
 
-def read(
-    logits: Tensor,
-    canvas: Canvas,
-    head_rows: HeadRows,
-    rule: Rule,
-) -> Readout:
+def read(logits: Tensor, canvas: Canvas, head_rows: HeadRows, rule: Rule) -> Readout:
     """Choose a token per answer, and measure the model's certainty.
 
     Args:

@@ -138,8 +138,7 @@ def piece_ids(
     for token in ids:
         if token not in free and not 0 <= token < spec.vocab_size:
             raise UserError(
-                "token-outside-vocabulary",
-                f"{name} has token id {token}. Give ids from 0 to {spec.vocab_size - 1}.",
+                "token-outside-vocabulary", f"{name} has token id {token}. Give ids from 0 to {spec.vocab_size - 1}."
             )
         if token == spec.mask_id and not masks:
             raise UserError("mask-token-given", f"{name} contains the mask token (id {token}). Use pinned or gaps.")

@@ -96,8 +96,7 @@ def encode_one(
     bad = [token for token in ids if not 0 <= token < spec.vocab_size]
     if bad:
         raise UserError(
-            "token-outside-vocabulary",
-            f"{name} has token id {bad[0]}. Give ids from 0 to {spec.vocab_size - 1}.",
+            "token-outside-vocabulary", f"{name} has token id {bad[0]}. Give ids from 0 to {spec.vocab_size - 1}."
         )
     if spec.mask_id in ids:
         where = f"at position {ids.index(spec.mask_id)}"

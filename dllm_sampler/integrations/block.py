@@ -19,13 +19,7 @@ from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import CounterNoise
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import Carry, Guide, Scheduler
-from dllm_sampler.core.spec import (
-    BatchState,
-    ChangingLength,
-    ModelSpec,
-    OwnInputs,
-    UniformNoise,
-)
+from dllm_sampler.core.spec import BatchState, ChangingLength, ModelSpec, OwnInputs, UniformNoise
 from dllm_sampler.core.values import FREE, Canvas, Query, Readout
 from dllm_sampler.engine import decide, faults, layout, readout
 from dllm_sampler.engine.plugins import Plugins, assemble

@@ -257,6 +257,5 @@ def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor],
 def _complain(folder: Path, what: str, names: Collection[str]) -> None:
     if names:
         raise UserError(
-            "adapter-incompatible",
-            f"{folder / WEIGHTS} {what} tensors, among them {min(names)}. {ELSEWHERE}",
+            "adapter-incompatible", f"{folder / WEIGHTS} {what} tensors, among them {min(names)}. {ELSEWHERE}"
         )

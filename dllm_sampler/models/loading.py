@@ -58,11 +58,7 @@ class _Token(NamedTuple):
 
 
 def load(
-    path: str | Path,
-    *,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str = "auto",
-    **settings: Any,
+    path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str = "auto", **settings: Any
 ) -> Loaded:
     """Load a checkpoint.
 
@@ -327,10 +323,7 @@ def _check_blocks(family: Family | None, folder: Path, block_length: int | None,
     """Refuse `model.block_length` for a model whose checkpoint determines what tokens see."""
     check_choice("model.blocks_from", blocks_from, BlocksFrom)
     if block_length is None and blocks_from != "answer":
-        raise UserError(
-            "option-not-applicable",
-            f"model.blocks_from={blocks_from} needs model.block_length. Set both.",
-        )
+        raise UserError("option-not-applicable", f"model.blocks_from={blocks_from} needs model.block_length. Set both.")
     if block_length is not None:
         check_count("model.block_length", block_length)
         if family is None or not family.may_see_blocks:

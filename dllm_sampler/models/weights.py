@@ -20,11 +20,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def fill(
-    model: Transformer,
-    folder: Path,
-    family: Family,
-    dtype: torch.dtype | None,
-    place: Callable[[str], torch.device],
+    model: Transformer, folder: Path, family: Family, dtype: torch.dtype | None, place: Callable[[str], torch.device]
 ) -> None:
     """Replace every parameter of a model on the meta device by the checkpoint's tensor.
 

@@ -22,23 +22,13 @@ from dllm_sampler.published.dllm import (
     StopTogether,
 )
 from dllm_sampler.published.editing import PublishedEditing, PublishedRemasking, UnrefreshedBlocks
-from dllm_sampler.published.fixed import (
-    AnyBlock,
-    PublishedFactor,
-    PublishedFixedSteps,
-    PublishedPositionCalibrated,
-)
+from dllm_sampler.published.fixed import AnyBlock, PublishedFactor, PublishedFixedSteps, PublishedPositionCalibrated
 from dllm_sampler.published.forced import ForcedFirst
 from dllm_sampler.published.freedave import PublishedFreeDave
 from dllm_sampler.published.grammar import Behind, PublishedGrammar
 from dllm_sampler.published.klass import MostUncertain, PublishedKlass
 from dllm_sampler.published.learn2pd import PublishedCachedEndOfText, PublishedEndOfText, PublishedLearnedFilter
-from dllm_sampler.published.lengths import (
-    AboveThreshold,
-    PublishedRhoEos,
-    RenewedGuidance,
-    RestlessEngine,
-)
+from dllm_sampler.published.lengths import AboveThreshold, PublishedRhoEos, RenewedGuidance, RestlessEngine
 from dllm_sampler.published.linear_spec import PublishedLinearSpec
 from dllm_sampler.published.localleap import PublishedLocalLeap
 from dllm_sampler.published.multi_block import (

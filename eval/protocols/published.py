@@ -93,8 +93,7 @@ def parse(text: str) -> list[Figure]:
         key = tuple(row.items())
         if wrong or key in seen:
             raise UserError(
-                "file-invalid",
-                f"line {number}: {wrong or 'the row is a duplicate'}. Correct or remove the row.",
+                "file-invalid", f"line {number}: {wrong or 'the row is a duplicate'}. Correct or remove the row."
             )
         seen.add(key)
         numbers = {name: float(row[name]) if row[name] else None for name in NUMBERS}

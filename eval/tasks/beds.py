@@ -138,11 +138,7 @@ class Markov(Drawn):
             return {"score": 0.0, "error_truncated": 1.0}
         start = torch.tensor([int(sample.facts["start"])])
         found = float(self.law.log_likelihood(torch.tensor([ids]), start)[0]) / self.length
-        return {
-            "score": exp(-abs(found + self.law.entropy_rate)),
-            "log_likelihood": found,
-            "error_truncated": 0.0,
-        }
+        return {"score": exp(-abs(found + self.law.entropy_rate)), "log_likelihood": found, "error_truncated": 0.0}
 
     def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:
         """Measure the distance of the answers from the chain (`chain.Distance`). Returns {} if one is cut."""

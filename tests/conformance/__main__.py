@@ -37,12 +37,7 @@ exit status: 0 nothing failed, 1 some line failed, 2 a wrong folder or system na
 @command(COMMAND)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = Parser(
-        prog=COMMAND,
-        description=HELP,
-        epilog=LAYOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog=COMMAND, description=HELP, epilog=LAYOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder with traces and their checkpoints")
     parser.add_argument("--system", metavar="NAME", help="only lines whose `system` is exactly NAME")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the verdict on each line to FILE")

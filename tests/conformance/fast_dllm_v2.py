@@ -14,13 +14,7 @@ from dllm_sampler.core.protocols import Carry, Denoiser, Guide
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.values import Canvas, Edit, Noise, Query, Readout
 from dllm_sampler.guides import Temperature, TopP
-from dllm_sampler.published import (
-    PartDraws,
-    PublishedSubBlockCache,
-    SeededBlocks,
-    StopAt,
-    StoresApart,
-)
+from dllm_sampler.published import PartDraws, PublishedSubBlockCache, SeededBlocks, StopAt, StoresApart
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.threshold import Threshold
 from dllm_sampler.stops.end_tokens import with_finish

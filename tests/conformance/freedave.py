@@ -17,13 +17,7 @@ from dllm_sampler.cache.store_pass import StorePass
 from dllm_sampler.core.protocols import Cache, Carry, Scheduler
 from dllm_sampler.core.spec import PlannedCommits, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.published import (
-    AllEnd,
-    ForcedFirst,
-    PublishedDualCache,
-    PublishedFreeDave,
-    PublishedPrefixCache,
-)
+from dllm_sampler.published import AllEnd, ForcedFirst, PublishedDualCache, PublishedFreeDave, PublishedPrefixCache
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold

@@ -18,12 +18,7 @@ from dllm_sampler.core.resize import effect_on
 from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.engine import layout
-from dllm_sampler.published import (
-    AboveThreshold,
-    PublishedRhoEos,
-    RenewedGuidance,
-    RestlessEngine,
-)
+from dllm_sampler.published import AboveThreshold, PublishedRhoEos, RenewedGuidance, RestlessEngine
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.daedal import Daedal
 from tests.conformance import tilted

@@ -70,11 +70,7 @@ def generate(line: Line, checkpoints: Checkpoints) -> Setup:
     if not args.causal_context:
         assert isinstance(model, TransformerDenoiser)
         model, tokens, draws = model.in_blocks("whole_prompt"), args.max_new_tokens, BlockDraws
-        made = {
-            "scheduler": LeavesAtEnd(rule, args.eos_token_id),
-            "stop": StopStored(),
-            "cache": PrefillsApart(),
-        }
+        made = {"scheduler": LeavesAtEnd(rule, args.eos_token_id), "stop": StopStored(), "cache": PrefillsApart()}
     denoiser = Measured(model)
     sampler = Sampler(
         denoiser,

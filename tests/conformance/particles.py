@@ -19,13 +19,7 @@ from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.protocols import Cache, Carry, Guide, Scheduler
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.guides import Temperature
-from dllm_sampler.published import (
-    ForcedFirst,
-    PrefixDraws,
-    PublishedPrefixCache,
-    PublishedSelfRewarding,
-    RestDraws,
-)
+from dllm_sampler.published import ForcedFirst, PrefixDraws, PublishedPrefixCache, PublishedSelfRewarding, RestDraws
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.threshold import Threshold

@@ -152,13 +152,7 @@ def _cache(args: DCDArguments, short: bool) -> Cache:
 
 
 def _setup(
-    denoiser: Watched,
-    scheduler: Scheduler,
-    blocks: Blocks,
-    stop: object,
-    cache: Cache,
-    tokens: int,
-    compat: bool,
+    denoiser: Watched, scheduler: Scheduler, blocks: Blocks, stop: object, cache: Cache, tokens: int, compat: bool
 ) -> Setup:
     sampler = Sampler(denoiser, scheduler=scheduler, blocks=blocks, stop=stop, cache=cache, compat=compat)
     counted = {"windows": denoiser.windows, "columns": denoiser.columns}

@@ -13,12 +13,7 @@ from dllm_sampler.cache.dpad import DPadCache
 from dllm_sampler.cache.streaming import StreamingCache
 from dllm_sampler.core.protocols import Cache, Plan, Scheduler
 from dllm_sampler.core.values import Canvas, Query, Spent
-from dllm_sampler.published import (
-    ForcedFirst,
-    PublishedDualCache,
-    PublishedPrefixCache,
-    SuffixDraws,
-)
+from dllm_sampler.published import ForcedFirst, PublishedDualCache, PublishedPrefixCache, SuffixDraws
 from dllm_sampler.sampler import Sampler
 from dllm_sampler.schedulers.fixed import FixedSteps
 from dllm_sampler.schedulers.streaming import StreamingThreshold
@@ -97,12 +92,7 @@ def streaming(line: Line, checkpoints: Checkpoints) -> Setup:
 
 
 def _setup(
-    line: Line,
-    checkpoints: Checkpoints,
-    args: Arguments,
-    rule: Scheduler,
-    around: Callable[[Cache], Cache],
-    stop: str,
+    line: Line, checkpoints: Checkpoints, args: Arguments, rule: Scheduler, around: Callable[[Cache], Cache], stop: str
 ) -> Setup:
     denoiser = Watched(checkpoints.load(line.model))
     spec = denoiser.spec

@@ -26,11 +26,7 @@ def test_states_and_output_are_those_recorded(line: Run) -> None:
     assert check(line) is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"seed": 1}, {"candidates": 3}, {"variant": "mc"}, {"steps": 7}],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [{"seed": 1}, {"candidates": 3}, {"variant": "mc"}, {"steps": 7}], ids=str)
 def test_another_run_is_told_apart(change: dict[str, Any]) -> None:
     line = next(line for line in LINES if line.variant == "pm" and line.candidates == 2)
     found = check(line.model_copy(update=change))

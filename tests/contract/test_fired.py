@@ -110,11 +110,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         grows_and_shrinks,
     ),
     "scheduler.freedave": ({"scheduler": "freedave"}, STEPWISE, same_in_fewer),
-    "scheduler.svdd": (
-        {"scheduler": SVDD | {"reward": "tests.toys:reward"}},
-        {"scheduler": SVDD["inner"]},
-        more_kinds,
-    ),
+    "scheduler.svdd": ({"scheduler": SVDD | {"reward": "tests.toys:reward"}}, {"scheduler": SVDD["inner"]}, more_kinds),
     "scheduler.ssd": (
         {"scheduler": {"name": "ssd", "length": 4, "width": 3}},
         {"scheduler": {"name": "ssd", "length": 4}},
@@ -153,11 +149,7 @@ FIRED: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Result, Result]
         answers_differ,
     ),
     "scheduler.wino": ({"scheduler": WINO | {"back": 0.9}}, {"scheduler": WINO | {"back": 0.0}}, takes_back),
-    "cache.dpad": (
-        {"cache": {"name": "dpad", "inner": "none", "window": 6}, **STEPWISE},
-        STEPWISE,
-        computes_less,
-    ),
+    "cache.dpad": ({"cache": {"name": "dpad", "inner": "none", "window": 6}, **STEPWISE}, STEPWISE, computes_less),
     "cache.streaming": (
         {"cache": {"name": "streaming", "window": 2}, **STEPWISE},
         {"cache": "prefix", **STEPWISE},

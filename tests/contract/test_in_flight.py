@@ -185,11 +185,7 @@ def test_what_holds_for_the_whole_batch_is_noticed(kept: Any) -> None:
 def test_rows_that_are_given_up_disturb_no_other(max_steps: int, seed: int) -> None:
     """What they leave in their places is no part of anything."""
     sampler = toys.sampler(
-        "causal",
-        scheduler="hierarchical",
-        max_steps=max_steps,
-        blocks={"name": "fixed", "length": 16},
-        temperature=2.0,
+        "causal", scheduler="hierarchical", max_steps=max_steps, blocks={"name": "fixed", "length": 16}, temperature=2.0
     )
     lengths = [24, 4, 3, 17, 9, 30, 12]
     answers = list(sampler.generate_many(PROMPTS, max_new_tokens=lengths, batch_size=3, seed=seed))

@@ -49,7 +49,7 @@ def test_replayed_steps_are_the_steps(case: Case) -> None:
             {"cache": "none", "poll_every": 3},
             {"cache": "prefix", "scheduler": {"name": "klass", "threshold": 0.3, "divergence": 1.0}},
             {"cache": "dual", "scheduler": {"name": "freedave", "draft": 3}},
-        ],
+        ]
     ),
 )
 def test_one_generation_after_another(plugins: dict[str, Any]) -> None:

@@ -128,10 +128,7 @@ OWN: dict[type[Around], dict[str, object]] = {
         "own_tokens": True,  # a fork's token comes from the step before
         "scope": "model",  # several canvases in one forward
     },
-    SoftValueGuided: {
-        "drafts": True,
-        "scheduled": True,
-    },  # it asks about candidates, and commits them a forward later
+    SoftValueGuided: {"drafts": True, "scheduled": True},  # it asks about candidates, and commits them a forward later
     PublishedEager: {"asks_block": False},  # it decodes by a rule of its own
 }
 

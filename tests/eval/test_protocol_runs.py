@@ -32,10 +32,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
 )
 BOUND = [(name, *cell) for name in spec.names() for cell in spec.load(name).cells]
-QUICK = [
-    ("fast-dllm", "fast-dllm-llada/instruct", "gsm8k"),
-    ("d3llm", "d3llm-llada/all", "mbpp"),
-]
+QUICK = [("fast-dllm", "fast-dllm-llada/instruct", "gsm8k"), ("d3llm", "d3llm-llada/all", "mbpp")]
 
 
 @pytest.fixture(scope="session")

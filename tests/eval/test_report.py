@@ -425,9 +425,6 @@ def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert command.main(["--nonsense"]) == 2
 
 
-@each(
-    ("fast", "said"),
-    [(2.0, "3.0 times fewer forwards"), (6.0, "about as many forwards"), (12.0, "2.0 times as")],
-)
+@each(("fast", "said"), [(2.0, "3.0 times fewer forwards"), (6.0, "about as many forwards"), (12.0, "2.0 times as")])
 def test_forwards_are_compared_in_words_that_fit(fast: float, said: str) -> None:
     assert headline.compare_forwards({"nfe": fast}, {"nfe": 6.0}).startswith(said)

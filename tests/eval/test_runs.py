@@ -139,10 +139,7 @@ def test_workers_change_nothing(tmp_path: Path, how: list[str]) -> None:
     assert content(tmp_path / "one") == content(tmp_path / "three")
 
 
-@few(
-    ("scheduler", "batching"),
-    [("threshold", "in_flight"), ("threshold", "static"), ("wino", "static")],
-)
+@few(("scheduler", "batching"), [("threshold", "in_flight"), ("threshold", "static"), ("wino", "static")])
 def test_a_sample_that_is_not_finite_is_told_and_the_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheduler: str, batching: str
 ) -> None:

@@ -14,18 +14,7 @@ from dllm_sampler import config
 from dllm_sampler.errors import NotFiniteError
 from tests import toys
 from tests.contract.cases import Settings, one_each, one_of_each_kind, toy_for
-from tests.integrations.pipelines import (
-    LENGTH,
-    MASK,
-    PROMPTS,
-    TOKENS,
-    adapter,
-    denoiser,
-    in_blocks,
-    ours,
-    quiet,
-    run,
-)
+from tests.integrations.pipelines import LENGTH, MASK, PROMPTS, TOKENS, adapter, denoiser, in_blocks, ours, quiet, run
 from tests.refusals import refused
 
 pytestmark = pytest.mark.slow

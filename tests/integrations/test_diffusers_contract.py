@@ -300,10 +300,7 @@ def test_another_scheduler_takes_the_place_of_one() -> None:
             {"scheduler": {"name": "learn2pd", "filter": toys.FILTER}},
             "plugins-incompatible: scheduler=learn2pd, block_length=6",
         ),
-        (
-            {"scheduler": "eoser"},
-            "end-token-missing: scheduler=eoser",
-        ),
+        ({"scheduler": "eoser"}, "end-token-missing: scheduler=eoser"),
         ({"guide": "end_tokens"}, "end-token-missing: guide=end_tokens"),
         ({"block_length": 0}, "option-range: block_length"),
         ({"mask_token_id": -1}, "option-range: mask_token_id"),

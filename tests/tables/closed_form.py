@@ -231,10 +231,7 @@ def _squares(n: int) -> Iterator[Cell]:
 @command(COMMAND)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare and print; 1 where a cell is too far off for chance, 2 after a mistake in the arguments."""
-    parser = Parser(
-        prog=COMMAND,
-        description="Compare schedulers on exact test beds with the validity they must have.",
-    )
+    parser = Parser(prog=COMMAND, description="Compare schedulers on exact test beds with the validity they must have.")
     parser.add_argument("--rows", type=positive, default=4000, help="samples per cell")
     parser.add_argument("--items", type=positive, nargs="+", default=[2, 3, 4, 5], help="list lengths to enumerate")
     parser.add_argument("--seed", type=int, default=0)

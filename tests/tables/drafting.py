@@ -54,11 +54,7 @@ DRAFTS: dict[str, Settings] = {
     "ssd 3, width 3": {"name": "ssd", "length": 3, "width": 3},
 }
 CACHES: tuple[str | Settings, ...] = ("none", "prefix", "dual")
-CAUSAL: tuple[str | Settings, ...] = (
-    "none",
-    "block_causal",
-    {"name": "block_causal", "store_pass": "separate"},
-)
+CAUSAL: tuple[str | Settings, ...] = ("none", "block_causal", {"name": "block_causal", "store_pass": "separate"})
 
 
 @dataclass(frozen=True)

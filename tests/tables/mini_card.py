@@ -72,10 +72,7 @@ def words() -> str:
 @command(COMMAND)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and rewrite the card; returns the exit status, 2 after a mistake in the arguments."""
-    parser = Parser(
-        prog=COMMAND,
-        description="Measure mini on held-out prompts and write its model card's tables.",
-    )
+    parser = Parser(prog=COMMAND, description="Measure mini on held-out prompts and write its model card's tables.")
     parser.add_argument("--model", default="mini", help="a model name or checkpoint folder")
     parser.add_argument("--prompts", type=positive, default=200, help="held-out prompts per task")
     parser.add_argument("--card", type=Path, default=Path(str(files("dllm_sampler") / "models/mini/README.md")))

@@ -123,10 +123,7 @@ WRONG = [
     (["schedular=fixed"], "unknown option 'schedular', did you mean 'scheduler'?"),
     (["scheduler=null"], "unknown scheduler"),
     (["guide=[top_p,topk]"], "unknown guide 'topk', did you mean 'top_k' or 'top_p'?"),
-    (
-        ["guide=choices", "guide.choices={a: b}"],
-        "guide=choices has no field 'a'. The fields are choices",
-    ),
+    (["guide=choices", "guide.choices={a: b}"], "guide=choices has no field 'a'. The fields are choices"),
     (["cache=duel"], "unknown cache 'duel', did you mean 'dual'?"),
     (["experiment=fast"], "unknown experiment 'fast', did you mean 'fast-dllm'?"),
     (["model=minni"], "unknown model 'minni', did you mean 'mini'?"),
@@ -159,10 +156,7 @@ WRONG = [
     (["seed=abc"], "seed is 'abc'. Set a whole number"),
     (["seed=99999999999999999999"], "seed has 20 digits. Give at most 18."),
     (["model.cfg_scale=abc"], "model: cfg_scale is 'abc'. Set a number"),
-    (
-        ["scheduler._target_=no.such.Thing"],
-        "scheduler=threshold: _target_ no.such.Thing",
-    ),
+    (["scheduler._target_=no.such.Thing"], "scheduler=threshold: _target_ no.such.Thing"),
     (["scheduler._target_=null"], "scheduler=threshold: _target_"),
     (["guide=[[1]]"], "dllm-sample: "),
     (["++guide.top_p=3"], "guide.top_p=3"),

@@ -37,10 +37,7 @@ def test_a_field_of_the_one_guide_that_has_it(words: list[str], long: list[str])
         (["guide=regex", "guide.regx=a"], "choice-unknown: 'regx', 'regex'"),
         (["guide=[regex,top_k]", "guide.topk.k=3"], "choice-unknown: 'topk', 'top_k'"),
         (["guide=regx", "guide.pattern=[A-C][a-z]+"], "choice-unknown: 'regx', 'regex'"),
-        (
-            ["guide=regex", "guide.patern=[A-C][a-z]+"],
-            "field-unknown: 'pattern'",
-        ),
+        (["guide=regex", "guide.patern=[A-C][a-z]+"], "field-unknown: 'pattern'"),
         (["guide=json_schema", 'guide.shema={"type": "integer"}'], "field-unknown: 'shema', 'schema'"),
         (["guide=regex,choices", "guide.pattern=[A-C][a-z]+"], "option-repeated: guide=regex"),
         (["guide.pattern=[A-C][a-z]+"], "field-unknown: guide=regex"),

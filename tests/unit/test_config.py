@@ -93,11 +93,7 @@ def test_build() -> None:
         ("scheduler", {"name": "threshold", "threshold": "abc"}, "option-type: 'abc'"),
         ("scheduler", {"name": "threshold", "threshold": True}, "option-type: scheduler=threshold"),
         ("scheduler", {"name": "fixed", "steps": 2.5}, "option-type: scheduler=fixed"),
-        (
-            "scheduler",
-            {"name": "fixed", "score": "best"},
-            "option-type: 'confidence', 'margin', 'entropy'",
-        ),
+        ("scheduler", {"name": "fixed", "score": "best"}, "option-type: 'confidence', 'margin', 'entropy'"),
         ("guide", {"name": "none", "p": 1}, "field-unknown: guide=none, 'p'"),
         ("guide", ["top_p", "top_q"], "choice-unknown: 'top_q'"),
     ],

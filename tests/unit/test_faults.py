@@ -42,10 +42,7 @@ def run(scheduler: Any, **plugins: Any) -> None:
     ("change", "message"),
     [
         (lambda one, _: {"commit": one.commit[:, None]}, "commit is"),
-        (
-            lambda one, _: {"commit": one.commit.long()},
-            "commit is",
-        ),
+        (lambda one, _: {"commit": one.commit.long()}, "commit is"),
         (lambda one, _: {"commit": None}, "commit is"),
         (lambda one, _: {"ids": one.ids[:, :3]}, "ids is"),
         (lambda one, _: {"ids": one.ids[:1]}, "ids is"),

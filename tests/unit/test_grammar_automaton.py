@@ -93,10 +93,7 @@ def test_lists_of_any_style_are_regular() -> None:
         assert accepts(automaton, sample)
 
 
-@each(
-    "text",
-    ["S -> ( S ) | $", 'S -> A "b" | $\nA -> "a" S', 'S -> "a" S | S "b" | "c"', 'S -> "-" S | S , S | "a"'],
-)
+@each("text", ["S -> ( S ) | $", 'S -> A "b" | $\nA -> "a" S', 'S -> "a" S | S "b" | "c"', 'S -> "-" S | S , S | "a"'])
 def test_what_is_not_shown_to_be_regular(text: str) -> None:
     found = Language.parse(text, "test")
     assert not found.regular

@@ -225,10 +225,7 @@ def test_marks() -> None:
         ("%prelex é >\nS -> (", "grammar-invalid"),
         ("%prelex < >\n%skip nothing\nS -> (", "grammar-invalid"),
         ("%prelex < >\nx = a\nS -> x", "grammar-invalid: line 2"),
-        (
-            "\n".join(f"x{at} = a{{100}}\nS -> x{at}" for at in range(6)),
-            "form-too-large: 500",
-        ),
+        ("\n".join(f"x{at} = a{{100}}\nS -> x{at}" for at in range(6)), "form-too-large: 500"),
         ("x = (a|b)*a(a|b){14}\nS -> x", "grammar-invalid: line 1, 32772"),
         ("S -> " + " ".join(['"a"'] * 101), "form-too-large: 100"),
         ("#" * 1_000_001, "form-too-large: 1000001, 1000000"),

@@ -38,10 +38,7 @@ from tests.sampling import each, few
 from tests.taped import Taped, on_tape, taped
 
 
-@each(
-    ("options", "why"),
-    [({}, "graph-unsupported"), ({"cuda_graph": "yes"}, "choice-unknown: cuda_graph, 'yes'")],
-)
+@each(("options", "why"), [({}, "graph-unsupported"), ({"cuda_graph": "yes"}, "choice-unknown: cuda_graph, 'yes'")])
 def test_what_is_refused(options: dict[str, Any], why: str) -> None:
     with refused(why):
         toys.sampler(**{"cuda_graph": True, **options})

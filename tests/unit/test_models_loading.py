@@ -279,10 +279,7 @@ def index(change: Callable[[Path, dict], object]) -> Damage:
         (cut(0), "checkpoint-damaged: model.safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 4000), "checkpoint-damaged"),
         (lambda f: (f / "model.safetensors").unlink(), "checkpoint-incomplete: model.safetensors"),
-        (
-            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-            "checkpoint-pickled: pytorch_model.bin",
-        ),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "checkpoint-pickled: pytorch_model.bin"),
         (
             index(lambda f, _: (f / "model-00002-of-00002.safetensors").unlink()),
             "checkpoint-incomplete: model-00002-of-00002.safetensors",

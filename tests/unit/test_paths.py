@@ -20,10 +20,7 @@ from tests.refusals import refused
 from tests.sampling import each, few
 
 LONG, HOMELESS = "a" * 5000, "~nobody-at-all/x"
-SAID = {
-    LONG: "a... (5000 characters)",
-    HOMELESS: "~nobody-at-all",
-}
+SAID = {LONG: "a... (5000 characters)", HOMELESS: "~nobody-at-all"}
 
 
 @each("path", SAID)

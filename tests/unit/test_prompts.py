@@ -62,10 +62,7 @@ def test_every_shape(given: Any, rows: list[list[int]], tokenizer: PreTrainedTok
         ([5, 40], "token-outside-vocabulary: prompt 1, 40"),
         ([-1, 5], "token-outside-vocabulary: prompt 1, -1, 0 to 39"),
         ([[5], [6, 39]], "mask-token-given: prompt 2, 39, position 1"),
-        (
-            [5] * 61,
-            "context-exceeded: prompt 1, 61, max_new_tokens",
-        ),
+        ([5] * 61, "context-exceeded: prompt 1, 61, max_new_tokens"),
         (torch.ones(3), "prompt-type: prompt 1, 1-D, torch.float32"),
         (torch.ones(2, 2, 2).long(), "prompt-type: prompt 1, 1-D, 3-D"),
         (torch.tensor(5), "prompt-type: prompt 1, 1-D, 0-D"),

@@ -109,11 +109,7 @@ def test_answers_are_the_same_with_and_without(kind: str) -> None:
 
 
 KERNELS = LayerKernels(
-    reference.attention,
-    linear.linear_reference,
-    norm.norm_reference,
-    rope.qkv_rope_reference,
-    swiglu.swiglu_reference,
+    reference.attention, linear.linear_reference, norm.norm_reference, rope.qkv_rope_reference, swiglu.swiglu_reference
 )
 
 
@@ -211,11 +207,7 @@ def test_the_walk_takes_what_is_linked_to_none_before_it() -> None:
         ("llada", {"cache": "dual"}, "cache-incompatible: scheduler=dawn, cache=dual"),
         ("llada", {"cache": "dpad"}, "cache-incompatible: scheduler=dawn, cache=dpad"),
         ("llada", {"scheduler": Looks(), "cache": "prefix"}, "plugins-incompatible: cache=prefix, cache=none"),
-        (
-            "llada",
-            {"scheduler": {"name": "freedave", "inner": "dawn"}},
-            "scheduler-incompatible: freedave, dawn",
-        ),
+        ("llada", {"scheduler": {"name": "freedave", "inner": "dawn"}}, "scheduler-incompatible: freedave, dawn"),
         ("llada", {"scheduler": DAWN | {"exclude": "none"}}, "option-type: scheduler=dawn, exclude"),
         ("llada", {"scheduler": DAWN | {"attention_layers": 0}}, "option-range: scheduler.attention_layers"),
         ("llada", {"scheduler": DAWN | {"edge": -0.1}}, "option-range: scheduler.edge"),

@@ -191,10 +191,7 @@ def test_tokens_of_an_example(encoder: Encoder) -> None:
         (["data=conf.txt"], "train.data=conf.txt has another ending than .jsonl, .json,"),
         (["data={DATA}", "longer=drop", "max_length=3"], "longer=drop leaves no examples"),
         (["data={DATA}", "max_length=5"], "tokens of prompt and answer, and train.max_length is 5"),
-        (
-            ["data={DATA}", "padding=long"],
-            "is 'long'. Set 'longest', 'block' or 'none', or a whole number",
-        ),
+        (["data={DATA}", "padding=long"], "is 'long'. Set 'longest', 'block' or 'none', or a whole number"),
         (["data={DATA}", "padding=0"], "or a number greater than or equal to 1"),
         (["data={DATA}", "weight=t"], "weight is 't'. Set 'inverse' or 'none'"),
         (["data={DATA}", "dtype=bfloat16"], "dtype=bfloat16 rounds"),

@@ -327,10 +327,7 @@ def test_half_a_character(prompt: Any, given: dict[str, Any]) -> None:
         ("temprature", "unknown option 'temprature', did you mean 'temperature'?"),
         ("max_new_token", "unknown option 'max_new_token', did you mean 'max_new_tokens'?"),
         ("temp", "unknown option 'temp', did you mean 'temperature'?"),
-        (
-            "p",
-            '\'p\' is a setting of a plug-in: write guide={"name": NAME, "p": 1}, where NAME is top_p',
-        ),
+        ("p", '\'p\' is a setting of a plug-in: write guide={"name": NAME, "p": 1}, where NAME is top_p'),
         (
             "relaxed",
             "'relaxed' is a setting of a plug-in: write "

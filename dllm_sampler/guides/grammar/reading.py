@@ -102,8 +102,7 @@ def read(
         elif words[1:2] == ["="]:
             if VARIABLE.fullmatch(words[0]) or words[0] in ("$", "ε"):
                 raise UserError(
-                    "grammar-invalid",
-                    f"{where}: {words[0]!r} names a variable or the empty body. Rename the terminal.",
+                    "grammar-invalid", f"{where}: {words[0]!r} names a variable or the empty body. Rename the terminal."
                 )
             if words[0] in defined:
                 raise UserError("grammar-invalid", f"{where}: the terminal {words[0]} is defined twice. Remove one.")
