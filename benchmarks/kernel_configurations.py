@@ -228,8 +228,8 @@ def of_norm(dtype: str, width: int, add: bool, any_rows: bool = False) -> Config
     )
 
 
-def of_rope(name: str, dtype: str, shape: dict[str, int], bias: bool, norms: bool, slots: bool) -> Configuration:
-    pointer, optional = f"*{dtype}", {"bias": bias, "q_weight": norms, "k_weight": norms}
+def of_rope(name: str, dtype: str, shape: dict[str, int], norms: bool, slots: bool) -> Configuration:
+    pointer, optional = f"*{dtype}", {"q_weight": norms, "k_weight": norms}
     optional |= dict.fromkeys(("k", "v"), not slots) | dict.fromkeys(("keys", "values", "places"), slots)
     constants = shape | dict.fromkeys(argument for argument, given in optional.items() if not given)
     types = {"eps": "fp32", "cos": "*fp32", "sin": "*fp32", "places": "*i64"}
@@ -245,12 +245,12 @@ def of_swiglu(dtype: str) -> Configuration:
     return Configuration(name, swiglu.swiglu_kernel, signature, constants, swiglu.WARPS)
 
 
-HEADS = {  # heads, of keys, width of a head, of it turned; bias, norms
-    "LLaDA-8B": (32, 32, 128, 128, False, False),
-    "Dream-7B": (28, 4, 128, 128, True, False),
-    "SDAR-8B": (32, 8, 128, 128, False, True),
-    "LLaDA2-mini": (16, 4, 128, 64, False, True),
-    "80 wide": (16, 4, 80, 80, True, False),
+HEADS = {  # heads, of keys, width of a head, of it turned; norms
+    "LLaDA-8B": (32, 32, 128, 128, False),
+    "Dream-7B": (28, 4, 128, 128, False),
+    "SDAR-8B": (32, 8, 128, 128, True),
+    "LLaDA2-mini": (16, 4, 128, 64, True),
+    "80 wide": (16, 4, 80, 80, False),
 }
 LAYER = [
     *(  # LLaDA-8B: queries, keys and values; output; gate and up; down

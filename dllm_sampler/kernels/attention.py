@@ -34,9 +34,7 @@ def packed_attention(
     until: Tensor | None = None,
     segment: Tensor | None = None,
     unread: Tensor | None = None,
-    stored: bool = True,
     longest: int | None = None,
-    scale: float | None = None,
     splits: int | None = None,
 ) -> Tensor:
     """Return attention output `[T, H, Dh]` of a pack: T entries of a whole batch, sorted by row, segment and column.
@@ -46,23 +44,21 @@ def packed_attention(
     Args:
         q: `[T, H, Dh]` rotated queries.
         k, v: `[T, Hkv, Dh]` keys and values of the entries (fresh ones). None if the slots have them already.
-        slots: keys and values `[B, L+1, Hkv, Dh]`. The last slot is empty. None if no forward stores any.
+        slots: stored keys and values `[B, L+1, Hkv, Dh]`. The last slot is empty. None if nothing is stored.
         bounds: `[B+1] int64`. Row b has the entries bounds[b]..bounds[b+1]-1. Those from bounds[B] on are fillers.
         columns: `[T] int64` columns of the entries.
         end: `[B]` columns from here on are hidden. The default is L.
         until: `[T] int64` first column that each entry does not see, at most the row's `end`, which is the default.
         segment: `[T]` integers. An entry sees fresh keys of its own row and segment only. By default of its row.
         unread: `[B, L+1] bool` stored columns that no entry sees: fresh keys replace them, or they are hidden.
-        stored: stored keys are seen. False for a forward that computes every column.
         longest: upper bound on the entries of a row. The default is T.
-        scale: factor of the scores. The default is `Dh ** -0.5`.
         splits: programs that share the keys of a row. By default enough to fill the GPU.
     """
     entries, heads, size = q.shape
     batch, out = len(bounds) - 1, torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    keys, values = slots if slots is not None and stored else (None, None)
+    keys, values = slots or (None, None)
     either = k if k is not None else keys
     assert either is not None, "neither fresh keys nor stored ones"
     kv_heads, length = either.shape[-2], ENDLESS if slots is None else slots[0].shape[1]
@@ -85,7 +81,7 @@ def packed_attention(
         _whole(q), _whole(k), _whole(v), keys, values, _whole(bounds), _whole(columns), _whole(segment),
         _whole(end), _whole(until), None if hidden is None else hidden.view(torch.uint8),
         out if parts is None else parts, peaks, totals,
-        entries, batch, length, (size**-0.5 if scale is None else scale) * _LOG2E,
+        entries, batch, length, size**-0.5 * _LOG2E,
         **launch,
     )  # fmt: skip
     if parts is not None:

@@ -57,9 +57,7 @@ def attention(
     until: Tensor | None = None,
     segment: Tensor | None = None,
     unread: Tensor | None = None,
-    stored: bool = True,
     longest: int | None = None,
-    scale: float | None = None,
     splits: int | None = None,
     unseen: Tensor | None = None,
 ) -> Tensor:
@@ -81,7 +79,7 @@ def attention(
     end = bounds.new_full((batch,), length - 1) if end is None else end.clamp(max=length - 1)
     bound = (end[:, None].expand_as(at) if until is None else until[at]) * real  # padding sees nothing
     keys, values, visible = [], [], []
-    if stored and slots is not None:
+    if slots is not None:
         keys.append(slots[0].to(q.dtype))
         values.append(slots[1].to(q.dtype))
         visible.append(stored_seen(bound, length, unread))
@@ -96,9 +94,9 @@ def attention(
     mask = (seen | nothing)[:, None]  # so that no NaN arises
     every = (torch.cat(parts, 1).transpose(1, 2) for parts in (keys, values))
     grouped = keys[0].shape[2] != q.shape[1]
-    out = F.scaled_dot_product_attention(
-        q[at].transpose(1, 2), *every, attn_mask=mask, scale=scale, enable_gqa=grouped
-    ).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q[at].transpose(1, 2), *every, attn_mask=mask, enable_gqa=grouped).transpose(
+        1, 2
+    )
     out = out.masked_fill(nothing[..., None], 0)  # [B, M, H, Dh]
     row = torch.searchsorted(bounds[1:], index, right=True)
     place = index - bounds[row]

@@ -1,4 +1,4 @@
-"""From the fused projection to rotated heads in one launch: split, bias, norms, rotary positions and slots."""
+"""From the fused projection to rotated heads in one launch: split, norms, rotary positions and slots."""
 
 # Pyright knows neither names that a compile-time branch binds nor constants as constexpr.
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
@@ -20,14 +20,6 @@ _NUMBERS = 2048  # of the heads that a program holds at once
 
 
 @triton.jit
-def _part(fused, bias, at, inside):
-    x = tl.load(fused + at, mask=inside, other=0.0)
-    if bias is not None:
-        x = (x.to(tl.float32) + tl.load(bias, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
-    return x
-
-
-@triton.jit
 def _scaled(x, inverse, weight, inside):
     scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
     return ((x.to(tl.float32) * inverse).to(x.dtype).to(tl.float32) * scale).to(x.dtype)
@@ -44,11 +36,11 @@ def _put(out, slots, own, slot, at, x, inside):
 
 @triton.jit
 def _heads(
-    fused, bias, weight, cos, sin, out, slots, row, slot, first, count, eps,
+    fused, weight, cos, sin, out, slots, row, slot, first, count, eps,
     TURN: tl.constexpr, DH: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Add the bias, normalise and rotate BLOCK_H heads of queries, keys or values, from head `first` on.
+    """Normalise and rotate BLOCK_H heads of queries, keys or values, from head `first` on.
 
     The two halves of the first ROTARY dimensions rotate together. The tail of a head does not rotate.
     """
@@ -57,13 +49,13 @@ def _heads(
     d = tl.arange(0, HALF)[None]
     inside = (head < count) & (d < half)
     at = head * DH + d
-    x = _part(fused, None if bias is None else bias + at, at, inside)
-    y = _part(fused, None if bias is None else bias + at + half, at + half, inside)
+    x = tl.load(fused + at, mask=inside, other=0.0)
+    y = tl.load(fused + at + half, mask=inside, other=0.0)
     if TAIL:
         d_tail = ROTARY + tl.arange(0, TAIL)[None]
         inside_tail = (head < count) & (d_tail < DH)
         at_tail = head * DH + d_tail
-        z = _part(fused, None if bias is None else bias + at_tail, at_tail, inside_tail)
+        z = tl.load(fused + at_tail, mask=inside_tail, other=0.0)
     if weight is not None:
         squares = tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) + tl.sum(y.to(tl.float32) * y.to(tl.float32), 1)
         if TAIL:
@@ -89,7 +81,7 @@ def _heads(
 
 @triton.jit
 def qkv_kernel(
-    fused, bias, q_weight, k_weight, cos, sin, places, q, k, v, keys, values, eps,
+    fused, q_weight, k_weight, cos, sin, places, q, k, v, keys, values, eps,
     H: tl.constexpr, HKV: tl.constexpr, DH: tl.constexpr, ROTARY: tl.constexpr,
     HALF: tl.constexpr, TAIL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -105,15 +97,15 @@ def qkv_kernel(
     if keys is not None:
         slot = tl.load(places + entry).to(tl.int64) * (HKV * DH)  # negative: nowhere
     if tile < q_tiles:
-        _heads(fused, bias, q_weight, cos, sin, q, None, entry, slot, tile * BLOCK_H, H, eps,
+        _heads(fused, q_weight, cos, sin, q, None, entry, slot, tile * BLOCK_H, H, eps,
                True, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
     elif tile < q_tiles + kv_tiles:
-        _heads(fused + H * DH, None if bias is None else bias + H * DH, k_weight, cos, sin, k, keys, entry, slot,
-               (tile - q_tiles) * BLOCK_H, HKV, eps, True, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
+        _heads(fused + H * DH, k_weight, cos, sin, k, keys, entry, slot, (tile - q_tiles) * BLOCK_H, HKV, eps,
+               True, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
     else:
         tile -= q_tiles + kv_tiles
-        _heads(fused + (H + HKV) * DH, None if bias is None else bias + (H + HKV) * DH, None, cos, sin, v, values,
-               entry, slot, tile * BLOCK_H, HKV, eps, False, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
+        _heads(fused + (H + HKV) * DH, None, cos, sin, v, values, entry, slot, tile * BLOCK_H, HKV, eps,
+               False, DH, ROTARY, HALF, TAIL, BLOCK_H)  # fmt: skip
 
 
 Heads = tuple[Tensor, Tensor | None, Tensor | None]
@@ -126,7 +118,6 @@ def qkv_rope(
     heads: int,
     kv_heads: int,
     *,
-    bias: Tensor | None = None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
@@ -136,7 +127,7 @@ def qkv_rope(
 ) -> Heads:
     """Return rotated queries `[T, H, Dh]`, rotated keys and plain values `[T, Hkv, Dh]` of a pack's fused projection.
 
-    It rounds like `qkv_rope_reference`: after bias, norm, weight and rotation.
+    It rounds like `qkv_rope_reference`: after norm, weight and rotation.
 
     Args:
         fused: `[T, (H + 2 Hkv) Dh]` queries, keys, values.
@@ -144,7 +135,6 @@ def qkv_rope(
             rotate.
         heads: H.
         kv_heads: Hkv.
-        bias: `[(H + 2 Hkv) Dh]` that the projection has not added. Adding it here rounds once more.
         q_weight, k_weight: `[Dh]` weights of the norms of each head.
         eps: added to the mean square in these norms.
         slots: keys and values `[B, L+1, Hkv, Dh]`, written in place at `places`.
@@ -164,7 +154,7 @@ def qkv_rope(
         tiles = cdiv(heads, shape["BLOCK_H"]) + 2 * cdiv(kv_heads, shape["BLOCK_H"])
         launch: dict[str, Any] = {**shape, "num_warps": WARPS, "enable_fp_fusion": True}
         qkv_kernel[entries, tiles](
-            fused, bias, q_weight, k_weight, cos, sin, None if places is None else places.contiguous(),
+            fused, q_weight, k_weight, cos, sin, None if places is None else places.contiguous(),
             q, k, v, keys, values, eps, **launch,
         )  # fmt: skip
     return q, k, v
@@ -177,7 +167,6 @@ def qkv_rope_reference(
     heads: int,
     kv_heads: int,
     *,
-    bias: Tensor | None = None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 0.0,
@@ -187,8 +176,7 @@ def qkv_rope_reference(
 ) -> Heads:
     """Compute `qkv_rope` in torch."""
     size, turned = fused.shape[-1] // (heads + 2 * kv_heads), cos.shape[-1]
-    every = (fused if bias is None else fused + bias).unflatten(-1, (-1, size))  # [T, H+2Hkv, Dh]
-    q, k, v = every.split([heads, kv_heads, kv_heads], 1)
+    q, k, v = fused.unflatten(-1, (-1, size)).split([heads, kv_heads, kv_heads], 1)
     c, s = (factors.reshape(-1, 1, turned) for factors in (cos, sin))  # [T, 1, R]
 
     def rotated(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from dllm_sampler.models import names
 from dllm_sampler.models.family import Family
@@ -42,10 +43,6 @@ def _read_qwen2(fields: Fields) -> TransformerConfig:
     return read_qwen(fields, head_dim=own_head_dim(fields), qkv_bias=True)
 
 
-def _read_rnd1(fields: Fields) -> TransformerConfig:
-    return _read_sdar_moe(fields, normalise=True)  # its config class sets norm_topk_prob, whatever the file says
-
-
 SDAR = Family(  # also TraDo, arXiv 2509.06949
     name="SDAR",
     model_type="sdar",
@@ -59,17 +56,13 @@ SDAR = Family(  # also TraDo, arXiv 2509.06949
     mask_token="<|MASK|>",
 )
 
-SDAR_MOE = Family(  # SDAR's attention, the experts of Qwen3-MoE
+SDAR_MOE = replace(  # SDAR's attention, the experts of Qwen3-MoE
+    SDAR,
     name="SDAR-MoE",
     model_type="sdar_moe",
     read=_read_sdar_moe,
-    supported={"hidden_act": "silu", "use_sliding_window": False, "moe_router_enable_expert_bias": False},
-    ignored=SDAR.ignored,
+    supported={**SDAR.supported, "moe_router_enable_expert_bias": False},
     names=names.SDAR_MOE,
-    attention="block_causal",
-    block_length=SDAR.block_length,
-    end_of_turn="<|im_end|>",
-    mask_token="<|MASK|>",
 )
 
 STABLE_DIFFCODER = Family(  # arXiv 2601.15892
@@ -130,7 +123,7 @@ A2D_LLAMA = Family(
 RND1 = Family(  # Qwen3-MoE that sees the whole row
     name="RND1",
     model_type="rnd1",
-    read=_read_rnd1,
+    read=partial(_read_sdar_moe, normalise=True),  # its config class sets norm_topk_prob, whatever the file says
     supported={"hidden_act": "silu", "use_sliding_window": False},
     ignored=(*QWEN_IGNORED, "is_causal", "moe_backend", "num_diffusion_steps"),
     names=names.SDAR_MOE,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,21 +19,13 @@ from torch import Tensor, nn
 
 from dllm_sampler.errors import UserError, first_line, installing
 from dllm_sampler.models import weights
-from dllm_sampler.models.family import Family, Part
+from dllm_sampler.models.family import Family, Held, assembled
 from dllm_sampler.models.fields import shown
 from dllm_sampler.models.transformer import Transformer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as peft calls them
 PREFIX = "base_model.model."  # of all names in the file of weights
 ELSEWHERE = "Load the model that the adapter was trained on."
-Held = dict[str, list[tuple[str, Part]]]  # a checkpoint's tensor to the parameters of ours that it contains
-
-
-class Base(NamedTuple):
-    """The model that an adapter was trained on: a folder or a hub id, and the revision of a hub id."""
-
-    path: str
-    revision: str | None
 
 
 def has_adapter(folder: Path) -> bool:
@@ -41,8 +33,10 @@ def has_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def find_base(folder: Path) -> Base:
-    """Return the base that an adapter names. A relative path is tried from the adapter's folder first.
+def find_base(folder: Path) -> tuple[str, str | None]:
+    """Return the base that an adapter names: a folder or a hub id, and the revision of a hub id.
+
+    A relative path is tried from the adapter's folder first.
 
     Raises:
         UserError: the adapter names no base.
@@ -56,9 +50,9 @@ def find_base(folder: Path) -> Base:
         )
     near = folder / Path(path).expanduser()
     if near.is_dir():
-        return Base(str(near), None)
+        return str(near), None
     local = Path(path).expanduser().is_dir()
-    return Base(path, revision if isinstance(revision, str) and not local else None)
+    return path, revision if isinstance(revision, str) and not local else None
 
 
 @contextmanager
@@ -94,7 +88,7 @@ def merge(network: nn.Module, folder: Path, family: Family | None = None) -> Non
     tensors = _tensors(folder)
     if isinstance(network, Transformer):
         assert family is not None
-        held = _held(network, family)
+        held = family.held(network.state_dict(), network.config)
         touched = _modules(tensors, {name.rpartition(".")[0] for name in held}, folder)
         _refuse_shared(network, held, touched, folder)
         with torch.no_grad():
@@ -138,15 +132,6 @@ def _modules(tensors: Collection[str], known: set[str], folder: Path) -> set[str
     return touched
 
 
-def _held(network: Transformer, family: Family) -> Held:
-    """Return the parameters of ours that each tensor of the checkpoint contains."""
-    held: Held = {}
-    for name in network.state_dict():
-        for part in family.parts(name, network.config):
-            held.setdefault(part.name, []).append((name, part))
-    return held
-
-
 def _refuse_shared(network: nn.Module, held: Held, touched: set[str], folder: Path) -> None:
     """Refuse an adapter on weights that two layers share: merged into one, it would change the other."""
     own = {one: name for name, parts in held.items() for one, _ in parts}
@@ -165,7 +150,7 @@ def _as_checkpoint(network: Transformer, held: Held, touched: set[str], family: 
     root, own = nn.Module(), network.state_dict()
     embeddings = {part.name for part in family.parts("embed.weight", network.config)}
     for name in touched:
-        found = {one.rpartition(".")[2]: _whole(own, parts) for one, parts in held.items() if _inside(one, name)}
+        found = {one.rpartition(".")[2]: assembled(own, held[one]) for one in held if one.rpartition(".")[0] == name}
         made = _layer(found, f"{name}.weight" in embeddings)
         for kind, tensor in found.items():
             made.register_parameter(kind, nn.Parameter(tensor, requires_grad=False))
@@ -182,10 +167,6 @@ def _as_checkpoint(network: Transformer, held: Held, touched: set[str], family: 
     return root
 
 
-def _inside(tensor: str, module: str) -> bool:
-    return tensor.rpartition(".")[0] == module
-
-
 def _layer(tensors: dict[str, Tensor], embeds: bool) -> nn.Module:
     """Return an empty layer of the kind that has these tensors."""
     weight = tensors.get("weight")
@@ -195,17 +176,6 @@ def _layer(tensors: dict[str, Tensor], embeds: bool) -> nn.Module:
     if embeds:
         return nn.Embedding(rows, columns, device="meta")
     return nn.Linear(columns, rows, "bias" in tensors, device="meta")
-
-
-def _whole(own: dict[str, Tensor], parts: list[tuple[str, Part]]) -> Tensor:
-    """Return a tensor of the checkpoint, made of our parameters."""
-    (name, part), *more = parts
-    if part.expert is not None:
-        return own[name][part.expert]
-    if not more:
-        return own[name]
-    ordered = sorted(parts, key=lambda one: one[1].rows.start if one[1].rows else 0)
-    return torch.cat([own[one].to(own[name].device) for one, _ in ordered])
 
 
 def _take_back(network: Transformer, held: Held, touched: set[str], merged: nn.Module) -> None:

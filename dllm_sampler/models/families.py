@@ -6,9 +6,9 @@ its tensors. To add a family, add a row.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dllm_sampler.errors import UserError
@@ -23,7 +23,7 @@ from dllm_sampler.models.adapted import (
     SDAR_MOE,
     STABLE_DIFFCODER,
 )
-from dllm_sampler.models.family import Family
+from dllm_sampler.models.family import Family, assembled
 from dllm_sampler.models.fields import Fields, config_error
 from dllm_sampler.models.nemotron import NEMOTRON
 from dllm_sampler.models.reading import QWEN_IGNORED, experts, own_head_dim, read_qwen, rotary, whole_rope
@@ -48,10 +48,6 @@ def _read_llada(fields: Fields) -> TransformerConfig:
         qkv_bias=fields.flag("include_qkv_bias", False),
         tie_embeddings=fields.flag("weight_tying", True),
     )
-
-
-def _read_dream(fields: Fields) -> TransformerConfig:
-    return read_qwen(fields, qkv_bias=True)
 
 
 def _read_illada(fields: Fields) -> TransformerConfig:
@@ -164,7 +160,7 @@ ILLADA = Family(  # arXiv 2606.25331: Llama's format, not LLaDA's
 DREAM = Family(
     name="Dream",
     model_type="dream",
-    read=_read_dream,
+    read=partial(read_qwen, qkv_bias=True),
     supported={"hidden_act": "silu", "use_sliding_window": False, "use_mrope": False},
     ignored=(*QWEN_IGNORED, "attention_bias"),  # its attention has biases whatever that says
     names=names.QWEN,
@@ -223,15 +219,10 @@ ALIASES = {"lladamoe": "llada"}  # `model_type` under other names
 
 def to_checkpoint(model: Transformer, family: Family = LLADA) -> dict[str, Tensor]:
     """Return the model's tensors under the family's names, contiguous for `safetensors`. A tied head is left out."""
-    tensors: dict[str, list[tuple[int, Tensor]]] = {}  # first row and rows of the parts of each tensor
-    for name, tensor in model.state_dict().items():
-        if model.config.tie_embeddings and name == "lm_head.weight":
-            continue
-        for part in family.parts(name, model.config):
-            own = tensor if part.expert is None else tensor[part.expert]
-            tensors.setdefault(part.name, []).append((part.rows.start if part.rows else 0, own.detach()))
-    ordered = {name: [rows for _, rows in sorted(parts, key=lambda p: p[0])] for name, parts in tensors.items()}
-    return {name: parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) for name, parts in ordered.items()}
+    own = model.state_dict()
+    names = [name for name in own if not (model.config.tie_embeddings and name == "lm_head.weight")]
+    held = family.held(names, model.config)
+    return {name: assembled(own, parts).contiguous() for name, parts in held.items()}
 
 
 def llada_config(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from dllm_sampler.core.spec import Attention
 from dllm_sampler.models.fields import Fields, config_error, largest, shown, unsupported_error
@@ -78,7 +81,12 @@ class Family:
         Raises:
             UserError: a field is missing, of the wrong type, too large for the tensors, or not implemented.
         """
-        fields = Fields(raw, source) if shapes is None else self._bounded(raw, source, shapes)
+        fields = Fields(raw, source)
+        if shapes is not None:
+            pattern = re.compile(re.escape(self.names["layers.*.attn_norm"]).replace(r"\*", r"(\d+)", 1) + r"\.")
+            found = [int(match[1]) for name in shapes if (match := pattern.match(name)) and len(match[1]) < 10]
+            # Without a tensor of any layer, `weights.complain` has a better message.
+            fields = Fields(raw, source, largest(shapes), max(found) + 1 if found else len(shapes))
         for key, allowed in self.supported.items():
             value = fields.get(key)
             if value is not None and (value != allowed or isinstance(value, bool) != isinstance(allowed, bool)):
@@ -95,13 +103,6 @@ class Family:
                 source, f"{config.num_heads} heads are not a multiple of {config.num_kv_heads} key heads"
             )
         return config
-
-    def _bounded(self, raw: Mapping[str, Any], source: str, shapes: Mapping[str, tuple[int, ...]]) -> Fields:
-        """Return the fields with the bounds that the checkpoint's tensors set."""
-        pattern = re.compile(re.escape(self.names["layers.*.attn_norm"]).replace(r"\*", r"(\d+)", 1) + r"\.")
-        found = [int(match[1]) for name in shapes if (match := pattern.match(name)) and len(match[1]) < 10]
-        # Without a tensor of any layer, `weights.complain` has a better message.
-        return Fields(raw, source, largest(shapes), max(found) + 1 if found else len(shapes))
 
     def parts(self, name: str, config: TransformerConfig) -> list[Part]:
         """Return the parts of a checkpoint that make our parameter `name`: a tensor, rows of one, or one per expert."""
@@ -121,6 +122,14 @@ class Family:
         rows = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}[heads[1]]
         return [Part(pattern.replace(heads[0], "", 1), rows=rows)]
 
+    def held(self, names: Iterable[str], config: TransformerConfig) -> Held:
+        """Return the tensors of a checkpoint, each with the parameters out of `names` that it contains."""
+        found: Held = {}
+        for name in names:
+            for part in self.parts(name, config):
+                found.setdefault(part.name, []).append((name, part))
+        return found
+
 
 @dataclass(frozen=True)
 class Part:
@@ -129,3 +138,15 @@ class Part:
     name: str
     expert: int | None = None  # the tensor is this expert of our stacked parameter. None: it is not an expert
     rows: slice | None = None  # rows of the tensor that are our parameter. None: all
+
+
+Held = dict[str, list[tuple[str, Part]]]  # a checkpoint's tensor to the parameters of ours that it contains
+
+
+def assembled(own: Mapping[str, Tensor], held: list[tuple[str, Part]]) -> Tensor:
+    """Return a tensor of a checkpoint from our parameters, on their memory if it contains a single one."""
+    (name, part), *more = held
+    if not more:
+        return own[name] if part.expert is None else own[name][part.expert]
+    ordered = sorted(held, key=lambda one: one[1].rows.start if one[1].rows else 0)
+    return torch.cat([own[one].to(own[name].device) for one, _ in ordered])

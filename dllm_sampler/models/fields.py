@@ -96,7 +96,10 @@ class Fields:
 
     def size(self, *keys: str, default: int | None = None) -> int:
         """Return the first of `keys` that is set: a positive whole number, bounded by the checkpoint's tensors."""
-        key, value = self._first(keys, default)
+        found = [(key, value) for key in keys if (value := self.get(key)) is not None]
+        if not found and default is None:
+            raise config_error(self.source, f"the field {keys[0]!r} is missing")
+        key, value = found[0] if found else (keys[0], default)
         if not is_whole(value) or value < 1:
             raise config_error(self.source, f"{key} must be a whole number above 0, not {shown(value)}")
         return self._held(key, value)
@@ -207,12 +210,6 @@ class Fields:
                 NoEffectWarning,
                 stacklevel=2,
             )
-
-    def _first(self, keys: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        found = [(key, value) for key in keys if (value := self.get(key)) is not None]
-        if not found and default is None:
-            raise config_error(self.source, f"the field {keys[0]!r} is missing")
-        return found[0] if found else (keys[0], default)
 
     def _held(self, key: str, value: int) -> int:
         if self.largest is not None and value > self.largest:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -102,7 +101,17 @@ def load(path: Path, spec: ModelSpec) -> Layers:
     except (OSError, SafetensorError, ValueError) as error:
         text = f"scheduler.filter: cannot read {path} ({first_line(error)}). Name another file."
         raise UserError("filter-invalid", text) from error
-    _check_made_for(spec, said, path)
+    said = said if isinstance(said, dict) else {}
+    if said.get("schema", SCHEMA) != SCHEMA:
+        text = f"scheduler.filter: {path} has schema {said['schema']!r}, not {SCHEMA}. Train it again."
+        raise UserError("filter-incompatible", text)
+    for name, what in (("vocab_size", "tokens"), ("num_layers", "layers")):  # it would run, and commit wrong tokens
+        if said.get(name, getattr(spec, name)) != getattr(spec, name):
+            raise UserError(
+                "filter-incompatible",
+                f"scheduler.filter: {path} is for {said[name]} {what}, and this model has {getattr(spec, name)}."
+                " Train one by `dllm-train train=filter`.",
+            )
     names = [f"fc{index + 1}" for index in range(len(tensors) // 2)]
     if not names or set(tensors) != {f"{name}.{part}" for name in names for part in ("weight", "bias")}:
         raise UserError(
@@ -120,18 +129,3 @@ def load(path: Path, spec: ModelSpec) -> Layers:
         shape = f"{layers[0][0].shape[1]} positions to {size}"
         raise UserError("filter-invalid", f"scheduler.filter: {path} maps {shape}. Name one that keeps the number.")
     return tuple((weight.to(spec.device), bias.to(spec.device)) for weight, bias in layers)
-
-
-def _check_made_for(spec: ModelSpec, said: Any, path: Path) -> None:
-    """Refuse a filter that was trained on another model. It would run, and commit wrong tokens."""
-    said = said if isinstance(said, dict) else {}
-    if said.get("schema", SCHEMA) != SCHEMA:
-        text = f"scheduler.filter: {path} has schema {said['schema']!r}, not {SCHEMA}. Train it again."
-        raise UserError("filter-incompatible", text)
-    for name, what in (("vocab_size", "tokens"), ("num_layers", "layers")):
-        if said.get(name, getattr(spec, name)) != getattr(spec, name):
-            raise UserError(
-                "filter-incompatible",
-                f"scheduler.filter: {path} is for {said[name]} {what}, and this model has {getattr(spec, name)}."
-                " Train one by `dllm-train train=filter`.",
-            )

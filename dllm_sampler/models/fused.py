@@ -41,8 +41,9 @@ def drive(
         return None
     dtype, device = model.embed.weight.dtype, canvas.ids.device.type
     stored = cache.slots is None or cache.slots.keys[0].dtype == dtype
-    unknown = unsupported_feature(model, query)
-    if unknown is not None:
+    yarn = model.config.yarn
+    unknown = "shadow rows" if query.leave_one_out else "queries that are scaled by position"
+    if query.leave_one_out or (yarn is not None and yarn.queries > 0):
         warn(f"Triton's attention does not support {unknown}. The layers of such a forward run in torch.")
         return None
     if (
@@ -53,14 +54,6 @@ def drive(
     ):
         return None
     return Fused(kernels, plan, plan.pack, together)
-
-
-def unsupported_feature(model: Transformer, query: Query) -> str | None:
-    """Return a feature of the forward that the kernels do not support, or None."""
-    yarn = model.config.yarn
-    if query.leave_one_out:
-        return "shadow rows"
-    return "queries that are scaled by position" if yarn is not None and yarn.queries > 0 else None
 
 
 def is_unmodified(layer: nn.Module) -> bool:
@@ -139,7 +132,6 @@ class Fused:
             until=pack.until,
             segment=pack.segment,
             unread=pack.unread,
-            stored=slots is not None,
             longest=pack.sizes.longest,
         )
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from typing_extensions import override
 
 from dllm_sampler.core.ends import end_ids
@@ -91,11 +90,6 @@ class MaskedLM(RowsModule):
     @override
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
         return self.model(input_ids=ids, attention_mask=mask.long()).logits
-
-
-def knows(model_type: str) -> bool:
-    """Return True if transformers has a masked LM of this `model_type`."""
-    return model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def load(

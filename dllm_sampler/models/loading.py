@@ -76,7 +76,8 @@ def load(
     chosen = ModelSettings(str(path), **settings)
     target = as_device(device)
     wanted = as_dtype(dtype)
-    quantized.check_kind(chosen.quantize)
+    if chosen.quantize not in (None, "int8"):
+        raise UserError("choice-unknown", f"model.quantize is {chosen.quantize!r}. Set null or int8.")
     if chosen.quantize is not None and chosen.device_map is not None:
         raise UserError("options-conflict", "model.quantize does not work with model.device_map. Remove one.")
     folder, added = with_adapter(
@@ -93,11 +94,12 @@ def load(
     tokenizer = None if added is None else load_tokenizer(added, chosen.trust_remote_code, known or PreTrainedConfig())
     tokenizer = tokenizer or load_tokenizer(folder, chosen.trust_remote_code, known)
     _add_texts(tokenizer, folder, chosen)
-    if family is None and chosen.quantize is not None:
-        raise UserError("option-not-applicable", f"{folder}: model.quantize works only for {_known()}. Remove it.")
-    if family is None and chosen.mask_id is not None:
-        raise UserError("option-not-applicable", f"{folder}: model.mask_id works only for {_known()}. Remove it.")
     if family is None:
+        for name in ("quantize", "mask_id"):
+            if getattr(chosen, name) is not None:
+                raise UserError(
+                    "option-not-applicable", f"{folder}: model.{name} works only for {_known()}. Remove it."
+                )
         from dllm_sampler.models import diffusion_gemma, huggingface
 
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
@@ -163,9 +165,9 @@ def with_adapter(
     if adapters.has_adapter(folder):
         own = folder
         if not weights.present(folder):
-            base = adapters.find_base(folder)
+            path, revision = adapters.find_base(folder)
             try:
-                folder = find(base.path, base.revision, trust_remote_code)
+                folder = find(path, revision, trust_remote_code)
             except UserError as error:
                 raise UserError(
                     "adapter-invalid",
@@ -188,35 +190,24 @@ def warn_of_sampling(spec: ModelSpec, options: Mapping[str, Any]) -> None:
     """Warn of sampling settings of a checkpoint, which have no effect here, unless `options` set their own."""
     if spec.folder is None:
         return
-    file, values, others = _unused_sampling(spec.folder)
-    if any(options.get(name) not in (None, [], (), "none") for name in ("temperature", "top_k", "top_p", "guide")):
-        values = {}
+    file = spec.folder / "generation_config.json"
+    if not file.is_file():
+        file = spec.folder / "config.json"
+    raw = weights.read_json(file)
+    sure = raw.get("do_sample")
+    draws = sure is True or (sure is None and is_real(raw.get("temperature")) and raw["temperature"] not in (0, 1))
+    chosen = any(options.get(name) not in (None, [], (), "none") for name in ("temperature", "top_k", "top_p", "guide"))
+    values: dict[str, Any] = {}  # those that have options of the same names
+    if draws and not chosen:
+        values = {"temperature": raw.get("temperature") or 1.0}
+        values |= {name: raw[name] for name, off in (("top_k", 0), ("top_p", 1)) if raw.get(name) not in (None, off)}
+    others = {name: raw[name] for name in FILTERS if draws and raw.get(name) not in (None, 0, 1)}
+    others |= {name: raw[name] for name in PENALTIES if raw.get(name) not in (None, 0, 1, [], {})}
     if values or others:
         listing = ", ".join(f"{name}={shown(value)}" for name, value in {**values, **others}.items())
         words = " ".join(f"{name}={value}" for name, value in values.items())
         how = f"Set {words} to draw tokens that way" if values else "No option does the same"
         warnings.warn(f"{file} asks for {listing}, which has no effect here. {how}.", NoEffectWarning, stacklevel=3)
-
-
-def _unused_sampling(folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the file with a checkpoint's sampling settings, and those settings.
-
-    The first ones have options of the same names, and the second ones have none. Settings without effect on answers
-    are left out, for example `temperature` if the file switches drawing off.
-    """
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        file = folder / "config.json"
-    raw = weights.read_json(file)
-    sure = raw.get("do_sample")
-    draws = sure is True or (sure is None and is_real(raw.get("temperature")) and raw["temperature"] not in (0, 1))
-    optional: dict[str, Any] = {"temperature": raw.get("temperature") or 1.0} if draws else {}
-    for name, neutral in (("top_k", 0), ("top_p", 1)):
-        if draws and raw.get(name) not in (None, neutral):
-            optional[name] = raw[name]
-    others = {name: raw[name] for name in FILTERS if draws and raw.get(name) not in (None, 0, 1)}
-    others |= {name: raw[name] for name in PENALTIES if raw.get(name) not in (None, 0, 1, [], {})}
-    return str(file), optional, others
 
 
 def find(
@@ -272,9 +263,11 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
         if family.knows(ALIASES.get(kind.lower(), kind.lower()), raw):
             return family
     # Only here: transformers' modelling code takes seconds to import, which our own families should not cost.
-    from dllm_sampler.models import diffusion_gemma, huggingface
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    if kind == diffusion_gemma.MODEL_TYPE or huggingface.knows(kind):
+    from dllm_sampler.models import diffusion_gemma
+
+    if kind == diffusion_gemma.MODEL_TYPE or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return None
     raise UserError(
         "architecture-unknown",

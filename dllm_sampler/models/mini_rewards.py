@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from dllm_sampler.models.mini_tasks import TASKS, UNSEEN, boxes
+from dllm_sampler.models.mini_tasks import TASKS, UNSEEN, filled_share
 
 
 def solved(task: str, prompt: str, answer: str, text: str) -> bool:
@@ -39,21 +39,12 @@ def lines(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 
     It is 0 for a text that is not the filled puzzle: four rows of four, with the given cells.
     """
-    return [_filled(*each, boxed=False) for each in zip(prompts, completions, strict=True)]
+    return [filled_share(*each, boxed=False) for each in zip(prompts, completions, strict=True)]
 
 
 def units(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
     """Return the share of a 4x4 sudoku's rows, columns and boxes that contain 1 to 4, or 0 as `lines` does."""
-    return [_filled(*each, boxed=True) for each in zip(prompts, completions, strict=True)]
-
-
-def _filled(prompt: str, text: str, *, boxed: bool) -> float:
-    puzzle, rows = prompt.partition(": ")[2], text.split(", ")
-    same = len(text) == len(puzzle) and all(given in ("_", cell) for given, cell in zip(puzzle, text, strict=True))
-    if not same or [len(row) for row in rows] != [4] * 4:
-        return 0.0
-    found = [*rows, *("".join(column) for column in zip(*rows, strict=True)), *(boxes(rows) if boxed else ())]
-    return sum(sorted(unit) == list("1234") for unit in found) / len(found)
+    return [filled_share(*each, boxed=True) for each in zip(prompts, completions, strict=True)]
 
 
 def items(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:

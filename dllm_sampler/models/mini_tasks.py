@@ -195,11 +195,6 @@ def _squares() -> tuple[str, ...]:
     return tuple(", ".join(square) for square in squares)
 
 
-def _is_latin(rows: tuple[str, ...]) -> bool:
-    lines = [*rows, *("".join(column) for column in zip(*rows, strict=True))]
-    return all(sorted(line) == list("1234") for line in lines)
-
-
 def _draw_latin(rng: Random, least: int = 4, most: int = 10) -> tuple[str, str]:
     square = rng.choice(_squares())
     cells = [place for place, symbol in enumerate(square) if symbol.isdigit()]
@@ -207,29 +202,32 @@ def _draw_latin(rng: Random, least: int = 4, most: int = 10) -> tuple[str, str]:
     return "latin: " + "".join("_" if place in blank else symbol for place, symbol in enumerate(square)), square
 
 
+def filled_share(prompt: str, text: str, *, boxed: bool) -> float:
+    """Return the share of rows, columns and, if `boxed`, boxes that contain 1 to 4, or 0 if a given cell differs."""
+    puzzle, rows = prompt.partition(": ")[2], text.split(", ")
+    same = len(text) == len(puzzle) and all(given in ("_", cell) for given, cell in zip(puzzle, text, strict=True))
+    if not same or [len(row) for row in rows] != [4] * 4:
+        return 0.0
+    found = [*rows, *("".join(column) for column in zip(*rows, strict=True)), *(_boxes(rows) if boxed else ())]
+    return sum(sorted(unit) == list("1234") for unit in found) / len(found)
+
+
 def _check_latin(prompt: str, answer: str) -> bool:
-    puzzle, rows = prompt.partition(": ")[2], tuple(answer.split(", "))
-    if len(answer) != len(puzzle) or [len(row) for row in rows] != [4] * 4:
-        return False
-    return _is_latin(rows) and all(given in ("_", found) for given, found in zip(puzzle, answer, strict=True))
+    return filled_share(prompt, answer, boxed=False) == 1
 
 
 # Sudoku ---------------------------------------------------------------------------------------------------------------
 
 
-def boxes(rows: Sequence[str]) -> list[str]:
+def _boxes(rows: Sequence[str]) -> list[str]:
     """Return the four 2x2 boxes of four rows."""
     return [rows[top][left : left + 2] + rows[top + 1][left : left + 2] for top in (0, 2) for left in (0, 2)]
-
-
-def _is_sudoku(rows: tuple[str, ...]) -> bool:
-    return _is_latin(rows) and all(sorted(box) == list("1234") for box in boxes(rows))
 
 
 @cache
 def _sudokus() -> tuple[str, ...]:
     """Return the 288 sudokus of side 4, their rows joined by ", "."""
-    return tuple(square for square in _squares() if _is_sudoku(tuple(square.split(", "))))
+    return tuple(square for square in _squares() if filled_share(f": {square}", square, boxed=True) == 1)
 
 
 def _draw_sudoku(rng: Random, least: int, most: int, *, proper: bool) -> tuple[str, str]:
@@ -244,7 +242,7 @@ def _draw_sudoku(rng: Random, least: int, most: int, *, proper: bool) -> tuple[s
 
 
 def _check_sudoku(prompt: str, answer: str) -> bool:
-    return _check_latin(prompt, answer) and _is_sudoku(tuple(answer.split(", ")))
+    return filled_share(prompt, answer, boxed=True) == 1
 
 
 # Predictable text -----------------------------------------------------------------------------------------------------

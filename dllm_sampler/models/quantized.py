@@ -10,14 +10,6 @@ from torch import Tensor, nn
 from dllm_sampler.errors import UserError, installing
 from dllm_sampler.models.transformer import Layer, SwiGLU, Transformer
 
-KINDS = ("int8",)
-
-
-def check_kind(kind: object) -> None:
-    """Refuse a value that `model.quantize` does not take."""
-    if kind is not None and kind not in KINDS:
-        raise UserError("choice-unknown", f"model.quantize is {kind!r}. Set null or {' or '.join(KINDS)}.")
-
 
 @torch.no_grad()
 def quantize(model: Transformer, device: torch.device) -> None:

@@ -36,11 +36,7 @@ def fill(
     """
     tied = {"lm_head.weight"} if model.config.tie_embeddings else set()
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    ours: dict[str, list[tuple[str, Part]]] = {}  # the checkpoint's name to the parameters of ours in it
-    for name in own:
-        for part in family.parts(name, model.config):
-            ours.setdefault(part.name, []).append((name, part))
-    spare = {part.name for name in tied for part in family.parts(name, model.config)}
+    ours, spare = family.held(own, model.config), family.held(tied, model.config)
     files = tensor_files(folder)
     used = [name for name in files if name not in spare and not HARMLESS.search(name)]
     complain(folder, "lacks", [name for name in ours if name not in files and name not in spare])
@@ -88,10 +84,9 @@ def check_floating(folder: Path, parameters: Collection[str]) -> None:
     Raises:
         UserError: a tensor has, for example, integers. Also as `tensor_files`.
     """
-    files = tensor_files(folder)
-    for file in sorted(set(files.values())):
+    for file, names in _by_file(folder).items():
         with safe_open(file, framework="pt") as opened:
-            for name in (name for name in files if files[name] == file and not _floating(opened, name)):
+            for name in (name for name in names if not _floating(opened, name)):
                 if any(name == one or one.endswith(f".{name}") or name.endswith(f".{one}") for one in parameters):
                     raise _not_floating(file, name, opened)
 
@@ -117,12 +112,7 @@ def _shape(held: list[tuple[str, Part]], shapes: dict[str, tuple[int, ...]]) -> 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
     """Return the dtype of the checkpoint's first floating-point tensor, or None if it has no such tensor."""
-    for name, file in tensor_files(folder).items():
-        with safe_open(file, framework="pt") as opened:
-            dtype = opened.get_slice(name)[:0].dtype
-        if dtype.is_floating_point:
-            return dtype
-    return None
+    return next((dtype for dtype in dtypes(folder).values() if dtype.is_floating_point), None)
 
 
 def dtypes(folder: Path) -> dict[str, torch.dtype]:
@@ -148,10 +138,10 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     Raises:
         UserError: see `tensor_files`.
     """
-    files, found = tensor_files(folder), dict[str, tuple[int, ...]]()
-    for file in sorted(set(files.values())):
+    found: dict[str, tuple[int, ...]] = {}
+    for file, names in _by_file(folder).items():
         with safe_open(file, framework="pt") as opened:
-            found |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            found |= {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     return found
 
 

@@ -78,10 +78,10 @@ def swiglu(seed: int, shape, dtype, fused: bool, factor: float, device="cpu") ->
 
 
 def rope(
-    seed: int, dtype, heads: int, kv_heads: int, size: int, rotary: int, *, bias: bool, norm: bool, slots: bool,
-    fresh: bool, shaped: bool, device="cpu",
+    seed: int, dtype, heads: int, kv_heads: int, size: int, rotary: int, *, norm: bool, slots: bool, fresh: bool,
+    shaped: bool, device="cpu",
 ) -> None:  # fmt: skip
-    """Split, bias, norm, rotation and storage against float64; shaped: cosines as the network has them."""
+    """Split, norm, rotation and storage against float64; shaped: cosines as the network has them."""
     source = torch.Generator().manual_seed(seed)
     batch, length, entries, eps = 2, 9, 7, 1e-6
 
@@ -91,15 +91,14 @@ def rope(
     fused = normal(entries, (heads + 2 * kv_heads) * size)
     angles = torch.rand(entries, rotary // 2, generator=source) * 1000
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-    options: dict[str, Any] = {"bias": normal(fused.shape[-1]) if bias else None, "eps": eps, "fresh": fresh}
+    options: dict[str, Any] = {"eps": eps, "fresh": fresh}
     options |= {f"{x}_weight": normal(size) if norm else None for x in "qk"}
     stored = [torch.full((batch, length + 1, kv_heads, size), torch.nan, dtype=dtype) for _ in range(2)]
     places = torch.randperm(batch * length, generator=source)[:entries]
     places += places // length  # no empty slot
     places[torch.rand(entries, generator=source) < 0.3] = -1
 
-    plain = fused.double() + (options["bias"].double() if bias else 0)
-    parts = list(plain.unflatten(-1, (-1, size)).split([heads, kv_heads, kv_heads], 1))
+    parts = list(fused.double().unflatten(-1, (-1, size)).split([heads, kv_heads, kv_heads], 1))
     for i, weight in enumerate((options["q_weight"], options["k_weight"])):
         x = parts[i]
         if weight is not None:
@@ -107,8 +106,8 @@ def rope(
         a, b, rest = x.split([rotary // 2, rotary // 2, size - rotary], -1)
         c, s = (f.double()[:, None, rotary // 2 :] for f in (cos, sin))
         parts[i] = torch.cat([a * c - b * s, b * c + a * s, rest], -1)
-    # Of the rotation, and before it of the bias, the norm and its weight, two of whose errors a rotation adds up.
-    roundings = 1 + 2**0.5 * (bias + 2 * norm)
+    # Of the rotation, and before it of the norm and its weight, whose errors a rotation adds up.
+    roundings = 1 + 2**0.5 * 2 * norm
     cos, sin = (x[None, None] if shaped else x for x in (cos, sin))
     for answer in (ropes.qkv_rope_reference, ropes.qkv_rope):
         own = tuple(x.clone().to(device) for x in stored)

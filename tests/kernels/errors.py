@@ -43,7 +43,7 @@ def cases(device: str) -> Cases:
         checks.attention(given, options, device)
 
     def turn(seed: int, dtype: torch.dtype) -> None:
-        flags = {"bias": seed % 2 > 0, "norm": seed % 3 > 0, "slots": seed % 5 > 0, "fresh": True, "shaped": False}
+        flags = {"norm": seed % 3 > 0, "slots": seed % 5 > 0, "fresh": True, "shaped": False}
         checks.rope(seed, dtype, 4, 2, 64, 64 if seed % 2 else 32, **flags, device=device)
 
     def read(seed: int, dtype: torch.dtype) -> None:

@@ -14,7 +14,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2.0**-6}
 def attention(q, k: Any, v: Any, slots: Any, bounds, columns, **options: Any) -> Tensor:
     """Output in float64, by the words of `packed_attention`."""
     heads, size = q.shape[1:]
-    scale = size**-0.5 if options.get("scale") is None else options["scale"]
     at, until = columns.tolist(), None if (given := options.get("until")) is None else given.tolist()
     out = torch.zeros(q.shape, dtype=torch.float64)
     for b, (first, after) in enumerate(pairwise(bounds.tolist())):
@@ -25,7 +24,7 @@ def attention(q, k: Any, v: Any, slots: Any, bounds, columns, **options: Any) ->
         for t in range(first, after):
             past = end if until is None else min(end, until[t])
             old: list[int] = []
-            if slots is not None and options.get("stored", True):
+            if slots is not None:
                 old = [column for column in range(past) if column not in hidden]
             new = [j for j in range(first, after) if at[j] < past] if k is not None else []
             new = [j for j in new if drafts is None or drafts[j] == drafts[t]]
@@ -34,7 +33,7 @@ def attention(q, k: Any, v: Any, slots: Any, bounds, columns, **options: Any) ->
                 parts += [(k[new], v[new])] if k is not None and new else []
                 key, value = (torch.cat(x).double() for x in zip(*parts, strict=True))
                 key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
-                scores = torch.einsum("hd,shd->hs", q[t].double(), key) * scale
+                scores = torch.einsum("hd,shd->hs", q[t].double(), key) * size**-0.5
                 out[t] = torch.einsum("hs,shd->hd", scores.softmax(-1), value)
     return out
 
@@ -81,9 +80,8 @@ def pack(
         segment += [candidate for candidate in range(candidates) for _ in own]
         for s in slots:
             s[b, end[b] :] = torch.nan
-            if keys != "fresh":
-                s[b, unread[b]] = torch.nan
-            if keys == "fresh" or not count:
+            s[b, unread[b]] = torch.nan
+            if not count:
                 s[b] = torch.nan
     bounds = torch.tensor([0, *accumulate(count * candidates for count in counts)])
     for x in (q, k, v):
@@ -95,7 +93,12 @@ def pack(
         past = [(column // grid + 1) * grid for column in columns + [length] * fillers]
         options["until"] = torch.tensor([min(pair) for pair in zip(past, ends, strict=True)])
     options |= {} if keys == "fresh" else {"unread": unread}
-    options |= {} if keys == "both" else {"stored": keys == "stored"}
     fresh = (None, None) if keys == "stored" else (k, v)
-    given: Any = (q, *fresh, tuple(slots), bounds, torch.tensor(columns + [length] * fillers))
+    given: Any = (
+        q,
+        *fresh,
+        None if keys == "fresh" else tuple(slots),
+        bounds,
+        torch.tensor(columns + [length] * fillers),
+    )
     return given, options | fixed

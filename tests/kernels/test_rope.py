@@ -17,7 +17,7 @@ from tests.kernels import checks
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (20, 5)]),
     sizes=st.sampled_from([(64, 64), (80, 80), (96, 96), (128, 64), (10, 6)]),
-    bias=st.booleans(), norm=st.booleans(), slots=st.booleans(), fresh=st.booleans(), shaped=st.booleans(),
+    norm=st.booleans(), slots=st.booleans(), fresh=st.booleans(), shaped=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=6, deadline=None)
 def test_as_in_float64(seed, dtype, heads, sizes, **given):

@@ -17,6 +17,6 @@ def test_attention_of_a_pack(kind: str) -> None:
         fresh = (k, v) if slots is None or pack.segment is not None else (None, None)
         heads = packed_attention(
             q, *fresh, slots, pack.bounds, pack.column, end=pack.end, until=pack.until, segment=pack.segment,
-            unread=pack.unread, stored=slots is not None, splits=1 + seed % 2,
+            unread=pack.unread, splits=1 + seed % 2,
         )  # fmt: skip
         assert case.read(heads) == case.wanted(), seed
