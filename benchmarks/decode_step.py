@@ -58,7 +58,6 @@ from untrained import llada
 
 from dllm_sampler.engine import layout
 from dllm_sampler.engine.capture import GraphRecorder
-from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.graphs import MOST, StaticEngine
 from dllm_sampler.engine.loop import Engine
 from dllm_sampler.kernels.backend import TORCH, select
@@ -133,9 +132,9 @@ class Bench:
         graph, record = side in RECORDED, GraphRecorder()
         if graph:
             compiled = side == "compiled"
-            engine: Engine = StaticEngine(spy, sampler.plugins, 1, kernels, record, compile=compiled)
+            engine: Engine = StaticEngine(spy, sampler.plugins, kernels, record, compile=compiled)
         else:
-            engine = Engine(spy, sampler.plugins, 1, kernels)
+            engine = Engine(spy, sampler.plugins, kernels)
         prompts = self.prompts(batch, self.options.slots - window).tolist()
         # The rows asked about become fewer; the floor is that of half of them.
         window_row = self.row("window", batch, window, window, max(1, window // 2), side)
@@ -154,7 +153,7 @@ class Bench:
                 row, spy.last = window_row if step else refresh, None
                 assert state.wanted is not None
                 recorded = graph and state.wanted.sizes.computed <= MOST
-                seconds = self.now(lambda state=state, step=step: one_step(engine, state, step, window))
+                seconds = self.now(partial(engine.advance, state))
                 if spy.last is not None:  # a replay asks nothing
                     again = partial(spy.again, spy.last)
                     alone[step] = (record(again) if recorded else again), again
@@ -246,10 +245,6 @@ class Bench:
         for row in rows:
             row.note = "; ".join(filter(None, (row.note, note)))
         return rows
-
-
-def one_step(engine: Engine, state: Generation, step: int, last: int) -> None:
-    engine.advance(state, step + 1, last=step + 1 == last)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

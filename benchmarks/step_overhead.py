@@ -171,7 +171,7 @@ def overhead(it: Subject, batch: int, cache: str, steps: int, clock: Clock) -> t
     canvas = layout.canvas(
         it.prompts(batch).tolist(), it.new_tokens, range(batch), spec, plugins.blocks, sampler.noise, cuts=False
     )
-    engine = Engine(spy, plugins, poll_every=1)
+    engine = Engine(spy, plugins)
     state = engine.begin(canvas)
     bare = Bare(it.network, batch, canvas.length, plugins.cache.stores)
     ours = other = 0.0
@@ -240,7 +240,7 @@ def replay(it: Subject, batch: int, cache: str, steps: int, clock: Clock) -> tup
         looked = clock.now()
         return found
 
-    engine = StaticEngine(it.denoiser, sampler.plugins, 1, record=record)
+    engine = StaticEngine(it.denoiser, sampler.plugins, record=record)
     canvas = layout.canvas(
         it.prompts(batch).tolist(), it.new_tokens, range(batch), it.denoiser.spec, sampler.plugins.blocks,
         sampler.noise, cuts=False, multiple=engine.multiple,
@@ -248,11 +248,11 @@ def replay(it: Subject, batch: int, cache: str, steps: int, clock: Clock) -> tup
     state = engine.begin(canvas)
     with patch.object(packing, "_to_host", fetch):
         while len(replayed) < 20:  # the first steps run eagerly; the last ones warm up
-            engine.advance(state, 1)
+            engine.advance(state)
         replayed.clear()
         begun = clock.now()
         for _ in range(REPLAYS):
-            engine.advance(state, 1)
+            engine.advance(state)
         whole = clock.now() - begun
     assert len(replayed) == REPLAYS
     return whole * steps / REPLAYS, sum(replayed) * steps / REPLAYS

@@ -47,7 +47,6 @@ class SamplerOptions(TypedDict, total=False):
     judge: str
     stop_token_ids: int | Sequence[int] | None
     max_steps: int | None
-    poll_every: int
     backend: str
     cuda_graph: bool | str
     compile: bool | str
@@ -135,7 +134,6 @@ class Options:
         check_among(*BATCHING),
     )
     max_steps: int | None = option(None, "most steps of an answer; null: the scheduler's bound", _OPTIONAL_COUNT)
-    poll_every: int = option(1, "steps from one check for finished rows to the next", check_count)
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, mps")
     threads: int | str = option(
         AUTO,

@@ -60,7 +60,6 @@ class Sampler:
             docs/likelihood.md.
         stop_token_ids: one or several ids of further end-of-text tokens, besides the model's own (`spec.eos_ids`).
         max_steps: most steps of an answer. By default the scheduler's own bound.
-        poll_every: steps from one check for finished rows to the next. A cache that stores keys checks in each step.
         backend: `triton` or `torch` kernels. `auto` selects Triton on a GPU for bfloat16, float16 and float32 (see
             docs/kernels.md). If a Triton kernel cannot run, torch is used, with one warning.
         cuda_graph: record each size of step as a CUDA graph and replay it. `"auto"` does so if possible.
@@ -91,7 +90,6 @@ class Sampler:
         judge: str = "draw",
         stop_token_ids: int | Sequence[int] | None = None,
         max_steps: int | None = None,
-        poll_every: int = 1,
         backend: str = "auto",
         cuda_graph: bool | str = False,
         compile: bool | str = False,
@@ -106,8 +104,8 @@ class Sampler:
         self.denoiser, self.tokenizer = denoiser, tokenizer
         self.stop_token_ids = end_token_ids(stop_token_ids, denoiser.spec)
         self.noise: Noise = CounterNoise() if noise is None else noise
-        self.max_steps, self.poll_every = max_steps, poll_every
-        self.backend, self.entropy, self.compile = backend, entropy, bool(compile)
+        self.max_steps, self.backend = max_steps, backend
+        self.entropy, self.compile = entropy, bool(compile)
         self.plugins: Plugins = assemble(
             self.spec, scheduler, blocks, stop, cache, guide, temperature, top_k, top_p, compat, tokenizer,
             "best" if judge == "best" else "draw", particles,
@@ -440,10 +438,8 @@ class Sampler:
 
     def engine(self, plugins: Plugins, samples: int = 1) -> Engine:
         """Return the engine of a generation. One that records CUDA graphs is stored and reused."""
-        return graphs.engine(
-            self.denoiser, plugins, self.poll_every, self.kernels, self.noise, self.cuda_graph,
-            (self.entropy, samples, self.compile), self._static,
-        )  # fmt: skip
+        options = {"entropy": self.entropy, "samples": samples, "compile": self.compile}
+        return graphs.engine(self.denoiser, plugins, self.kernels, self.noise, self.cuda_graph, options, self._static)
 
     @property
     def runtime(self) -> Runtime:

@@ -44,7 +44,7 @@ ELSEWHERE = ("output", "report", "workers", "device")
 # Options that were added later, with the values that leave the identity of an older run as it was.
 LATER = {
     "backend": "auto", "cuda_graph": False, "compile": False, "batching": "static", "guided": False,
-    "stop_token_ids": None, "poll_every": 1, "samples": 1, "judge": "draw",
+    "stop_token_ids": None, "samples": 1, "judge": "draw",
     "measure": "generation",
 }  # fmt: skip
 LATER_OF_MODEL = {"adapter": None}  # the same for settings of a model

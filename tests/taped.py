@@ -77,7 +77,7 @@ class Taped(StaticEngine):
 
 def on_tape(it: Sampler, record: Record = taped) -> Taped:
     """The engine on which the sampler steps from now on."""
-    engine = Taped(it.denoiser, it.plugins, it.poll_every, record=record)
+    engine = Taped(it.denoiser, it.plugins, record=record)
     cast(Any, it).engine = lambda plugins, samples=1: engine
     return engine
 

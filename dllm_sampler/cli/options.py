@@ -13,7 +13,7 @@ from dllm_sampler.options import MOST_ROWS, option
 OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".xlsx", ".html", ".md", ".yaml", ".yml")
 # Options that change no sample. resume=true may continue a file that was begun with other values of these.
 ELSEWHERE = (
-    "output", "resume", "prompts_file", "stream", "stream_delay", "batch_size", "batching", "poll_every", "device",
+    "output", "resume", "prompts_file", "stream", "stream_delay", "batch_size", "batching", "device",
     "threads",
 )  # fmt: skip
 

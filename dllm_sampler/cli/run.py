@@ -322,7 +322,6 @@ def _denoise(
         block_length=options.block_length,
         seed=options.seed + first,  # a row's seed does not depend on the batch it is in
         stop_strings=stop_strings(options),
-        every=1 if options.stream else options.poll_every,
         forms=forms,
     )
     labels = [str(first + row + 1) for row in range(len(rows))]

@@ -204,18 +204,6 @@ def _to_host(numbers: Tensor) -> list[int]:
     return host.tolist()
 
 
-def largest_sizes(canvas: Canvas, wanted: ForwardRequest, whole: bool) -> Sizes:
-    """Return sizes that are large enough for any request with the shape of this one.
-
-    Args:
-        whole: see `Sizes`.
-    """
-    batch, candidates, width = wanted.query.ids.shape
-    longest = canvas.length * candidates + width * wanted.query.leave_one_out
-    head_rows = batch * candidates * width
-    return Sizes(width, canvas.layout.width, batch * longest, head_rows, longest, whole=whole)
-
-
 @dataclass(frozen=True)
 class HeadRows:
     """The queried positions that a forward predicts, one for each row of logits.

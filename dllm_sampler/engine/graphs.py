@@ -190,6 +190,7 @@ class StaticEngine(Engine):
     Args:
         record: a `GraphRecorder` that no other engine uses. None runs every step eagerly.
         must: refuse a plug-in whose state cannot be recorded. If false, its generations run eagerly, with a warning.
+        options: entropy, samples and compile, as `Engine` has them.
     """
 
     multiple = 256
@@ -198,18 +199,15 @@ class StaticEngine(Engine):
         self,
         denoiser: Denoiser,
         plugins: Plugins,
-        poll_every: int,
         kernels: Backend = TORCH,
         record: Record | None = None,
         must: bool = True,
-        entropy: bool = False,
-        samples: int = 1,
-        compile: bool = False,
+        **options: Any,
     ):
-        super().__init__(denoiser, plugins, poll_every, kernels, entropy, samples, compile)
+        super().__init__(denoiser, plugins, kernels, **options)
         self.record, self.must = record, must
         self.origin = denoiser
-        self.settings = (plugins, poll_every, kernels, entropy, samples, compile, self.inference_mode)
+        self.settings = (plugins, kernels, options, self.inference_mode)
         # Buffers of finished generations, the latest last. Later ones reuse the recordings. Engines may share the list.
         self.free: list[Buffers] = []
 
@@ -362,11 +360,10 @@ def _up(size: int) -> int:
 def engine(
     denoiser: Denoiser,
     plugins: Plugins,
-    poll_every: int,
     kernels: Backend,
     noise: Noise,
     choice: bool | str,
-    options: tuple[bool, int, bool],
+    options: dict[str, Any],
     kept: list[StaticEngine],
 ) -> Engine:
     """Return the engine of `Sampler(cuda_graph=...)`.
@@ -384,12 +381,12 @@ def engine(
     if why is not None and choice is True:
         raise UserError("graph-unsupported", f"cuda_graph=true is not supported here ({why}). Remove it.")
     if why is not None or choice is False:
-        return Engine(denoiser, plugins, poll_every, kernels, *options)
-    settings = (plugins, poll_every, kernels, *options, inference_mode(denoiser))
+        return Engine(denoiser, plugins, kernels, **options)
+    settings = (plugins, kernels, options, inference_mode(denoiser))
     kept[:] = [one for one in kept if one.origin is denoiser]
     found = next((one for one in kept if one.settings == settings), None)
     if found is None:
-        found = StaticEngine(denoiser, plugins, poll_every, kernels, GraphRecorder(), choice is True, *options)
+        found = StaticEngine(denoiser, plugins, kernels, GraphRecorder(), choice is True, **options)
         found.free = kept[-1].free if kept else found.free
     kept[:] = [*(one for one in kept if one is not found), found][-ENGINES:]
     return found

@@ -121,7 +121,6 @@ class RunningBatch:
         self.watch: Callable[[Generation], None] | None = None
         self.lanes: list[Request | None] = [None] * lanes
         self.state: Generation | None = None
-        self.forwards = 0
 
     @property
     def free(self) -> list[int]:
@@ -160,11 +159,10 @@ class RunningBatch:
             self.state = self.engine.begin(self._empty(Request([0], 1)))
         state, engine = self.state, self.engine
         running = {lane: one for lane, one in enumerate(self.lanes) if one is not None and one.state == "running"}
-        self.forwards += 1
         for request in running.values():
             request.forwards += 1
         late = {lane for lane, request in running.items() if request.forwards >= request.max_steps}
-        engine.advance(state, self.forwards, last=bool(late))
+        engine.advance(state)
         with no_grad_on_device(state.canvas.ids.device, engine.inference_mode):
             if self.watch is not None:
                 self.watch(state)

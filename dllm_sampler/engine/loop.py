@@ -29,7 +29,6 @@ class Engine:
     """The loop of steps for one set of plug-ins on one set of kernels. It has no state of a generation.
 
     Args:
-        poll_every: steps from one read by the host to the next, see `advance`.
         entropy: record the entropy of each committed prediction.
         samples: this many consecutive rows have the same prompt.
         compile: compile the parts of a step outside the model and the readout with `torch.compile`.
@@ -41,8 +40,8 @@ class Engine:
         self,
         denoiser: Denoiser,
         plugins: Plugins,
-        poll_every: int,
         kernels: Backend = TORCH,
+        *,
         entropy: bool = False,
         samples: int = 1,
         compile: bool = False,
@@ -50,7 +49,7 @@ class Engine:
         using = getattr(denoiser, "using", None)  # optional
         self.denoiser = denoiser if using is None or kernels is TORCH else using(kernels)
         self.inference_mode = inference_mode(denoiser)
-        self.plugins, self.poll_every, self.kernels = plugins, poll_every, kernels
+        self.plugins, self.kernels = plugins, kernels
         self.entropy, self.samples, self.compile = entropy, samples, compile
         needs = plugins.needs | {"entropy"} if entropy else plugins.needs
         needs = needs | {"logits"} if self.denoiser.spec.self_conditioning else needs
@@ -66,8 +65,8 @@ class Engine:
         with no_grad_on_device(canvas.ids.device, self.inference_mode):
             state = self.begin(canvas)
         try:
-            for step in range(1, max_steps + 1):
-                self.advance(state, step, last=step == max_steps)
+            for _ in range(max_steps):
+                self.advance(state)
                 if state.failed:
                     raise _not_finite(state)
                 yield state
@@ -103,25 +102,12 @@ class Engine:
             group = Group(mark, torch.zeros_like(canvas.done), zero, zero, p.particles.init(canvas))
         return Generation(canvas, cache, p.scheduler.init(canvas), zero, recorder, group)
 
-    def advance(self, state: Generation, step: int, last: bool = False) -> None:
-        """Make step number `step`, and read its counts.
-
-        The read is the only time in a step that the host waits for the device. With `poll_every` above 1 and a cache
-        that stores nothing, the host reads every `poll_every` steps. The steps in between use the largest possible
-        sizes.
-
-        Args:
-            last: read in any case, because no step follows.
-        """
+    def advance(self, state: Generation) -> None:
+        """Make a step, and read its counts: the only time in a step that the host waits for the device."""
         made, begun = state.wanted, perf_counter()
         assert made is not None
         with no_grad_on_device(state.canvas.ids.device, self.inference_mode):
             self.step(state)
-            assert state.wanted is not None
-            if step % self.poll_every and not (last or self.plugins.cache.stores):
-                sizes = packing.largest_sizes(state.canvas, state.wanted, made.sizes.whole)
-                state.wanted = replace(state.wanted, sizes=sizes)
-                return
             self.poll(state)
             if self.plugins.paced:
                 # The next step has been asked for already. The new limit holds for the one after it.

@@ -139,11 +139,11 @@ def _pairs(
 
 def _batch(runtime: Runtime, rows: Sequence[tuple[list[int], list[int]]]) -> Scores:
     """Return the scores of one batch of prompts and answers."""
-    plugins, like = runtime.plugins, runtime.engine()
+    plugins = runtime.plugins
     canvas = runtime.canvas([Request(prompt, len(answer)) for prompt, answer in rows], 1, cuts=False)
     whole = [prompt + answer for prompt, answer in rows]
     answers = torch.tensor([row + [0] * (canvas.length + 1 - len(row)) for row in whole], device=canvas.ids.device)
-    engine = Scoring(runtime.denoiser, plugins, like.poll_every, like.kernels, answers)
+    engine = Scoring(runtime.denoiser, plugins, runtime.engine().kernels, answers)
     *_, state = engine.run(canvas, runtime.bound(canvas.layout.longest))
     if bool(state.canvas.masked.any()):
         raise UserError(
@@ -170,8 +170,8 @@ class Scoring(Engine):
         answers: `[B, L+1]` tokens of the prompt and the answer of each row.
     """
 
-    def __init__(self, denoiser: Any, plugins: Plugins, poll_every: int, kernels: Any, answers: Tensor):
-        super().__init__(denoiser, plugins, poll_every, kernels)
+    def __init__(self, denoiser: Any, plugins: Plugins, kernels: Any, answers: Tensor):
+        super().__init__(denoiser, plugins, kernels)
         self.needs = self.needs | {"draw"}
         self.answers = answers
         self.log_q = torch.zeros(answers.shape, dtype=torch.float64, device=answers.device)  # [B, L+1]

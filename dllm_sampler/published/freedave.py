@@ -13,7 +13,7 @@ from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.drafting.run_ahead import Round, State
+from dllm_sampler.schedulers.drafting.scheduler import Round, State
 from dllm_sampler.schedulers.freedave import FreeDave
 
 

@@ -17,8 +17,7 @@ class Unrolled(Around):
     """A scheduler that checks only every few iterations if the block is full, so that some forwards commit nothing.
 
     Source: dInfer, arXiv 2510.08666, which saves synchronisations with the device this way. At each check, the next
-    one is due after `masks // tpf` iterations, within [1, `maximum`]. `Sampler(poll_every=...)` saves the same
-    synchronisations without such forwards.
+    one is due after `masks // tpf` iterations, within [1, `maximum`].
 
     Args:
         inner: the scheduler that commits.

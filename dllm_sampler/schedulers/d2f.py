@@ -9,7 +9,7 @@ from typing_extensions import override
 from dllm_sampler.core.checks import check_choice, check_number
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
 from dllm_sampler.core.select import at_least_one
-from dllm_sampler.core.spec import Traits, with_bound_fields
+from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.score import rate, score_needs
 
@@ -41,11 +41,6 @@ class D2F(Scheduler):
     def __post_init__(self) -> None:
         check_number("scheduler.threshold", self.threshold, "a probability (1: one per block and step)")
         check_choice("scheduler.score", self.score, Sureness)
-
-    @property
-    @override
-    def traits(self) -> Traits:
-        return Traits()
 
     @property
     @override

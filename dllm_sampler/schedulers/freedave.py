@@ -13,8 +13,7 @@ from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Edit, Query
 from dllm_sampler.schedulers.drafting.candidates import Branch
 from dllm_sampler.schedulers.drafting.pace import Pace
-from dllm_sampler.schedulers.drafting.run_ahead import State
-from dllm_sampler.schedulers.drafting.scheduler import Drafting
+from dllm_sampler.schedulers.drafting.scheduler import Drafting, State
 from dllm_sampler.schedulers.fixed import FixedSteps
 
 Match = Literal["exact", "subset"]

@@ -15,7 +15,7 @@ from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.spec import CausalQueries, LeftToRightVerifier, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
-from dllm_sampler.schedulers.drafting.verify import upto_failure
+from dllm_sampler.schedulers.s2d2 import upto_failure
 from dllm_sampler.schedulers.threshold import Threshold
 
 

@@ -1,21 +1,34 @@
 """LoPA: fill one more position in several ways, and continue where the model is surest of all that is left."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
-from dllm_sampler.core.checks import check_choice, check_share
-from dllm_sampler.core.protocols import Carry
+from dllm_sampler.core.around import Around
+from dllm_sampler.core.checks import check_choice, check_count, check_inner, check_share
+from dllm_sampler.core.naming import named
+from dllm_sampler.core.protocols import Blocks, Carry, Context, Scheduler
+from dllm_sampler.core.spec import PlannedCommits, Traits, with_bound_fields
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.schedulers.d2f import Sureness
-from dllm_sampler.schedulers.drafting.forking import Forking, Held
+from dllm_sampler.errors import UserError
+from dllm_sampler.schedulers.d2f import D2F, Sureness
 from dllm_sampler.schedulers.drafting.forks import Forks
+from dllm_sampler.schedulers.drafting.scheduler import undraftable
 from dllm_sampler.schedulers.score import score_needs
 
 
+class Held(NamedTuple):
+    """The carry of `LoPA`."""
+
+    inner: Carry
+    forks: Forks
+
+
 @dataclass(frozen=True)
-class LoPA(Forking):
+class LoPA(Around):
     """LoPA around another scheduler: one more position is filled in several ways, and the surest result wins.
 
         while masks remain:
@@ -42,20 +55,63 @@ class LoPA(Forking):
             where scores are negative, hardly any fork wins above 0.
     """
 
+    inner: Scheduler = field(default_factory=D2F)
+    forks: int = 2
     score: Sureness = "entropy"
     share: float = 1.0
     alpha: float = 0.0
+    blocks: Blocks | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        check_count("scheduler.forks", self.forks, 0)
+        why = undraftable(check_inner(self.inner).traits)
+        if self.forks and why is not None:
+            raise UserError(
+                "scheduler-incompatible",
+                f"scheduler={named(self)} cannot fork for {named(self.inner)}, which {why}. Use scheduler.inner=d2f.",
+            )
         check_choice("scheduler.score", self.score, Sureness)
         check_share("scheduler.share", self.share)
         check_share("scheduler.alpha", self.alpha)
 
     @property
     @override
+    def traits(self) -> Traits:
+        own = super().traits
+        if not self.forks:
+            return own
+        own = replace(own, asks_block=False, drafts=True, own_tokens=True, scope="model")
+        return own.without(PlannedCommits)
+
+    @property
+    @override
     def needs(self) -> frozenset[str]:
         return super().needs | score_needs(self.score)
+
+    @override
+    def inside(self, carry: Carry) -> Carry:
+        return carry.inner
+
+    def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
+        """Return the inner scheduler's plan without forks. Returns None with forks."""
+        return None if self.forks else super().ahead(canvas, carry)
+
+    def bind(self, context: Context) -> Self:
+        """Return a bound copy that stores the blocks, since a fork may open other blocks than the canvas."""
+        return with_bound_fields(super().bind(context), blocks=context.blocks)
+
+    def init(self, canvas: Canvas) -> Held:
+        """Return the inner scheduler's carry, and no forks."""
+        return Held(super().init(canvas), Forks.none(canvas, self.forks))
+
+    def ask(self, canvas: Canvas, carry: Held) -> Query:
+        """Return the inner scheduler's query about the canvas and the forks."""
+        if not self.forks:
+            return super().ask(canvas, carry)
+        assert self.blocks is not None
+        stops = carry.forks.stops(canvas, self.blocks)
+        wide = canvas if stops is None else replace(canvas, stop=stops.amax(1))
+        return carry.forks.candidates(canvas, super().ask(wide, carry), stops)
 
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Held) -> tuple[Edit, Carry]:
         """Return the edit that writes the winner's tokens and the inner scheduler's commits after them."""

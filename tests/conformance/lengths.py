@@ -165,7 +165,7 @@ def _restless(sampler: Sampler, prompts: list[list[int]], room: int) -> list[lis
         prompts, room, [0] * len(prompts), spec, plugins.blocks, sampler.noise, cuts=False, changing=changing
     )
     assert sampler.max_steps is not None
-    for state in RestlessEngine(sampler.denoiser, plugins, 1).run(canvas, sampler.max_steps):
+    for state in RestlessEngine(sampler.denoiser, plugins).run(canvas, sampler.max_steps):
         canvas = state.canvas
     rows = zip(canvas.ids.tolist(), canvas.layout.first.tolist(), canvas.end.tolist(), strict=True)
     return [ids[first:end] for ids, first, end in rows]

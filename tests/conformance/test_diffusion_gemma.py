@@ -149,14 +149,6 @@ def test_a_row_in_a_batch_is_the_row_alone(scheduler: dict[str, Any]) -> None:
         assert_same_row(batch, row, sampler(scheduler).generate([prompt], max_new_tokens=40, seed=seeds[row]))
 
 
-@pytest.mark.parametrize("scheduler", sampled([DDIM, RENOISE]))
-def test_how_often_the_host_looks_changes_nothing(scheduler: dict[str, Any]) -> None:
-    often, rarely = (sampler(scheduler, poll_every=n).generate(PROMPTS, max_new_tokens=40) for n in (1, 5))
-    assert torch.equal(often.tokens, rarely.tokens)
-    assert torch.equal(often.nfe, rarely.nfe)
-    assert torch.equal(often.trace.rows, rarely.trace.rows)
-
-
 def test_the_last_canvas_is_decoded_whole_and_cut() -> None:
     whole = sampler().generate(PROMPTS, max_new_tokens=2 * CANVAS)
     *_, last = sampler().stream(PROMPTS, max_new_tokens=CANVAS + 3)

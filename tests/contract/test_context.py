@@ -51,7 +51,7 @@ def by_hand(prompt: list[int]) -> tuple[list[int], list[int]]:
     return ids[len(prompt) :], step_map
 
 
-@pytest.mark.parametrize("plugins", [{"cache": "none"}, {"cache": "none", "poll_every": 4}, {}])
+@pytest.mark.parametrize("plugins", [{"cache": "none"}, {}])
 def test_against_the_network_driven_by_hand(plugins: dict[str, Any]) -> None:
     result = generate(**plugins)
     for row, prompt in enumerate(PROMPTS):

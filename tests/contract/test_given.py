@@ -150,7 +150,7 @@ def test_without_a_prompt(case: Case) -> None:
     "plugins",
     sampled(
         [
-            {"cache": "none", "poll_every": 3, "temperature": 0.8},
+            {"cache": "none", "temperature": 0.8},
             {"cache": "dual", "scheduler": {"name": "editing", "threshold": 0.5, "edit": 0.3}},
             {"cache": "prefix", "guide": {"name": "regex", "pattern": "([a-j][0-9]?)*"}},
         ]

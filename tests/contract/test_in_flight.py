@@ -46,7 +46,7 @@ def check_recorded(case: Case, **options: Any) -> None:
     """Check that answers of `TOKENS` tokens among shorter ones are those that were recorded."""
     random = Random(case.id)
     rows, lengths = random.sample(range(len(toys.PROMPTS)), 4), [8, 9, TOKENS, TOKENS]
-    answers = toys.sampler(case.toy, **case.plugins, poll_every=random.choice([1, 1, 3])).generate_many(
+    answers = toys.sampler(case.toy, **case.plugins).generate_many(
         [toys.PROMPTS[row] for row in rows],
         max_new_tokens=lengths,
         seed=[toys.SEEDS[row] for row in rows],
@@ -84,7 +84,7 @@ def test_an_answer_is_that_of_its_batch(case: Case) -> None:
     samples=st.integers(1, 3),
     order=st.sampled_from(["finished", "given"]),
     taken=st.integers(1, 30),
-    options=st.fixed_dictionaries({"max_steps": st.sampled_from([None, 3]), "poll_every": st.sampled_from([1, 3])}),
+    options=st.fixed_dictionaries({"max_steps": st.sampled_from([None, 3])}),
 )
 def test_whatever_comes_together(
     case: Case,

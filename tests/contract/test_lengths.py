@@ -97,10 +97,10 @@ def test_each_canvas_is_the_one_before_and_the_edit(method: str, plugins: dict[s
     assert bool((last <= TOKENS).all()) and ((result.lengths > 0) == (last > 0)).all()
 
 
-@pytest.mark.parametrize(("method", "poll_every"), crossed(list(METHODS), [1, 3]))
-def test_the_trace_has_every_state_in_its_own_columns(method: str, poll_every: int) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_the_trace_has_every_state_in_its_own_columns(method: str) -> None:
     """Of rows that lost nothing; the others say so."""
-    result, steps = noted(METHODS[method], poll_every=poll_every)
+    result, steps = noted(METHODS[method])
     trace, exact = result.trace, 0
     for canvas, *_ in steps:
         rows = ~canvas.done & ~trace.revised

@@ -85,7 +85,7 @@ def by_hand(prompt: list[int], block: int, threshold: float) -> tuple[list[int],
 
 @pytest.mark.parametrize(
     ("plugins", "shape"),
-    crossed([{"cache": "none"}, {}, {"poll_every": 4, "cache": "none"}], [(6, 0.0), (5, 0.3), (1, 0.0)]),
+    crossed([{"cache": "none"}, {}], [(6, 0.0), (5, 0.3), (1, 0.0)]),
 )
 def test_against_the_network_driven_by_hand(plugins: dict[str, Any], shape: tuple[int, float]) -> None:
     block, threshold = shape

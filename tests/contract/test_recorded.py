@@ -46,7 +46,7 @@ def test_replayed_steps_are_the_steps(case: Case) -> None:
     "plugins",
     sampled(
         [
-            {"cache": "none", "poll_every": 3},
+            {"cache": "none"},
             {"cache": "prefix", "scheduler": {"name": "klass", "threshold": 0.3, "divergence": 1.0}},
             {"cache": "dual", "scheduler": {"name": "freedave", "draft": 3}},
         ]

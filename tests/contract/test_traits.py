@@ -46,9 +46,6 @@ from dllm_sampler.published import (
 )
 from dllm_sampler.published.particles import MaskChoices
 from dllm_sampler.schedulers.daedal import Daedal
-from dllm_sampler.schedulers.drafting.choosing import Choosing
-from dllm_sampler.schedulers.drafting.forking import Forking
-from dllm_sampler.schedulers.drafting.run_ahead import RunAhead
 from dllm_sampler.schedulers.drafting.scheduler import Drafting
 from dllm_sampler.schedulers.eoser import Eoser
 from dllm_sampler.schedulers.freedave import FreeDave
@@ -66,6 +63,11 @@ from tests.conformance.particles import NotedCommits
 from tests.conformance.unmasking import AmongTop
 from tests.contract.cases import Settings, one_each, toy_for
 
+
+class Filling(SoftValueGuided):
+    """SVDD with `value=fill`, which looks ahead."""
+
+
 WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     AmongTop: AmongTop,
     Daedal: Daedal,
@@ -75,7 +77,6 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     FreeDave: FreeDave,
     Lengthening: Lengthening,
     PublishedFreeDave: PublishedFreeDave,
-    Forking: Forking,
     HidesPads: HidesPads,
     LoPA: LoPA,
     LeavesAtEnd: LeavesAtEnd,
@@ -90,15 +91,14 @@ WRAPPERS: dict[type[Around], Callable[[Scheduler], Around]] = {
     RhoEos: RhoEos,
     PublishedRhoEos: PublishedRhoEos,
     SelfSpeculative: SelfSpeculative,
-    Choosing: lambda inner: SoftValueGuided(inner, reward=toys.reward, value="masked"),
-    SoftValueGuided: lambda inner: SoftValueGuided(inner, reward=toys.reward),
+    SoftValueGuided: lambda inner: SoftValueGuided(inner, reward=toys.reward, value="masked"),
+    Filling: lambda inner: Filling(inner, reward=toys.reward),
     SeededBlocks: SeededBlocks,
     SeededContext: SeededContext,
     StaleMasks: StaleMasks,
     StorePass: StorePass,
     Unrolled: Unrolled,
     Drafting: Drafting,
-    RunAhead: RunAhead,
 }
 
 OWN: dict[type[Around], dict[str, object]] = {
@@ -110,25 +110,25 @@ OWN: dict[type[Around], dict[str, object]] = {
     ForcedFirst: {"needs_every_position": True},  # the block's first position must be predicted
     SeededBlocks: {"needs_every_position": True, "asks_block": False},  # a block's first position is a step by itself
     StorePass: {"asks_block": False},  # forwards that only store ask nothing
-    RunAhead: {
+    Drafting: {
         "asks_block": False,  # it asks about drafts, and over the end of the block
         "drafts": True,
         "scheduled": True,  # it counts steps in the block
         "scope": "model",  # several states in one forward
     },
-    Choosing: {
+    SoftValueGuided: {
         "graph_safe": False,  # a reward reads the device
         "asks_block": False,  # steps that are only looked at would be judged
         "draws_order": True,  # it draws several steps, and takes one of them
         "scope": "model",  # a reward judges whole answers
     },
-    Forking: {
+    LoPA: {
         "asks_block": False,  # it asks about forks
         "drafts": True,
         "own_tokens": True,  # a fork's token comes from the step before
         "scope": "model",  # several canvases in one forward
     },
-    SoftValueGuided: {"drafts": True, "scheduled": True},  # it asks about candidates, and commits them a forward later
+    Filling: {"drafts": True, "scheduled": True},  # it asks about candidates, and commits them a forward later
     PublishedEager: {"asks_block": False},  # it decodes by a rule of its own
 }
 
@@ -137,10 +137,10 @@ ADDED: dict[type[Around], RareTrait] = {Lengthening: ChangingLength(64)}
 DROPPED: dict[type[Around], type[RareTrait]] = {
     Lengthening: PlannedCommits,  # the forward says what is inserted
     SeededBlocks: PlannedCommits,  # a block's first position is a step by itself
-    RunAhead: PlannedCommits,  # a forward may commit more than the inner scheduler's next step
-    Choosing: UniformNoise,  # masks are told apart by their token
-    Forking: PlannedCommits,  # which one goes on is not known
-    SoftValueGuided: PlannedCommits,  # it commits candidates a forward later
+    Drafting: PlannedCommits,  # a forward may commit more than the inner scheduler's next step
+    SoftValueGuided: UniformNoise,  # masks are told apart by their token
+    LoPA: PlannedCommits,  # which one goes on is not known
+    Filling: PlannedCommits,  # it commits candidates a forward later
     PublishedEager: PlannedCommits,  # it decodes by a rule of its own
 }
 
@@ -150,14 +150,14 @@ REFUSED: dict[type[Around], set[str]] = {
     Eoser: {"drafts", "ranks_by_confidence", "ChangingLength"},
     # Columns move under what it knows of them; counts over an answer have no meaning before its end is known.
     Lengthening: {"drafts", "revises", "ChangingLength", "HiddenMasks", "scope"},
-    RunAhead: OWN_INPUTS | {"drafts", "revises", "asks_block", "ChangingLength"},  # it looks ahead at fewer masks
-    Forking: OWN_INPUTS | {"drafts", "revises", "asks_block", "ChangingLength"},  # it asks about forks of its own
-    Choosing: {"drafts", "graph_safe"},  # each step is taken several times
-    SoftValueGuided: OWN_INPUTS | {"revises", "asks_block"},  # candidates fill a block further and further
+    Drafting: OWN_INPUTS | {"drafts", "revises", "asks_block", "ChangingLength"},  # it looks ahead at fewer masks
+    LoPA: OWN_INPUTS | {"drafts", "revises", "asks_block", "ChangingLength"},  # it asks about forks of its own
+    SoftValueGuided: {"drafts", "graph_safe"},  # each step is taken several times
+    Filling: OWN_INPUTS | {"revises", "asks_block"},  # candidates fill a block further and further
 }
 
 # One asks and commits without the inner scheduler, the others are no methods.
-ALONE = {PublishedEager, RunAhead, Drafting, Lengthening, Forking}
+ALONE = {PublishedEager, Drafting, Lengthening}
 CLOCKS = {FreeDave, Noted, PublishedFreeDave}  # they bound their own drafts
 
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda one: one.__name__)
@@ -199,7 +199,7 @@ def test_every_wrapper_is_checked() -> None:
             if module.name != "__main__" and not module.name.startswith("test_"):
                 importlib.import_module(f"{package.__name__}.{module.name}")
     found = {one for one in subclasses(Around) if one.__module__.startswith(("dllm_sampler", *packages))}
-    assert found - {Aged, Asked, Scrambled} == set(WRAPPERS)  # by these the check looks at traits
+    assert found - {Aged, Asked, Scrambled} == set(WRAPPERS) - {Filling}  # by these the check looks at traits
 
 
 @wrappers
@@ -277,7 +277,7 @@ def test_what_few_schedulers_can_do_is_handed_on(wrapper: type[Around]) -> None:
 @wrappers
 def test_what_the_inner_scheduler_cannot_do_a_wrapper_does_not_make_up(wrapper: type[Around]) -> None:
     bound, canvas, carry = begun(
-        WRAPPERS[wrapper](Threshold()), draws=issubclass(wrapper, Choosing)
+        WRAPPERS[wrapper](Threshold()), draws=issubclass(wrapper, SoftValueGuided)
     )  # without, it refuses
     made = ForwardRequest.of(Query.masks(canvas), canvas.masked, canvas.masked)
     assert isinstance(bound, Planner) and bound.ahead(canvas, carry) is None

@@ -107,7 +107,6 @@ GREEDY = st.fixed_dictionaries(
     {},
     optional={
         "max_steps": st.sampled_from([8, 3, 1]),
-        "poll_every": st.sampled_from([2, 3]),
         "entropy": st.just(True),
         "compat": st.just(True),
     },

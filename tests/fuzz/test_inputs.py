@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_size_is_refused(family: str, data: st.DataObjec
 
 
 ANYTHING = JSON | st.sampled_from([b"x", object(), 1j, {1}, range(0), torch.ones(2, 2), torch.tensor(3), [[1]] * 9])
-OPTIONS = ("scheduler", "cache", "blocks", "stop", "guide", "temperature", "top_k", "top_p", "max_steps", "poll_every")
+OPTIONS = ("scheduler", "cache", "blocks", "stop", "guide", "temperature", "top_k", "top_p", "max_steps")
 OPTIONS += ("backend", "compile", "cuda_graph", "compat", "judge", "entropy", "noise", "tokenizer")
 CALL = ("prompts", "max_new_tokens", "block_length", "samples", "seed", "stop_strings", "prefix", "suffix", "pinned")
 CALL += ("forms", "progress", "temperature")

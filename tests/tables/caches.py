@@ -140,10 +140,10 @@ def bytes_held(cache: Cache) -> int:
     return sum(storages.values())
 
 
-def timed(engine: Engine, state: Generation, step: int) -> float:
+def timed(engine: Engine, state: Generation) -> float:
     """One step; its process time, which leaves out waiting on a shared machine."""
     start = time.process_time()
-    engine.advance(state, step)
+    engine.advance(state)
     return time.process_time() - start
 
 
@@ -152,7 +152,7 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
     """A generation, step by step; every so often the step is made without a cache too, on the same canvas."""
     sampler = Sampler(base.denoiser, tokenizer=base.tokenizer, **plugins)
     other = Sampler(base.denoiser, tokenizer=base.tokenizer, **{**plugins, "cache": "none"})
-    engine, reference = Engine(base.denoiser, sampler.plugins, 1), Engine(base.denoiser, other.plugins, 1)
+    engine, reference = Engine(base.denoiser, sampler.plugins), Engine(base.denoiser, other.plugins)
     chosen, spec = sampler.plugins, base.denoiser.spec
     rows = prompts.encode(list(given), base.tokenizer, spec, setup.max_new_tokens)
     seeds = [setup.seed + i for i in range(len(rows))]
@@ -166,9 +166,9 @@ def follow(base: Sampler, plugins: Plugins, given: Sequence[Prompt], setup: Cach
         if repeats:
             plain = replace(state, cache=other.plugins.cache.init(before, spec), recorder=Recorder(before))
             reference.ask_and_poll(plain)
-            sums["seconds_without"] += timed(reference, plain, step)
+            sums["seconds_without"] += timed(reference, plain)
             sums["repeated"] += 1
-        sums["seconds"] += timed(engine, state, step)
+        sums["seconds"] += timed(engine, state)
         columns = int((before.seen().sum(1) * ~before.done).sum())
         computed = int((state.recorder.computed - spent).sum())
         sums["computed"] += computed

@@ -47,7 +47,7 @@ def steps(cache: Any, kind: str = "llada", **plugins: Any) -> Iterator[tuple[Can
     blocks = plugins.pop("blocks", {"name": "fixed", "length": LENGTH})
     sampler = Sampler(spy, cache=cache, blocks=blocks, **{"scheduler": PARALLEL, "stop": "none", **plugins})
     start = layout.canvas(toys.PROMPTS, TOKENS, toys.SEEDS, spy.spec, sampler.plugins.blocks, CounterNoise(), False)
-    for state in Engine(spy, sampler.plugins, 1).run(start, 40):
+    for state in Engine(spy, sampler.plugins).run(start, 40):
         yield state.canvas, spy, state
 
 
@@ -176,7 +176,7 @@ class TestLife:
     def test_a_live_cache_refuses_a_second_generation(self, name: str) -> None:
         sampler = toys.sampler(cache=name)
         start = layout.canvas([[1, 2]], 8, [0], sampler.denoiser.spec, sampler.plugins.blocks, CounterNoise(), False)
-        engine = Engine(sampler.denoiser, sampler.plugins, 1)
+        engine = Engine(sampler.denoiser, sampler.plugins)
         live = next(engine.run(start, 8)).cache
         with refused("cache-in-use"):
             live.init(start, sampler.denoiser.spec)

@@ -129,7 +129,7 @@ def test_what_is_taken_back_or_replaced_is_computed_in_every_layer(
     spec, blocks = sampler.denoiser.spec, sampler.plugins.blocks
     start = layout.canvas(toys.PROMPTS, TOKENS, toys.SEEDS, spec, blocks, CounterNoise(), False)
     before, touched, seen = start, None, 0
-    for state in Engine(sampler.denoiser, sampler.plugins, 1).run(start, 40):
+    for state in Engine(sampler.denoiser, sampler.plugins).run(start, 40):
         at = torch.zeros_like(start.masked).scatter(1, chosen[-1], True)
         if touched is not None:
             few = touched.sum(1, keepdim=True) <= 8  # as many as the share holds

@@ -185,7 +185,7 @@ def test_an_unknown_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Threshold, "tell", told)
     it = toys.sampler("llada", scheduler="threshold")
     expected = it.generate(toys.PROMPTS[:2], max_new_tokens=12)
-    engines = [Taped(it.denoiser, it.plugins, 1, record=taped, must=must) for must in (True, False)]
+    engines = [Taped(it.denoiser, it.plugins, record=taped, must=must) for must in (True, False)]
     for engine in engines:
         monkeypatch.setattr(it, "engine", lambda plugins, samples=1, engine=engine: engine)
         if engine.must:
@@ -215,7 +215,7 @@ def test_padding_stays_within_the_context(monkeypatch: pytest.MonkeyPatch) -> No
     it = Sampler(MaskedLMDenoiser(BertForMaskedLM(config).eval(), mask_id=3, eos_id=1, pad_id=0), stop="none")
     for length in (5, 33, 52):
         found = []
-        for engine in (StaticEngine(it.denoiser, it.plugins, 1), Engine(it.denoiser, it.plugins, 1)):
+        for engine in (StaticEngine(it.denoiser, it.plugins), Engine(it.denoiser, it.plugins)):
             monkeypatch.setattr(it, "engine", lambda plugins, samples=1, engine=engine: engine)
             found.append(it.generate([[5 + length % 7] * length], max_new_tokens=12))
         assert torch.equal(found[0].tokens, found[1].tokens)
@@ -324,13 +324,13 @@ def test_calls_that_take_turns_find_their_recordings(monkeypatch: pytest.MonkeyP
     assert all(engine.free is it._static[0].free for engine in it._static), "they share the room for buffers"
 
 
-@each("name", ["denoiser", "poll_every", "entropy"])
+@each("name", ["denoiser", "entropy"])
 def test_a_sampler_that_was_changed_records_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     records_here(monkeypatch)
     it = toys.sampler("llada", cuda_graph=True)
     first = it.engine(it.plugins)
     assert it.engine(it.plugins) is first
-    setattr(it, name, {"denoiser": copy(it.denoiser), "poll_every": 3, "entropy": True}[name])
+    setattr(it, name, {"denoiser": copy(it.denoiser), "entropy": True}[name])
     assert it.engine(it.plugins) is not first
     assert (first in it._static) == (name != "denoiser"), "a model that is gone keeps no memory"
 
@@ -338,7 +338,7 @@ def test_a_sampler_that_was_changed_records_again(name: str, monkeypatch: pytest
 def test_buffers_belong_to_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one does not wait for what a generation that was given up left there."""
     it = toys.sampler()
-    engine, stream = StaticEngine(it.denoiser, it.plugins, 1), 1
+    engine, stream = StaticEngine(it.denoiser, it.plugins), 1
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     canvas: Any = SimpleNamespace(ids=SimpleNamespace(shape=torch.Size([1, 9]), device=torch.device("cuda")))
     first = engine._found(canvas)

@@ -46,7 +46,6 @@ def test_every_option_of_a_command_is_explained(command: type) -> None:
     ("given", "message"),
     [
         ({"max_steps": 0}, "option-range: max_steps"),
-        ({"poll_every": True}, "option-range: poll_every"),
         ({"compat": 1}, "option-type: compat"),
         ({"entropy": None}, "option-type: entropy"),
         ({"cuda_graph": 1}, "choice-unknown: cuda_graph"),

@@ -59,7 +59,7 @@ def test_a_row_comes_out_as_alone() -> None:
 
 def test_its_steps_read_nothing() -> None:
     reference = toys.sampler(scheduler="fixed").generate(toys.PROMPTS, max_new_tokens=TOKENS)
-    engine = Engine(toys.denoiser(), toys.sampler(scheduler=Oracle.of(reference.trace)).plugins, poll_every=1)
+    engine = Engine(toys.denoiser(), toys.sampler(scheduler=Oracle.of(reference.trace)).plugins)
     rows, seeds = toys.PROMPTS, range(len(toys.PROMPTS))
     state = engine.begin(
         layout.canvas(rows, TOKENS, seeds, toys.denoiser().spec, engine.plugins.blocks, CounterNoise(), cuts=False)

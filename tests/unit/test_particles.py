@@ -402,7 +402,7 @@ def test_a_group_of_a_batch_or_of_lanes_is_the_group_alone(particles: dict[str, 
             assert torch.equal(found.rows[row].result.tokens, alone.rows[0].result.tokens)
 
 
-@each("options", [{"stop": "prefix"}, {"poll_every": 3}, {"blocks": "multi_block", "cache": "none"}])
+@each("options", [{"stop": "prefix"}, {"blocks": "multi_block", "cache": "none"}])
 def test_rows_wait_under_other_options(options: dict[str, Any]) -> None:
     sampler = toys.sampler(**{"particles": SMC, **DRAWS, **options})
     batch = sampler.generate(toys.PROMPTS, max_new_tokens=TOKENS, seed=toys.SEEDS)

@@ -221,12 +221,11 @@ class Breaking(toys.Spy):
 
 class TestNotFinite:
     @few("value", [math.nan, math.inf])
-    @few("poll_every", [1, 4, 100])
     @few("cache", ["none", "dual"])
-    def test_it_says_when_and_keeps_what_was_done(self, value: float, poll_every: int, cache: str) -> None:
+    def test_it_says_when_and_keeps_what_was_done(self, value: float, cache: str) -> None:
         plugins: dict[str, Any] = {"scheduler": "fixed", "stop": "none", "cache": cache}
         full = Sampler(toys.denoiser(), **plugins).generate(toys.PROMPTS, max_new_tokens=9)
-        sampler = Sampler(Breaking(toys.denoiser(), value=value), poll_every=poll_every, **plugins)
+        sampler = Sampler(Breaking(toys.denoiser(), value=value), **plugins)
         with pytest.raises(NotFiniteError, match=r"NaN or infinite logits at step 4 for prompt 2") as error:
             sampler.generate(toys.PROMPTS, max_new_tokens=9)
         assert (error.value.step, error.value.rows) == (4, [2])
@@ -275,7 +274,6 @@ def make(**plugins: Any) -> Sampler:
         ({"top_k": 5, "temperature": 0.0}, "plugins-incompatible: top_k"),
         ({"max_steps": 0}, "option-range: max_steps"),
         ({"max_steps": 2.5}, "option-range: max_steps"),
-        ({"poll_every": -1}, "option-range: poll_every, -1"),
         ({"backend": "cuda"}, "choice-unknown: 'cuda'"),
         ({"backend": None}, "choice-unknown: backend"),
         ({"cuda_graph": True}, "graph-unsupported: cuda_graph=true"),

@@ -58,7 +58,6 @@ def only_accepts(what: Callable[[Any], Any], *right: Any) -> None:
         ("top_k", (None,)),
         ("max_steps", (3, 10**30, None)),
         ("stop_token_ids", (3, 0, [], (), None)),
-        ("poll_every", (3, 10**30)),
         ("cuda_graph", ()),
         ("backend", ()),
         *((group, ()) for group in ("scheduler", "blocks", "stop", "cache")),
