@@ -169,11 +169,12 @@ class BaseCache(Cache):
         """Return the padded form: all L columns if every live row computes all of its own, else the longest row's M."""
         whole = wanted.sizes.whole
         if whole:
-            positions = canvas.columns()[:, :-1].expand(len(canvas.ids), -1)
+            positions, slots = canvas.columns()[:, :-1].expand(len(canvas.ids), -1), None
         else:
             positions = select.columns(wanted.computed, wanted.sizes.longest)  # [B, M]
+            starts = select.arange(canvas.ids.numel(), positions.device)[:: canvas.ids.shape[1], None]
+            slots = (positions + starts).flatten()
         keys = sees.keys(canvas, wanted.query, positions)
-        slots = None if whole else places(canvas, positions)
         common = (self, wanted, head_rows, entries)
         return PaddedPlan(*common, positions=positions, keys=keys, contiguous=whole, slots=slots)
 
@@ -245,12 +246,6 @@ class BaseCache(Cache):
                 f"{scheduler} hides masks beyond scheduler.max_lookahead, and {cache} serves masks as an earlier"
                 " forward saw them. Use cache=trailing, cache=none or scheduler.max_lookahead=null."
             )
-
-
-def places(canvas: Canvas, positions: Tensor) -> Tensor:
-    """Return `[B*M]` indices of `positions [B, M]` in a buffer of B*(L+1) columns."""
-    batch, columns = canvas.ids.shape
-    return (positions + select.arange(batch * columns, positions.device)[::columns, None]).flatten()
 
 
 def changed(canvas: Canvas, query: Query, edit: Edit) -> Tensor:

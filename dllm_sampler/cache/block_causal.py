@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dllm_sampler.cache.base import BaseCache
+from dllm_sampler.cache.base import BaseCache, written
 from dllm_sampler.cache.store_pass import StorePass
 from dllm_sampler.core.checks import check_switch
 from dllm_sampler.core.packing import forward_request, with_exact_sizes
@@ -133,8 +133,7 @@ class BlockCausalCache(BaseCache):
     @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
         # What this forward stored of a block is final if the block was full and this step did not change it.
-        written = (edit.commit if edit.remask is None else edit.commit | edit.remask).any(1)
-        full = ~(canvas.masked & canvas.in_grid_block()).any(1) & ~written
+        full = ~((canvas.masked & canvas.in_grid_block()) | written(canvas, query, edit)).any(1)
         if query.mixture is not None:  # keys of soft inputs are not those of the tokens
             full = full & ~query.mixture.where.any(1)
         if self.spec.attention == "causal_context":  # a finished block is computed again, as context

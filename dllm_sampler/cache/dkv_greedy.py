@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dllm_sampler.cache.base import BaseCache
+from dllm_sampler.cache.base import BaseCache, written
 from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.naming import named
@@ -75,7 +75,11 @@ class GreedyCache(BaseCache):
 
     @override
     def computes(self, canvas: Canvas) -> Tensor:
-        chosen, free = self._sure(canvas)
+        ahead = self.ahead > 0
+        if self.spec.shift:
+            ahead = ahead | ahead.roll(-1, 1)  # the rows that predict
+        chosen = (ahead | self.wrote) & canvas.seen()
+        free = canvas.masked & ~chosen
         for place in range(1, self.most + 1):
             own = self.ahead == place  # [B, L+1], no column if the row commits fewer
             away = canvas.columns() - own.long().argmax(1, keepdim=True)
@@ -84,15 +88,6 @@ class GreedyCache(BaseCache):
             chosen, free = chosen | near, free & ~near
         return chosen | self.due(canvas)[:, None]
 
-    def _sure(self, canvas: Canvas) -> tuple[Tensor, Tensor]:
-        """Return `[B, L+1] bool` columns that are computed without a window, and the masks left for windows."""
-        ahead = self.ahead > 0
-        if self.spec.shift:
-            ahead = ahead | ahead.roll(-1, 1)  # the rows that predict
-        sure = (ahead | self.wrote) & canvas.seen()
-        return sure, canvas.masked & ~sure
-
     @override
     def observe(self, canvas: Canvas, query: Query, edit: Edit, readout: Readout) -> None:
-        wrote = edit.commit if edit.remask is None else edit.commit | edit.remask
-        self.wrote = torch.zeros_like(canvas.masked).scatter(1, query.positions, wrote)
+        self.wrote = written(canvas, query, edit)

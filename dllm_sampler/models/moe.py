@@ -65,24 +65,17 @@ class Router(nn.Module):
             ranked = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
         if config.pool:
             assert together is not None
-            chosen = best(self._pooled(ranked, together), config.top_k)  # [T, k]
+            # The tokens of a block share a pool, the best experts of any of them. Source: LLaDA2.2's block routing.
+            at = together[:, None].expand_as(ranked)
+            merit = torch.full_like(ranked, -torch.inf).scatter_reduce(0, at, ranked, "amax")  # [T, E] by block
+            kept = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best(merit, config.pool), True)
+            chosen = best(ranked.masked_fill(~kept[together], -torch.inf), config.top_k)  # [T, k]
         else:
             chosen = ranked.topk(config.top_k, -1).indices  # [T, k]
         weight = (ranked if config.weigh_bias else score).gather(-1, chosen)
         if config.normalise and config.top_k > 1:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
         return weight * config.scale, chosen
-
-    def _pooled(self, ranked: Tensor, together: Tensor) -> Tensor:
-        """Return `ranked [T, E]`, -inf outside the pool of the token's block.
-
-        The pool of a block holds the best experts of its tokens. Source: LLaDA2.2's block routing.
-        """
-        at = together[:, None].expand_as(ranked)
-        merit = torch.full_like(ranked, -torch.inf).scatter_reduce(0, at, ranked, "amax")  # [T, E] by number of block
-        pool = best(merit, self.config.pool)
-        kept = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, pool, True)
-        return ranked.masked_fill(~kept[together], -torch.inf)
 
 
 class Experts(nn.Module):

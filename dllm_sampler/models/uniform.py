@@ -125,8 +125,10 @@ class UniformLM(nn.Module):
             ).last_hidden_state
             return capped(self.model, found)
 
-        known, repeats = None, bool(again.any())
-        if _any_rank(repeats, ids.device) if self.spread else repeats:
+        known, repeats = None, again.any().long()
+        if self.spread:
+            torch.distributed.all_reduce(repeats, torch.distributed.ReduceOp.MAX)
+        if repeats:
             with torch.no_grad():
                 known = decoded(None)
         found = [decoded(known)]
@@ -138,10 +140,3 @@ class UniformLM(nn.Module):
     def _masks(self, full: Tensor, sliding: Tensor) -> dict[str, Tensor]:
         named = {"full_attention": full, "sliding_attention": sliding}
         return {kind: additive(seen, self.model.dtype) for kind, seen in named.items()}
-
-
-def _any_rank(holds: bool, device: torch.device) -> bool:
-    """Return True if `holds` is true on any rank. Collective: every rank must call it."""
-    found = torch.tensor(int(holds), device=device)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return bool(found)

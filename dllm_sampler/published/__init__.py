@@ -11,7 +11,6 @@ objects:
 from dllm_sampler.published.adablock import AmongTop
 from dllm_sampler.published.apd import EndsAnywhere, PublishedParallelDecoding
 from dllm_sampler.published.caches import PublishedDelayedCache, PublishedElasticCache
-from dllm_sampler.published.context import BlockDraws, LeavesAtEnd, PrefillsApart, StopStored
 from dllm_sampler.published.dinfer import PublishedCredit, PublishedDInferThreshold
 from dllm_sampler.published.dllm import (
     BinomialSteps,
@@ -22,8 +21,13 @@ from dllm_sampler.published.dllm import (
     StopTogether,
 )
 from dllm_sampler.published.editing import PublishedEditing, PublishedRemasking, UnrefreshedBlocks
-from dllm_sampler.published.fixed import AnyBlock, PublishedFactor, PublishedFixedSteps, PublishedPositionCalibrated
-from dllm_sampler.published.forced import ForcedFirst
+from dllm_sampler.published.fixed import (
+    AnyBlock,
+    PublishedFactor,
+    PublishedFixedSteps,
+    PublishedOrigin,
+    PublishedPositionCalibrated,
+)
 from dllm_sampler.published.freedave import PublishedFreeDave
 from dllm_sampler.published.grammar import Behind, PublishedGrammar
 from dllm_sampler.published.klass import MostUncertain, PublishedKlass
@@ -39,18 +43,21 @@ from dllm_sampler.published.multi_block import (
     StaleMasks,
     StrictEntropy,
 )
-from dllm_sampler.published.origin import PublishedOrigin
 from dllm_sampler.published.particles import PrefixDraws, PublishedSelfRewarding, RestDraws
 from dllm_sampler.published.rcr import PublishedRunningConfidence
 from dllm_sampler.published.remix import PublishedRejectionMixing
 from dllm_sampler.published.rnd1 import CappedEntropyBound, EvenRest, JudgedTemperature, ShiftedDraws
 from dllm_sampler.published.s2d2 import Level, PublishedSelfVerified
 from dllm_sampler.published.seeded import (
+    BlockDraws,
     ContextDraws,
+    LeavesAtEnd,
     PartDraws,
+    PrefillsApart,
     PublishedSubBlockCache,
     SeededBlocks,
     SeededContext,
+    StopStored,
     StoresApart,
 )
 from dllm_sampler.published.sliding import FillAtBlock, FirstFromRefresh, StepQuota, WithoutLookahead
@@ -60,6 +67,7 @@ from dllm_sampler.published.suffix import SuffixDraws
 from dllm_sampler.published.svdd import AbsorbingKernel
 from dllm_sampler.published.unrolled import Unrolled
 from dllm_sampler.published.window import (
+    ForcedFirst,
     PublishedDualCache,
     PublishedPrefixCache,
     PublishedSparseCache,

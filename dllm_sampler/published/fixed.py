@@ -15,6 +15,7 @@ from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.budget import block_steps, timestep_share, uniform_share
 from dllm_sampler.schedulers.factor import Factor
 from dllm_sampler.schedulers.fixed import FixedSteps
+from dllm_sampler.schedulers.origin import Origin
 from dllm_sampler.schedulers.pc import PositionCalibrated
 
 
@@ -43,6 +44,20 @@ class PublishedFixedSteps(FixedSteps):
             return uniform_share(masks, steps, canvas.age)
         # Counted on the canvas: a query may not hold all masks of a finished row.
         return timestep_share(canvas.noise_left().float().mean().expand_as(left), steps, canvas.age, self.eps)
+
+
+@dataclass(frozen=True)
+class PublishedOrigin(Origin):
+    """Dream's `origin` that makes all its steps, even after the last mask.
+
+    Source: Dream, arXiv 2508.15487.
+    """
+
+    @override
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        edit, steps = super().tell(canvas, query, readout, carry)
+        last = canvas.age + 1 >= steps
+        return replace(edit, keep_block=~last, close_block=last), steps
 
 
 @dataclass(frozen=True)

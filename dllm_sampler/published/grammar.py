@@ -69,7 +69,10 @@ class PublishedGrammar(Grammar):
         left, open_ = int(edit.commit.sum()), torch.ones(len(places), dtype=torch.bool)
         complete = False
         while left and not complete:
-            place, token = _surest(best, plain, open_)
+            tokens = best.argmax(-1)
+            sure = torch.softmax(plain, -1).gather(1, tokens[:, None])[:, 0].masked_fill(~open_, -torch.inf)
+            place = int(sure.argmax())
+            token = int(tokens[place])
             if best[place, token] == -torch.inf or not bool(open_.any()):
                 stuck[0] = True
                 break
@@ -79,7 +82,7 @@ class PublishedGrammar(Grammar):
             if not fits:
                 best[place, token] = -torch.inf
                 refused[0] += 1
-                if self.refused >= self.tries:
+                if sum(not decision[3] for decision in self.decisions) >= self.tries:
                     stuck[0] = True
                     break
                 continue
@@ -89,32 +92,10 @@ class PublishedGrammar(Grammar):
                     text.write(columns[later], self.word(token))
                     ids[0, later], commit[0, later] = token, True
                     open_ &= places != later
-            complete = _ends(text)
+            first_other = next((word for word in text.words if not isinstance(word, bytes)), None)
+            complete = first_other is not None  # an end token comes before the first mask
         finish = torch.full_like(canvas.done, complete)
         return replace(edit, ids=ids, commit=commit, finish=finish), Refusals(refused, stuck)
-
-    @property
-    def refused(self) -> int:
-        """Number of rejections so far."""
-        return sum(not decision[3] for decision in self.decisions)
-
-
-def _surest(best: Tensor, plain: Tensor, open_: Tensor) -> tuple[int, int]:
-    """Return the row of `best [P, V]` whose likeliest token is most probable by `plain`, and that token."""
-    token = best.argmax(-1)
-    sure = torch.softmax(plain, -1).gather(1, token[:, None])[:, 0].masked_fill(~open_, -torch.inf)
-    place = int(sure.argmax())
-    return place, int(token[place])
-
-
-def _ends(text: Text) -> bool:
-    """Return True if the text has an end token before its first mask."""
-    for word in text.words:
-        if word is None:
-            return False
-        if not isinstance(word, bytes):
-            return True
-    return False
 
 
 @dataclass(frozen=True)

@@ -102,17 +102,8 @@ class PublishedFill(FillStop):
     """
 
     @override
-    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        filled = super().__call__(canvas, after, query, readout, edit)
-        assert filled.confidence is not None
-        some = after.masked.any(1, keepdim=True)  # [B, 1]
-        sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
-        return replace(
-            filled,
-            ids=torch.where(some, filled.ids, edit.ids),
-            commit=torch.where(some, filled.commit, edit.commit),
-            confidence=torch.where(some, filled.confidence, sure),
-        )
+    def may_fill(self, after: Canvas, edit: Edit) -> Tensor:
+        return super().may_fill(after, edit) & after.masked.any(1)
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""Published loops in which the forward that stores the text before a block predicts the block's first token."""
+"""The block-causal loops of Fast-dLLM v2 and Nemotron-Labs-Diffusion.
+
+In some of them the forward that stores the text before a block predicts the block's first token.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dllm_sampler.cache.block_causal import BlockCausalCache
+from dllm_sampler.cache.block_causal import BlockCausalCache, StorePasses
 from dllm_sampler.cache.sub_block import SubBlockCache
 from dllm_sampler.core.around import Around
 from dllm_sampler.core.noise import ReplayNoise
@@ -16,7 +19,83 @@ from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.spec import PlannedCommits, Traits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.published.context import BlockDraws
+from dllm_sampler.stops.end_tokens import BlockStop, with_finish
+
+
+def ends_before_masks(canvas: Canvas, eos: int) -> Tensor:
+    """Return `[B] bool` rows whose block has an end token without a mask before it in the block."""
+    known = ((canvas.masked & canvas.in_block()).cumsum(1) == 0) & canvas.in_block()
+    return (known & (canvas.ids == eos)).any(1)
+
+
+@dataclass(frozen=True)
+class LeavesAtEnd(Around):
+    """A scheduler that closes a block once an end token has no mask before it in the block. Masks may follow it.
+
+    Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
+
+    Args:
+        inner: the scheduler that commits.
+        eos: id of the end token.
+    """
+
+    eos: int = -1
+
+    @override
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
+        edit, carry = self.inner.tell(canvas, query, readout, carry)
+        return replace(edit, close_block=ends_before_masks(canvas.apply(query.positions, edit), self.eos)), carry
+
+
+@dataclass(frozen=True)
+class StopStored(BlockStop):
+    """A stop that ends a row in the forward that stores a block with an end token.
+
+    Source: Nemotron-Labs-Diffusion's `generate` with `causal_context=False`.
+    """
+
+    @override
+    def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
+        stores = (query.positions == canvas.length).all(1)  # such forwards query no position
+        return with_finish(edit, stores & self.ends(after).any(1))
+
+
+@dataclass
+class PrefillsApart(BlockCausalCache):
+    """A block-causal cache whose first forward computes only the prompt. A separate forward stores each full block."""
+
+    store_pass: StorePasses = "separate"
+
+    @override
+    def computes(self, canvas: Canvas) -> Tensor:
+        before = canvas.columns() < canvas.grid_start()[:, None]
+        return super().computes(canvas) & (before | (canvas.step > 0)[:, None])
+
+
+@dataclass(frozen=True)
+class BlockDraws(ReplayNoise):
+    """Replayed noise whose draws cover the whole block of each row. Forwards that only store draw nothing."""
+
+    def _tokens(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
+        if not bool((positions < canvas.length).any()):
+            return torch.zeros(*positions.shape, vocab, device=positions.device)
+        row, at, width = self._places(canvas, positions)
+        drawn = torch.rand((len(positions), width, vocab), dtype=torch.float64, generator=self.generator)
+        return -torch.log(-torch.log(drawn))[row, at].to(positions.device)
+
+    @override
+    def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
+        if not bool((positions < canvas.length).any()):
+            return torch.ones(positions.shape, device=positions.device)
+        row, at, width = self._places(canvas, positions)
+        return torch.rand((len(positions), width), generator=self.generator)[row, at].to(positions.device)
+
+    @staticmethod
+    def _places(canvas: Canvas, positions: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return the row of each position, its index in the block (both on the CPU), and the widest block's length."""
+        width = int((canvas.stop - canvas.start).max())
+        at = (positions - canvas.start[:, None]).clamp(0, width - 1).cpu()
+        return torch.arange(len(positions))[:, None], at, width
 
 
 def seeds(canvas: Canvas) -> Tensor:
@@ -93,9 +172,7 @@ class SeededContext(SeededBlocks):
         edit, inner = super().tell(canvas, query, readout, carry[1])
         last = seeds(canvas) & (carry[0] | (canvas.start == canvas.end - 1))
         edit = replace(edit, commit=edit.commit & ~last[:, None])
-        after = canvas.apply(query.positions, edit)
-        known = ((after.masked & after.in_block()).cumsum(1) == 0) & after.in_block()
-        left = (known & (after.ids == self.eos)).any(1) & ~seeds(canvas)
+        left = ends_before_masks(canvas.apply(query.positions, edit), self.eos) & ~seeds(canvas)
         return replace(edit, close_block=left, finish=last), (carry[0] | left, inner)
 
 

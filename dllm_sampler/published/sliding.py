@@ -14,6 +14,7 @@ from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.schedulers.score import Score, rate, score_needs
+from dllm_sampler.stops.end_tokens import with_finish
 from dllm_sampler.stops.fill import FillStop
 
 
@@ -97,14 +98,9 @@ class FillAtBlock(FillStop):
 
     @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
-        filled = super().__call__(canvas, after, query, readout, edit)
-        assert filled.confidence is not None and filled.finish is not None
         over = after.block_over(edit) & self.ends(after).any(1)  # [B]
-        sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
-        return replace(
-            filled,
-            ids=torch.where(over[:, None], filled.ids, edit.ids),
-            commit=torch.where(over[:, None], filled.commit, edit.commit),
-            confidence=torch.where(over[:, None], filled.confidence, sure),
-            finish=over if edit.finish is None else edit.finish | over,
-        )
+        return with_finish(replace(super().__call__(canvas, after, query, readout, edit), finish=edit.finish), over)
+
+    @override
+    def may_fill(self, after: Canvas, edit: Edit) -> Tensor:
+        return after.block_over(edit)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from dllm_sampler.core.around import Around
@@ -51,7 +50,8 @@ class Unrolled(Around):
         opens = canvas.age == 0
         looks = opens | (ahead == 0)
         ahead = torch.where(looks, (canvas.noise_left() // self.tpf).clamp(1, self.maximum), ahead)
-        refresh = self._refreshes(canvas, made, fresh)
+        due = opens if self.every is None else opens | (~fresh & (made % self.every == 0))
+        refresh = due & self.cached
         moves = (~refresh).long()
         ahead, made = ahead - moves, made + moves
         edit, inner = self.inner.tell(canvas, query, readout, inner)
@@ -61,9 +61,3 @@ class Unrolled(Around):
     def bound(self, tokens: int) -> int:
         """Return the most forwards. Each commit may need `maximum` iterations, and each iteration a refresh."""
         return 2 * self.maximum * super().bound(tokens)
-
-    def _refreshes(self, canvas: Canvas, made: Tensor, fresh: Tensor) -> Tensor:
-        due = canvas.age == 0
-        if self.every is not None:
-            due = due | (~fresh & (made % self.every == 0))
-        return due & self.cached

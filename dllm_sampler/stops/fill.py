@@ -35,8 +35,7 @@ class FillStop(PrefixStop):
         at, ended = query.positions, first_of(self.ends(after))  # [B, Q], [B]
         other = ~is_end(after.ids.gather(1, at), self.end_ids) | after.masked.gather(1, at)
         fill = other & (at > ended[:, None]) & ~canvas.layout.frozen.gather(1, at)
-        if edit.remask is not None:
-            fill = fill & after.block_over(edit)[:, None]
+        fill = fill & self.may_fill(after, edit)[:, None]
         sure = readout.confidence[:, 0] if edit.confidence is None else edit.confidence
         return replace(
             stopped,
@@ -45,3 +44,7 @@ class FillStop(PrefixStop):
             remask=torch.zeros_like(fill) if edit.remask is None else edit.remask & ~fill,
             confidence=sure.masked_fill(fill, 1),
         )
+
+    def may_fill(self, after: Canvas, edit: Edit) -> Tensor:
+        """Return `[B] bool` rows that are filled in this step if they have an end token."""
+        return torch.ones_like(after.done) if edit.remask is None else after.block_over(edit)
