@@ -52,12 +52,7 @@ class MultiBlock(Blocks):
 
     @override
     def bind(self, context: Context) -> Self:
-        if context.spec.attention != "bidirectional" or context.spec.encoder:
-            raise UserError(
-                "blocks-incompatible",
-                f"blocks={named(self)} is for models that see the whole canvas, and this one does not. Use"
-                " blocks=fixed.",
-            )
+        check_sees_masks_after(self, context)
         return self
 
     @override
@@ -113,6 +108,15 @@ class MultiBlock(Blocks):
         best = torch.full_like(chosen, place.shape[1]).scatter_reduce(1, number, place, "amin")
         added = late & (place == best.gather(1, number))
         return replace(edit, commit=edit.commit | added)
+
+
+def check_sees_masks_after(blocks: Blocks, context: Context) -> None:
+    """Refuse a model that does not see the masks after its block."""
+    if context.spec.attention != "bidirectional" or context.spec.encoder:
+        raise UserError(
+            "blocks-incompatible",
+            f"blocks={named(blocks)} is for models that see the whole canvas, and this one does not. Use blocks=fixed.",
+        )
 
 
 def _share(left: Tensor, size: Tensor) -> Tensor:

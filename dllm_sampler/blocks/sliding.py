@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from dllm_sampler.blocks.multi_block import check_sees_masks_after
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.ends import is_end
-from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Blocks, Context
 from dllm_sampler.core.spec import with_bound_fields
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,7 @@ class SlidingBlocks(Blocks):
 
     @override
     def bind(self, context: Context) -> Self:
-        if context.spec.attention != "bidirectional" or context.spec.encoder:
-            raise UserError(
-                "blocks-incompatible",
-                f"blocks={named(self)} is for models that see the whole canvas, and this one does not. Use"
-                " blocks=fixed.",
-            )
+        check_sees_masks_after(self, context)
         return with_bound_fields(self, end_ids=context.spec.eos_ids)
 
     @override

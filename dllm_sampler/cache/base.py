@@ -46,6 +46,7 @@ class BaseCache(Cache):
         chooses: It chooses the masks that are predicted. Schedulers that need a prediction of all masks are refused.
         keeps_noise: It serves masks as an earlier forward saw them. If false: It computes every mask that is seen.
         refreshes: The first forward of a block computes every column.
+        steady: Predictions depend on the canvas and the block's first forward alone, not on forwards in between.
         supports_resize: It serves answers whose length changes.
         causal: It serves models with block-causal attention or a causal context only.
     """
@@ -54,6 +55,7 @@ class BaseCache(Cache):
     chooses: ClassVar[bool] = False
     keeps_noise: ClassVar[bool] = True
     refreshes: ClassVar[bool] = False
+    steady: ClassVar[bool] = False
     supports_resize: ClassVar[bool] = False
     causal: ClassVar[bool] = False
 
@@ -62,14 +64,8 @@ class BaseCache(Cache):
     memory: Any = field(init=False, default=None, repr=False, compare=False)  # see `Cache.memory`
     twin: Cache | None = field(init=False, default=None, repr=False, compare=False)
     live: bool = field(init=False, default=False, repr=False, compare=False)
-    forked: Plan | None = field(
-        init=False, default=None, repr=False, compare=False
-    )  # the last one if its query `forks`
-
-    @property
-    def steady(self) -> bool:
-        """True if predictions depend on the canvas and the block's first forward alone, not on forwards in between."""
-        return False
+    # the last plan if its query `forks`
+    forked: Plan | None = field(init=False, default=None, repr=False, compare=False)
 
     @override
     def bind(self, context: Context) -> Cache:

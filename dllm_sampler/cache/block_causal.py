@@ -49,13 +49,12 @@ class BlockCausalCache(BaseCache):
 
     keeps_noise: ClassVar[bool] = False
     causal: ClassVar[bool] = True
+    steady: ClassVar[bool] = True
 
     store_pass: StorePasses = "ride"
     token_causal: bool = False
 
-    clean: Tensor = field(
-        init=False, repr=False, compare=False
-    )  # [B] stored keys and values before this column are final
+    clean: Tensor = field(init=False, repr=False, compare=False)  # [B] what is stored before this column is final
 
     def __post_init__(self) -> None:
         if self.store_pass not in get_args(StorePasses):
@@ -92,11 +91,6 @@ class BlockCausalCache(BaseCache):
         if query.causal is not None:
             known = torch.where(query.causal, torch.maximum(known, canvas.grid_end()), known)
         return found.causal(canvas.columns(), torch.zeros_like(known), known)
-
-    @property
-    @override
-    def steady(self) -> bool:
-        return True
 
     def prefill(self, template: Cache, canvas: Canvas, samples: int, denoiser: Denoiser) -> Tensor | None:
         """Compute the prompt's full blocks, which see nothing after them, once per prompt. See `Prefills.prefill`."""

@@ -43,14 +43,14 @@ class D2FCache(BaseCache):
     """
 
     keeps_noise: ClassVar[bool] = False
+    steady: ClassVar[bool] = True
 
     attention: Attention = "full"
 
     length: int = field(init=False, default=0, repr=False, compare=False)  # of a block
     stored: Tensor = field(init=False, repr=False, compare=False)  # [B] columns before this one are stored
-    rows: Tensor | None = field(
-        init=False, default=None, repr=False, compare=False
-    )  # [B, D] of the column before `stored`
+    # [B, D] hidden states of the column before `stored`
+    rows: Tensor | None = field(init=False, default=None, repr=False, compare=False)
     kept: Tensor = field(init=False, repr=False, compare=False)  # [B] bool: the last forward has filled in `rows`
     made: tuple[Plan, Tensor] | None = field(init=False, default=None, repr=False, compare=False)  # of the last forward
 
@@ -69,11 +69,6 @@ class D2FCache(BaseCache):
         bound = replace(self)
         bound.length = blocks.lookahead(2**16)
         return super(D2FCache, bound).bind(context)
-
-    @property
-    @override
-    def steady(self) -> bool:
-        return True
 
     @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:

@@ -68,9 +68,7 @@ class IntervalCache(BaseCache):
     response_every: int = 7
     ratio: float = 0.25
     guidance_every: int = 1
-    made: int = field(
-        init=False, default=0, repr=False, compare=False
-    )  # forwards so far, the same for all rows that run
+    made: int = field(init=False, default=0, repr=False, compare=False)  # forwards so far, the same for all live rows
     fresh: tuple[bool, bool] = field(init=False, default=(True, True), repr=False, compare=False)  # prompt, response
     attended: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D] of attention
     fed: list[Tensor] = field(init=False, repr=False, compare=False)  # per layer [B, L+1, D] of the feed-forward

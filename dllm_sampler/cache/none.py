@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from typing_extensions import override
-
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.packing import forward_request, with_exact_sizes
 from dllm_sampler.core.protocols import Plan
@@ -24,8 +22,4 @@ class NoCache(BaseCache):
 
     stores: ClassVar[bool] = False
     keeps_noise: ClassVar[bool] = False
-
-    @property
-    @override
-    def steady(self) -> bool:
-        return True
+    steady: ClassVar[bool] = True

@@ -25,11 +25,7 @@ class _Periodic(BaseCache):
 
     def __post_init__(self) -> None:
         check_count("cache.every", self.every, optional=True)
-
-    @property
-    @override
-    def steady(self) -> bool:
-        return self.every is None
+        vars(self)["steady"] = self.every is None
 
     @override
     def init(self, canvas: Canvas, spec: ModelSpec) -> Self:

@@ -56,6 +56,7 @@ class SparseCache(DualCache):
     """
 
     uses_padded_plan: ClassVar[bool] = True
+    steady: ClassVar[bool] = False  # keys are chosen `delay` forwards after the block's first
 
     keep: float = 0.5
     kernel: int = 3
@@ -81,11 +82,6 @@ class SparseCache(DualCache):
     @override
     def buffers(self, canvas: Canvas) -> Slots:
         return Slots(self.spec, len(canvas.ids), int(self.keep * canvas.length))
-
-    @property
-    @override
-    def steady(self) -> bool:
-        return False  # keys are chosen `delay` forwards after the block's first
 
     @override
     def due(self, canvas: Canvas) -> Tensor:

@@ -29,6 +29,7 @@ class SubBlockCache(BlockCausalCache):
     """
 
     keeps_noise: ClassVar[bool] = True
+    steady: ClassVar[bool] = False  # slots depend on when a part's first position became known
 
     held: Tensor = field(init=False, repr=False, compare=False)  # [B] first column of the stored block, or -1
 
@@ -37,11 +38,6 @@ class SubBlockCache(BlockCausalCache):
         live = super().init(canvas, spec)
         live.held = torch.full_like(canvas.start, -1)
         return live
-
-    @property
-    @override
-    def steady(self) -> bool:
-        return False  # slots depend on when a part's first position became known
 
     @override
     def computes(self, canvas: Canvas) -> Tensor:

@@ -16,11 +16,7 @@ class WindowCache(BaseCache, ABC):
     """A cache whose forwards compute the columns of `span`, or the whole row if a refresh is `due`."""
 
     refreshes: ClassVar[bool] = True
-
-    @property
-    @override
-    def steady(self) -> bool:
-        return True
+    steady: ClassVar[bool] = True
 
     @abstractmethod
     def span(self, canvas: Canvas) -> tuple[Tensor, Tensor]:

@@ -114,13 +114,9 @@ def _places(block_m: int, warps: int, device: torch.device) -> int:
 
 
 def _splits(programs: int, tiles: int, places: int) -> int:
-    """Return the number of programs that share a row's `tiles` of keys.
+    """Return the number of programs that share a row's `tiles` of keys, all but the last with at least two.
 
-    Each has at least one tile, and all but the last at least two.
-
-    Args:
-        programs: number of programs of the launch if none share keys.
-        places: number of programs that the GPU runs at once. Sharing does not exceed it.
+    A launch has `programs` if none share keys. Sharing does not exceed `places`, which the GPU runs at once.
     """
     wanted = max(1, min(places // programs, cdiv(tiles, 2), 32))
     return cdiv(tiles, cdiv(tiles, wanted))

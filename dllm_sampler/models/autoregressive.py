@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +53,6 @@ class Verifier:
     def longest(self) -> int:
         """Number of tokens that the verifier can read. It is 2**31 if its config has no limit."""
         return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31
-
-    @cached_property
-    def tail(self) -> bool:
-        """True if the model can compute the logits of the last rows alone."""
-        return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
     def begin(self, canvas: Canvas) -> Reading:
         """Return the state before anything is read.
@@ -117,6 +111,7 @@ class Reading(Cache):
     def __init__(self, verifier: Verifier, columns: int):
         super().__init__(layers=[])
         self.verifier, self.columns = verifier, columns
+        self.tail = "logits_to_keep" in inspect.signature(verifier.model.forward).parameters  # it can skip other rows
         self.slots: list[tuple[Tensor, Tensor]] = []  # per layer, keys and values [B, Hkv, L+1, Dh]
         self.at: Tensor | None = None  # [B, N] the columns that are being read
 
@@ -149,7 +144,7 @@ class Reading(Cache):
             attention_mask=torch.where(seen, hidden, torch.finfo(model.dtype).min)[:, None],
             use_cache=True,
             **{huggingface.cache_keyword(type(model)): self},
-            **({"logits_to_keep": width} if self.verifier.tail else {}),
+            **({"logits_to_keep": width} if self.tail else {}),
         )
         return out.logits[:, -width:]
 

@@ -21,14 +21,16 @@ class Parts(LayerParts):
     Args:
         layer: the module.
         together: `[T]` see `Layer.mlp`. None if each token chooses its experts alone.
+        compile: compile each part. Code of a cache between the parts is not compiled.
     """
 
     layer: Layer
     together: Tensor | None = None
+    compile: bool = False
 
     def call(self, part: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of `part`, a method of `Layer`, for this layer."""
-        return part(self.layer, *arguments)
+        return (compiled(part) if self.compile else part)(self.layer, *arguments)
 
     @override
     def qkv(self, hidden: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,12 +55,3 @@ class Parts(LayerParts):
     @override
     def mlp(self, hidden: Tensor) -> Tensor:
         return self.call(Layer.mlp, hidden, self.together)
-
-
-@dataclass(frozen=True)
-class CompiledParts(Parts):
-    """One layer, taken apart, with each part compiled. Code of a cache between the parts is not compiled."""
-
-    @override
-    def call(self, part: Callable[..., Any], *arguments: Any) -> Any:
-        return compiled(part)(self.layer, *arguments)

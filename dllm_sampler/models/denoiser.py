@@ -24,7 +24,7 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.kernels.backend import Backend, LayerKernels, has_hooks
 from dllm_sampler.models import fused
 from dllm_sampler.models.attention_means import Watching
-from dllm_sampler.models.compiled import CompiledParts, Parts
+from dllm_sampler.models.compiled import Parts
 from dllm_sampler.models.fields import shown
 from dllm_sampler.models.packed import PackedAttention
 from dllm_sampler.models.soft import soft_inputs
@@ -247,7 +247,7 @@ def _drive(
     rows: Tensor | None,
 ) -> Tensor:
     """Run a layer by the plan's cache. Its last five arguments are those of a `Drive`."""
-    parts = CompiledParts(layer, together) if compile else layer if together is None else Parts(layer, together)
+    parts = Parts(layer, together, compile) if compile or together is not None else layer
     if rows is not None and plan.pack is not None and together is None:
         return plan.cache.layer(index, parts, hidden, rope, replace(plan, last=True))
     return pick_rows(plan.cache.layer(index, parts, hidden, rope, plan), rows)

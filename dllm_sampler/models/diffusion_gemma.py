@@ -246,11 +246,7 @@ def load(
 
 
 def _check_numbers(source: Path) -> None:
-    """Refuse numbers that transformers does not check, with which a step would fail or compute something else.
-
-    Raises:
-        UserError: a number is invalid. The message names its field.
-    """
+    """Refuse numbers that transformers does not check, with which a step would fail or compute something else."""
     raw = weights.read_json(source) if source.is_file() else {}
     if not isinstance(text := raw.get("text_config"), dict):
         return  # transformers says what is wrong

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 from typing_extensions import override
@@ -13,7 +13,7 @@ from dllm_sampler.core.statistics import argmax
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.guides import Temperature
 from dllm_sampler.schedulers.apd import ParallelDecoding
-from dllm_sampler.stops.end_tokens import BlockStop
+from dllm_sampler.stops.end_tokens import BlockStop, with_finish
 
 
 @dataclass(frozen=True)
@@ -43,4 +43,4 @@ class EndsAnywhere(BlockStop):
     @override
     def __call__(self, canvas: Canvas, after: Canvas, query: Query, readout: Readout, edit: Edit) -> Edit:
         finish = (is_end(after.ids, self.end_ids) & ~after.masked & after.seen()).any(1)
-        return replace(edit, finish=finish if edit.finish is None else edit.finish | finish)
+        return with_finish(edit, finish)

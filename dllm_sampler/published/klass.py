@@ -13,7 +13,7 @@ from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.spec import AllColumns, Traits
 from dllm_sampler.core.statistics import Predictions
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.published.fixed import PublishedFixedSteps
+from dllm_sampler.published.fixed import AnyBlock, PublishedFixedSteps
 from dllm_sampler.schedulers.klass import Klass
 
 
@@ -25,7 +25,7 @@ class PublishedKlass(Klass):
     even with masks left in it. It needs `cache=none`.
     """
 
-    share = PublishedFixedSteps.share
+    share, ask = PublishedFixedSteps.share, AnyBlock.ask
 
     @property
     def precise(self) -> bool:
@@ -36,10 +36,6 @@ class PublishedKlass(Klass):
     def traits(self) -> Traits:
         """Traits of KLASS. It also queries masks after the block, for their history."""
         return replace(super().traits, asks_block=False, scheduled=True).adding(AllColumns())
-
-    def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        """Query every mask of the canvas."""
-        return Query.at(canvas, select.columns(canvas.masked, canvas.layout.longest))
 
     @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
