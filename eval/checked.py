@@ -118,13 +118,7 @@ def differs(file: Path, name: str, found: object, wanted: object) -> NoReturn:
 
 
 def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) -> Record:
-    """Return the sample in a line of a file.
-
-    Args:
-        file: the path of the file, for messages.
-        number: the number of the line, from 1.
-        line: the line without its line break.
-        run: content of `run.json`, or None if it does not exist.
+    """Return the sample in a line of a file. `line` is without its break, and `number` counts from 1.
 
     Raises:
         UserError: the line is not a sample of this run. The message has its number.

@@ -106,8 +106,8 @@ def _run(words: list[str]) -> int:
     if any(job.task.get("run_code") for job in found):
         print(programs.notice(), file=sys.stderr)
     report, output = found[0].options.report, Path(found[0].options.output).expanduser()
-    if report is not None:
-        check(report)
+    page = None if report is None else check(report)
+    if page is not None:
         for folder in run_folders([output]):
             RunFolder(folder).records()  # the report covers the folder: a damaged run shows before hours of work
     refused = launch(words, found, Console(stderr=True))
@@ -119,8 +119,8 @@ def _run(words: list[str]) -> int:
         show(found, refused, comparison, Console())
         for sentence in stopped(comparison):
             print(sentence, file=sys.stderr)
-        if report is not None:
-            print(write([output], report), file=sys.stderr)
+        if page is not None:
+            print(write([output], page), file=sys.stderr)
         elif comparison.together:
             for name, content in drawn(load([output])).items():
                 file = output / f"{name}.png"

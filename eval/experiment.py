@@ -60,16 +60,12 @@ class Trial:
     reason: str
 
 
-def holds(found: Found, plain: Found, tuning: Tuning) -> str:
+def holds(score: float, speed: float | None, plain: Found, tuning: Tuning) -> str:
     """Return the reason that a configuration does not qualify, or "" if it does.
 
     It qualifies if it is faster than `plain` and loses at most `tune.loss` points. `plain` is one token per step on the
     same samples.
     """
-    return _reason(found.score, found.speed, plain, tuning)
-
-
-def _reason(score: float, speed: float | None, plain: Found, tuning: Tuning) -> str:
     lost = 100 * (plain.score - score)
     if lost > tuning.loss + 1e-7:
         return f"loses {lost:.1f} points, {tuning.loss:g} allowed"
@@ -91,7 +87,7 @@ def trials(study: Study, plain: Found, tuning: Tuning) -> list[Trial]:
         if score is None:
             reason = f"cannot run: {one.user_attrs.get('refused', 'its settings do not go together')}"
         else:
-            reason = _reason(score, speed, plain, tuning)
+            reason = holds(score, speed, plain, tuning)
         found.setdefault(words, Trial(words, score, speed, reason))
 
     def order(trial: Trial) -> tuple[bool, bool, float, float]:
@@ -102,17 +98,13 @@ def trials(study: Study, plain: Found, tuning: Tuning) -> list[Trial]:
     return sorted(found.values(), key=order)
 
 
-def smallest_loss(samples: Sequence[int]) -> float:
-    """Return the percentage points of score that one wrong answer costs in the largest task.
-
-    The score is the mean over tasks, so an answer costs least there. `samples` has the number of samples of each task.
-    """
-    return 100 / (len(samples) * max(samples))
-
-
 def too_few(samples: Sequence[int], tuning: Tuning) -> str:
-    """Return a warning if `tune.loss` is below `smallest_loss`. Returns "" otherwise."""
-    least = smallest_loss(samples)
+    """Return a warning if `tune.loss` is less than one wrong answer costs. Returns "" otherwise.
+
+    The score is the mean over tasks, so an answer costs least in the largest task. `samples` has the number of samples
+    of each task.
+    """
+    least = 100 / (len(samples) * max(samples))
     if tuning.loss >= least - 1e-9:
         return ""
     more = f", or task.count={math.ceil(100 / (len(samples) * tuning.loss))}" if tuning.loss else ""
@@ -125,11 +117,7 @@ def too_few(samples: Sequence[int], tuning: Tuning) -> str:
 def show_trials(tried: Sequence[Trial], plain: Found, verdicts: Mapping[Sequence[str], str], tuning: Tuning) -> None:
     """Print a search as a table on standard output, the best configuration first.
 
-    Args:
-        tried: the trials, the best first.
-        plain: one token per step, on the samples of the search.
-        verdicts: the results of qualified trials on samples that the search did not see, by the trials' words.
-        tuning: the settings of the search.
+    `verdicts` has the results of qualified trials on samples that the search did not see, by the trials' words.
     """
     rows = [(t.words, t.score, t.speed, verdicts.get(t.words) or t.reason) for t in tried]
     rows.insert(sum(not one.reason for one in tried), (tuple(plain.chosen), plain.score, plain.speed, ONE_PER_STEP))
@@ -144,13 +132,12 @@ def show_trials(tried: Sequence[Trial], plain: Found, verdicts: Mapping[Sequence
         console,
     )
     assert not narrow
-    if rest := Counter(_kind(result) for *_, result in rows[LONG:]):
+    results = [
+        "that lose too much" if row[-1].startswith("loses") else row[-1].partition(":")[0] for row in rows[LONG:]
+    ]
+    if rest := Counter(results):
         counts = ", ".join(f"{count} {kind}" for kind, count in rest.most_common())
         console.print(Text(f"{rest.total()} more: {counts}"), soft_wrap=True)
-
-
-def _kind(result: str) -> str:
-    return "that lose too much" if result.startswith("loses") else result.partition(":")[0]
 
 
 def speed_of(tuning: Tuning) -> str:
@@ -166,13 +153,8 @@ def say(found: Found, tuning: Tuning) -> str:
 def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen: str, none: str = "") -> str:
     """Return the text of a YAML file with the settings in which the winner differs from the defaults.
 
-    Args:
-        tuning: the settings of the search.
-        winner: the chosen configuration, on the samples of the search.
-        fresh: the winner on the confirming samples.
-        plain: one token per step on the confirming samples.
-        unseen: a description of the confirming samples, from `Tuner.unseen`.
-        none: a clause that says that no configuration qualified. Empty if one did.
+    `fresh` and `plain` are the winner and one token per step on the confirming samples, which `unseen` describes.
+    `none` is a clause that says that no configuration qualified, or "" if one did.
     """
     found = f"{say(fresh, tuning)} on {tasks_of(winner)}"
     told = f"{none} {ONE_PER_STEP}: {found}" if none else f"{found}; {ONE_PER_STEP}: {say(plain, tuning)}"

@@ -12,13 +12,13 @@ from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, cast
+from typing import Any
 
 import torch
 from hydra import initialize_config_module
+from hydra._internal.callbacks import Callbacks
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -44,13 +44,7 @@ LAUNCHER = "hydra/launcher="
 
 
 def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict[str, str]:
-    """Run all jobs, and return the reasons of those that cannot run, by the runs' names.
-
-    Args:
-        words: the command line that the jobs were made from.
-        found: the jobs.
-        console: the console for progress bars.
-    """
+    """Run all jobs of a command line, and return the reasons of those that cannot run, by the runs' names."""
     workers = max(job.options.workers for job in found)
     named = any(word.startswith(LAUNCHER) and word != f"{LAUNCHER}basic" for word in words)
     if accelerated() is not None and (named or workers > 1):
@@ -65,21 +59,15 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
         )
     share = accelerated() or Share()
     if share.rank == 0:
-        _open(found)
+        files.make_folder(Path(found[0].options.output).expanduser())
+        for job in found:
+            RunFolder(job.folder).reopen()
     if share.world > 1:
         _state().wait_for_everyone()
     if alone:
         return run_in_process(found, console)
     with watched(found, console):
         return run_in_workers(words, found, workers, named)
-
-
-def _open(found: Sequence[Job]) -> None:
-    """Make the output folder, and remove the reasons of earlier refusals."""
-    output = Path(found[0].options.output).expanduser()
-    files.make_folder(output)
-    for job in found:
-        RunFolder(job.folder).reopen()
 
 
 def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
@@ -129,7 +117,7 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
             with files.uninterrupted():  # OmegaConf fails where Ctrl-C comes while it cleans up
                 cfg = loader.load_configuration(EVAL.root, [*said, output], RunMode.MULTIRUN)
             HydraConfig.instance().set_config(cfg)
-            context = HydraContext(config_loader=loader, callbacks=cast(Any, _NoCallbacks()))
+            context = HydraContext(config_loader=loader, callbacks=Callbacks())
             piece = Piece(tuple(found), workers, parent, not threads.are_set(), named_folder())
             try:
                 launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
@@ -178,20 +166,12 @@ def _explain(error: Exception, said: Sequence[str], loader: Any) -> UserError:
         launcher = loader.load_configuration(EVAL.root, [chosen], RunMode.MULTIRUN).hydra.launcher
         names = [f"hydra.launcher.{name}" for name in launcher if name != "_target_"]
         return unknown("setting of Hydra", key[1], ["hydra/launcher", *names])
-    if any(_absent(f"hydra_plugins.hydra_{name}_launcher") for name in ("joblib", "submitit")):
-        return UserError("package-missing", f"{text}. Run {installing('eval')}, or correct {chosen}.")
     names = loader.get_group_options("hydra/launcher")
+    if not {"joblib", "submitit_slurm"} <= set(names):
+        return UserError("package-missing", f"{text}. Run {installing('eval')}, or correct {chosen}.")
     if chosen.removeprefix(LAUNCHER) not in names:
         return unknown("hydra/launcher", chosen.removeprefix(LAUNCHER), names)
     return UserError("config-invalid", f"{text}. Correct {chosen}.")
-
-
-def _absent(module: str) -> bool:
-    """Return True if a module is not installed."""
-    try:
-        return find_spec(module) is None
-    except ModuleNotFoundError:  # its parent is not installed either
-        return True
 
 
 def run_all(
@@ -199,12 +179,8 @@ def run_all(
 ) -> dict[str, str]:
     """Run the missing samples of all jobs, and return the reasons of jobs that cannot run, by the runs' names.
 
-    Args:
-        jobs: the jobs, in order. Consecutive jobs with the same model load it once.
-        share: the place of this process among those that share the samples.
-        device: the device of the model.
-        begin: called with each job before its samples.
-        progress: called with the number of samples that were just finished.
+    Consecutive jobs with the same model load it once. `begin` is called with each job before its samples, and
+    `progress` with the number of samples that were just finished.
 
     Raises:
         NotWrittenError: samples cannot be written. Later jobs are not run.
@@ -303,16 +279,6 @@ def _state() -> Any:
 
     # Processes wait for the slowest one, which may be days.
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
-
-
-class _NoCallbacks:
-    """A stand-in for Hydra's callbacks."""
-
-    def on_job_start(self, **_: Any) -> None:
-        pass
-
-    def on_job_end(self, **_: Any) -> None:
-        pass
 
 
 def bars(console: Console, shown: bool = True) -> Progress:

@@ -14,12 +14,10 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler import config
 from dllm_sampler.cli import threads
 from dllm_sampler.core.protocols import Denoiser, is_random
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.engine.graphs import networks
 from dllm_sampler.errors import FAULTS, NotFiniteError, NotWrittenError, RowError, UserError
 from dllm_sampler.eval.folders import RunFolder
@@ -28,10 +26,10 @@ from dllm_sampler.eval.measures import LOG_LIKELIHOOD
 from dllm_sampler.eval.oracle import LEGAL_STOPS, Oracle
 from dllm_sampler.eval.records import Record, encoded_again
 from dllm_sampler.eval.tasks.base import Answer as Graded
-from dllm_sampler.eval.tasks.base import Sample, Task
+from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.eval.tasks.formed import Demanded
 from dllm_sampler.generation.batch import warn_of_bias
-from dllm_sampler.inputs import prompts
+from dllm_sampler.inputs.prompts import encode
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided, laid_out
 from dllm_sampler.options import SamplerOptions
@@ -132,7 +130,7 @@ class Runner:
                 "tokenizer-missing",
                 f"task={job.choices['task']} has text prompts, and the model has no tokenizer. Add its files.",
             )
-        check_prompts(task, self._prompts, self.tokenizer, self.denoiser.spec, job.max_new_tokens)
+        self._check_prompts()
 
     def records(self, batches: Sequence[Sequence[Sample]], done: Container[int]) -> Iterator[list[Record]]:
         """Run the samples whose index is not in `done`, and yield their records in groups.
@@ -230,6 +228,16 @@ class Runner:
         if self.job.options.chat:
             return [[{"role": "user", "content": text}] if isinstance(text, str) else text for text in prompts]
         return [list(prompt) if not isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def _check_prompts(self) -> None:
+        """Raise `UserError` with its file and line for a prompt from a file that the model cannot take."""
+        task, length = self.job.built_task, self.job.max_new_tokens
+        for sample in task.samples():
+            if (where := task.source(sample)) is not None:
+                try:
+                    encode(self._prompts([sample]), self.tokenizer, self.denoiser.spec, length, sample.index + 1)
+                except UserError as error:
+                    raise UserError(error.code, f"{where}: {error}") from error
 
     def _form(self, sample: Sample) -> str:
         form = self.job.built_task.form(sample)
@@ -432,34 +440,6 @@ def numbered(samples: Sequence[Sample]) -> Iterator[None]:
     except RowError as error:
         numbers = [samples[number - 1].index + 1 for number in error.prompts]
         raise RowError(error.code, error.template, error.rows, numbers) from error.__cause__
-
-
-def check_prompts(
-    task: Task,
-    given: Callable[[Sequence[Sample]], Sequence[Any]],
-    tokenizer: PreTrainedTokenizerBase | None,
-    spec: ModelSpec,
-    max_new_tokens: int,
-) -> None:
-    """Check the prompts that come from a file before any is answered.
-
-    Args:
-        task: the task. Samples without a source in a file are not checked.
-        given: returns the prompts of samples in the form that the sampler gets.
-        tokenizer: the model's tokenizer.
-        spec: the model's properties.
-        max_new_tokens: length of the canvas after each prompt.
-
-    Raises:
-        UserError: the model cannot take a prompt. The message has its file and line, and the reason.
-    """
-    sources = {sample.index: where for sample in task.samples() if (where := task.source(sample)) is not None}
-    found = [sample for sample in task.samples() if sample.index in sources]
-    for sample, prompt in zip(found, given(found) if found else (), strict=True):
-        try:
-            prompts.encode([prompt], tokenizer, spec, max_new_tokens, sample.index + 1)
-        except UserError as error:
-            raise UserError(error.code, f"{sources[sample.index]}: {error}") from error
 
 
 def reset_memory(device: torch.device) -> None:

@@ -19,9 +19,7 @@ _FUNCTION = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")  # module:function
 def files(group: str, settings: Any) -> list[Path]:
     """Return the files that the settings of a plug-in or of a task name, each once, in order.
 
-    Args:
-        group: `scheduler`, `task` or another folder of `conf/`.
-        settings: a mapping with the plug-in's name, or a list of these.
+    `settings` is a mapping with the plug-in's name, or a list of these. `group` is a folder of `conf/`.
     """
     return list(dict.fromkeys(_files(group, settings)))
 

@@ -74,8 +74,6 @@ def kendall(one: Sequence[float], two: Sequence[float]) -> float | None:
 
 def spearman(one: Sequence[float], two: Sequence[float]) -> float | None:
     """Return Spearman's rho, ties at their mean rank, or None if one side never varies."""
-    if len(one) < 2:
-        return None
     x, y = (_ranks(np.asarray(side, float)) for side in (one, two))
     x, y = x - x.mean(), y - y.mean()
     scale = math.sqrt(float((x * x).sum()) * float((y * y).sum()))

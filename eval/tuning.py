@@ -68,12 +68,8 @@ class Tuner:
     """A search and its study.
 
     `study.db` in the output folder is an SQLite database of Optuna with one study for each search. Each trial has the
-    attributes `words`, `score` and `speed`, or `refused`, the reason that it cannot run.
-
-    Args:
-        tuning: space and goal.
-        words: words of dllm-eval that hold for every trial.
-        console: the console for the progress bar.
+    attributes `words`, `score` and `speed`, or `refused`, the reason that it cannot run. The words of dllm-eval that
+    the search is given hold for every trial.
     """
 
     def __init__(self, tuning: Tuning, words: Sequence[str], console: Console):
@@ -101,8 +97,9 @@ class Tuner:
             every = progress.add_task("one per step", total=tuning.trials)
             reference = self.reference(self.words)
             least = reference.score - tuning.loss / 100
-            while (done := _complete(study)) < tuning.trials:
-                progress.update(every, completed=done, description=_best(study))
+            while (done := len(known := _values(study))) < tuning.trials:
+                best = max(known, default=0)
+                progress.update(every, completed=done, description=f"best {best:.2f}" if best > 0 else "searching")
                 self.trial(study, done, least)
             progress.update(every, completed=done, description="confirming")
             tried = trials(study, reference, tuning)
@@ -180,12 +177,7 @@ class Tuner:
         """Let Optuna propose a configuration, measure it, and report its value.
 
         The value is the speed if the score is at least `least`. Otherwise it is score - least, which is negative. It is
-        -1 for a configuration that cannot run.
-
-        Args:
-            study: the search.
-            done: number of finished trials, which is added to the seed of the proposal.
-            least: the lowest score that is accepted.
+        -1 for a configuration that cannot run. The number of finished trials is added to the seed of the proposal.
         """
         import optuna
 
@@ -243,10 +235,6 @@ class Tuner:
     def confirm(self, tried: Sequence[Trial], reference: Found) -> tuple[Found, Found, Found, dict[Sequence[str], str]]:
         """Find the fastest configuration that also holds on samples that the search did not see.
 
-        Args:
-            tried: the configurations, the best first.
-            reference: one token per step, on the samples of the search.
-
         Returns:
             The winner (`reference` if no configuration holds), its results on the other samples, the results of one
             token per step on them, and the result of each configuration that qualified, by its words.
@@ -263,7 +251,7 @@ class Tuner:
             found, fresh = self.measure(self.words, words), self.measure(other, words)
             if isinstance(found, str) or isinstance(fresh, str):
                 verdicts[words] = f"cannot run: {found if isinstance(found, str) else fresh}"
-            elif reason := holds(fresh, plain, self.tuning):
+            elif reason := holds(fresh.score, fresh.speed, plain, self.tuning):
                 verdicts[words] = f"{reason}, on the samples that confirm"
             else:
                 slower = dict.fromkeys(good, "qualifies, slower than the chosen one")
@@ -281,13 +269,8 @@ class Tuner:
         )
 
 
-def _complete(study: Study) -> int:
-    return sum(trial.value is not None for trial in study.get_trials(deepcopy=False))
-
-
-def _best(study: Study) -> str:
-    values = [trial.value for trial in study.get_trials(deepcopy=False) if trial.value is not None and trial.value > 0]
-    return f"best {max(values):.2f}" if values else "searching"
+def _values(study: Study) -> list[float]:
+    return [trial.value for trial in study.get_trials(deepcopy=False) if trial.value is not None]
 
 
 def _prompts(found: Sequence[Job]) -> list[str]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from dllm_sampler.cli.terminal import command
-from dllm_sampler.eval.lm_eval.settings import harness
+from dllm_sampler.errors import UserError, installing
 
 
 @command("python -m dllm_sampler.eval.lm_eval")
@@ -19,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the harness and return the exit status, which is 2 if `--model_args` are wrong."""
     given, before = list(sys.argv[1:] if arguments is None else arguments), sys.argv
     try:
-        harness()
+        if find_spec("lm_eval") is None:
+            raise UserError("package-missing", f"This command needs lm-evaluation-harness. Run {installing('eval')}.")
         harness_module: Any = import_module("lm_eval")
         from lm_eval.__main__ import cli_evaluate
 

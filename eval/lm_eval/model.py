@@ -112,7 +112,7 @@ class SamplerLM(LM):
         for i, (sampler, _, until) in enumerate(wanted):
             groups.setdefault((id(sampler), tuple(until)), (sampler, []))[1].append(i)
         bad = None
-        with Progress(console=_console(), disable=disable_tqdm) as progress:
+        with Progress(console=Console(stderr=True), disable=disable_tqdm) as progress:
             shown = progress.add_task("sampling", total=len(requests))
             for (_, until), (sampler, members) in groups.items():
                 rooms = [wanted[i][1] for i in members]
@@ -138,7 +138,7 @@ class SamplerLM(LM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood in nats or its bound, and True if greedy decoding gives it."""
         found = []
-        for request in track(requests, "likelihoods", console=_console(), disable=disable_tqdm):
+        for request in track(requests, "likelihoods", console=Console(stderr=True), disable=disable_tqdm):
             prompt, answer = self._pair(*map(str, request.args))
             greedy = self.settings.check_greedy and self._greedy(prompt, answer)
             found.append((self._likelihood(prompt, answer), greedy))
@@ -148,7 +148,7 @@ class SamplerLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood in nats of each text or its bound, summed over windows of the model's context."""
         found = []
-        for request in track(requests, "likelihoods", console=_console(), disable=disable_tqdm):
+        for request in track(requests, "likelihoods", console=Console(stderr=True), disable=disable_tqdm):
             ids = self._plain(str(request.args[0]))
             size = self.sampler.denoiser.spec.max_positions - 1  # a token comes before the first window
             windows = map(make_disjoint_window, get_rolling_token_windows(ids, self._first(), size, 1))
@@ -236,7 +236,3 @@ def register() -> None:
     """Register the model with the harness, unless it is registered."""
     if NAME not in model_registry:
         model_registry.register(NAME)(SamplerLM)
-
-
-def _console() -> Console:
-    return Console(stderr=True)

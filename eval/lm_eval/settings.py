@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from dllm_sampler import config, options
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.errors import UserError, installing, unknown
+from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.options import option
 
 PLUGINS = config.GROUPS[1:]
@@ -77,17 +76,8 @@ DEFAULTS = {one.name: one.default for one in fields(Settings)}
 OWN = [name for name in DEFAULTS if name not in ("plugins", "model", "block_length")]
 
 
-def harness() -> None:
-    """Raise `UserError` if lm-evaluation-harness is not installed."""
-    if find_spec("lm_eval") is None:
-        raise UserError("package-missing", f"This command needs lm-evaluation-harness. Run {installing('eval')}.")
-
-
 def parse(given: Mapping[str, Any]) -> Settings:
     """Return the settings that `--model_args` describe.
-
-    A plug-in's field is written `scheduler.threshold=0.9`, or `threshold=0.9` where only one of the chosen plug-ins has
-    it; `block_length` is `blocks.length`.
 
     Raises:
         UserError: `pretrained` is missing, a name is unknown or ambiguous, or a value has the wrong type.

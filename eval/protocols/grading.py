@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -51,7 +51,8 @@ def grade(cell: Cell, document: Document, text: str) -> Grade:
     if cell.extract == "minerva":
         return Grade(_minerva().ask({"solution": document["solution"], "text": text}), {"none": text})
     if cell.extract.startswith("opencompass"):
-        return _opencompass(cell, document, text)
+        found, right = _OPENCOMPASS[cell.extract.removeprefix("opencompass-")](document, text)
+        return Grade({"correct": float(right)}, found)
     return _by_tests(cell, document, text)
 
 
@@ -163,11 +164,6 @@ def _minerva() -> _Minerva:
     return _Minerva()
 
 
-def _opencompass(cell: Cell, document: Document, text: str) -> Grade:
-    found, right = _OPENCOMPASS[cell.extract.removeprefix("opencompass-")](document, text)
-    return Grade({"correct": float(right)}, found)
-
-
 def _definitions(file: str, *names: str) -> Mapping[str, Any]:
     return packages.load_definitions(packages.located("opencompass") / "opencompass" / file, names)
 
@@ -203,20 +199,12 @@ def _math_verify(document: Document, text: str) -> tuple[str, bool]:
     return graded["extracted"], bool(graded["correct"])
 
 
-def _completed(document: Document, body: str) -> bool:
-    return passes(f"{document['prompt']}{body}\n{document['test']}\ncheck({document['entry_point']})")
+def _completion(rule: str) -> Callable[[Document, str], tuple[str, bool]]:
+    def grade_completion(document: Document, text: str) -> tuple[str, bool]:
+        body = _definitions("datasets/humaneval.py", rule)[rule](text)
+        return body, passes(f"{document['prompt']}{body}\n{document['test']}\ncheck({document['entry_point']})")
 
-
-def _fence(document: Document, text: str) -> tuple[str, bool]:
-    name = "humaneval_postprocess_v2"
-    body = _definitions("datasets/humaneval.py", name)[name](text)
-    return body, _completed(document, body)
-
-
-def _indented(document: Document, text: str) -> tuple[str, bool]:
-    name = "humaneval_internal_v2_postprocess"
-    body = _definitions("datasets/humaneval.py", name)[name](text)
-    return body, _completed(document, body)
+    return grade_completion
 
 
 def _begin(document: Document, text: str) -> tuple[str, bool]:
@@ -228,5 +216,6 @@ def _begin(document: Document, text: str) -> tuple[str, bool]:
 
 _OPENCOMPASS = {
     "last-number": _last_number, "answer-is": _answer_is, "boxed": _boxed, "math-verify": _math_verify,
-    "fence": _fence, "indented": _indented, "begin": _begin,
+    "fence": _completion("humaneval_postprocess_v2"), "indented": _completion("humaneval_internal_v2_postprocess"),
+    "begin": _begin,
 }  # fmt: skip

@@ -123,11 +123,7 @@ def build(cell: Cell, documents: Sequence[Document], train: Sequence[Document], 
 
     Examples are drawn as in a single process with all documents in order, also if several processes run.
 
-    Args:
-        cell: the task of the protocol.
-        documents: the questions, from the first one.
-        train: the training split. It may be empty if no examples are drawn.
-        where: the source of the training split, as the user typed it.
+    `train` may be empty if no examples are drawn. `where` is its source, as the user typed it.
 
     Raises:
         UserError: the training split has fewer documents than a prompt has examples.
@@ -190,13 +186,7 @@ def _of_rounds(cell: Cell, rounds: Sequence[Mapping[str, str]], document: Docume
 
 
 def cut_answer(cell: Cell, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return the text that a protocol grades, and the text in which it counts tokens.
-
-    Args:
-        cell: the task of the protocol.
-        tokens: all generated token ids.
-        tokenizer: the model's tokenizer.
-    """
+    """Return the text of `tokens` that a protocol grades, and the text in which it counts tokens."""
     escaped = cell.escape and cell.answer != "cut-at-end-token"
     plain = cell.answer == "cut-without-special-tokens" or escaped
     text = str(tokenizer.decode(list(tokens), skip_special_tokens=plain))

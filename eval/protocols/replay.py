@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from dllm_sampler.cli.inputs import records
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.protocols import grading, prompts, spec
 from dllm_sampler.eval.protocols.prompts import Document, Message, Prompt
@@ -75,24 +76,15 @@ def replay(folder: Path) -> Iterator[Outcome]:
 
 
 def _lines(folder: Path) -> list[tuple[str, Line]]:
-    found = []
+    found: list[tuple[str, Line]] = []
     for file in sorted(folder.glob("*.jsonl")):
-        for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                found.append((f"{folder.name}/{file.name}:{number}", json.loads(text)))
-            except ValueError as error:
-                raise UserError(
-                    "file-invalid", f"{file}, line {number}: this is not JSON ({error}). Correct it."
-                ) from None
+        with file.open(encoding="utf-8") as lines:
+            found += records(lines, f"{folder.name}/{file.name}")
     return found
 
 
 def _cell(line: Line) -> Cell:
-    """Return the cell of a line: its protocol, variant and kind of task, and the harness's task where that decides.
-
-    Raises:
-        UserError: no protocol has such a cell.
-    """
+    """Return the cell of a line: its protocol, variant and kind of task, and the harness's task if that decides."""
     variant, task = f"{line['protocol']}/{line['variant']}", str(line.get("lm_eval_task")).replace("_", "-")
     for name in spec.names():
         every = spec.load(name).cells.values()

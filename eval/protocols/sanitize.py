@@ -24,7 +24,8 @@ def sanitize(text: str, entry_point: str | None = None) -> str:
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     defined: dict[str, ast.stmt] = {}
     for node in tree.body:
-        if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and _returns(node)):
+        returns = any(isinstance(one, ast.Return) for one in ast.walk(node))
+        if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and returns):
             defined[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             defined[node.targets[0].id] = node
@@ -60,10 +61,6 @@ def _is_python(text: str) -> bool:
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
     return True
-
-
-def _returns(function: ast.FunctionDef) -> bool:
-    return any(isinstance(node, ast.Return) for node in ast.walk(function))
 
 
 def _reachable(entry_point: str, defined: Mapping[str, ast.stmt]) -> set[str]:

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from dllm_sampler import config
 from dllm_sampler.cli import user_files
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import unknown
 
 GROUP = "suite/protocol"
-# The values that fields of a protocol may have, each explained in `Cell`.
-VALUES: Mapping[str, tuple[str | None, ...]] = {
-    "kind": ("gsm8k", "minerva_math", "humaneval", "mbpp"),
-    "chat": ("none", "wrapper-turn", "lm-eval-turn", "lm-eval-turns", "opencompass-turns"),
-    "answer": ("cut-with-special-tokens", "cut-without-special-tokens", "cut-at-end-token"),
-    "extract": (
-        "lm-eval", "minerva", "raw", "after-prompt", "after-prompt-sanitized", "opencompass-last-number",
-        "opencompass-answer-is", "opencompass-boxed", "opencompass-math-verify", "opencompass-fence",
-        "opencompass-indented", "opencompass-begin",
-    ),
-    "script": (None, "after-prompt-sanitized", "sanitized"),
-    "tokens": ("cut-text-again", "whole-row", "generated", "canvas"),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +36,7 @@ class Cell:
     Args:
         variant: the part of the protocol that holds for some models, for example `fast-dllm-llada/instruct`.
         task: the name in the YAML.
-        kind: gsm8k, minerva_math, humaneval or mbpp.
+        kind: the data set, by default the task.
         data: the data set of its questions.
         lm_eval: the file of the task in lm-evaluation-harness, under `lm_eval/tasks`.
         opencompass: the file of the task in OpenCompass, under `opencompass/configs/datasets`.
@@ -82,7 +69,7 @@ class Cell:
 
     variant: str
     task: str
-    kind: str
+    kind: Literal["gsm8k", "minerva_math", "humaneval", "mbpp"]
     data: Data
     published: str
     shows: str = "inferred"
@@ -92,15 +79,19 @@ class Cell:
     prompt: str | None = None
     prefix: str | None = None
     wrap: str | None = None
-    chat: str = "none"
+    chat: Literal["none", "wrapper-turn", "lm-eval-turn", "lm-eval-turns", "opencompass-turns"] = "none"
     bos: bool = False
     keep: int | None = None
     until: Sequence[str] | None = None
     escape: bool = False
-    answer: str
-    extract: str
-    script: str | None = None
-    tokens: str
+    answer: Literal["cut-with-special-tokens", "cut-without-special-tokens", "cut-at-end-token"]
+    extract: Literal[
+        "lm-eval", "minerva", "raw", "after-prompt", "after-prompt-sanitized", "opencompass-last-number",
+        "opencompass-answer-is", "opencompass-boxed", "opencompass-math-verify", "opencompass-fence",
+        "opencompass-indented", "opencompass-begin",
+    ]  # fmt: skip
+    script: Literal["after-prompt-sanitized", "sanitized"] | None = None
+    tokens: Literal["cut-text-again", "whole-row", "generated", "canvas"]
     skip: int = 0
     length: int
     settings: Sequence[str] = field(default_factory=tuple)
@@ -169,12 +160,7 @@ def load(name: str) -> Protocol:
 
 
 def _cell(name: str, variant: str, task: str, said: Mapping[str, Any]) -> Cell:
-    values = {"kind": task, **said}
-    known = {one.name for one in fields(Cell)}
-    wrong = next((key for key in values if key not in known), None)
-    wrong = wrong or next((key for key, some in VALUES.items() if values.get(key, some[0]) not in some), None)
-    if wrong is not None:
-        what = f"{wrong}: {values[wrong]}" if wrong in known else wrong
-        where = f"suite=protocol/{name}, {variant}, {task}"
-        raise UserError("config-invalid", f"{where}: `{what}` is not known. See `Cell` in eval/protocols/spec.py.")
-    return Cell(**{**values, "variant": variant, "task": task, "data": Data(**values["data"])})
+    owner = f"suite=protocol/{name}, {variant}, {task}"
+    data = Data(**config.check(f"{owner}: data", Data, said.get("data", {}), whole=True))
+    values = {"kind": task, **said, "variant": variant, "task": task, "data": data}
+    return Cell(**config.check(owner, Cell, values, whole=True))

@@ -83,19 +83,14 @@ class ProtocolTask(Task):
         """The length of the canvas in tokens."""
         return self.cell.length
 
-    @cached_property
-    def documents(self) -> Sequence[prompts.Document]:
-        """The questions, as documents of the data set."""
-        cell = self.cell
-        return data.load(cell.kind, cell.data, cell.data.split, self.data)[: self.count]
-
     @property
     def _where(self) -> str:
         return self.cell.data.path if self.data is None else f"task.data={self.data}"
 
     @cached_property
     def _samples(self) -> Sequence[Sample]:
-        cell, drawn, documents = self.cell, prompts.draws_examples(self.cell), self.documents
+        cell, drawn = self.cell, prompts.draws_examples(self.cell)
+        documents = data.load(cell.kind, cell.data, cell.data.split, self.data)[: self.count]
         train = data.load(cell.kind, cell.data, "train", self.data) if drawn else []
         built = prompts.build(cell, documents, train, self._where)
         return [
@@ -111,13 +106,9 @@ class ProtocolTask(Task):
     def source(self, sample: Sample) -> str:
         return f"{self._where}, document {sample.index + 1}"
 
-    @property
-    def content(self) -> str:
-        """A hash of the protocol, the documents and the prompts."""
-        return self._content
-
     @cached_property
-    def _content(self) -> str:
+    def content(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A hash of the protocol, the documents and the prompts."""
         whole = [repr(self.cell), *([sample.prompt, sample.facts] for sample in self._samples)]
         return sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

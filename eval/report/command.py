@@ -38,22 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.replays < 0:
             raise UserError("option-range", f"--replays is {options.replays}. Set at least 0.")
         runs = [Path(path) for path in options.runs]
-        if options.output is not None:
-            check(options.output)
-        if options.figure is not None:
-            check(options.figure, FIGURE)
-        parts = (options.csv, options.figure)
-        page = options.output is not None or not any(parts)
-        if options.csv is not None:
-            write_csv(runs, options.csv)
-        if options.figure is not None:
-            print(
-                write_figure(runs, options.figure, options.published),
-                file=sys.stderr if options.csv == "-" else sys.stdout,
-            )
-        if page:
-            written = write(runs, options.output or "report.html", options.title, options.replays, options.published)
-            print(written, file=sys.stderr if options.csv == "-" else sys.stdout)
+        table, streams = options.csv, sys.stderr if options.csv == "-" else sys.stdout
+        makes_page = options.output is not None or not (table or options.figure)
+        page = check(options.output or "report.html") if makes_page else None
+        figure = check(options.figure, FIGURE) if options.figure is not None else None
+        if table is not None:
+            write_csv(runs, table)
+        if figure is not None:
+            print(write_figure(runs, figure, options.published), file=streams)
+        if page is not None:
+            print(write(runs, page, options.title, options.replays, options.published), file=streams)
         return 0
 
     return ending("dllm-report", run)
@@ -82,21 +76,15 @@ def _target(output: str, suffixes: Sequence[str]) -> Path:
 
 
 def write(
-    runs: Sequence[Path], output: str, title: str = "Samplers compared", replays: int = 2, published: bool = False
+    runs: Sequence[Path], target: Path, title: str = "Samplers compared", replays: int = 2, published: bool = False
 ) -> str:
-    """Write the page and its pictures, and return a line that names them.
+    """Write the page of runs and its pictures to a path from `check`, and return a line that names them.
 
-    Args:
-        runs: folders of runs.
-        output: the page's file.
-        title: heading of the page.
-        replays: samples of each run that can be watched on the page.
-        published: also draw published figures of the same model and task in the pictures.
+    `replays` samples of each run can be watched. `published` adds published figures to the pictures.
 
     Raises:
         UserError: no run has samples, or a file cannot be written.
     """
-    target = check(output)
     found = load(runs)
     from dllm_sampler.eval.report.page import page  # imports torch: a mistake does not wait for it
     from dllm_sampler.eval.report.pictures import pictures
@@ -111,18 +99,12 @@ def write(
     return " ".join([str(target), *names])
 
 
-def write_figure(runs: Sequence[Path], output: str, published: bool = False) -> Path:
-    """Draw a figure for a paper, write it to `output`, and return its path.
-
-    Args:
-        runs: folders of runs.
-        output: a file with a suffix of `FIGURE`.
-        published: also draw published figures of the same model and task.
+def write_figure(runs: Sequence[Path], target: Path, published: bool = False) -> Path:
+    """Draw a figure for a paper, write it to a path from `check`, and return the path.
 
     Raises:
-        UserError: no run has samples, or the file has another suffix or cannot be written.
+        UserError: no run has samples, or the file cannot be written.
     """
-    target = check(output, FIGURE)
     found = load(runs)
     from dllm_sampler.eval.report.figure import draw  # imports matplotlib: a mistake does not wait for it
 

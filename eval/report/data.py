@@ -138,7 +138,7 @@ class Method:
         for name in ("score", *means):
             found |= _mean_of_tasks(each, name)
         shared = [name for name in runs[0].together if all(name in run.together for run in runs)]
-        return found | {name: _mean(run.together[name] for run in runs) for name in shared}
+        return found | {name: fmean(value_of(run.together, name) for run in runs) for name in shared}
 
 
 @dataclass(frozen=True)
@@ -208,15 +208,15 @@ class Comparison:
         slow = [
             method
             for method in self.methods
-            if method.label in whole and _number(whole[method.label]["canvas_tokens_per_forward"]) <= 1.001
+            if method.label in whole and value_of(whole[method.label], "canvas_tokens_per_forward") <= 1.001
         ]
         plain = [m for m in slow if next(iter(m.runs.values())).about["choices"]["scheduler"] == "fixed"]
-        return max(plain or slow, key=lambda method: _number(whole[method.label]["score"]), default=None)
+        return max(plain or slow, key=lambda method: value_of(whole[method.label], "score"), default=None)
 
     def front(self, view: str, rate: str) -> set[str]:
         """Return the labels of the methods on the Pareto front of score and `rate`."""
         found = self.figures[view]
-        return front({label: (one[rate] or 0.0, _number(one["score"])) for label, one in found.items()})
+        return front({label: (one[rate] or 0.0, value_of(one, "score")) for label, one in found.items()})
 
     def oracle(self, view: str) -> tuple[float, float] | None:
         """Return the oracle's tokens per forward on the answers of `reference`, and their score, or None."""
@@ -224,7 +224,7 @@ class Comparison:
             return None
         figures = self.figures[view].get(self.reference.label)
         rate = None if figures is None else figures.get("oracle_tokens_per_forward")
-        return None if figures is None or rate is None else (rate, _number(figures["score"]))
+        return None if figures is None or rate is None else (rate, value_of(figures, "score"))
 
     @cached_property
     def families(self) -> dict[str, list[Method]]:
@@ -308,15 +308,11 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) < 4 else f"{len(names)} tasks"
 
 
-def _mean(values: Iterable[float | None]) -> float:
-    return fmean(map(_number, values))
-
-
 def _mean_of_tasks(each: Sequence[Figures], name: str) -> Figures:
     """Return the mean of a measure of several tasks, and the ends of its interval from theirs (MOVER)."""
-    values = [_number(one[name]) for one in each]
+    values = [value_of(one, name) for one in each]
     mean = fmean(values)
-    low, high = ([_number(one[f"{name}_{end}"]) for one in each] for end in BOUNDS)
+    low, high = ([value_of(one, f"{name}_{end}") for one in each] for end in BOUNDS)
 
     def away(bounds: Sequence[float]) -> float:
         return math.sqrt(sum((value - bound) ** 2 for value, bound in zip(values, bounds, strict=True))) / len(each)
@@ -335,7 +331,9 @@ def _rank(name: str) -> tuple[str, int]:
     return (kind, int(number)) if number.isdigit() else (name, 0)
 
 
-def _number(value: float | None) -> float:
+def value_of(figures: Figures, name: str) -> float:
+    """Return a measure as a number, NaN for None."""
+    value = figures[name]
     return math.nan if value is None else value
 
 
@@ -424,7 +422,7 @@ def _methods(runs: Sequence[Run]) -> list[tuple[str, str, dict[str, float]]]:
         kinds = {key: value for key, value in varied.items() if isinstance(value, str | bool | list)}
         # "threshold 0.9", not "threshold threshold=0.9"
         label, family = (
-            " ".join([*words, *(_say(v) if key == one["scheduler"] else f"{key}={_say(v)}" for key, v in some.items())])
+            " ".join([*words, *(say(v) if key == one["scheduler"] else f"{key}={say(v)}" for key, v in some.items())])
             for some in (varied, kinds)
         )
         found.append((label, family, {key: value for key, value in varied.items() if key not in kinds}))
@@ -512,11 +510,12 @@ def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
     def label(one: Mapping[str, Any]) -> str:
         varied = [key for key in one if key != "name" and len(known[one["name"], key]) > 1]
-        told = [_say(one[key]) if isinstance(one[key], str) else f"{key}={_say(one[key])}" for key in varied]
+        told = [say(one[key]) if isinstance(one[key], str) else f"{key}={say(one[key])}" for key in varied]
         return " ".join([one["name"]] * (len(names) > 1 or not told) + told)
 
     return [label(one) for one in settings]
 
 
-def _say(value: Any) -> str:
+def say(value: Any) -> str:
+    """Return a setting as it is written in labels."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -48,6 +48,11 @@ STYLE: dict[Any, Any] = {
     "pdf.fonttype": 42,  # TrueType: publishers refuse type 3
     "svg.hashsalt": "dllm-report",  # the same runs give the same file
 }
+RING = {"marker": "o", "markersize": 9, "markerfacecolor": "none", "markeredgecolor": "black", "markeredgewidth": 0.8}
+STAR = {"marker": "*", "markersize": 8, "color": "black", "linestyle": "none"}
+PUBLISHED = {
+    "marker": "D", "markersize": 3.5, "markerfacecolor": "white", "markeredgecolor": "0.45", "linestyle": "none",
+}  # fmt: skip
 Entry = tuple[str, Any]  # of the legend: text and handle
 CROWD = 40  # most points that all have a label; with more, only those of the front have one
 
@@ -172,11 +177,11 @@ def _panel(axes: Axes, found: Comparison, panel: Panel, looks: Mapping[str, dict
         axes.errorbar([rate], [score], xerr=across, yerr=upright, **bars)
         axes.plot(rate, score, **_marker(style), zorder=4)
         if label in best:
-            axes.plot(rate, score, **_ring(), zorder=5)
+            axes.plot(rate, score, **RING, zorder=5)
     if panel.oracle:
-        axes.plot(panel.oracle[0], 100 * panel.oracle[1], **_star(), zorder=4)
+        axes.plot(panel.oracle[0], 100 * panel.oracle[1], **STAR, zorder=4)
     for rate, score, _ in panel.published:
-        axes.plot(rate, score, **_published(), zorder=2)
+        axes.plot(rate, score, **PUBLISHED, zorder=2)
     _scales(axes, panel)
     missing = len(panel.figures) - len(points)
     axes.set_xlabel(TITLES[panel.rate] + (f" (not measured: {missing})" if missing else ""))
@@ -196,12 +201,12 @@ def _interval(one: Figures, name: str, middle: float, factor: float = 1.0) -> li
 
 def lines(found: Comparison, points: Mapping[str, object]) -> list[list[Method]]:
     """Return groups of methods that differ only in the setting with the most values, in the order of these values."""
-    groups: dict[tuple[Any, ...], list[Method]] = {}
+    groups: dict[str, list[Method]] = {}
     for method in found.methods:
         if method.label in points:
-            groups.setdefault((method.family,), []).append(method)
+            groups.setdefault(method.family, []).append(method)
     made: dict[tuple[Any, ...], list[Method]] = {}
-    for key, methods in groups.items():
+    for family, methods in groups.items():
         values: dict[str, set[float]] = {}
         for method in methods:
             for name, value in method.settings.items():
@@ -210,7 +215,7 @@ def lines(found: Comparison, points: Mapping[str, object]) -> list[list[Method]]
         for method in methods:
             others = tuple((name, value) for name, value in method.settings.items() if name != swept)
             if swept in method.settings:
-                made.setdefault((*key, others, swept), []).append(method)
+                made.setdefault((family, others, swept), []).append(method)
     ordered = [sorted(line, key=lambda method: method.settings[key[-1]]) for key, line in made.items()]
     return [line for line in ordered if len(line) > 1]
 
@@ -234,30 +239,6 @@ def _looks(found: Comparison) -> dict[str, dict[str, Any]]:
 def _marker(style: Mapping[str, Any]) -> dict[str, Any]:
     shape = {"marker": style["marker"], "fillstyle": style["fillstyle"], "markersize": 4.5, "markeredgewidth": 0.8}
     return shape | {"color": style["color"], "linestyle": "none", "markerfacecoloralt": "white"}
-
-
-def _ring() -> dict[str, Any]:
-    return {
-        "marker": "o",
-        "markersize": 9,
-        "markerfacecolor": "none",
-        "markeredgecolor": "black",
-        "markeredgewidth": 0.8,
-    }
-
-
-def _published() -> dict[str, Any]:
-    return {
-        "marker": "D",
-        "markersize": 3.5,
-        "markerfacecolor": "white",
-        "markeredgecolor": "0.45",
-        "linestyle": "none",
-    }
-
-
-def _star() -> dict[str, Any]:
-    return {"marker": "*", "markersize": 8, "color": "black", "linestyle": "none"}
 
 
 # Axes -----------------------------------------------------------------------------------------------------------------
@@ -370,11 +351,11 @@ def _others(found: Comparison, looks: Mapping[str, Mapping[str, Any]], parts: Se
             plain = {"color": "0.4", "fillstyle": "full", "marker": looks[method.label]["marker"]}
             made.append((f"cache: {name}", _handle(**_marker(plain))))
     band = {"color": "0.8", "linewidth": 3}
-    made.append(("Pareto front", _handle(**band, **_ring())))
+    made.append(("Pareto front", _handle(**band, **RING)))
     if any(part.published for part in parts):
-        made.append(("published", _handle(**_published())))
+        made.append(("published", _handle(**PUBLISHED)))
     if any(part.oracle for part in parts):
-        made.append(("oracle of one per step", _handle(**_star())))
+        made.append(("oracle of one per step", _handle(**STAR)))
     return made
 
 

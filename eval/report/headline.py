@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dllm_sampler.eval.curves import adaptive_oracle, aup, parallelizability, pbx
-from dllm_sampler.eval.report.data import Comparison, Figures, Method
+from dllm_sampler.eval.report.data import Comparison, Figures, Method, value_of
 from dllm_sampler.eval.statistics import Estimate, difference
 
 LOSS = 0.01  # largest loss of score that counts as being as good
@@ -26,7 +26,7 @@ def best(found: Comparison) -> str:
     whole = found.figures["all tasks"]
     if not whole:
         return "No method was run on all tasks; the tasks are shown one by one."
-    top = max(whole, key=lambda label: _of(whole[label], "score"))
+    top = max(whole, key=lambda label: value_of(whole[label], "score"))
     given = found.reference.label if found.reference else top
     against = "one token per step" if found.reference else f"the best method, {top}"
     if len(whole) == 1:
@@ -34,20 +34,20 @@ def best(found: Comparison) -> str:
             f"{given} scores {_percent(whole[given])} at {_rate(whole[given])} tokens per forward"
             f" (n = {_samples(whole[given])}; {METHOD})."
         )
-    good = [label for label in whole if _of(whole[label], "score") >= _of(whole[given], "score") - LOSS]
-    fast = max(good, key=lambda label: _of(whole[label], "answer_tokens_per_forward"))
-    if _of(whole[fast], "answer_tokens_per_forward") <= _of(whole[given], "answer_tokens_per_forward"):
+    good = [label for label in whole if value_of(whole[label], "score") >= value_of(whole[given], "score") - LOSS]
+    fast = max(good, key=lambda label: value_of(whole[label], "answer_tokens_per_forward"))
+    if value_of(whole[fast], "answer_tokens_per_forward") <= value_of(whole[given], "answer_tokens_per_forward"):
         return (
             f"No method is faster than {given} and scores within one point of its {_percent(whole[given])}"
             f" (n = {_samples(whole[given])}; {METHOD})."
         )
     gap = difference(_score(whole[fast]), _score(whole[given]))
-    sure = gap[1] >= -LOSS
+    span, sure = f"the scores may differ by {100 * gap[1]:+.1f} to {100 * gap[2]:+.1f} points", gap[1] >= -LOSS
+    slowest = value_of(whole[fast], "answer_tokens_per_forward_low")
     rivals = [
         label
         for label in good
-        if label not in (fast, given)
-        and _of(whole[label], "answer_tokens_per_forward_high") >= _of(whole[fast], "answer_tokens_per_forward_low")
+        if label not in (fast, given) and value_of(whole[label], "answer_tokens_per_forward_high") >= slowest
     ]
     return (
         f"{fast} {'is' if sure else 'was'} the fastest that {'scores' if sure else 'scored'} within one point of"
@@ -55,14 +55,14 @@ def best(found: Comparison) -> str:
         f" {compare_forwards(whole[fast], whole[given])}"
         f" ({_rate(whole[fast])} tokens per forward instead of {_rate(whole[given])};"
         f" n = {_each(whole[fast], whole[given])}; {METHOD})."
-        + ("" if sure else f" That is not enough to say that it is as good: {_span(gap)}.")
+        + ("" if sure else f" That is not enough to say that it is as good: {span}.")
         + (f" Its speed cannot be told from that of {_few(rivals)}." if rivals else "")
     )
 
 
 def compare_forwards(fast: Figures, given: Figures) -> str:
     """Return a phrase that compares the forwards of two methods."""
-    fewer = _of(given, "nfe") / max(_of(fast, "nfe"), 1e-9)
+    fewer = value_of(given, "nfe") / max(value_of(fast, "nfe"), 1e-9)
     if f"{fewer:.1f}" == "1.0":
         return "about as many forwards"
     return f"{fewer:.1f} times fewer forwards" if fewer > 1 else f"{1 / max(fewer, 1e-9):.1f} times as many forwards"
@@ -79,7 +79,7 @@ def dependency(found: Comparison) -> str | None:
     for methods in found.families.values():
         both = [method for method in methods if method.label in low and method.label in high]
         if len(both) > 1:
-            both.sort(key=lambda method: _of(high[method.label], "canvas_tokens_per_forward"))
+            both.sort(key=lambda method: value_of(high[method.label], "canvas_tokens_per_forward"))
             ends.append((both[0], both[-1]))
     if not ends:
         return None
@@ -107,29 +107,29 @@ def room(found: Comparison) -> str | None:
     oracle, whole = found.oracle("all tasks"), found.figures["all tasks"]
     if oracle is None or found.reference is None:
         return None
-    score = _of(whole[found.reference.label], "score")
-    rivals = [label for label in whole if _of(whole[label], "score") >= score - LOSS]
-    rate = max(_of(whole[label], "answer_tokens_per_forward") for label in rivals)
+    one = whole[found.reference.label]
+    rivals = [label for label in whole if value_of(whole[label], "score") >= value_of(one, "score") - LOSS]
+    rate = max(value_of(whole[label], "answer_tokens_per_forward") for label in rivals)
     return (
         f"A scheduler with perfect knowledge of the answers of one token per step would need"
-        f" {_of(whole[found.reference.label], 'nfe') * _share(whole[found.reference.label]):.1f} forwards for each"
+        f" {value_of(one, 'nfe') * value_of(one, 'oracle_share'):.1f} forwards for each"
         f" ({oracle[0]:.1f} tokens per forward). The fastest method within one point of their score reaches"
-        f" {100 * rate / oracle[0]:.0f} % of this speed (n = {_samples(whole[found.reference.label])})."
+        f" {100 * rate / oracle[0]:.0f} % of this speed (n = {_samples(one)})."
     )
 
 
 def family_rows(found: Comparison) -> list[dict[str, object]]:
     """Return one row per family: AUP, PBx on the grid and interpolated, parallelizability, the adaptive oracle."""
     whole = found.figures["all tasks"]
-    top = max((_of(figures, "score") for figures in whole.values()), default=0.0)
+    top = max((value_of(figures, "score") for figures in whole.values()), default=0.0)
     rows: list[dict[str, object]] = []
     for name, methods in found.families.items():
         figures = [whole[method.label] for method in methods]
-        points = [(_of(one, "answer_tokens_per_forward"), _of(one, "score")) for one in figures]
-        canvas = [(_of(one, "canvas_tokens_per_forward"), _of(one, "score")) for one in figures]
+        points = [(value_of(one, "answer_tokens_per_forward"), value_of(one, "score")) for one in figures]
+        canvas = [(value_of(one, "canvas_tokens_per_forward"), value_of(one, "score")) for one in figures]
         row: dict[str, object] = {"family": name, "settings": len(methods), "AUP": aup(points, top)}
         if all(one.get("protocol_tokens_per_forward") for one in figures):
-            counted = [(_of(one, "protocol_tokens_per_forward"), _of(one, "score")) for one in figures]
+            counted = [(value_of(one, "protocol_tokens_per_forward"), value_of(one, "score")) for one in figures]
             row["AUP by the protocol's TPF"] = aup(counted, top)
         for level in LEVELS:
             row[f"PB{100 * level:.0f}"] = pbx(canvas, level, interpolate=False)
@@ -154,37 +154,23 @@ def family_rows(found: Comparison) -> list[dict[str, object]]:
 
 def interval(figures: Figures) -> str:
     """Return the 95 % interval of the score, in %."""
-    return f"[{100 * _of(figures, 'score_low'):.1f}, {100 * _of(figures, 'score_high'):.1f}]"
-
-
-def _of(figures: Figures, name: str) -> float:
-    value = figures[name]
-    return float("nan") if value is None else value
-
-
-def _share(figures: Figures) -> float:
-    return _of(figures, "oracle_share")
+    return f"[{100 * value_of(figures, 'score_low'):.1f}, {100 * value_of(figures, 'score_high'):.1f}]"
 
 
 def _score(figures: Figures) -> Estimate:
-    return _of(figures, "score"), _of(figures, "score_low"), _of(figures, "score_high")
+    return value_of(figures, "score"), value_of(figures, "score_low"), value_of(figures, "score_high")
 
 
 def _percent(figures: Figures) -> str:
-    return f"{100 * _of(figures, 'score'):.1f} % {interval(figures)}"
+    return f"{100 * value_of(figures, 'score'):.1f} % {interval(figures)}"
 
 
 def _rate(figures: Figures) -> str:
-    return f"{_of(figures, 'answer_tokens_per_forward'):.2f}"
-
-
-def _span(gap: Estimate) -> str:
-    """Return an interval of a difference of scores, in points."""
-    return f"the scores may differ by {100 * gap[1]:+.1f} to {100 * gap[2]:+.1f} points"
+    return f"{value_of(figures, 'answer_tokens_per_forward'):.2f}"
 
 
 def _samples(figures: Figures) -> str:
-    return f"{_of(figures, 'samples'):.0f}"
+    return f"{value_of(figures, 'samples'):.0f}"
 
 
 def _each(one: Figures, other: Figures) -> str:

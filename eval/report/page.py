@@ -13,7 +13,7 @@ from dllm_sampler.errors import counted
 from dllm_sampler.eval import passes
 from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.records import Record, finite
-from dllm_sampler.eval.report.data import RATES, Comparison, Run
+from dllm_sampler.eval.report.data import RATES, Comparison, Run, say
 from dllm_sampler.eval.report.figure import TITLES
 from dllm_sampler.eval.report.headline import family_rows, sentences
 from dllm_sampler.eval.report.published import section
@@ -23,14 +23,9 @@ SHOWN = ("samples", "score", "score_low", "score_high", *(measure.name for measu
 
 
 def page(found: Comparison, title: str, replays: int) -> str:
-    """Return the report as HTML.
-
-    Args:
-        found: the runs.
-        title: heading of the page.
-        replays: number of samples of each run that can be watched. Up to half of them are wrong answers.
-    """
+    """Return the report as HTML. `replays` samples of each run can be watched, up to half of them wrong answers."""
     parts = {name: (files("dllm_sampler.eval.report") / name).read_text(encoding="utf-8") for name in _PARTS}
+    script_data = json.dumps(_finite(data(found, replays)), separators=(",", ":"), allow_nan=False)
     filled = {
         "TITLE": html.escape(title),
         "STYLE": parts["page.css"],
@@ -39,7 +34,7 @@ def page(found: Comparison, title: str, replays: int) -> str:
         "PUBLISHED": section(found),
         "NOTES": "".join(f"<p>{html.escape(line)}</p>" for line in notes(found)),
         # no "<" at all: nothing in a sample can end the script element
-        "DATA": _json(data(found, replays)).replace("<", "\\u003c"),
+        "DATA": script_data.replace("<", "\\u003c"),
     }
     # at once: what looks like a place in a title, a label or a sample is not filled
     return re.sub("@([A-Z]+)@", lambda place: filled[place[1]], parts["page.html"])
@@ -115,10 +110,6 @@ def data(found: Comparison, replays: int) -> dict[str, Any]:
     }
 
 
-def _json(value: Any) -> str:
-    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
-
-
 def _finite(value: Any) -> Any:
     """Replace NaN and infinities, which JSON lacks, by null."""
     if isinstance(value, dict):
@@ -139,14 +130,10 @@ def _config(run: Run) -> str:
         if isinstance(value, dict):
             name = value.get("name") or run.about["choices"].get(key, "")
             lines.append(f"{key}={name}")
-            lines += [f"{key}.{k}={_say(v)}" for k, v in value.items() if k not in ("name", "_target_")]
+            lines += [f"{key}.{k}={say(v)}" for k, v in value.items() if k not in ("name", "_target_")]
         else:
-            lines.append(f"{key}={_say(value)}")
+            lines.append(f"{key}={say(value)}")
     return "\n".join(lines)
-
-
-def _say(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _run(run: Run, replays: int) -> dict[str, Any]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import io
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dllm_sampler.eval.report import markov
 from dllm_sampler.eval.report.data import Comparison
 from dllm_sampler.eval.report.figure import TITLES, draw, require_matplotlib, scale_rates
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 LOW, HIGH = "#2563eb", "#c2410c"
 
@@ -50,7 +47,10 @@ def dependency(found: Comparison) -> bytes:
             if len(line) > 1:
                 shown = family if level == "high" else None
                 axes.plot(*zip(*line, strict=True), style, color=color, linewidth=1.6, markersize=4, label=shown)
-    _log(axes, rates)
+    if known := [rate for rate in rates if rate > 0]:
+        scale_rates(axes, min(known) / 1.3, max(known) * 1.3)
+    axes.grid(alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(TITLES["canvas_tokens_per_forward"])
     axes.set_ylabel("score, %")
     axes.set_ylim(-3, 103)
@@ -58,10 +58,3 @@ def dependency(found: Comparison) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()
-
-
-def _log(axes: Axes, values: list[float]) -> None:
-    if known := [value for value in values if value > 0]:
-        scale_rates(axes, min(known) / 1.3, max(known) * 1.3)
-    axes.grid(alpha=0.2)
-    axes.spines[["top", "right"]].set_visible(False)

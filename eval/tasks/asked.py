@@ -12,12 +12,7 @@ from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 
 
 class Asked:
-    """A user's task with checked methods. All other attributes are those of the task.
-
-    Args:
-        task: the user's task.
-        name: the name of the task in task=NAME.
-    """
+    """The task of task=`name`, a user's, with checked methods. All other attributes are those of the task."""
 
     def __init__(self, task: Task, name: str):
         self.task, self.called = task, f"task={name}"

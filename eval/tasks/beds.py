@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import exp
 from random import Random
@@ -146,16 +146,7 @@ class Markov(Drawn):
         if any(len(ids) < self.length or max(ids) >= self.states for ids, _ in rows):
             return {}
         ids, starts = zip(*rows, strict=True)
-        found = self.law.distance(torch.tensor(ids), torch.tensor(starts))
-        return {
-            "transition_kl": found.kl,
-            "transition_kl_floor": found.kl_floor,
-            "transition_tv": found.tv,
-            "transition_tv_floor": found.tv_floor,
-            "likelihood_gap": found.gap,
-            "likelihood_gap_floor": found.gap_floor,
-            "impossible_transitions": found.impossible,
-        }
+        return asdict(self.law.distance(torch.tensor(ids), torch.tensor(starts)))
 
     @override
     def denoiser(self) -> Denoiser:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from dllm_sampler.errors import UserError, first_line, installing
@@ -21,13 +20,9 @@ def need(module: str, what: str) -> Any:
 def rouge(text: str, reference: str) -> dict[str, float]:
     """Return F-measures `rouge_1`, `rouge_2`, `rouge_l` with stemming, 0 to 1 (the package rouge-score)."""
     kinds = {"rouge1": "rouge_1", "rouge2": "rouge_2", "rougeL": "rouge_l"}
-    found = _scorer(tuple(kinds)).score(reference, text)
+    scorer = need("rouge_score.rouge_scorer", "ROUGE").RougeScorer(list(kinds), use_stemmer=True)
+    found = scorer.score(reference, text)
     return {name: float(found[kind].fmeasure) for kind, name in kinds.items()}
-
-
-@cache
-def _scorer(kinds: tuple[str, ...]) -> Any:
-    return need("rouge_score.rouge_scorer", "ROUGE").RougeScorer(list(kinds), use_stemmer=True)
 
 
 def bleu(text: str, reference: str) -> float:
@@ -37,12 +32,6 @@ def bleu(text: str, reference: str) -> float:
     """
     scorer = need("sacrebleu", "BLEU").BLEU(smooth_method="none", effective_order=False)
     return float(scorer.corpus_score([text], [[reference]]).score) / 100
-
-
-def check_bert_score(wanted: bool) -> None:
-    """Raise `UserError` if BERTScore is wanted and its package is not installed."""
-    if wanted and find_spec("bert_score") is None:
-        raise UserError("package-missing", "task.bert_score needs bert-score and 1.4 GB. Run pip install bert-score.")
 
 
 def bert_score(text: str, reference: str) -> float:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from dllm_sampler.cli.inputs import file_records
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 from dllm_sampler.host.paths import expanded
-from dllm_sampler.host.reading import load_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,14 +131,10 @@ class Unconditional(Task):
     @cached_property
     def _references(self) -> list[str]:
         assert self.references is not None
+        lines = file_records("task.references", self.references)
         try:
-            lines = expanded("task.references", self.references).read_text(encoding="utf-8").split("\n")
-            texts = [str(load_json(line)["text"]) for line in lines if line.strip()]
-        except OSError as error:
-            raise UserError(
-                "file-unreadable", f"Cannot read task.references={self.references} ({error.strerror}). Check its path."
-            ) from None
-        except (ValueError, KeyError, TypeError):
+            texts = [str(line["text"]) for _, line in lines]
+        except (KeyError, TypeError):
             raise UserError(
                 "file-invalid",
                 f'task.references={self.references} is not JSON lines with a text each. Write {{"text": ...}} lines.',
@@ -164,12 +160,7 @@ def _mauve() -> Any:
 
 
 class _Judge:
-    """A causal language model that reads texts.
-
-    Args:
-        name: FOLDER or ORG/NAME.
-        context: tokens that it reads at once, at most what its config allows.
-    """
+    """A causal language model that reads at most `context` tokens of a text at once."""
 
     def __init__(self, name: str, context: int):
         import torch  # with transformers, which the tasks' list does not wait for

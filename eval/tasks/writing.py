@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from random import Random
 from typing import Any, ClassVar, Literal
 
+from dllm_sampler.cli.inputs import file_records
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks import fluency, overlap, texts
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
 from dllm_sampler.eval.tasks.themes import NEAR, THEMES
-from dllm_sampler.host.paths import expanded
 
 
 @dataclass
@@ -100,23 +100,11 @@ class FromTexts(Writing):
     def lines(self) -> list[dict[str, str]]:
         """The objects on the lines of the file."""
         assert self.file is not None
-        try:
-            text = expanded("task.file", self.file).read_text("utf-8")
-            found = [(number, json.loads(line)) for number, line in enumerate(text.splitlines(), 1) if line]
-        except UserError:
-            raise
-        except OSError as error:
-            raise UserError(
-                "file-unreadable", f"Cannot read task.file={self.file} ({error.strerror}). Check its path."
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                "json-invalid", f"task.file={self.file} is not JSON lines ({error}). Correct it."
-            ) from error
-        for number, line in found:
+        found = file_records("task.file", self.file)
+        for where, line in found:
             for field in self.fields:
                 if not isinstance(line, dict) or not isinstance(line.get(field), str):
-                    raise UserError("example-invalid", f"{self.file}, line {number}: '{field}' is not a text. Add one.")
+                    raise UserError("example-invalid", f"{where}: '{field}' is not a text. Add one.")
         if not found:
             raise UserError("file-invalid", f"task.file={self.file} has no lines. Add some.")
         return [line for _, line in found]
@@ -141,7 +129,9 @@ class Paraphrase(FromTexts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        overlap.check_bert_score(self.bert_score)
+        if self.bert_score and find_spec("bert_score") is None:
+            message = "task.bert_score needs bert-score and 1.4 GB. Run pip install bert-score."
+            raise UserError("package-missing", message)
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
         """Draw a sentence, and the words that its paraphrase has to keep (names and days)."""

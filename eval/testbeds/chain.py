@@ -21,23 +21,24 @@ from dllm_sampler.eval.testbeds.laws import UNKNOWN, normalised
 class Distance:
     """The distance of a set of sequences from the chain. Each floor is the size of a measure for as many exact samples.
 
-    kl, kl_floor: nats per transition, sum over states of their share times KL(counted || true). The expectation over
-        exact samples, about (free parameters) / (2 * transitions), is subtracted, so that exact samples are near 0. The
-        floor is the root mean square over exact samples.
-    tv, tv_floor: sum over states of their share times the total variation. The floor is the mean over exact samples.
-    gap: nats per token by which the sequences are less likely under the chain than exact samples. It is negative if
-        they are more likely, which is as wrong.
-    gap_floor: the root mean square of the gap over exact samples.
-    impossible: share of transitions that the chain never makes.
+    transition_kl, transition_kl_floor: nats per transition, sum over states of their share times
+        KL(counted || true). The expectation over exact samples, about (free parameters) / (2 * transitions), is
+        subtracted, so that exact samples are near 0. The floor is the root mean square over exact samples.
+    transition_tv, transition_tv_floor: sum over states of their share times the total variation. The floor is the mean
+        over exact samples.
+    likelihood_gap: nats per token by which the sequences are less likely under the chain than exact samples. It is
+        negative if they are more likely, which is as wrong.
+    likelihood_gap_floor: the root mean square of the gap over exact samples.
+    impossible_transitions: share of transitions that the chain never makes.
     """
 
-    kl: float
-    kl_floor: float
-    tv: float
-    tv_floor: float
-    gap: float
-    gap_floor: float
-    impossible: float
+    transition_kl: float
+    transition_kl_floor: float
+    transition_tv: float
+    transition_tv_floor: float
+    likelihood_gap: float
+    likelihood_gap_floor: float
+    impossible_transitions: float
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,13 @@ class MarkovChain:
         floors = [self._transitions(drawn, start)[:2] for start, drawn in exact]
         gaps = [self._gap(drawn, start) for start, drawn in exact]
         return Distance(
-            kl=kl,
-            kl_floor=sqrt(sum(one**2 for one, _ in floors) / repeats),
-            tv=tv,
-            tv_floor=sum(one for _, one in floors) / repeats,
-            gap=self._gap(ids, before),
-            gap_floor=sqrt(sum(one**2 for one in gaps) / repeats),
-            impossible=impossible,
+            transition_kl=kl,
+            transition_kl_floor=sqrt(sum(one**2 for one, _ in floors) / repeats),
+            transition_tv=tv,
+            transition_tv_floor=sum(one for _, one in floors) / repeats,
+            likelihood_gap=self._gap(ids, before),
+            likelihood_gap_floor=sqrt(sum(one**2 for one in gaps) / repeats),
+            impossible_transitions=impossible,
         )
 
     def _gap(self, ids: Tensor, before: Tensor) -> float:

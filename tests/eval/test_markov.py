@@ -72,17 +72,19 @@ def test_one_per_step_is_exact(chain: MarkovChain, score: str) -> None:
     """In an order that does not look at what is drawn; by the sampled token's confidence it is not."""
     found = chain.distance(*decoded(chain, {"name": "fixed", "score": score}))
     if score == "confidence":
-        assert found.gap < -4 * found.gap_floor, "likely tokens are preferred"
-        assert found.kl > 4 * found.kl_floor
+        assert found.likelihood_gap < -4 * found.likelihood_gap_floor, "likely tokens are preferred"
+        assert found.transition_kl > 4 * found.transition_kl_floor
     else:
-        assert abs(found.kl) < 4 * found.kl_floor
-        assert found.tv < 1.3 * found.tv_floor
-        assert abs(found.gap) < 4 * found.gap_floor
+        assert abs(found.transition_kl) < 4 * found.transition_kl_floor
+        assert found.transition_tv < 1.3 * found.transition_tv_floor
+        assert abs(found.likelihood_gap) < 4 * found.likelihood_gap_floor
 
 
 @pytest.mark.slow
 def test_more_per_step_is_further_off(chain: MarkovChain) -> None:
-    errors = [chain.distance(*decoded(chain, {"name": "random_order", "steps": n})).kl for n in (1, 4, 8, 16)]
+    errors = [
+        chain.distance(*decoded(chain, {"name": "random_order", "steps": n})).transition_kl for n in (1, 4, 8, 16)
+    ]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] > 0.2
 
@@ -94,14 +96,14 @@ def test_all_at_once_is_what_a_product_of_marginals_is(chain: MarkovChain) -> No
     at = (ids[:, 14] == 0).double().mean() * (ids[:, 15] == 1).double().mean()
     together = ((ids[:, 14] == 0) & (ids[:, 15] == 1)).double().mean()
     assert float(together) == pytest.approx(float(at), abs=4 * 0.5 / 4000**0.5)
-    assert chain.distance(ids, start).gap > 0.5
+    assert chain.distance(ids, start).likelihood_gap > 0.5
 
 
 @pytest.mark.slow
 def test_floors_shrink_with_the_number_of_samples(chain: MarkovChain) -> None:
     few, many = (chain.distance(*reversed(chain.sample(count, seed=5)), seed=7) for count in (200, 5000))
-    assert many.tv_floor < few.tv_floor / 3
-    assert abs(few.kl) < 4 * few.kl_floor
+    assert many.transition_tv_floor < few.transition_tv_floor / 3
+    assert abs(few.transition_kl) < 4 * few.transition_kl_floor
 
 
 def test_a_very_peaked_chain_can_be_drawn() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dllm_sampler import config
-from dllm_sampler.eval.tasks import fluency, listing, overlap
+from dllm_sampler.eval.tasks import fluency, listing, overlap, writing
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 from dllm_sampler.eval.tasks.puzzles import sudokus
 from tests.refusals import refused
@@ -288,7 +288,7 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("choice-unknown: task.grammar"):
         task("words_easy", grammar="spacy")
     monkeypatch.setitem(sys.modules, "bert_score", None)
-    monkeypatch.setattr(overlap, "find_spec", lambda name: None)
+    monkeypatch.setattr(writing, "find_spec", lambda name: None)
     with refused("package-missing: task.bert_score"):
         task("paraphrase", bert_score=True)
 

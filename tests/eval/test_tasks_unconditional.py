@@ -123,7 +123,7 @@ def test_mistakes_of_references(judge: Path, tmp_path: Path, monkeypatch: pytest
     with refused("file-unreadable: task.references="):
         task(references=file + "x", judge=str(judge))
     Path(file).write_text("a text\n")
-    with refused("file-invalid: task.references="):
+    with refused("json-invalid: line 1"):
         task(references=file, judge=str(judge))
     monkeypatch.delitem(sys.modules, "mauve")
     monkeypatch.setattr("dllm_sampler.eval.tasks.unconditional.find_spec", lambda name: None)
