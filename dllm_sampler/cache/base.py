@@ -81,6 +81,7 @@ class BaseCache(Cache):
         live = copy(self)  # `replace` would lose the fields that `bind` has set
         live.spec, live.live = spec, True
         live.slots = live.buffers(canvas) if self.stores else None
+        live.begin(canvas)
         if spec.branches == 2:
             live.twin = self.init(canvas, replace(spec, branches=1))
         return live
@@ -135,6 +136,9 @@ class BaseCache(Cache):
                 slots.store(index, k.transpose(0, 1)[None], v.transpose(0, 1)[None], places)
 
     # For subclasses.
+
+    def begin(self, canvas: Canvas) -> None:
+        """Set the fields of a live copy before its first step, `slots` and `spec` excepted."""
 
     def buffers(self, canvas: Canvas) -> Slots:
         """Return empty buffers for this canvas. By default every column has a slot."""

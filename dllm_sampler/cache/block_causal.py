@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from dllm_sampler.cache.store_pass import StorePass
 from dllm_sampler.core.checks import check_switch
 from dllm_sampler.core.packing import forward_request, with_exact_sizes
 from dllm_sampler.core.protocols import Cache, Context, Denoiser, Scheduler
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Layout, Query, Readout
 from dllm_sampler.core.visibility import Visible
 from dllm_sampler.errors import UserError
@@ -77,10 +76,8 @@ class BlockCausalCache(BaseCache):
         return StorePass(scheduler) if self.store_pass == "separate" else scheduler
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.clean = torch.zeros_like(canvas.start)
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        self.clean = torch.zeros_like(canvas.start)
 
     @override
     def sees(self, canvas: Canvas, query: Query) -> Visible:

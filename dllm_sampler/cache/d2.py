@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_positive, check_share
 from dllm_sampler.core.density import density
 from dllm_sampler.core.protocols import LayerParts, Plan
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -72,14 +71,12 @@ class D2Cache(BaseCache):
         check_positive("cache.sigma", self.sigma, "a number of positions")
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.confidence = torch.zeros(canvas.ids.shape, dtype=torch.float64, device=canvas.ids.device)
-        live.stale = torch.zeros_like(canvas.masked)
+    def begin(self, canvas: Canvas) -> None:
+        self.confidence = torch.zeros(canvas.ids.shape, dtype=torch.float64, device=canvas.ids.device)
+        self.stale = torch.zeros_like(canvas.masked)
         batch, columns = canvas.ids.shape
-        precise = torch.promote_types(spec.dtype, torch.float32)
-        live.flow = torch.zeros(batch, columns, columns - 1, dtype=precise, device=canvas.ids.device)
-        return live
+        precise = torch.promote_types(self.spec.dtype, torch.float32)
+        self.flow = torch.zeros(batch, columns, columns - 1, dtype=precise, device=canvas.ids.device)
 
     @override
     def due(self, canvas: Canvas) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.checks import check_choice
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Cache, Context, Plan
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.core.visibility import Visible
 from dllm_sampler.errors import UserError
@@ -71,10 +70,8 @@ class D2FCache(BaseCache):
         return super(D2FCache, bound).bind(context)
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.stored, live.kept = torch.zeros_like(canvas.start), torch.zeros_like(canvas.done)
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        self.stored, self.kept = torch.zeros_like(canvas.start), torch.zeros_like(canvas.done)
 
     @override
     def computes(self, canvas: Canvas) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -50,11 +49,9 @@ class DelayedPrefix(BaseCache):
         check_count("cache.refresh_every", self.refresh_every, optional=True)
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
+    def begin(self, canvas: Canvas) -> None:
         prompt = canvas.columns() < canvas.layout.first[:, None]
-        live.since, live.edge = torch.where(prompt, 0, -1), torch.zeros_like(canvas.start)
-        return live
+        self.since, self.edge = torch.where(prompt, 0, -1), torch.zeros_like(canvas.start)
 
     @property
     def back(self) -> int:

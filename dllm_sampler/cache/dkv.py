@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache, changed
 from dllm_sampler.core.checks import check_choice, check_count
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.core.visibility import visible
 from dllm_sampler.errors import UserError
@@ -67,10 +66,8 @@ class DelayedCache(BaseCache):
             raise UserError("choice-unknown", f"cache.shift={self.shift!r} is unknown. Set un or un_right.")
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.kept = torch.zeros_like(canvas.masked)
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        self.kept = torch.zeros_like(canvas.masked)
 
     @override
     def due(self, canvas: Canvas) -> Tensor:

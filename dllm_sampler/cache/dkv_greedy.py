@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import Cache, Context
-from dllm_sampler.core.spec import ModelSpec, PlannedCommits
+from dllm_sampler.core.spec import PlannedCommits
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.errors import UserError
 
@@ -60,10 +59,8 @@ class GreedyCache(BaseCache):
         return super().bind(context)
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.ahead, live.wrote = torch.zeros_like(canvas.ids), torch.zeros_like(canvas.masked)
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        self.ahead, self.wrote = torch.zeros_like(canvas.ids), torch.zeros_like(canvas.masked)
 
     @override
     def due(self, canvas: Canvas) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.core.packing import ForwardRequest, HeadRows
 from dllm_sampler.core.protocols import LayerParts, Plan
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.core.visibility import Visible
 
@@ -81,11 +80,9 @@ class IntervalCache(BaseCache):
         check_share("cache.ratio", self.ratio)
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.attended, live.fed = [], []
-        live.urgent = torch.zeros_like(canvas.masked)
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        self.attended, self.fed = [], []
+        self.urgent = torch.zeros_like(canvas.masked)
 
     @override
     def padded(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,6 @@ from dllm_sampler.core.checks import check_count, check_number
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import LayerParts, Plan
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.statistics import significant
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 from dllm_sampler.core.visibility import visible
@@ -92,12 +91,10 @@ class ElasticCache(BaseCache):
         check_count("cache.full_every", self.full_every, optional=True)
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.inputs, live.queries = [], []
-        live.stale = live.tracked = torch.zeros_like(canvas.masked)
-        live.refresh_from = torch.zeros_like(canvas.step)
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        self.inputs, self.queries = [], []
+        self.stale = self.tracked = torch.zeros_like(canvas.masked)
+        self.refresh_from = torch.zeros_like(canvas.step)
 
     @override
     def due(self, canvas: Canvas) -> Tensor:

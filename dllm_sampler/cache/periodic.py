@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.cache.dual import DualCache
 from dllm_sampler.cache.prefix import PrefixCache
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -28,10 +26,8 @@ class _Periodic(BaseCache):
         vars(self)["steady"] = self.every is None
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.made, live.fresh = torch.zeros_like(canvas.start), torch.zeros_like(canvas.done)
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        self.made, self.fresh = torch.zeros_like(canvas.start), torch.zeros_like(canvas.done)
 
     @override
     def due(self, canvas: Canvas) -> Tensor:

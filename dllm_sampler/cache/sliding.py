@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache
 from dllm_sampler.core.checks import check_choice, check_count
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 Anchor = Literal["both", "last", "window"]
@@ -56,10 +55,8 @@ class SlidingCache(BaseCache):
         check_choice("cache.anchor", self.anchor, Anchor)
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.left, live.was = torch.zeros_like(canvas.start), canvas.start
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        self.left, self.was = torch.zeros_like(canvas.start), canvas.start
 
     @override
     def due(self, canvas: Canvas) -> Tensor:

@@ -1,7 +1,7 @@
 """Sparse-dLLM: a dual cache that drops the keys at which the active block hardly looks."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from dllm_sampler.core import select
 from dllm_sampler.core.checks import check_count, check_share
 from dllm_sampler.core.packing import ForwardRequest
 from dllm_sampler.core.protocols import LayerParts, Plan
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas
 from dllm_sampler.core.visibility import visible
 from dllm_sampler.errors import UserError
@@ -72,12 +71,10 @@ class SparseCache(DualCache):
             )
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        assert live.slots is not None
-        nothing = torch.full((len(canvas.ids), live.slots.columns), canvas.length, device=canvas.ids.device)
-        live.kept = [nothing.clone() for _ in range(spec.num_layers)]
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        assert self.slots is not None
+        nothing = torch.full((len(canvas.ids), self.slots.columns), canvas.length, device=canvas.ids.device)
+        self.kept = [nothing.clone() for _ in range(self.spec.num_layers)]
 
     @override
     def buffers(self, canvas: Canvas) -> Slots:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dllm_sampler.core.around import Around
+from dllm_sampler.core.around import AroundWithState
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.rows import where_rows
 from dllm_sampler.core.spec import Traits
@@ -14,7 +14,7 @@ from dllm_sampler.core.values import Candidates, Canvas, Edit, Query, Readout
 
 
 @dataclass(frozen=True)
-class StorePass(Around):
+class StorePass(AroundWithState):
     """A scheduler around another one, with a forward that stores the prompt and one that stores each finished block.
 
     Source: SDAR's published loop, arXiv 2510.06303. A prompt without a full block is not stored. These forwards commit
@@ -31,10 +31,10 @@ class StorePass(Around):
 
     @override
     def init(self, canvas: Canvas) -> Carry:
-        # [B] the block is over once it is full, [B] it is over now, [B] forwards that only stored, [B] begin of the
-        # first block, and the carry of the inner scheduler.
+        # The carry of the inner scheduler, [B] the block is over once it is full, [B] it is over now, [B] forwards that
+        # only stored, [B] begin of the first block.
         no = torch.zeros_like(canvas.done)
-        return no, no, torch.zeros_like(canvas.step), canvas.start, super().init(canvas)
+        return super().init(canvas), no, no, torch.zeros_like(canvas.step), canvas.start
 
     @property
     @override
@@ -42,12 +42,8 @@ class StorePass(Around):
         return replace(super().traits, asks_block=False)  # a forward that only stores asks nothing
 
     @override
-    def inside(self, carry: Carry) -> Carry:
-        return carry[4]
-
-    @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:
-        canvas, _, idle = self._counted(canvas, *carry[:4])
+        canvas, _, idle = self._counted(canvas, *carry[1:])
         query = super().ask(canvas, carry).drop(canvas, ~idle[:, None].expand_as(canvas.masked))
         # Noise is keyed by the steps that the inner scheduler counts. Drafts have their own numbers.
         single = query.candidates.step is None and query.ids.shape[1] == 1
@@ -55,14 +51,14 @@ class StorePass(Around):
 
     @override
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
-        canvas, _, idle = self._counted(canvas, *carry[:4])
+        canvas, _, idle = self._counted(canvas, *carry[1:])
         ahead = super().ahead(canvas, carry)
         return None if ahead is None else ahead.masked_fill(idle[:, None], 0)
 
     @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
-        canvas, due, idle = self._counted(canvas, *carry[:4])
-        edit, inner = self.inner.tell(canvas, query, readout, carry[4])
+        canvas, due, idle = self._counted(canvas, *carry[1:])
+        edit, inner = self.inner.tell(canvas, query, readout, carry[0])
         over = canvas.apply(query.positions, edit).block_over(edit) & ~idle & (canvas.stop == canvas.grid_end())
         left = over & (torch.zeros_like(over) if edit.close_block is None else edit.close_block)
         edit = replace(
@@ -74,7 +70,8 @@ class StorePass(Around):
             finish=None if edit.finish is None else edit.finish & ~idle,
             end=None if edit.end is None else torch.where(idle, canvas.end, edit.end),
         )
-        return edit, (over, left, carry[2] + idle, carry[3], where_rows(~idle, inner, carry[4], canvas.length))
+        inner = where_rows(~idle, inner, carry[0], canvas.length)
+        return edit, (inner, over, left, carry[3] + idle, carry[4])
 
     @override
     def bound(self, tokens: int) -> int:
@@ -86,7 +83,7 @@ class StorePass(Around):
     ) -> tuple[Canvas, Tensor, Tensor]:
         """Return the canvas with the inner scheduler's steps, `[B] bool` rows that store a block, and rows that idle.
 
-        A row idles if its forward only stores a block or the prompt. The arguments are the first parts of the carry.
+        A row idles if its forward only stores a block or the prompt. The arguments are the state in the carry.
         """
         assert canvas.layout.grid is not None
         prefilled = canvas.grid_line(begun, canvas.layout.grid.length) > 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from dllm_sampler.cache.block_causal import BlockCausalCache
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -34,10 +33,9 @@ class SubBlockCache(BlockCausalCache):
     held: Tensor = field(init=False, repr=False, compare=False)  # [B] first column of the stored block, or -1
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.held = torch.full_like(canvas.start, -1)
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        super().begin(canvas)
+        self.held = torch.full_like(canvas.start, -1)
 
     @override
     def computes(self, canvas: Canvas) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from dllm_sampler.cache.base import BaseCache, changed
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
@@ -43,10 +42,8 @@ class TrailingCache(BaseCache):
         check_count("cache.window", self.window, 0)
 
     @override
-    def init(self, canvas: Canvas, spec: ModelSpec) -> Self:
-        live = super().init(canvas, spec)
-        live.edge, live.stale = canvas.start, torch.zeros_like(canvas.masked)
-        return live
+    def begin(self, canvas: Canvas) -> None:
+        self.edge, self.stale = canvas.start, torch.zeros_like(canvas.masked)
 
     @override
     def due(self, canvas: Canvas) -> Tensor:

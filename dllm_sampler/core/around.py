@@ -81,3 +81,12 @@ class Around(Scheduler):
     def guides(self, given: tuple[Guide, ...]) -> tuple[Guide, ...]:
         """Return the guides of an inner scheduler that is `Tempered`, or else the guides `given`."""
         return self.inner.guides(given) if isinstance(self.inner, Tempered) else given
+
+
+@dataclass(frozen=True)
+class AroundWithState(Around):
+    """A scheduler around another one whose carry is a tuple: the inner carry, and then its own state."""
+
+    @override
+    def inside(self, carry: Carry) -> Carry:
+        return carry[0]

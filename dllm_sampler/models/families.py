@@ -12,17 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.models import names
-from dllm_sampler.models.adapted import (
-    A2D_LLAMA,
-    A2D_QWEN2,
-    A2D_QWEN3,
-    FAST_DLLM,
-    RND1,
-    SDAR,
-    SDAR_MOE,
-    STABLE_DIFFCODER,
-)
+from dllm_sampler.models import adapted, names
 from dllm_sampler.models.family import Family, assembled
 from dllm_sampler.models.fields import Fields, config_error
 from dllm_sampler.models.nemotron import NEMOTRON
@@ -211,8 +201,8 @@ LLADA2 = Family(
 
 # A family with a marker comes before the one without.
 FAMILIES = (
-    *(LLADA_MOE, LLADA, ILLADA, DREAM, SDAR, LLADA2, SDAR_MOE, STABLE_DIFFCODER, FAST_DLLM, NEMOTRON),
-    *(A2D_QWEN3, A2D_QWEN2, A2D_LLAMA, RND1),
+    *(LLADA_MOE, LLADA, ILLADA, DREAM, adapted.SDAR, LLADA2, adapted.SDAR_MOE, adapted.STABLE_DIFFCODER),
+    *(adapted.FAST_DLLM, NEMOTRON, adapted.A2D_QWEN3, adapted.A2D_QWEN2, adapted.A2D_LLAMA, adapted.RND1),
 )
 ALIASES = {"lladamoe": "llada"}  # `model_type` under other names
 

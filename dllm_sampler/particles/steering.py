@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dllm_sampler.core.around import Around
+from dllm_sampler.core.around import AroundWithState
 from dllm_sampler.core.checks import check_choice, check_count, check_number
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.noise import candidate_seeds
@@ -117,7 +117,7 @@ class Steering(Resampling):
 
 
 @dataclass(frozen=True)
-class Predicting(Around):
+class Predicting(AroundWithState):
     """A scheduler that also stores the tokens drawn for masks, for the reward of an unfinished answer.
 
     Args:
@@ -136,10 +136,6 @@ class Predicting(Around):
     @override
     def needs(self) -> frozenset[str]:
         return super().needs | ({"draw", "logits"} if self.fills > 1 else set())
-
-    @override
-    def inside(self, carry: Carry) -> Carry:
-        return carry[0]
 
     def init(self, canvas: Canvas) -> Carry:
         """Return the inner carry, and `[B, fills, L+1]` tokens with `NOTHING` where none was predicted."""

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from dllm_sampler.blocks.multi_block import MultiBlock
 from dllm_sampler.cache.delayed_prefix import DelayedPrefix
-from dllm_sampler.core.around import Around
+from dllm_sampler.core.around import AroundWithState
 from dllm_sampler.core.ends import is_end
 from dllm_sampler.core.protocols import Blocks, Carry, Context, Plan
 from dllm_sampler.core.spec import with_bound_fields
@@ -36,7 +36,7 @@ class StrictEntropy(EntropyThreshold):
 
 
 @dataclass(frozen=True)
-class StaleMasks(Around):
+class StaleMasks(AroundWithState):
     """A scheduler that may still commit, for one forward, masks that an end token has just filled.
 
     Source: d3LLM's early stop, arXiv 2601.07568, whose loop looks for masks before it fills them. It needs
@@ -56,10 +56,6 @@ class StaleMasks(Around):
     def init(self, canvas: Canvas) -> Carry:
         """Return the inner carry, and `[B, L+1] bool` the masks before the last fill."""
         return super().init(canvas), canvas.masked
-
-    @override
-    def inside(self, carry: Carry) -> Carry:
-        return carry[0]
 
     @override
     def ask(self, canvas: Canvas, carry: Carry) -> Query:

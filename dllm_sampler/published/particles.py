@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from dllm_sampler.core.around import Around
+from dllm_sampler.core.around import AroundWithState
 from dllm_sampler.core.noise import ReplayNoise
 from dllm_sampler.core.protocols import Carry, Context, Meeting, Resampled, Scheduler
 from dllm_sampler.core.spec import with_bound_fields
@@ -48,14 +48,10 @@ class PublishedSelfRewarding(SelfRewarding):
 
 
 @dataclass(frozen=True)
-class MaskChoices(Around):
+class MaskChoices(AroundWithState):
     """A scheduler that sums the log-probabilities of chosen mask tokens of another scheduler."""
 
     mask_id: int | None = None
-
-    @override
-    def inside(self, carry: Carry) -> Carry:
-        return carry[0]
 
     def init(self, canvas: Canvas) -> Carry:
         """Return the inner carry, and the sums `[B] float64`, which are 0."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from dllm_sampler.cache.sliding import SlidingCache
-from dllm_sampler.core.around import Around
+from dllm_sampler.core.around import AroundWithState
 from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
@@ -19,7 +19,7 @@ from dllm_sampler.stops.fill import FillStop
 
 
 @dataclass(frozen=True)
-class FirstFromRefresh(Around):
+class FirstFromRefresh(AroundWithState):
     """A scheduler that commits exactly the window's first position in a forward that refreshes the cache.
 
     Source: DSB's cached Dream loop.
@@ -34,10 +34,6 @@ class FirstFromRefresh(Around):
     def init(self, canvas: Canvas) -> Carry:
         """Return the inner carry, and `[B]` the number of masks at the last refresh, 0 before the first."""
         return super().init(canvas), torch.zeros_like(canvas.start)
-
-    @override
-    def inside(self, carry: Carry) -> Carry:
-        return carry[0]
 
     @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 import torch
 from typing_extensions import override
 
-from dllm_sampler.core.around import Around
+from dllm_sampler.core.around import AroundWithState
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Carry
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
 @dataclass(frozen=True)
-class Unrolled(Around):
+class Unrolled(AroundWithState):
     """A scheduler that checks only every few iterations if the block is full, so that some forwards commit nothing.
 
     Source: dInfer, arXiv 2510.08666, which saves synchronisations with the device this way. At each check, the next
@@ -39,10 +39,6 @@ class Unrolled(Around):
         """Return the inner carry, and `[B]` each: iterations to the next check, those made, true after a refresh."""
         zero = torch.zeros_like(canvas.start)
         return super().init(canvas), zero, zero, zero > 0
-
-    @override
-    def inside(self, carry: Carry) -> Carry:
-        return carry[0]
 
     @override
     def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]:
