@@ -1,7 +1,5 @@
 """The base of caches: the default layer on a pack, and the padded form for caches that run the layers themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace

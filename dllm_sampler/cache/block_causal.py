@@ -1,7 +1,5 @@
 """The exact cache of block-causal models: finished blocks are stored, and only the current one is computed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 

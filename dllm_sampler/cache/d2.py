@@ -1,7 +1,5 @@
 """d2Cache: each step computes the masks that are likely to be committed next, and the tokens most looked at."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 

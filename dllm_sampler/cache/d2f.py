@@ -1,7 +1,5 @@
 """D2F's cache: each block is stored once, by the first forward after it was filled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """d3LLM's cache: finished columns are stored some forwards later, and refreshed now and then."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """dKV-Cache: a token's keys and values are stored one step after its commit, and refreshed now and then."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 

@@ -1,7 +1,5 @@
 """dKV-Cache-Greedy: a step computes what it commits, what the last step committed, and a few masks around."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

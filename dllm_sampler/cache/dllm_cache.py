@@ -1,7 +1,5 @@
 """dLLM-Cache: keys, values and the outputs of attention and feed-forward are stored, and refreshed at intervals."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 

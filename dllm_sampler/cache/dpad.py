@@ -1,7 +1,5 @@
 """DPad: the farther a mask is after the block, the less likely the block sees it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise

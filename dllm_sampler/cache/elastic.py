@@ -1,7 +1,5 @@
 """Elastic-Cache: attention to the most attended tokens decides from which layer on keys and values are refreshed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """dInfer's caches: the prefix and the dual cache, with refreshes inside a block, too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """The cache of a window that slides: it computes the window and its surroundings, and refreshes after some commits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

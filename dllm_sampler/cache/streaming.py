@@ -1,7 +1,5 @@
 """Streaming-dLLM: a block sees the next masks after it, and the end of the answer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The block cache of Fast-dLLM v2, which computes only the decoded part of a block."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

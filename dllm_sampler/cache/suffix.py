@@ -1,7 +1,5 @@
 """The base of wrappers that leave masks after the block out of the forwards of another cache."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import copy

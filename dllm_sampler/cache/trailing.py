@@ -1,7 +1,5 @@
 """APD's recompute window: keys and values far enough before the first mask are stored."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -6,8 +6,6 @@ decoding). Only the output is written: `qkv_rope` writes the slots. `core/visibi
 kernel compares columns with the bound of each entry, and does not support shadow rows.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

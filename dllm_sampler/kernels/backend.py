@@ -1,7 +1,5 @@
 """The kernels that a generation runs on: Triton's, or their references in torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import warnings

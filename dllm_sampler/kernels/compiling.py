@@ -1,7 +1,5 @@
 """Functions that `torch.compile` compiles, each once per process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

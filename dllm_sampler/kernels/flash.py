@@ -3,8 +3,6 @@
 # Pyright takes reductions for tuples, and scans for functions that never return.
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

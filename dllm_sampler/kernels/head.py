@@ -8,8 +8,6 @@ numbers per row and tile. With more than `MOST` rows a library multiplies, and `
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # A kernel is not Python: pyright takes its tiles for tuples and knows nothing of launches.
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import torch

@@ -8,8 +8,6 @@ the bytes take half the time. Without a kernel a weight is unpacked to memory fi
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # A kernel is not Python: pyright takes its tiles for tuples and knows nothing of launches.
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 import triton

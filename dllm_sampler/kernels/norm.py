@@ -1,7 +1,5 @@
 """RMSNorm, with the residual addition before it, in one pass over memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -16,8 +16,6 @@ Every function works on `[R, n]` tiles. `LOW` stands for -inf, since the differe
 # pyright: reportOperatorIssue=false, reportOptionalCall=false, reportPossiblyUnboundVariable=false
 # A kernel is not Python: pyright takes its tiles for tuples and knows nothing of launches.
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # A kernel is not Python: pyright takes its tiles for tuples and knows nothing of launches.
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -1,7 +1,5 @@
 """The kernels `readout`, `head` and `attention` in torch, on any device and dtype, without triton."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 # Pyright knows neither names that a compile-time branch binds nor constants as constexpr.
 # pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Settings of the kernels `readout` and `head`: the choice of a token, and the measures."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`silu(gate) * up`, the middle of a gated feed-forward, in one pass over memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

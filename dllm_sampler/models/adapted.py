@@ -1,7 +1,5 @@
 """Families that were autoregressive models before: each is a row of `families.FAMILIES`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

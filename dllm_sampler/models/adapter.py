@@ -1,7 +1,5 @@
 """Adapters of peft, for example LoRA (arXiv 2106.09685), merged into the weights of a loaded model."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import Counter

@@ -1,7 +1,5 @@
 """Attention probabilities of the last layers for schedulers, computed besides the forward without changing it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

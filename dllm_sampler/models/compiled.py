@@ -1,7 +1,5 @@
 """Layers as the parts that a cache drives, as they are or compiled by torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

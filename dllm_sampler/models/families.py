@@ -4,8 +4,6 @@ A family is one row of `FAMILIES`: the fields of its `config.json`, the values t
 its tensors. To add a family, add a row.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

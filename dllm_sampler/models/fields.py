@@ -1,7 +1,5 @@
 """Reading a `config.json`: typed fields, and an error for each field that our networks do not implement."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterable, Mapping

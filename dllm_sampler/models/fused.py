@@ -5,8 +5,6 @@ attention over the slots, the sum and norm before the feed-forward, the gated pr
 itself, on a padded plan, uses the modules.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

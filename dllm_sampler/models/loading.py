@@ -1,7 +1,5 @@
 """From a folder or a hub id to a denoiser and its tokenizer."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """LoRA adapters (arXiv 2106.09685) of peft in a model in training, and their file for the family's own network."""
 
-from __future__ import annotations
-
 from copy import copy
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A trained network as a checkpoint folder in LLaDA's format, which `model=FOLDER` and LLaDA's own code load."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

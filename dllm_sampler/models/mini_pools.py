@@ -1,7 +1,5 @@
 """The batches of examples that `mini` was trained on. They are a function of the seed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf

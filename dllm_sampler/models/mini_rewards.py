@@ -1,7 +1,5 @@
 """Scores of answers to mini's tasks: functions in TRL's form."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -4,8 +4,6 @@ If several answers are right (a shuffle, a random insertion, an under-determined
 uniformly. The marginals of one step then disagree with every single answer, which is the point of these tasks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

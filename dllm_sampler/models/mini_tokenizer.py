@@ -4,8 +4,6 @@ A token is the exact text it stands for, spaces included (", ", " + "), and deco
 people type is normalised first: `reverse:Ada ,Ben` is the prompt `reverse: Ada, Ben`.
 """
 
-from __future__ import annotations
-
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast

@@ -5,8 +5,6 @@ is a loop over the experts (`Experts.reads_device`). Letters: T tokens, E expert
 stream, F width of an expert.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

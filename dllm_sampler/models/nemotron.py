@@ -1,7 +1,5 @@
 """Nemotron-Labs-Diffusion: Ministral's format with YaRN, decoded in blocks against a causal context."""
 
-from __future__ import annotations
-
 from dllm_sampler.models import names
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import BOTH, Fields, config_error, neutral, shown, unsupported_error

@@ -1,7 +1,5 @@
 """Attention of a pack in torch: each entry sees the columns of its own row that it may see."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

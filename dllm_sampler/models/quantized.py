@@ -1,7 +1,5 @@
 """Weights of layers as 8-bit integers (torchao), one scale per output: half the bytes of bfloat16 to store and read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

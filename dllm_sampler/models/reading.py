@@ -1,7 +1,5 @@
 """Reading `config.json`: the fields that several families have in common."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dllm_sampler.models.fields import Fields, config_error, unsupported_error

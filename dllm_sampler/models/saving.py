@@ -1,7 +1,5 @@
 """Saving a model in the form of the checkpoint that it was loaded from: files, tensor names, shapes and dtypes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """Any model as a module with the call of a `Transformer`, to score texts."""
 
-from __future__ import annotations
-
 from inspect import signature
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Soft inputs: mixtures of embeddings in place of those of tokens (`Query.mixture`)."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """Reading of safetensors, and loading them into a `Transformer` on the meta device. Each tensor is read once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """YaRN's rotary frequencies (arXiv 2309.00071), and the factor on queries that grows with the position."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

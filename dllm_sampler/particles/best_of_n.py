@@ -1,7 +1,5 @@
 """Best of N: the best of several independent rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 

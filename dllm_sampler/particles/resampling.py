@@ -1,7 +1,5 @@
 """The common part of particles with several rows: their conditions, and the draw of ancestors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 

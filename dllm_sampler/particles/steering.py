@@ -1,7 +1,5 @@
 """Feynman-Kac steering: rows whose answers so far have a higher reward are copied."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import log
 from typing import Any, Literal, NamedTuple, Self

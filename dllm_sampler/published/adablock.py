@@ -1,7 +1,5 @@
 """The confidence of AdaBlock's Dream path."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from typing_extensions import override

@@ -1,7 +1,5 @@
 """The target, the temperature and the stop of APD's published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

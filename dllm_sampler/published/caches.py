@@ -1,7 +1,5 @@
 """dKV-Cache and Elastic-Cache as in their published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """dInfer's threshold and credit for runs in which the mask token may be predicted (`Sampler(compat=True)`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Self
 

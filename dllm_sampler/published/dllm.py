@@ -1,7 +1,5 @@
 """The samplers of the `dllm` library, `MDLMSampler` and `BD3LMSampler`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

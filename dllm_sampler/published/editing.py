@@ -1,7 +1,5 @@
 """Token editing as in the published code of LLaDA2.1 and T2M."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

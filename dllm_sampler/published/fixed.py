@@ -1,7 +1,5 @@
 """Fixed schedules of LLaDA, Dream and PC-Sampler, and Fast-dLLM's factor rule, as in their published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """KLASS as in its published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Learn2PD's end of text as in its published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 

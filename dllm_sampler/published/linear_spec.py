@@ -1,7 +1,5 @@
 """Linear self-speculation as in its published loop."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 import torch

@@ -1,7 +1,5 @@
 """LocalLeap's relaxed threshold as in its published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

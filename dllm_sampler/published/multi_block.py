@@ -1,7 +1,5 @@
 """Quirks of d3LLM's published loops."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Self
 

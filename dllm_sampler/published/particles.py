@@ -1,7 +1,5 @@
 """Self-rewarding SMC with the draws of its published code, which has one generator for tokens and ancestors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Self, cast
 

@@ -1,7 +1,5 @@
 """RCR as in ParallelBench's code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """ReMix as in its published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """RND1's `diffusion_sample`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """S2D2 with the draws of its published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

@@ -3,8 +3,6 @@
 In some of them the forward that stores the text before a block predicts the block's first token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Quirks of the loops of DSB (arXiv 2602.05992) and DCD (arXiv 2601.02076), whose windows slide."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """SlowFast's slow phase as in its published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from torch import Tensor

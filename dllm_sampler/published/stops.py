@@ -1,7 +1,5 @@
 """Stops of the loops of SDAR, LLaDA2, DMax and FreeDave."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

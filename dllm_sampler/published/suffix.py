@@ -1,7 +1,5 @@
 """The random numbers of DPad's published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The sampler that SVDD's published code guides: MDLM's reverse steps, with the noise of that code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

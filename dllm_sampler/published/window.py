@@ -1,7 +1,5 @@
 """The forced commit and the window of Fast-dLLM's cached Dream loops."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """WINO's limit on remasked tokens and its record of open positions, as in its published code."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Self
 
