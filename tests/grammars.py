@@ -10,6 +10,19 @@ from functools import lru_cache
 from dllm_sampler.guides.grammar import END, Language, Word
 
 Rules = Mapping[str, Sequence[Sequence[str]]]
+SKIP = b" \t\n\r"
+
+
+def language(
+    rules: str, terminals: Mapping[str, str], skip: bytes = SKIP, prelex: tuple[bytes, bytes] | None = None
+) -> Language:
+    """The language of lines of rules and of expressions, by a text in the format of files."""
+    words = {b" ": "space", b"\t": "tab", b"\n": "newline", b"\r": "return"}
+    signs = [bytes([byte]) for byte in skip]
+    lines = [f"%skip {' '.join(words.get(sign) or sign.decode() for sign in signs) or 'nothing'}"]
+    lines += ["%prelex " + " ".join(rf"\x{mark.hex()}" for mark in prelex)] if prelex else []
+    lines += [f"{name} = {expression}" for name, expression in terminals.items()]
+    return Language.parse("\n".join([*lines, rules]), "grammar")
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,7 @@ class Small:
             for head, bodies in self.rules.items()
         }
         lines = [f"{head} -> {' | '.join(bodies)}" for head, bodies in shown.items()]
-        return Language.of("\n".join(lines), self.terminals, self.skip, self.prelex)
+        return language("\n".join(lines), self.terminals, self.skip, self.prelex)
 
     def has(self, text: bytes) -> bool:
         """Spans that each variable derives, until no more are found."""

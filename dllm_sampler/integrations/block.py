@@ -197,11 +197,6 @@ class BlockRule:
         after = replace(after, ids=ids).with_layout(noise=CounterNoise())
         return decision, replace(state, canvas=after.advance(torch.zeros_like(over), 0, over), carry=carry)
 
-    def renoised(self, state: BlockState, first: Tensor, step: Tensor, seed: Tensor) -> Tensor:
-        """Return `[B, W]` the block with new random tokens at noise (uniform diffusion). Arguments as for `decide`."""
-        canvas = self._seen(state.canvas, state.canvas.ids[:, :-1], first, step, seed)
-        return canvas.renoised(self.spec.vocab_size, self.plugins.owns_noise).ids[:, :-1]
-
     def _seen(self, canvas: Canvas, ids: Tensor, first: Tensor, step: Tensor, seed: Tensor) -> Canvas:
         """Return the canvas as the forward saw it."""
         ids = torch.cat([ids, canvas.ids[:, -1:]], 1)

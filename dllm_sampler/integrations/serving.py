@@ -167,7 +167,7 @@ class Serving:
             rule = self._rule(sampling, self.model, logits.shape[2], logits.device, logits.dtype)
             state = self._state([rows[place] for place in places], mine, rule)
             decision, after = rule.decide(state, mine, seen, start, state.canvas.step, state.canvas.layout.seeds)
-            after = replace(after, carry=_apart(after.carry, logits, state.carry))
+            after = replace(after, carry=_apart(after.carry, logits))
             together = Rows(state.canvas.layout.frozen[:, :-1], state.canvas.layout.seeds, after.canvas.step, [], after)
             for number, place in enumerate(places):
                 rows[place].rows, rows[place].place = together, number
@@ -237,27 +237,9 @@ def _within(ends: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     return tuple(end for end in ends if end < vocab_size)
 
 
-def _apart(carry: Carry, logits: Tensor, spent: Carry) -> Carry:
-    """Return a scheduler's state without memory of `logits`, which the engine's next forward overwrites.
-
-    Copies reuse the memory of `spent`, the state before, since large tables take longer to allocate than to fill.
-    """
-    if carry is None:
-        return None
-    before: dict[str, Any] = {}
-    after: dict[str, Any] = {}
-    map_leaves(spent, before.__setitem__, "")
-    map_leaves(carry, after.__setitem__, "")
-    used = {_memory(leaf) for leaf in after.values()}
-
-    def own(path: str, leaf: Any) -> Any:
-        if _memory(leaf) != _memory(logits):
-            return leaf
-        old = before.get(path)
-        fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (leaf.shape, leaf.dtype)
-        return old.copy_(leaf) if old is not None and fits and _memory(old) not in used else leaf.clone()
-
-    return map_leaves(carry, own, "")
+def _apart(carry: Carry, logits: Tensor) -> Carry:
+    """Return a scheduler's state without memory of `logits`, which the engine's next forward overwrites."""
+    return map_leaves(carry, lambda _, leaf: leaf.clone() if _memory(leaf) == _memory(logits) else leaf, "")
 
 
 def _memory(leaf: Any) -> int | None:

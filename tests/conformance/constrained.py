@@ -20,10 +20,10 @@ from dllm_sampler.core.values import Canvas
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides import Temperature
 from dllm_sampler.guides.grammar.language import Language
-from dllm_sampler.guides.grammar.reading import SKIP
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.published import Behind, PublishedFixedSteps, PublishedGrammar
 from dllm_sampler.sampler import Sampler
+from tests import grammars
 from tests.conformance.builder import Checkpoints, Setup
 from tests.conformance.lines import Line, Size
 
@@ -116,10 +116,9 @@ def _language(path: Path, name: str) -> Language:
     except (OSError, ValueError, KeyError) as error:
         raise UserError("file-unreadable", f"{path} does not describe the language {name!r}: {error}") from None
     prelex = about["prelex"]
-    return Language.of(
+    return grammars.language(
         about["grammar"],
         about["lex"],
-        skip=SKIP if about["strip_chars"] is None else about["strip_chars"].encode(),
+        skip=grammars.SKIP if about["strip_chars"] is None else about["strip_chars"].encode(),
         prelex=None if prelex is None else (prelex[0].encode(), prelex[1].encode()),
-        subtokens=about["subtokens"],
     )

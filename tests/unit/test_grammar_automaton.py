@@ -10,13 +10,12 @@ import pytest
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms import automaton as forms
 from dllm_sampler.guides.grammar import Language, bounded
-from dllm_sampler.guides.grammar.bounded import Automaton
 from tests.grammars import TERMINALS, Rules, Small, sampled
 from tests.refusals import refused
 from tests.sampling import each, few
 
 
-def accepts(automaton: Automaton, text: bytes) -> bool:
+def accepts(automaton: forms.ByteAutomaton, text: bytes) -> bool:
     state, finals, moves = automaton
     for byte in text:
         if byte not in moves[state]:
@@ -101,7 +100,7 @@ def test_what_is_not_shown_to_be_regular(text: str) -> None:
         found.automaton()
 
 
-def small_enough(found: Language, depth: int) -> Automaton | None:
+def small_enough(found: Language, depth: int) -> forms.ByteAutomaton | None:
     try:
         return found.automaton(depth)
     except UserError as error:
@@ -211,7 +210,7 @@ def test_depth_of_derivations(monkeypatch: pytest.MonkeyPatch) -> None:
                 text, most = text + part, max(most, deepest)
             return text, most
 
-        automata: dict[int, Automaton | None] = {}
+        automata: dict[int, forms.ByteAutomaton | None] = {}
         for _ in range(20):
             text, depth = derive("S", 5, 0, 0)
             if depth > 2:

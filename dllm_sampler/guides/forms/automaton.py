@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -107,13 +107,13 @@ def _made(known: Mapping[str, ByteAutomaton], pattern: str) -> ByteAutomaton:
 class Recipe:
     """The source of an automaton over tokens."""
 
-    digest: str
-    name: str
-    make: Callable[[], ByteAutomaton]
-    tokens: tuple[bytes, ...]
-    vocab: int
-    end_ids: tuple[int, ...]
-    mask_id: int | None
+    digest: str  # alone decides if two are equal
+    name: str = field(compare=False)
+    make: Callable[[], ByteAutomaton] = field(compare=False)
+    tokens: tuple[bytes, ...] = field(compare=False)
+    vocab: int = field(compare=False)
+    end_ids: tuple[int, ...] = field(compare=False)
+    mask_id: int | None = field(compare=False)
 
     @staticmethod
     def of(
@@ -143,12 +143,6 @@ class Recipe:
         home = os.environ.get("DLLM_SAMPLER_CACHE")
         home = home or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dllm_sampler")
         return Path(home).expanduser() / "forms" / f"{self.digest}.safetensors"
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Recipe) and self.digest == other.digest
 
 
 @lru_cache(maxsize=2)
@@ -180,24 +174,18 @@ def lifted(recipe: Recipe) -> Automaton:
     return found
 
 
-def byte_automaton(pattern: str, seconds: float | None = None) -> ByteAutomaton:
+def byte_automaton(pattern: str) -> ByteAutomaton:
     """Build the automaton of an expression over bytes: first state, accepting states, and moves by byte.
-
-    Args:
-        seconds: most time to build, `library.SECONDS` by default.
 
     Raises:
         UserError: the pattern is not a regular expression, or is too large.
     """
-    (found,) = _byte_automata([pattern], _short(pattern), seconds, partial(fault, pattern))
+    (found,) = _byte_automata([pattern], _short(pattern), partial(fault, pattern))
     return found
 
 
 def _byte_automata(
-    patterns: Sequence[str],
-    name: str = "",
-    seconds: float | None = None,
-    why: Callable[[], tuple[str, str]] | None = None,
+    patterns: Sequence[str], name: str = "", why: Callable[[], tuple[str, str]] | None = None
 ) -> list[ByteAutomaton]:
     """Build the automata of several expressions by one call of `library.run`, which has the other arguments."""
     given = []
@@ -207,7 +195,7 @@ def _byte_automata(
         bare = bare[:-1] if bare.endswith("$") and slashes % 2 == 0 else bare
         given.append([bare, f"(?:{bare}){MARK}"])
     found = []
-    for start, finals, pairs in json.loads(library.run({"patterns": given, "states": STATES}, name, seconds, why)):
+    for start, finals, pairs in json.loads(library.run({"patterns": given, "states": STATES}, name, why)):
         moves = {state: {int(byte): to for byte, to in there.items() if byte != "256"} for state, there in pairs}
         found.append((start, [state for state in moves if _ends(moves, state, finals)], moves))
     return found

@@ -60,15 +60,12 @@ json.dump(found, sys.stdout)
 """
 
 
-def run(
-    given: dict[str, Any], name: str, seconds: float | None = None, why: Callable[[], tuple[str, str]] | None = None
-) -> str:
+def run(given: dict[str, Any], name: str, why: Callable[[], tuple[str, str]] | None = None) -> str:
     """Run the library on an input and return its result, as JSON.
 
     Args:
         given: the input of `BUILD`.
         name: name of the form in errors.
-        seconds: most time, `SECONDS` by default.
         why: returns the fault of the input and what to do, instead of the library's own error.
 
     Raises:
@@ -78,11 +75,9 @@ def run(
     command = [sys.executable, "-P", "-c", BUILD]
     try:
         text = json.dumps({**given, "memory": MEMORY})
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds or SECONDS)
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        raise UserError(
-            "form-too-large", f"The form {name} takes over {seconds or SECONDS:g} s. Simplify it."
-        ) from None
+        raise UserError("form-too-large", f"The form {name} takes over {SECONDS} s. Simplify it.") from None
     if not done.returncode:
         return done.stdout
     said = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ""

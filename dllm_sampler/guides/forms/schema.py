@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -87,15 +87,24 @@ KINDS = {
     "array": list,
 }  # fmt: skip
 MEANING = {"type", "properties", "enum", "const", "anyOf", "allOf", "$ref", "prefixItems"}  # a schema needs one of them
-SHAPES = {  # the expected kinds of values, and their keywords
-    "an object of schemas": ("properties", "$defs", "definitions"),
-    "a list of schemas": ("anyOf", "allOf", "prefixItems"),
-    "a list of values": ("enum",),
-    "a list of names": ("required",),
-    "the name of a type, or a list of these": ("type",),
-    "a name": ("format", "$ref"),
-    "a pattern": ("pattern",),
-    "a whole number of at least 0, in digits alone": ("minItems", "maxItems", "minLength", "maxLength"),
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+SHAPES: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {  # kinds of values: their test, and their keywords
+    "an object of schemas": (lambda one: isinstance(one, Mapping), ("properties", "$defs", "definitions")),
+    "a list of schemas": (lambda one: isinstance(one, list), ("anyOf", "allOf", "prefixItems")),
+    "a list of values": (lambda one: isinstance(one, list), ("enum",)),
+    "a list of names": (_texts, ("required",)),
+    "the name of a type, or a list of these": (lambda one: isinstance(one, str) or _texts(one), ("type",)),
+    "a name": (lambda one: isinstance(one, str), ("format", "$ref")),
+    "a pattern": (lambda one: isinstance(one, str), ("pattern",)),
+    "a whole number of at least 0, in digits alone": (
+        lambda one: type(one) is int and one >= 0,
+        ("minItems", "maxItems", "minLength", "maxLength"),
+    ),
 }
 LOOSE = re.compile(r'[|."\\^$]')  # signs of a pattern that could leave its string, or match a part
 
@@ -109,18 +118,6 @@ def _is(value: Any, kind: str) -> bool:
     )
 
 
-def _has(value: Any, shape: str) -> bool:
-    """Return True if a value has one of `SHAPES`."""
-    if shape == "an object of schemas":
-        return isinstance(value, Mapping)
-    if shape.startswith("a whole number"):
-        return type(value) is int and value >= 0
-    names = isinstance(value, list) and all(isinstance(one, str) for one in value)
-    if shape.startswith("a list"):
-        return names if shape == "a list of names" else isinstance(value, list)
-    return isinstance(value, str) or (names and shape not in ("a name", "a pattern"))
-
-
 def check_schema(schema: Any, name: str = OPTION) -> None:
     """Refuse a schema that is malformed or contradicts itself, or a keyword that an expression would not enforce.
 
@@ -129,9 +126,9 @@ def check_schema(schema: Any, name: str = OPTION) -> None:
     if not isinstance(schema, Mapping):
         said = json.dumps(schema)[:200]
         raise UserError("form-invalid", f'{name} has {said}. Give an object, for example {{"type": "integer"}}.')
-    for shape, words in SHAPES.items():
+    for shape, (fits, words) in SHAPES.items():
         for word in words:
-            if word in schema and not _has(schema[word], shape):
+            if word in schema and not fits(schema[word]):
                 said = json.dumps(schema[word])[:200]
                 raise UserError("form-invalid", f"{name} has `{word}`: {said}. Give {shape}.")
     names = schema.get("properties", {})

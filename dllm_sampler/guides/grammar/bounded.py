@@ -20,15 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from dllm_sampler.errors import UserError
-from dllm_sampler.guides.forms.automaton import STATES
+from dllm_sampler.guides.forms.automaton import STATES, ByteAutomaton
 from dllm_sampler.guides.forms.library import SECONDS
 from dllm_sampler.guides.grammar.regular import Dfa, Nfa, minimal, trimmed
 from dllm_sampler.guides.grammar.rules import Body, Grammar, components
-from dllm_sampler.guides.grammar.terminals import Terminals
+from dllm_sampler.guides.grammar.terminals import Terminals, unmarked
 
 LEFT, RIGHT, BOTH = 1, 2, 3  # the sides of a variable on which there is text
 Level = tuple[str, int, int]  # a variable, its depth, and the remembered sides
-Automaton = tuple[int, list[int], dict[int, dict[int, int]]]
 
 
 class Nesting:
@@ -97,7 +96,7 @@ def _sides(body: Body, at: int) -> int:
     return (LEFT if at else 0) | (RIGHT if at < len(body) - 1 else 0)
 
 
-def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: str) -> Automaton:
+def automaton(grammar: Grammar, terminals: Terminals, depth: int | None, name: str) -> ByteAutomaton:
     """Build the automaton over bytes of texts nested at most `depth` deep: first state, final ones, and moves.
 
     Args:
@@ -211,31 +210,8 @@ def _bytes(words: Dfa, terminals: Terminals, check: Callable[[int], None]) -> Df
     for state in words.finals:
         nfa.edge(nodes[state], None, end)
     found = nfa.determinised(nodes[0], end)
-    return found if terminals.marks is None else _unmarked(found, terminals)
-
-
-def _unmarked(dfa: Dfa, terminals: Terminals) -> Dfa:
-    """Return the automaton of texts that are in a language after marks are put around their words."""
-    assert terminals.marks is not None
-    opens, closes = (terminals.table[mark] for mark in terminals.marks)
-    order, number = [(0, False)], {(0, False): 0}  # a state, and True inside a word
-    moves, finals = {}, []
-    for at, (state, inside) in enumerate(order):
-        outside = dfa.moves[state].get(closes) if inside else state
-        if outside in dfa.finals:
-            finals.append(at)
-        row = moves[at] = {}
-        for label in range(len(terminals.classes)):
-            word = label in terminals.words
-            if label in (opens, closes):
-                continue
-            within = state if inside else dfa.moves[state].get(opens)
-            before = within if word else outside
-            to = None if before is None else dfa.moves[before].get(label)
-            if to is None:
-                continue
-            if (to, word) not in number:
-                number[to, word] = len(number)
-                order.append((to, word))
-            row[label] = number[to, word]
-    return minimal(trimmed(0, finals, moves))
+    if terminals.marks is None:
+        return found
+    states = unmarked(found, terminals)
+    finals = [at for at, (_, final, _) in enumerate(states) if final]
+    return minimal(trimmed(0, finals, {at: row for at, (row, _, _) in enumerate(states)}))

@@ -8,8 +8,9 @@ integer. Sets of a pair come from those of shorter spans, by products that are r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
-from dllm_sampler.guides.grammar.rules import Grammar, bits, gathered, members
+from dllm_sampler.guides.grammar.rules import Grammar, bits, gathered, members, union
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Emptiness:
     def __init__(self, grammar: Grammar, limit: int):
         self.grammar, self.limit = grammar, limit
         count = len(grammar.names)
-        self.kinds = [self._upwards(near, far) for near in (False, True) for far in (False, True)]
+        self.upwards = {(near, far): self._upwards(near, far) for near in (False, True) for far in (False, True)}
         self.lefts = bits(left for _, left, _ in grammar.pairs)
         self.rights = bits(right for _, _, right in grammar.pairs)
         self.kept = self.lefts | self.rights | 1 << grammar.start
@@ -50,9 +51,7 @@ class Emptiness:
         self.of_terminal: dict[int, int] = {}
         for head, terminal in grammar.leaves:
             self.of_terminal[terminal] = self.of_terminal.get(terminal, 0) | 1 << head
-        self.seeds: dict[int, int] = {}
-        self.closed: list[dict[int, int]] = [{} for _ in self.kinds]
-        self.products: dict[tuple[int, int], int] = {}
+        self.seed, self.close, self.product = cache(self._seeded), cache(self._closed), cache(self._multiplied)
 
     def __call__(self, graph: Graph) -> bool:
         """Return True if the grammar derives a word of the graph."""
@@ -60,7 +59,7 @@ class Emptiness:
         begins = set(graph.starts)
         if final in begins and (gaps[final] or self.grammar.nullable >> start & 1):
             return True
-        products, lefts, rights, left = self.products, self.lefts, self.rights, self.limit
+        lefts, rights, left = self.lefts, self.rights, self.limit
         behind: list[dict[int, int]] = [
             {} for _ in gaps
         ]  # by node: right parts of bodies, and the nodes at which they end
@@ -68,11 +67,9 @@ class Emptiness:
             found: dict[int, int] = {}  # sets of variables, and the nodes up to which they derive a word
             for to, which in graph.edges[node].items():
                 if to == final or behind[to]:
-                    seed = self._seed(which)
+                    seed = self.seed(which)
                     found[seed] = found.get(seed, 0) | 1 << to
-            waiting, here = 0, behind[node]
-            for ends in found.values():
-                waiting |= ends
+            waiting, here = union(found.values()), behind[node]
             while waiting:
                 end = waiting & -waiting  # the nearest one: words that end further away may be made of it
                 waiting ^= end
@@ -80,7 +77,7 @@ class Emptiness:
                 for some, ends in found.items():
                     if ends & end:
                         mask |= some
-                mask = self._close(mask, 2 * gaps[node] + gaps[to])
+                mask = self.close(mask, gaps[node], gaps[to])
                 if to == final and node in begins and mask >> start & 1:
                     return True
                 if mask & rights:
@@ -91,9 +88,7 @@ class Emptiness:
                     if left < 0:
                         return False
                     for other, ends in behind[to].items():
-                        made = products.get((part, other))
-                        if made is None:
-                            made = self._product(part, other)
+                        made = self.product(part, other)
                         if made:
                             found[made] = found.get(made, 0) | ends
                             waiting |= ends
@@ -112,35 +107,19 @@ class Emptiness:
                 edges[left].append(head)
         return gathered(edges, [1 << number for number in range(len(edges))])
 
-    def _seed(self, which: int) -> int:
+    def _seeded(self, which: int) -> int:
         """Return the variables with a rule for one of some terminals."""
-        found = self.seeds.get(which)
-        if found is None:
-            found = 0
-            for terminal in members(which):
-                found |= self.of_terminal.get(terminal, 0)
-            self.seeds[which] = found
-        return found
+        return union(self.of_terminal.get(terminal, 0) for terminal in members(which))
 
-    def _close(self, mask: int, kind: int) -> int:
-        found = self.closed[kind].get(mask)
-        if found is None:
-            found, up = 0, self.kinds[kind]
-            for number in members(mask):
-                found |= up[number]
-            found &= self.kept  # others are in no body of two, and not the start
-            self.closed[kind][mask] = found
-        return found
+    def _closed(self, mask: int, near: bool, far: bool) -> int:
+        """Return the variables that are in bodies of two, or the start, and derive texts of those in `mask`."""
+        up = self.upwards[near, far]
+        return union(up[number] for number in members(mask)) & self.kept
 
-    def _product(self, left: int, right: int) -> int:
-        found = 0
-        for number in members(left):
-            for one, head in self.by_left[number]:
-                if right & one:
-                    found |= head
-        self.products[left, right] = found
-        return found
+    def _multiplied(self, left: int, right: int) -> int:
+        """Return the heads of bodies of two with a variable of each set."""
+        return union(head for number in members(left) for one, head in self.by_left[number] if right & one)
 
     def size(self) -> int:
         """Return the number of remembered results."""
-        return len(self.products) + len(self.seeds) + sum(map(len, self.closed))
+        return sum(one.cache_info().currsize for one in (self.product, self.seed, self.close))

@@ -174,12 +174,7 @@ class Grammar(Guide):
     @override
     def valid(self, tokens: Sequence[int], form: int = 0) -> bool:
         assert self.language is not None
-        words = []
-        for token in tokens:
-            if token in self.ends:
-                break
-            words.append(self.text(token))
-        return self.language.accepts(b"".join(words))
+        return self.language.feasible([*map(self.word, tokens), END])
 
     def texts(self, canvas: Canvas) -> Iterator[Text]:
         """Yield the present texts of rows that are not done."""
@@ -192,10 +187,8 @@ class Grammar(Guide):
 
     def word(self, token: int) -> Word:
         """Return the bytes that a token adds to a text, or `END`."""
-        return END if token in self.ends else self.text(token)
-
-    def text(self, token: int) -> bytes:
-        """Return the bytes of a token that is not an end token."""
+        if token in self.ends:
+            return END
         return self.tokens[token] if token < len(self.tokens) else b""
 
     def fits(self, text: Text, column: int, token: int) -> bool:

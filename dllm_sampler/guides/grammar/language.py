@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
 from dllm_sampler.errors import UserError, short
-from dllm_sampler.guides.grammar.bounded import Automaton, Nesting
+from dllm_sampler.guides.forms.automaton import ByteAutomaton
+from dllm_sampler.guides.grammar.bounded import Nesting
 from dllm_sampler.guides.grammar.bounded import automaton as bounded_automaton
 from dllm_sampler.guides.grammar.completion import GAP, completion
 from dllm_sampler.guides.grammar.emptiness import Emptiness
 from dllm_sampler.guides.grammar.lattice import Lattice, Vocabulary
 from dllm_sampler.guides.grammar.lexing import Scanner
-from dllm_sampler.guides.grammar.partial import Partial, Word, graph
-from dllm_sampler.guides.grammar.reading import SKIP, Source, read
-from dllm_sampler.guides.grammar.recogniser import accepts
-from dllm_sampler.guides.grammar.regular import difference
+from dllm_sampler.guides.grammar.partial import END, Partial, Word, graph
+from dllm_sampler.guides.grammar.reading import Source, read
 from dllm_sampler.guides.grammar.rules import normal
 from dllm_sampler.guides.grammar.terminals import compiled
 
@@ -39,7 +38,7 @@ class Language:
     """
 
     def __init__(self, source: Source):
-        self.name, self.skip = source.name, bytes(source.skip)
+        self.name = source.name
         self.terminals = compiled(source.expressions, source.skip, source.prelex, source.places, source.name)
         try:
             self.grammar = normal(source.rules, source.start, self.terminals.possible, self.terminals.nullable)
@@ -78,37 +77,6 @@ class Language:
                 f" ({getattr(error, 'strerror', None) or error}). Name a file, or {', '.join(sorted(known))}.",
             ) from None
         return Language.parse(text, path.name)
-
-    @staticmethod
-    def of(
-        rules: str,
-        terminals: Mapping[str, str],
-        skip: bytes | Iterable[int] = SKIP,
-        prelex: tuple[bytes, bytes] | None = None,
-        subtokens: Mapping[str, Sequence[str]] | None = None,
-    ) -> Language:
-        """Build the language of rules and of terminals.
-
-        Args:
-            rules: lines of rules.
-            terminals: regular expressions by name.
-            skip: bytes that are allowed between lexemes.
-            prelex: the bytes before and after each word of a text.
-            subtokens: by terminal, the terminals whose texts it includes, as published data lists them. Lexemes are
-                tried as every terminal, so this is only checked.
-
-        Raises:
-            UserError: a rule or a terminal is invalid.
-        """
-        found = Language(read(rules, "grammar", terminals, bytes(skip), prelex))
-        dfas = dict(zip(found.terminals.names, found.terminals.dfas, strict=True))
-        for whole, parts in (subtokens or {}).items():
-            for part in parts:
-                if part in dfas and whole in dfas and difference(dfas[part], dfas[whole]).finals:
-                    raise UserError(
-                        "grammar-invalid", f"subtokens is wrong: {part} has texts that {whole} lacks. Correct it."
-                    )
-        return found
 
     def forget(self) -> None:
         """Drop all remembered results."""
@@ -159,15 +127,15 @@ class Language:
         return Lattice(self.terminals, self.grammar, Vocabulary.of({bytes([byte]): byte for byte in range(256)}))
 
     def accepts(self, text: bytes) -> bool:
-        """Return True if a full text is in the language. Shares no code with `feasible`."""
-        return accepts(text, self.terminals, self.grammar)
+        """Return True if a full text is in the language. See `feasible`."""
+        return self.feasible([text, END])
 
     @property
     def regular(self) -> bool:
         """True if the rules are regular: no variable is inside itself with text on both sides."""
         return Nesting(self.grammar).variable is None
 
-    def automaton(self, depth: int | None = None) -> Automaton:
+    def automaton(self, depth: int | None = None) -> ByteAutomaton:
         """Build the finite automaton over bytes of the language, or of its texts up to a depth.
 
         Args:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
 from dllm_sampler.guides.grammar.rules import Grammar, bits, members
-from dllm_sampler.guides.grammar.terminals import Terminals
+from dllm_sampler.guides.grammar.terminals import Terminals, unmarked
 
 DEAD, TAIL, BEHIND = range(3)  # states: in no lexeme; in skipped bytes after one; right after a word
 WHOLE, APART = range(2)  # kinds of an empty rest of a token. After `APART` no word may begin
@@ -93,16 +93,10 @@ class Lattice:
         self.worded = np.isin(np.arange(len(terminals.classes)), [*terminals.words] if terminals.marks else [])
         first = self.labels[vocabulary.begins[:-1]]
         self.begun = [np.flatnonzero(first == label) for label in range(len(terminals.classes))]  # tokens by class
-        self._moves: dict[int, Moves] = {}
+        self.moves = cache(self._followed)
         self._kinds: dict[bytes, int] = {}  # by the rest of a token. DEAD if no lexeme begins with it
         self._numbers: dict[tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]], int] = {}
         self.kinds: list[Kind | None] = [None, None]
-
-    def moves(self, state: int) -> Moves:
-        """Return the moves of tokens from a state."""
-        if state not in self._moves:
-            self._moves[state] = self._followed(state)
-        return self._moves[state]
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -135,44 +129,21 @@ class Lattice:
 
     def _terminal(self, number: int) -> None:
         """Append the states of a terminal, inside words and outside."""
-        dfa, marks, words = self.terminals.dfas[number], self.terminals.marks, self.terminals.words
-        opens, closes = (-1, -1) if marks is None else (self.terminals.table[mark] for mark in marks)
-        names: dict[tuple[int, bool], int] = {}
-        order: list[tuple[int, bool]] = []
-
-        def name(state: int, inside: bool) -> int:
-            if (state, inside) not in names:
-                names[state, inside] = len(self.rows) + len(order)
-                order.append((state, inside))
-            return names[state, inside]
-
-        rows: list[dict[int, int]] = []
-        self.starts.append(name(0, False))
-        for state, inside in order:
-            row: dict[int, int] = {}
-            # At the beginning or end of a word its mark is read first.
-            changed = dfa.moves[state].get(closes if inside else opens, -1)
-            for within in (False, True):
-                source = state if within == inside else changed
-                if source < 0 or (within and marks is None):
-                    continue
-                for label, to in dfa.moves[source].items():
-                    if label not in (opens, closes) and within == (marks is not None and label in words):
-                        row[label] = name(to, within)
-            rows.append(row)
-            self.ends.append((changed if inside else state) in dfa.finals)
+        base, states = len(self.rows), unmarked(self.terminals.dfas[number], self.terminals)
+        first = states[0][0]
+        self.starts.append(base)
+        self.apart.append(base)
+        if self.terminals.marks is not None:
+            self.apart[-1] = base + len(states)
+            apart = {label: to for label, to in first.items() if label not in self.terminals.words}
+            states.append((apart, False, False))
+        for row, end, inside in states:
+            self.rows.append({label: base + to for label, to in row.items()})
+            self.ends.append(end)
             self.word.append(inside)
             self.owner.append(number)
-        self.rows += rows
-        self.apart.append(self.starts[-1])
-        for label in rows[0]:
+        for label in first:
             self.starting[label] |= 1 << number
-        if marks is not None:
-            self.apart[-1] = len(self.rows)
-            self.rows.append({label: to for label, to in rows[0].items() if label not in words})
-            self.ends.append(False)
-            self.word.append(False)
-            self.owner.append(number)
 
     def _follow(self, number: int) -> int:
         """Return the terminals that may follow a terminal, or any of them (-1)."""

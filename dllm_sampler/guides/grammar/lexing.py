@@ -7,8 +7,9 @@ the terminals' states. It is determinised as far as texts need it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
-from dllm_sampler.guides.grammar.rules import Grammar, bits, members
+from dllm_sampler.guides.grammar.rules import Grammar, bits, members, union
 from dllm_sampler.guides.grammar.terminals import Terminals
 
 DEAD = 0  # the number of the empty set of states
@@ -62,9 +63,7 @@ class Scanner:
         self.accepted: list[int] = []  # by set: the terminals that it accepts
         self.owners: list[int] = []  # by set: the terminals of its states
         self.going: list[bool] = []  # by set: a lexeme in it may continue
-        self.wide: dict[int, int] = {}
-        self.starting: dict[int, int] = {}
-        self.following: dict[int, int] = {}
+        self.widen, self._start, self._follow = cache(self._widened), cache(self._begun), cache(self._followed)
         self.lexings: dict[tuple[bytes, bool], Lexing] = {}
         self.held = 0  # size of the remembered results, in bytes of text
         self._set(0)
@@ -87,18 +86,15 @@ class Scanner:
             found = lexing.crossings[states] = (self._behind(lexing.text, ends), leaving)
         return found
 
-    def widen(self, states: int) -> int:
+    def _widened(self, states: int) -> int:
         """Return the states after any text."""
-        found = self.wide.get(states)
-        if found is None:
-            reached, todo = self.sets[states], [*members(self.sets[states])]
-            for state in todo:
-                for to in self.moves[state].values():
-                    if not reached >> to & 1:
-                        reached |= 1 << to
-                        todo.append(to)
-            found = self.wide[states] = self._set(reached)
-        return found
+        reached, todo = self.sets[states], [*members(self.sets[states])]
+        for state in todo:
+            for to in self.moves[state].values():
+                if not reached >> to & 1:
+                    reached |= 1 << to
+                    todo.append(to)
+        return self._set(reached)
 
     def _lex(self, text: bytes, first: bool) -> Lexing:
         size = len(text)
@@ -170,22 +166,13 @@ class Scanner:
             return (at,)
         return (at, *self._stops(text, at + 1))  # the byte there may be skipped, or begin a lexeme
 
-    def _start(self, which: int) -> int:
+    def _begun(self, which: int) -> int:
         """Return the set of first states of some terminals."""
-        found = self.starting.get(which)
-        if found is None:
-            found = self.starting[which] = self._set(bits(self.begins[number] for number in members(which)))
-        return found
+        return self._set(bits(self.begins[number] for number in members(which)))
 
-    def _follow(self, which: int) -> int:
+    def _followed(self, which: int) -> int:
         """Return the terminals that may follow one of some terminals."""
-        found = self.following.get(which)
-        if found is None:
-            found = 0
-            for number in members(which):
-                found |= self.grammar.follow.get(number, 0)
-            self.following[which] = found
-        return found
+        return union(self.grammar.follow.get(number, 0) for number in members(which))
 
     def _step(self, states: int, label: int) -> int:
         moves = self.moves

@@ -32,7 +32,6 @@ from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.guides.grammar.rules import Body
 
 BYTES = 1_000_000  # longest text
-SKIP = b" \t\n\r"
 SKIPS = {"space": b" ", "tab": b"\t", "newline": b"\n", "return": b"\r"}
 VARIABLE = re.compile(r"[A-Z]\w*")
 
@@ -55,33 +54,21 @@ class Source:
     expressions: dict[str, str | bytes] = field(default_factory=dict)
     rules: dict[str, list[Body]] = field(default_factory=dict)
     start: str = ""
-    skip: bytes = SKIP
+    skip: bytes = b"".join(SKIPS.values())
     prelex: tuple[bytes, bytes] | None = None
     places: dict[str, str] = field(default_factory=dict)
 
 
-def read(
-    text: str,
-    name: str,
-    terminals: Mapping[str, str] | None = None,
-    skip: bytes = SKIP,
-    prelex: tuple[bytes, bytes] | None = None,
-) -> Source:
-    """Read a grammar.
-
-    Args:
-        text: the grammar, in the format above.
-        name: the file's name, for errors.
-        terminals, skip, prelex: definitions besides those in the text.
+def read(text: str, name: str) -> Source:
+    """Read a grammar in the format above. Errors call its file `name`.
 
     Raises:
         UserError: a line is wrong. The message has the file's name and the line.
     """
     if len(text) > BYTES:
         raise UserError("form-too-large", f"{name} has {len(text)} characters, more than {BYTES}. Make it smaller.")
-    found = Source(name, skip=skip, prelex=prelex)
-    defined = dict(terminals or {})
-    found.places = {terminal: f"{name}: terminal {terminal}" for terminal in defined}
+    found = Source(name)
+    defined: dict[str, str] = {}
     bodies: list[tuple[int, str, str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split(None, 2)

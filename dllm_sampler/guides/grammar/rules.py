@@ -6,14 +6,18 @@ are integers, one bit each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
+from typing import TypeVar
 
 from dllm_sampler.errors import UserError
 
 RULES = 10_000  # most rules of a normal form
 Body = tuple[str | int, ...]  # names of variables, numbers of terminals
+Symbol = TypeVar("Symbol", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -36,19 +40,8 @@ class Grammar:
     @cached_property
     def nullable(self) -> int:
         """The variables that derive the empty word."""
-        users: list[list[tuple[int, int]]] = [[] for _ in self.names]
-        for head, body in self.units:
-            users[body].append((head, body))
-        for head, left, right in self.pairs:
-            users[left].append((head, right))
-            users[right].append((head, left))
-        found, ready = bits(self.empties), [*self.empties]
-        for one in ready:
-            for head, other in users[one]:
-                if found >> other & 1 and not found >> head & 1:
-                    found |= 1 << head
-                    ready.append(head)
-        return found
+        rules = [*((head, ()) for head in self.empties), *((head, (body,)) for head, body in self.units)]
+        return bits(derived([*rules, *((head, (left, right)) for head, left, right in self.pairs)]))
 
     @cached_property
     def first(self) -> list[int]:
@@ -85,10 +78,12 @@ class Grammar:
 
 def bits(numbers: Iterable[int]) -> int:
     """Return the set of some numbers."""
-    found = 0
-    for one in numbers:
-        found |= 1 << one
-    return found
+    return union(1 << one for one in numbers)
+
+
+def union(sets: Iterable[int]) -> int:
+    """Return the numbers of any of some sets."""
+    return reduce(or_, sets, 0)
 
 
 def members(mask: int) -> Iterator[int]:
@@ -97,6 +92,26 @@ def members(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+def derived(rules: Iterable[tuple[Symbol, Collection[Symbol]]]) -> set[Symbol]:
+    """Return the heads of rules whose body is empty or has only such heads."""
+    users: dict[Symbol, list[tuple[Symbol, set[Symbol]]]] = defaultdict(list)
+    ready, found = [], set[Symbol]()
+    for head, body in rules:
+        missing = set(body)
+        for one in body:
+            users[one].append((head, missing))
+        ready += [] if missing else [head]
+    while ready:
+        head = ready.pop()
+        if head in found:
+            continue
+        found.add(head)
+        for user, missing in users[head]:
+            missing.discard(head)
+            ready += [] if missing else [user]
+    return found
 
 
 def components(edges: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -138,11 +153,7 @@ def gathered(edges: Sequence[Sequence[int]], own: Sequence[int]) -> list[int]:
     """Return for each node the union of its `own` set and those of all nodes to which it leads."""
     found = [0] * len(edges)
     for group in components(edges):
-        mask = 0
-        for node in group:
-            mask |= own[node]
-            for to in edges[node]:
-                mask |= found[to]
+        mask = union(own[node] | union(found[to] for to in edges[node]) for node in group)
         for node in group:
             found[node] = mask
     return found
@@ -179,32 +190,15 @@ def normal(rules: Mapping[str, Sequence[Body]], start: str, possible: int, nulla
 
 def _generating(rules: dict[str, list[Body]], possible: int) -> dict[str, list[Body]]:
     """Return the rules from which words can be derived."""
-    users: dict[str, list[tuple[str, int]]] = {}
-    missing: dict[tuple[str, int], int] = {}
-    found: dict[str, None] = {}
-    ready = []
-    for head, bodies in rules.items():
-        for at, body in enumerate(bodies):
-            if any(isinstance(s, int) and not possible >> s & 1 for s in body):
-                continue
-            wanted = {s for s in body if isinstance(s, str)}
-            missing[head, at] = len(wanted)
-            for one in wanted:
-                users.setdefault(one, []).append((head, at))
-            if not wanted:
-                ready.append(head)
-    while ready:
-        head = ready.pop()
-        if head in found:
-            continue
-        found[head] = None
-        for user in users.get(head, []):
-            missing[user] -= 1
-            if not missing[user]:
-                ready.append(user[0])
-    return {
-        head: [body for at, body in enumerate(bodies) if missing.get((head, at)) == 0]
+    usable = {
+        head: [body for body in bodies if all(isinstance(s, str) or possible >> s & 1 for s in body)]
         for head, bodies in rules.items()
+    }
+    variables = [(head, [s for s in body if isinstance(s, str)]) for head, bodies in usable.items() for body in bodies]
+    found = derived(variables)
+    return {
+        head: [body for body in usable[head] if all(isinstance(s, int) or s in found for s in body)]
+        for head in rules
         if head in found
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import byte_automaton
@@ -14,7 +15,6 @@ from dllm_sampler.guides.grammar.rules import bits
 
 STATES = 20_000  # most states of all terminals
 KEPT = 256  # most automata of expressions that are remembered
-BUILT: dict[str, Dfa] = {}  # by expression, over bytes
 # Bytes of words, for `prelex`. Every byte of a character beyond ASCII counts, so that a cut through a character is not
 # ambiguous.
 WORD = frozenset(byte for byte in range(256) if byte >= 128 or chr(byte).isalnum() or byte == ord("_"))
@@ -64,16 +64,17 @@ def compiled(
     for number, (terminal, expression) in enumerate(expressions.items()):
         try:
             if isinstance(expression, str):
-                dfa = _expression(expression, deadline)
+                dfa = _expression(expression)
             elif prelex is None:
                 dfa = literal(expression)
             else:
                 dfa = literal(marked(expression, (prelex[0][0], prelex[1][0]), begins=True, ends=True))
+            if time.monotonic() > deadline:
+                raise UserError(
+                    "grammar-invalid", f"the terminals take more than {SECONDS} s to build. Make them fewer or simpler."
+                )
         except UserError as error:
-            late = f"the terminals take more than {SECONDS} s to build. Make them fewer or simpler."
-            raise UserError(
-                "grammar-invalid", f"{places[terminal]}: {late if time.monotonic() > deadline else error}"
-            ) from None
+            raise UserError("grammar-invalid", f"{places[terminal]}: {error}") from None
         nullable |= (0 in dfa.finals) << number
         dfa = without_empty(dfa)
         whole = dfa if balanced is None else intersection(dfa, balanced)
@@ -101,24 +102,21 @@ def compiled(
     )
 
 
-def _expression(text: str, deadline: float) -> Dfa:
+def _expression(text: str) -> Dfa:
     """Return the minimal automaton of an expression over bytes."""
     first, _, rest = text.partition(" without ")
-    found = _one(first.strip(), deadline)
+    found = _one(first.strip())
     for taken in rest.split(" and ") if rest else []:
-        found = difference(found, _one(taken.strip(), deadline))
+        found = difference(found, _one(taken.strip()))
     return found
 
 
-def _one(pattern: str, deadline: float) -> Dfa:
+@lru_cache(maxsize=KEPT)
+def _one(pattern: str) -> Dfa:
     if not pattern:
         raise UserError("grammar-invalid", "the regular expression is missing. Write name = expression.")
-    if pattern not in BUILT:
-        start, finals, moves = byte_automaton(pattern, max(0.01, deadline - time.monotonic()))
-        if len(BUILT) >= KEPT:
-            del BUILT[next(iter(BUILT))]  # the oldest
-        BUILT[pattern] = minimal(trimmed(start, finals, moves))
-    return BUILT[pattern]
+    start, finals, moves = byte_automaton(pattern)
+    return minimal(trimmed(start, finals, moves))
 
 
 def _check_marks(prelex: tuple[bytes, bytes], skip: frozenset[int], name: str) -> None:
@@ -154,6 +152,32 @@ def _classes(dfas: Iterable[Dfa], sets: Iterable[frozenset[int]]) -> tuple[bytes
         kinds = [names.setdefault((kind, row.get(byte)), len(names)) for byte, kind in enumerate(kinds)]
     members = [tuple(byte for byte in range(256) if kinds[byte] == kind) for kind in range(max(kinds) + 1)]
     return bytes(kinds), tuple(members)
+
+
+def unmarked(dfa: Dfa, terminals: Terminals) -> list[tuple[dict[int, int], bool, bool]]:
+    """Return the states of the texts that an automaton accepts after marks are put around their words.
+
+    Each has its moves, True if it is final, and True inside a word. The first state is the start.
+    """
+    opens, closes = (-1, -1) if terminals.marks is None else (terminals.table[mark] for mark in terminals.marks)
+    words = frozenset() if terminals.marks is None else terminals.words
+    order, number = [(0, False)], {(0, False): 0}
+    found = []
+    for state, inside in order:
+        row: dict[int, int] = {}
+        # At the beginning or end of a word its mark is read first.
+        changed = dfa.moves[state].get(closes if inside else opens, -1)
+        for within in (False, True):
+            source = state if within == inside else changed
+            for label, to in dfa.moves[source].items() if source >= 0 else ():
+                if label in (opens, closes) or within != (label in words):
+                    continue
+                if (to, within) not in number:
+                    number[to, within] = len(order)
+                    order.append((to, within))
+                row[label] = number[to, within]
+        found.append((row, (changed if inside else state) in dfa.finals, inside))
+    return found
 
 
 def marked(text: bytes, marks: tuple[int, int], begins: bool, ends: bool) -> bytes:

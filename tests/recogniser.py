@@ -8,16 +8,17 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from dllm_sampler.guides.grammar.rules import Grammar, members
-from dllm_sampler.guides.grammar.terminals import Terminals
+from dllm_sampler.guides.grammar import Language
+from dllm_sampler.guides.grammar.rules import members
 
 
-def accepts(text: bytes, terminals: Terminals, grammar: Grammar) -> bool:
-    """Return True if the grammar derives a text.
+def recognised(language: Language, text: bytes) -> bool:
+    """Return True if the language's grammar derives a text.
 
     For each offset, from the last one down, it collects the ends of each variable's texts from there on, one bit for
     each end. Time grows with the square of the text's length, or with its third power for very ambiguous grammars.
     """
+    terminals, grammar = language.terminals, language.grammar
     if terminals.marks is not None:
         opens, closes = (bytes([mark]) for mark in terminals.marks)
         if opens in text or closes in text:
