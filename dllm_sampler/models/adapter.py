@@ -147,7 +147,7 @@ def _as_checkpoint(network: Transformer, held: Held, touched: set[str], family: 
     """Return the touched layers under the names that the checkpoint has for them, on the same memory if possible."""
     root, own = nn.Module(), network.state_dict()
     embeddings = {part.name for part in family.parts("embed.weight", network.config)}
-    for name in touched:
+    for name in sorted(touched):  # a layer comes before those inside it
         found = {one.rpartition(".")[2]: assembled(own, held[one]) for one in held if one.rpartition(".")[0] == name}
         made = _layer(found, f"{name}.weight" in embeddings)
         for kind, tensor in found.items():
@@ -158,9 +158,6 @@ def _as_checkpoint(network: Transformer, held: Held, touched: set[str], family: 
             if part not in node._modules:
                 node.add_module(part, nn.Module())
             node = node.get_submodule(part)
-        old = node._modules.get(last)
-        for child, module in () if old is None else old.named_children():
-            made.add_module(child, module)
         node.add_module(last, made)
     return root
 

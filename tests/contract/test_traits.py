@@ -199,7 +199,8 @@ def test_every_wrapper_is_checked() -> None:
             if module.name != "__main__" and not module.name.startswith("test_"):
                 importlib.import_module(f"{package.__name__}.{module.name}")
     found = {one for one in subclasses(Around) if one.__module__.startswith(("dllm_sampler", *packages))}
-    assert found - {AroundWithState, Aged, Asked, Scrambled} == set(WRAPPERS) - {Filling}  # by these the check looks at traits
+    # By these the check looks at traits.
+    assert found - {AroundWithState, Aged, Asked, Scrambled} == set(WRAPPERS) - {Filling}
 
 
 @wrappers
