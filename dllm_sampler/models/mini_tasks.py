@@ -76,29 +76,18 @@ def _split(prompt: str) -> tuple[list[str], str]:
     return items.split(", "), extra
 
 
-def _whole(name: str, answer: str, limits: str, edit: Callable[[list[str]], list[str]]) -> Task:
-    """Return the task of an operation on the whole list. It has one right answer."""
+def _whole(name: str, answer: str, limits: str, edit: Callable[[list[str]], list[str]] | None) -> Task:
+    """Return the task of an operation on the whole list. It has one right answer, or without `edit` every order is."""
 
     def draw(rng: Random) -> tuple[str, str]:
         items = _names(rng)
-        return f"{name}: {', '.join(items)}", ", ".join(edit(items))
+        return f"{name}: {', '.join(items)}", ", ".join(rng.sample(items, len(items)) if edit is None else edit(items))
 
     def check(prompt: str, answer: str) -> bool:
-        return answer == ", ".join(edit(_split(prompt)[0]))
+        items = _split(prompt)[0]
+        return sorted(answer.split(", ")) == sorted(items) if edit is None else answer == ", ".join(edit(items))
 
     return Task(name, f"{name}: Ben, Dan, Ada, Cal", answer, limits, draw, check)
-
-
-def _shuffle() -> Task:
-    def draw(rng: Random) -> tuple[str, str]:
-        items = _names(rng)
-        return f"shuffle: {', '.join(items)}", ", ".join(rng.sample(items, len(items)))
-
-    def check(prompt: str, answer: str) -> bool:
-        return sorted(answer.split(", ")) == sorted(_split(prompt)[0])
-
-    limits = "1 to 8 names; any order is right"
-    return Task("shuffle", "shuffle: Ben, Dan, Ada, Cal", "Dan, Ada, Cal, Ben", limits, draw, check)
 
 
 def _at_place(verb: str, edit: Edit, *, extra: bool, past_end: bool, random: bool) -> Task:
@@ -276,7 +265,7 @@ _LISTS = (
     _whole("copy", "Ben, Dan, Ada, Cal", "1 to 8 names", list),
     _whole("reverse", "Cal, Ada, Dan, Ben", "1 to 8 names", lambda items: items[::-1]),
     _whole("sort", "Ada, Ben, Cal, Dan", "1 to 8 names; alphabetical", sorted),
-    _shuffle(),
+    _whole("shuffle", "Dan, Ada, Cal, Ben", "1 to 8 names; any order is right", None),
     *(
         _at_place(verb, edit, extra=extra, past_end=past_end, random=random)
         for random in (False, True)
