@@ -105,7 +105,9 @@ def about(file: Path, text: str) -> dict[str, Any]:
     try:
         _ABOUT.validate_python(found, strict=True)
     except ValidationError as error:
-        raise UserError("run-damaged", f"{file}, line {_line(text, error)}: {_wrong(error)}. {_AGAIN}") from None
+        place = error.errors()[0]["loc"]  # of the first invalid field
+        line = _line_of(text, str(place[0])) if place else 1
+        raise UserError("run-damaged", f"{file}, line {line}: {_wrong(error)}. {_AGAIN}") from None
     return found
 
 
@@ -164,12 +166,6 @@ def parse(line: bytes, run: Mapping[str, Any] | None) -> Record:
     if run is not None and run["score"] not in found.scores:
         raise ValueError(f"`scores` should have {run['score']!r} (`score` of run.json)")
     return found
-
-
-def _line(text: str, error: ValidationError) -> int:
-    """Return the number of the line with the first invalid field of a JSON object."""
-    place = error.errors()[0]["loc"]
-    return _line_of(text, str(place[0])) if place else 1
 
 
 def _line_of(text: str, name: str) -> int:

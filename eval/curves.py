@@ -19,12 +19,7 @@ def aup(points: Sequence[Point], best: float) -> float:
     a single point at rate 1 has its own score as area. Points more than 5 percentage points of score below the slowest
     point are dropped, as in d3LLM's definition. d3LLM's code raises an error instead.
 
-    Args:
-        points: in any order.
-        best: the highest score, between 0 and 1, that any method has on the task.
-
-    Returns:
-        An area in % × tokens per forward.
+    `best` is the highest score, between 0 and 1, that any method has on the task. The unit is % × tokens per forward.
     """
     ordered = sorted(points)
     kept = [(rate, 100 * score) for rate, score in ordered if 100 * (ordered[0][1] - score) <= 5 + 1e-9]
@@ -40,10 +35,8 @@ def aup(points: Sequence[Point], best: float) -> float:
 def pbx(points: Sequence[Point], least: float, *, interpolate: bool) -> float:
     """Return ParallelBench's PBx: the highest rate with a score of at least `least`, or 0 if none has it.
 
-    Args:
-        points: in any order.
-        least: a score between 0 and 1 (0.8 for PB80).
-        interpolate: also count rates between neighbouring points, on the straight line that joins them.
+    `least` is a score between 0 and 1 (0.8 for PB80). `interpolate` also counts rates between neighbouring points, on
+    the straight line that joins them.
     """
     ordered = sorted(points)
     least -= 1e-9  # a mean of exactly that may come out a bit below
@@ -64,11 +57,8 @@ def parallelizability(scores: Mapping[float, float]) -> float:
 def adaptive_oracle(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float]:
     """Return ParallelBench's oracle: for each sample the fewest forwards that reach its best score.
 
-    Args:
-        runs: one run per setting of a method. A run has a pair (forwards, score) per sample, in the same order.
-
-    Returns:
-        Mean forwards, mean score.
+    There is one run per setting of a method: a pair (forwards, score) per sample, in the same order. Returns the mean
+    forwards and the mean score.
     """
     chosen = [min(tries, key=lambda found: (-found[1], found[0])) for tries in zip(*runs, strict=True)]
     return sum(nfe for nfe, _ in chosen) / len(chosen), sum(score for _, score in chosen) / len(chosen)

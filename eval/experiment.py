@@ -34,14 +34,12 @@ class Found:
     chosen: the words that select it, besides those of every trial
     score: mean over tasks, from 0 to 1
     speed: the value of `tune.measure`
-    samples: number of samples of all tasks
     """
 
     jobs: Sequence[Job]
     chosen: Sequence[str]
     score: float
     speed: float
-    samples: int
 
 
 @dataclass(frozen=True)

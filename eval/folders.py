@@ -67,36 +67,30 @@ class RunFolder:
         with self._lock():
             if (self.path / SAMPLES).exists() and not self.complete:
                 files.move(self.path / SAMPLES, self._new_part())
-            self._note(job, environment(device))
+            found, task, here = self.about(), job.built_task, environment(device)
+            places, samples = found["environments"] if found else [], len(task.samples())
+            if found and found["samples"] != samples:
+                checked.differs(self.path / ABOUT, "samples", found["samples"], samples)
+            if not found or here not in places:
+                about = {
+                    "schema": SCHEMA,
+                    "name": job.name,
+                    "choices": dict(job.choices),
+                    "config": job.identity,
+                    "samples": samples,
+                    "score": task.score,
+                    "dependency": task.dependency,
+                    "refused": found["refused"] if found else None,
+                    "measures": found.get("measures") if found else None,
+                    "environments": [*places, here],
+                }
+                files.write(self.path / ABOUT, json.dumps(about, indent=1, ensure_ascii=False))
 
     def _lock(self) -> AbstractContextManager[None]:
         return files.locked(self.path / LOCK, keep=True)
 
     def _new_part(self) -> Path:
         return self.path / f"part-{uuid4().hex}.jsonl"
-
-    def _note(self, job: Job, here: dict[str, Any]) -> None:
-        found = self.about()
-        places = found["environments"] if found else []
-        task = job.built_task
-        samples = len(task.samples())
-        if found and found["samples"] != samples:
-            checked.differs(self.path / ABOUT, "samples", found["samples"], samples)
-        if found and here in places:
-            return
-        about = {
-            "schema": SCHEMA,
-            "name": job.name,
-            "choices": dict(job.choices),
-            "config": job.identity,
-            "samples": samples,
-            "score": task.score,
-            "dependency": task.dependency,
-            "refused": found["refused"] if found else None,
-            "measures": found.get("measures") if found else None,
-            "environments": [*places, here],
-        }
-        files.write(self.path / ABOUT, json.dumps(about, indent=1, ensure_ascii=False))
 
     def reopen(self) -> None:
         """Remove the reason of an earlier refusal. A command calls it once, before its processes start.

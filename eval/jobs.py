@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import islice, product
 from math import prod
@@ -98,7 +98,6 @@ class Job:
 
     choices: the chosen name in each group
     model, plugins, task: the settings of each
-    words: the command line of this configuration alone
     """
 
     options: Options
@@ -106,7 +105,6 @@ class Job:
     model: dict[str, Any]
     plugins: dict[str, Any]
     task: dict[str, Any]
-    words: tuple[str, ...] = field(compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields without cached values, so that another process builds the task again."""
@@ -120,8 +118,7 @@ class Job:
             UserError: a field has an invalid value.
         """
         task = config.build("task", self.task)
-        if task.count is not None and task.count < 1:
-            raise UserError("option-range", f"task.count is {task.count}. Set at least 1.")
+        check_count("task.count", task.count, optional=True)
         if self.choices["task"] in own("task"):
             task = cast(Task, Asked(task, self.choices["task"]))
         return cast(Task, Repeated(task, self.options.samples)) if self.options.samples > 1 else task
@@ -186,7 +183,7 @@ def job(words: Sequence[str]) -> Job:
     chosen["guide"] = "+".join(guide["name"] for guide in plugins["guide"]) or "none"  # type: ignore[union-attr]
     if chosen["model"] == config.CHECKPOINT:
         chosen["model"] = Path(model["path"]).name
-    made = Job(made_of, chosen, model, plugins, {"name": chosen["task"], **task}, tuple(words))
+    made = Job(made_of, chosen, model, plugins, {"name": chosen["task"], **task})
     _ = made.built_task  # a mistake in it shows here
     return made
 
@@ -198,12 +195,9 @@ def variants(first: Job, words: Sequence[Sequence[str]]) -> list[Job]:
     """
     found = []
     for combination in words:
-        overrides = [parse(word) for word in combination]
-        given = {str(one.get_key_element()).removeprefix(_FIELD): one.value() for one in overrides}
-        kept = [word for word in first.words if not word.startswith(_FIELD)]
-        made = replace(first, task={**first.task, **given}, words=(*kept, *combination))
-        _ = made.built_task
-        found.append(made)
+        given = {str(one.get_key_element()).removeprefix(_FIELD): one.value() for one in map(parse, combination)}
+        found.append(replace(first, task={**first.task, **given}))
+        _ = found[-1].built_task
     return found
 
 

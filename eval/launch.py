@@ -71,10 +71,7 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
 
 
 def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
-    """Run all jobs in this process, or this process's share under accelerate.
-
-    Returns the reason of each refused run, by the run's name.
-    """
+    """Run all jobs, or this process's share under accelerate. Return the reason of each refused run by its name."""
     share = accelerated() or Share()
     with bars(console, share.rank == 0) as progress:
         folders = [RunFolder(job.folder) for job in found]
@@ -93,10 +90,7 @@ def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
 
 
 def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, named: bool) -> dict[str, str]:
-    """Run all jobs in workers of a Hydra launcher: the one in the words if it is `named` there, else joblib.
-
-    Returns the reason of each refused run, by the run's name.
-    """
+    """Run all jobs in workers of the Hydra launcher that the words name, else of joblib, as `run_in_process` does."""
     said = [word for word in words if of_hydra(word) and word != f"{LAUNCHER}basic"]
     if not named:
         said.append(f"{LAUNCHER}joblib")

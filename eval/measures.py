@@ -39,10 +39,8 @@ def summary(
 ) -> dict[str, float | None]:
     """Return every measure of a run by name, and the 95 % intervals of score and tokens per forward.
 
-    Args:
-        records: the samples of the run, at least one.
-        score: the name of the grade that counts, or a function that returns it.
-        prompts: the samples of each prompt, for intervals over prompts. None if each has one sample.
+    There is at least one sample. `score` is the name of the grade that counts, or a function that returns it. With
+    `prompts`, the samples of each prompt, intervals are over prompts.
     """
     scores = [record.scores[score] if isinstance(score, str) else score(record) for record in records]
     place = {id(record): value for record, value in zip(records, scores, strict=True)}

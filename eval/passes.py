@@ -18,12 +18,8 @@ DISTINCT = "distinct_correct"
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the probability that at least one of k samples is correct (Chen et al., arXiv 2107.03374).
 
-    The k samples are drawn from the pool without replacement, which makes the estimate unbiased.
-
-    Args:
-        samples: size of the pool, at least k.
-        correct: number of correct samples in the pool.
-        k: number of samples that are drawn.
+    The k samples are drawn without replacement from a pool of at least k with some `correct` ones, which makes the
+    estimate unbiased.
     """
     return 1 - prod(max(0.0, 1 - k / i) for i in range(samples - correct + 1, samples + 1))
 
@@ -34,10 +30,7 @@ def pass_at_nfe(costs: Sequence[int], correct: Sequence[bool], budgets: Sequence
     Samples are drawn in random order until the next one would exceed the budget. The result is the exact mean over
     all orders. With equal costs c it is pass@k for k = budget // c.
 
-    Args:
-        costs: forwards of each sample in the pool.
-        correct: True for each sample that solves the prompt.
-        budgets: forwards that may be spent on the prompt.
+    `costs` are the forwards of each sample in the pool, and `correct` is True for each that solves the prompt.
     """
     unit = gcd(*costs) or 1
     right = [cost // unit for cost, solves in zip(costs, correct, strict=True) if solves]
@@ -74,9 +67,7 @@ def passes(prompts: Sequence[Sequence[Record]], score: str) -> dict[str, float]:
     Intervals are over prompts. An answer is correct if its score is 1. k and the budgets are powers of two. The
     budgets lie between the cost of the cheapest sample and the smallest total cost of a prompt's samples.
 
-    Args:
-        prompts: the samples of each prompt, equally many.
-        score: the name of the grade that counts.
+    `score` is the name of the grade that counts. All prompts have equally many samples.
     """
     samples = len(prompts[0])
     right = [[record.scores[score] >= 1 for record in records] for records in prompts]
@@ -116,5 +107,4 @@ def about(name: str) -> str:
 
 
 def _powers(least: int, most: int) -> list[int]:
-    """Return the powers of two from `least` to `most`."""
     return [1 << bit for bit in range(most.bit_length()) if least <= 1 << bit <= most]

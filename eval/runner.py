@@ -55,8 +55,7 @@ class Share:
 def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> str | None:
     """Run the missing samples of a job that are for this process. `order` is the number of the job among all.
 
-    Returns:
-        The reason that the configuration cannot run, or None if it can.
+    Returns the reason that the configuration cannot run, or None if it can.
     """
     folder = RunFolder(job.folder)
     if folder.complete:
@@ -190,7 +189,6 @@ class Runner:
             yield ready
 
     def _batch(self, batch: Sequence[Sample]) -> list[Answered]:
-        """Answer one batch."""
         begun = time.perf_counter()
         reset_memory(self.denoiser.spec.device)
         options: dict[str, Any] = {**self._settings(batch), "batch_size": len(batch), "batching": "static"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dllm_sampler import config
 from dllm_sampler.cli.user_files import entry, home
-from dllm_sampler.core.checks import is_real
+from dllm_sampler.core.checks import check_count, check_number, is_real
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.jobs import ELSEWHERE, Options
 from dllm_sampler.eval.measures import SPEEDS
@@ -38,12 +38,9 @@ class Domain:
 
     @staticmethod
     def of(where: str, given: object, check: Check) -> Domain:
-        """Return the domain that a value of YAML describes.
+        """Return the domain that a list of values, or a mapping with `low` and `high`, describes.
 
-        Args:
-            where: the name of the knob, for messages.
-            given: a list of values, or a mapping with `low` and `high`.
-            check: raises `UserError` for a value that the knob does not allow.
+        `check` raises `UserError` for a value that the knob `where` does not allow.
 
         Raises:
             UserError: the value has another form, or contains a value that the knob does not allow.
@@ -156,12 +153,9 @@ class Tuning:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w-]+", self.name):
             raise UserError("option-type", f"tune.name is {self.name!r}. Use letters, digits, - and _.")
-        if not 1 <= self.trials <= TRIALS:
-            raise UserError("option-range", f"tune.trials is {self.trials}. Set 1 to {TRIALS}.")
-        if not 0 <= self.seed <= SEEDS - self.trials:
-            raise UserError("option-range", f"tune.seed is {self.seed}. Set 0 to {SEEDS - self.trials}.")
-        if not 0 <= self.loss <= 100:
-            raise UserError("option-range", f"tune.loss is {self.loss}. Set 0 to 100 points.")
+        check_count("tune.trials", self.trials, most=TRIALS)
+        check_count("tune.seed", self.seed, 0, most=SEEDS - self.trials)
+        check_number("tune.loss", self.loss, "a number of points", most=100)
         if self.measure not in SPEEDS:
             raise unknown("measure of speed", self.measure, SPEEDS)
         _ = self.choices  # a mistake in it shows here

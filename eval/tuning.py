@@ -230,7 +230,7 @@ class Tuner:
             raise UserError(
                 "option-not-applicable", f"tune.measure={self.tuning.measure} needs text answers. Set another."
             )
-        return Found(found, chosen, score, speed, sum(len(run.records) for run in runs.values()))
+        return Found(found, chosen, score, speed)
 
     def confirm(self, tried: Sequence[Trial], reference: Found) -> tuple[Found, Found, Found, dict[Sequence[str], str]]:
         """Find the fastest configuration that also holds on samples that the search did not see.
@@ -260,13 +260,11 @@ class Tuner:
 
     def unseen(self, fresh: Found) -> str:
         """Return a description of the confirming samples: their number, and how many have prompts of the search."""
-        seen = set(_prompts(self.base))
-        old = sum(prompt in seen for prompt in _prompts(fresh.jobs))
-        if old == fresh.samples:
-            return f"{counted(old, 'sample')} with the prompts of the search, under another seed"
-        return f"{counted(fresh.samples, 'sample')} " + (
-            f"({old} with prompts of the search)" if old else "that the search did not see"
-        )
+        seen, prompts = set(_prompts(self.base)), _prompts(fresh.jobs)
+        count, old = counted(len(prompts), "sample"), sum(prompt in seen for prompt in prompts)
+        if old == len(prompts):
+            return f"{count} with the prompts of the search, under another seed"
+        return f"{count} " + (f"({old} with prompts of the search)" if old else "that the search did not see")
 
 
 def _values(study: Study) -> list[float]:

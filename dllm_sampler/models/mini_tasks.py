@@ -170,7 +170,7 @@ def _check_arithmetic(prompt: str, answer: str) -> bool:
 
 
 @cache
-def _squares() -> tuple[str, ...]:
+def latin_squares() -> tuple[str, ...]:
     """Return all 576 latin squares of side 4, their rows joined by ", "."""
     rows = ["".join(row) for row in permutations("1234")]
     squares: list[tuple[str, ...]] = [()]
@@ -183,7 +183,7 @@ def _squares() -> tuple[str, ...]:
 
 
 def _draw_latin(rng: Random, least: int = 4, most: int = 10) -> tuple[str, str]:
-    square = rng.choice(_squares())
+    square = rng.choice(latin_squares())
     cells = [place for place, symbol in enumerate(square) if symbol.isdigit()]
     blank = set(rng.sample(cells, 16 - rng.randint(least, most)))
     return "latin: " + "".join("_" if place in blank else symbol for place, symbol in enumerate(square)), square
@@ -212,18 +212,18 @@ def _boxes(rows: Sequence[str]) -> list[str]:
 
 
 @cache
-def _sudokus() -> tuple[str, ...]:
+def sudokus() -> tuple[str, ...]:
     """Return the 288 sudokus of side 4, their rows joined by ", "."""
-    return tuple(square for square in _squares() if filled_share(f": {square}", square, boxed=True) == 1)
+    return tuple(square for square in latin_squares() if filled_share(f": {square}", square, boxed=True) == 1)
 
 
 def _draw_sudoku(rng: Random, least: int, most: int, *, proper: bool) -> tuple[str, str]:
     """Return a sudoku with `least` to `most` given cells, and a solution. A `proper` one has no other solution."""
     while True:
-        square = rng.choice(_sudokus())
+        square = rng.choice(sudokus())
         cells = [place for place, symbol in enumerate(square) if symbol.isdigit()]
         given = set(rng.sample(cells, rng.randint(least, most)))
-        if not proper or sum(all(other[at] == square[at] for at in given) for other in _sudokus()) == 1:
+        if not proper or sum(all(other[at] == square[at] for at in given) for other in sudokus()) == 1:
             blank = set(cells) - given
             return "latin: " + "".join("_" if at in blank else symbol for at, symbol in enumerate(square)), square
 

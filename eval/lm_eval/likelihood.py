@@ -52,9 +52,7 @@ def log_likelihood(
     With masks of every size equally often, each masked token has the weight length / size. A model whose conditionals
     are those of one joint law meets the bound: then the mean over all masks is log p itself.
 
-    Args:
-        prompt, answer: token ids. The prompt has at least one.
-        batch: masks per forward. It changes the result only by rounding.
+    The prompt has at least one token. `batch` masks are in a forward, which changes the result only by rounding.
     """
     spec, length = denoiser.spec, len(answer)
     if not length:

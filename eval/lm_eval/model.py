@@ -32,9 +32,8 @@ CANVAS = 256  # tokens of an answer where the task gives no limit
 class SamplerLM(LM):
     """A model of the harness that answers with a `Sampler`. Likelihoods are Monte Carlo bounds, or exact.
 
-    Args:
-        max_batch_size: an argument of the harness that is ignored.
-        given: `--model_args`, with the harness's own `batch_size` and `device` among them (see `Settings`).
+    `given` is `--model_args`, with the harness's own `batch_size` and `device` among them (see `Settings`). The
+    harness's `max_batch_size` is ignored.
     """
 
     def __init__(self, max_batch_size: int | None = None, **given: Any):

@@ -24,12 +24,8 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 def load(kind: str, data: Data, split: str, given: str | None) -> list[Document]:
     """Return the documents of a split.
 
-    Args:
-        kind: the kind of task, which sets the fields that documents must have.
-        data: the data set of the hub.
-        split: `test` or `train`.
-        given: a file with this split's documents, or a folder with a file for each split, in place of the hub's. The
-            folder may have a folder for each kind.
+    `split` is `test` or `train`. `given` is a file with this split's documents, or a folder with a file for each split,
+    in place of the hub's. The folder may have a folder for each kind.
 
     Raises:
         UserError: the documents cannot be read, or lack a field. If they are not on this machine and the hub cannot be

@@ -8,11 +8,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 from dllm_sampler.errors import UserError, short
 from dllm_sampler.eval.protocols import packages
@@ -116,18 +116,15 @@ def needed(cell: Cell) -> None:
     packages.lm_eval_tasks()
 
 
-@dataclass
 class _Minerva:
     """The process that grades MATH. It starts with the first answer and ends with this process."""
 
-    child: subprocess.Popen[str] = field(init=False)
-    errors: IO[str] = field(init=False)  # a file: a pipe that nobody reads would fill up
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         utils = Path("minerva_math", "utils.py")
         old = packages.located("lm_eval_0_4_8") / "lm_eval" / "tasks" / utils
         files = [str(old), str(packages.lm_eval_tasks() / utils)]
         path = os.pathsep.join([str(packages.located("math")), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        # A pipe that nobody reads would fill up.
         self.errors = TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self.child = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("minerva.py")), *files],

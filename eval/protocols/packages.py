@@ -106,9 +106,7 @@ def load_definitions(file: Path, names: tuple[str, ...]) -> Mapping[str, Any]:
 
     Decorators and base classes are dropped, and so are imports that fail.
 
-    Args:
-        file: a file of a pinned package.
-        names: the names of the definitions, including those that they call.
+    `names` includes the definitions that others of them call.
     """
     space: dict[str, Any] = {"__name__": file.stem}
     for node in _tree(file).body:

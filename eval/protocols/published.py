@@ -131,11 +131,7 @@ def z_score(ours: float, asked: int, published: float, questions: int) -> float:
     With as many questions on both sides that is `(ours - published) / (√2 SE)`, where SE is √(p(1-p)/n). Greedy runs
     answer the same questions, so |z| is usually below 1 if the protocol is the same.
 
-    Args:
-        ours: our share of right answers, from 0 to 1.
-        asked: the number of our questions.
-        published: the published share.
-        questions: the number of questions of the published run.
+    `ours` and `published` are shares of right answers, from 0 to 1, of `asked` and of `questions` questions.
     """
     share = min(max(published, 0.5 / questions), 1 - 0.5 / questions)  # a share of 0 or 1 has an error, too
     return (ours - published) / math.sqrt(share * (1 - share) * (1 / questions + 1 / asked))

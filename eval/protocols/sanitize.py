@@ -15,9 +15,7 @@ def sanitize(text: str, entry_point: str | None = None) -> str:
     Functions without `return` are dropped, and so are statements other than imports, definitions and assignments. Of
     two definitions of a name the last one stays, in the place of the first.
 
-    Args:
-        text: the answer of a model.
-        entry_point: only this function and what it refers to is returned. None returns all.
+    With an `entry_point` only this function and what it refers to is returned.
     """
     plain = text.replace("\t", "    ").replace("\r\n", "\n").replace("\r", "\n").strip() + "\n"
     tree = ast.parse(_longest_program(plain.splitlines()[:LINES]))

@@ -101,9 +101,6 @@ class Cell:
 class Protocol:
     """A protocol: its cells, the models that each variant is for, and its methods as words of a command line."""
 
-    name: str
-    about: str
-    evidence: str
     cells: Mapping[tuple[str, str], Cell]  # by variant and task
     models: Mapping[str, Sequence[str]]
     methods: Mapping[str, Mapping[str, Any]]  # by variant and name; see `words`
@@ -144,10 +141,10 @@ def load(name: str) -> Protocol:
     Raises:
         UserError: no protocol has this name, or its file has an unknown field or value.
     """
-    entry = user_files.entry(GROUP, name)
-    whole = dict(entry.settings)
+    whole = dict(user_files.entry(GROUP, name).settings)
     base, variants = whole.pop("tasks"), whole.pop("variants")
-    shared, evidence = whole.pop("methods", {}), str(whole.pop("evidence"))
+    shared = whole.pop("methods", {})
+    whole.pop("evidence", None)  # for readers of the file
     cells, models, methods = {}, {}, {}
     for variant, given in variants.items():
         rest = dict(given)
@@ -156,7 +153,7 @@ def load(name: str) -> Protocol:
         for task in own if rest.pop("only", False) else dict.fromkeys([*base, *own]):
             said = {**whole, **base.get(task, {}), **rest, **(own.get(task) or {})}
             cells[variant, task] = _cell(name, variant, task, said)
-    return Protocol(name, entry.about, evidence, cells, models, methods)
+    return Protocol(cells, models, methods)
 
 
 def _cell(name: str, variant: str, task: str, said: Mapping[str, Any]) -> Cell:

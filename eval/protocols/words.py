@@ -15,9 +15,8 @@ PREFIX = "protocol/"
 def is_protocol(suite: str) -> bool:
     """Return True if a suite is a protocol, and not a list of sweeps."""
     name = suite.removeprefix(PREFIX)
-    if not suite.startswith(PREFIX) or name not in choices(spec.GROUP):
-        return False
-    return "variants" in entry(spec.GROUP, name).settings
+    known = suite.startswith(PREFIX) and name in choices(spec.GROUP)
+    return known and "variants" in entry(spec.GROUP, name).settings
 
 
 def lines(suite: str, words: Sequence[str]) -> list[list[str]]:

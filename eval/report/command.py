@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dllm_sampler.cli.terminal import Parser, ending, show
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.report.data import load, read
 from dllm_sampler.eval.report.rows import rows, text
@@ -35,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         options = parser.parse_args(arguments)
-        if options.replays < 0:
-            raise UserError("option-range", f"--replays is {options.replays}. Set at least 0.")
+        check_count("--replays", options.replays, 0)
         runs = [Path(path) for path in options.runs]
         table, streams = options.csv, sys.stderr if options.csv == "-" else sys.stdout
         makes_page = options.output is not None or not (table or options.figure)

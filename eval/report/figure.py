@@ -103,12 +103,8 @@ def draw(
     Tasks share a panel if each method has run all of them. Otherwise, and for several tasks with `published`, each task
     has its own panels.
 
-    Args:
-        found: the runs.
-        form: `pdf`, `svg` or `png`.
-        rates: measures for the horizontal axis, a panel for each.
-        published: add published figures for the same model, task and lengths, if the runs follow a protocol
-            (`suite=protocol/NAME`).
+    `form` is `pdf`, `svg` or `png`. `published` adds published figures for the same model, task and lengths, if the
+    runs follow a protocol (`suite=protocol/NAME`).
     """
     from matplotlib import rc_context
 
@@ -221,7 +217,6 @@ def lines(found: Comparison, points: Mapping[str, object]) -> list[list[Method]]
 
 
 def _looks(found: Comparison) -> dict[str, dict[str, Any]]:
-    """Return the style of each method, by its label."""
     schedulers = list(dict.fromkeys(method.scheduler for method in found.methods))
     caches = list(dict.fromkeys(method.cache for method in found.methods))
     looks = {}

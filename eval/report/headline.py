@@ -29,32 +29,28 @@ def best(found: Comparison) -> str:
     top = max(whole, key=lambda label: value_of(whole[label], "score"))
     given = found.reference.label if found.reference else top
     against = "one token per step" if found.reference else f"the best method, {top}"
+    plain = whole[given]
     if len(whole) == 1:
         return (
-            f"{given} scores {_percent(whole[given])} at {_rate(whole[given])} tokens per forward"
-            f" (n = {_samples(whole[given])}; {METHOD})."
+            f"{given} scores {_percent(plain)} at {_rate(plain)} tokens per forward (n = {_samples(plain)}; {METHOD})."
         )
-    good = [label for label in whole if value_of(whole[label], "score") >= value_of(whole[given], "score") - LOSS]
+    good = [label for label in whole if value_of(whole[label], "score") >= value_of(plain, "score") - LOSS]
     fast = max(good, key=lambda label: value_of(whole[label], "answer_tokens_per_forward"))
-    if value_of(whole[fast], "answer_tokens_per_forward") <= value_of(whole[given], "answer_tokens_per_forward"):
+    quick = whole[fast]
+    if value_of(quick, "answer_tokens_per_forward") <= value_of(plain, "answer_tokens_per_forward"):
         return (
-            f"No method is faster than {given} and scores within one point of its {_percent(whole[given])}"
-            f" (n = {_samples(whole[given])}; {METHOD})."
+            f"No method is faster than {given} and scores within one point of its {_percent(plain)}"
+            f" (n = {_samples(plain)}; {METHOD})."
         )
-    gap = difference(_score(whole[fast]), _score(whole[given]))
+    gap = difference(_score(quick), _score(plain))
     span, sure = f"the scores may differ by {100 * gap[1]:+.1f} to {100 * gap[2]:+.1f} points", gap[1] >= -LOSS
-    slowest = value_of(whole[fast], "answer_tokens_per_forward_low")
-    rivals = [
-        label
-        for label in good
-        if label not in (fast, given) and value_of(whole[label], "answer_tokens_per_forward_high") >= slowest
-    ]
+    least = value_of(quick, "answer_tokens_per_forward_low")
+    others = [label for label in good if label not in (fast, given)]
+    rivals = [label for label in others if value_of(whole[label], "answer_tokens_per_forward_high") >= least]
     return (
         f"{fast} {'is' if sure else 'was'} the fastest that {'scores' if sure else 'scored'} within one point of"
-        f" {against}: {_percent(whole[fast])} against {_percent(whole[given])}, with"
-        f" {compare_forwards(whole[fast], whole[given])}"
-        f" ({_rate(whole[fast])} tokens per forward instead of {_rate(whole[given])};"
-        f" n = {_each(whole[fast], whole[given])}; {METHOD})."
+        f" {against}: {_percent(quick)} against {_percent(plain)}, with {compare_forwards(quick, plain)}"
+        f" ({_rate(quick)} tokens per forward instead of {_rate(plain)}; n = {_each(quick, plain)}; {METHOD})."
         + ("" if sure else f" That is not enough to say that it is as good: {span}.")
         + (f" Its speed cannot be told from that of {_few(rivals)}." if rivals else "")
     )

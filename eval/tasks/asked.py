@@ -45,8 +45,9 @@ class Asked:
                 "task-result", f"{self.called}: sample {place + 1} has index {sample.index!r}. Set index={place}."
             )
         given = sample.prompt
-        ids = isinstance(given, Sequence) and not isinstance(given, str) and all(type(one) is int for one in given)
-        if not isinstance(given, str) and not ids and not _messages(given):
+        each = list(given) if isinstance(given, Sequence) else [None]
+        messages = bool(each) and all(isinstance(one, Mapping) for one in each)
+        if not isinstance(given, str) and not all(type(one) is int for one in each) and not messages:
             raise UserError(
                 "task-result",
                 f"{self.called}: the prompt of sample {place + 1} is {short(repr(given))}. Give text, messages or ids.",
@@ -100,7 +101,3 @@ class Asked:
             raise UserError(
                 "function-failed", f"{self.called}: {what} raised {type(error).__name__} ({error}). Correct the task."
             ) from error
-
-
-def _messages(given: Any) -> bool:
-    return isinstance(given, Sequence) and bool(given) and all(isinstance(one, Mapping) for one in given)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from typing_extensions import override
 
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample
@@ -41,8 +42,7 @@ class Ideal(Drawn):
         if self.operation not in LAWS:
             raise unknown("task.operation", self.operation, LAWS)
         most = {"latin_square": 4, "even_parity": 14}.get(self.operation, 1000)
-        if not 2 <= self.items <= most:
-            raise UserError("option-range", f"task.items is {self.items!r}. Set a number from 2 to {most}.")
+        check_count("task.items", self.items, 2, most=most)
 
     @cached_property
     def law(self) -> Listed | Shuffle:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import override
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.eval.tasks.base import Sample, Task
 
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -27,8 +27,7 @@ class Drawn(Task):
         return "high" if self.many else "low"
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise UserError("option-range", f"task.count is {self.count!r}. Set a whole number of at least 1.")
+        check_count("task.count", self.count)
 
     @override
     def samples(self) -> Sequence[Sample]:

@@ -14,6 +14,7 @@ from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.mini import Mini
 from dllm_sampler.guides import Regex
+from dllm_sampler.models.mini_tasks import latin_squares
 
 OPERATIONS = ("latin", "shuffle", "json")
 NAMES = 5  # orders of more would make long expressions
@@ -54,9 +55,7 @@ class Formed(Mini):
     def form(self, sample: Sample) -> str:
         items = str(sample.prompt).partition(": ")[2].split(", ")
         if self.operation == "latin":
-            rows = ["".join(row) for row in permutations("1234")]
-            squares = [square for first in rows for square in _below((first,), rows)]
-            return "|".join(", ".join(square) for square in squares)
+            return "|".join(latin_squares())
         if self.operation == "json":
             keys = [item.split(" ")[0] for item in items]
             pairs = [f'"{key}": ' + ("[0-9]+" if key == "age" else '"[A-Za-z]+"') for key in keys]
@@ -74,11 +73,3 @@ class Demanded(Regex):
     """The guide of `guided=true`, with the regular expressions of a task's answers."""
 
     stands_for: ClassVar[str] = "regex (of guided=true)"
-
-
-def _below(above: tuple[str, ...], rows: list[str]) -> list[tuple[str, ...]]:
-    """Return the latin squares of side 4 that begin with the rows `above`."""
-    if len(above) == 4:
-        return [above]
-    fits = [row for row in rows if all(a != b for other in above for a, b in zip(row, other, strict=True))]
-    return [square for row in fits for square in _below((*above, row), rows)]

@@ -36,12 +36,8 @@ def mistakes(
 ) -> dict[str, float]:
     """Return the kinds of mistakes, each 0 or 1. Several may apply at once.
 
-    Args:
-        found: the items that were read from the answer.
-        answer: the answer.
-        known: all items that may appear, as often as they may.
-        needed: the items that must appear.
-        room: the length of the canvas. An unfinished answer of this length is truncated, a shorter one ended too early.
+    `found` are the items read from the answer, `known` those that may appear, as often as they may, and `needed` those
+    that must. An unfinished answer that fills the canvas (`room` tokens) is truncated, a shorter one ended too early.
     """
     unclosed = "]" not in answer.text.rpartition("[")[2]
     counts, allowed = Counter(found), Counter(known)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import permutations, product
 from math import ceil
 from random import Random
 from string import ascii_uppercase, digits
 from typing import Any
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
+from dllm_sampler.models.mini_tasks import sudokus
 
-Grid = tuple[tuple[int, ...], ...]
 SIDE = 4  # of a sudoku, with boxes of 2 by 2
 
 
@@ -37,8 +35,7 @@ class LatinSquare(Drawn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= self.side <= 9:
-            raise UserError("option-range", f"task.side is {self.side!r}. Set a number from 2 to 9.")
+        check_count("task.side", self.side, 2, most=9)
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -79,21 +76,6 @@ class LatinSquare(Drawn):
         )
 
 
-@cache
-def sudokus() -> tuple[Grid, ...]:
-    """Return all 288 solved grids of side 4."""
-    rows = list(permutations(range(1, SIDE + 1)))
-    found = []
-    for top in product(rows, repeat=2):
-        if all(len({*top[0][c : c + 2], *top[1][c : c + 2]}) == SIDE for c in (0, 2)):
-            for low in product(rows, repeat=2):
-                grid = (*top, *low)
-                boxes = all(len({*low[0][c : c + 2], *low[1][c : c + 2]}) == SIDE for c in (0, 2))
-                if boxes and all(len(set(column)) == SIDE for column in zip(*grid, strict=True)):
-                    found.append(grid)
-    return tuple(found)
-
-
 @dataclass
 class Sudoku(Drawn):
     """A sudoku of 4 by 4 cells with one solution.
@@ -109,8 +91,7 @@ class Sudoku(Drawn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.holes <= 10:
-            raise UserError("option-range", f"task.holes is {self.holes!r}. Set a number from 1 to 10.")
+        check_count("task.holes", self.holes, most=10)
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
         """Draw a puzzle, and an example."""
@@ -134,18 +115,17 @@ class Sudoku(Drawn):
         }
 
     def _puzzle(self, rng: Random) -> tuple[str, str]:
+        grids = [grid.replace(", ", "") for grid in sudokus()]
         while True:
-            grid = rng.choice(sudokus())
-            cells = [cell for row in grid for cell in row]
-            order = rng.sample(range(SIDE**2), SIDE**2)
-            fits, open_cells = list(sudokus()), set[int]()
+            cells = rng.choice(grids)
+            order, open_cells = rng.sample(range(SIDE**2), SIDE**2), set[int]()
             for place in order:
                 trial = open_cells | {place}
                 kept = [place for place in range(SIDE**2) if place not in trial]
-                if sum(all(one[at // SIDE][at % SIDE] == cells[at] for at in kept) for one in fits) == 1:
+                if sum(all(one[at] == cells[at] for at in kept) for one in grids) == 1:
                     open_cells = trial
                 if len(open_cells) == self.holes:
-                    puzzle = [0 if at in open_cells else cell for at, cell in enumerate(cells)]
+                    puzzle = ["0" if at in open_cells else cell for at, cell in enumerate(cells)]
                     return _lines(puzzle), _lines(cells)
 
     def _message(self, puzzle: str) -> str:
@@ -156,5 +136,5 @@ class Sudoku(Drawn):
         )
 
 
-def _lines(cells: Sequence[int]) -> str:
-    return "\n".join("".join(map(str, cells[start : start + SIDE])) for start in range(0, SIDE**2, SIDE))
+def _lines(cells: Sequence[str]) -> str:
+    return "\n".join("".join(cells[start : start + SIDE]) for start in range(0, SIDE**2, SIDE))

@@ -32,7 +32,6 @@ class Repeated:
         return [replace(one, index=index) for index, one in enumerate(each)]
 
     def _of(self, sample: Sample) -> Sample:
-        """Return the sample of the inner task that a sample repeats."""
         return self._once[sample.index // self.times]
 
     def together(self, samples: Sequence[Sample], answers: Sequence[Answer]) -> Mapping[str, float]:

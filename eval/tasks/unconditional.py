@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from dllm_sampler.cli.inputs import file_records
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 from dllm_sampler.host.paths import expanded
@@ -62,9 +63,8 @@ class Unconditional(Task):
     context: int = 1024
 
     def __post_init__(self) -> None:
-        for name, least in (("length", 1), ("context", 2)):
-            if getattr(self, name) < least:
-                raise UserError("option-range", f"task.{name} is {getattr(self, name)}. Set at least {least}.")
+        check_count("task.length", self.length)
+        check_count("task.context", self.context, 2)
         if self.judge is not None and not expanded("task.judge", self.judge).is_dir() and self.judge.count("/") != 1:
             raise UserError(
                 "model-not-found",

@@ -10,6 +10,7 @@ from random import Random
 from typing import Any, ClassVar, Literal
 
 from dllm_sampler.cli.inputs import file_records
+from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks import fluency, overlap, texts
 from dllm_sampler.eval.tasks.base import Answer, Sample
@@ -49,8 +50,7 @@ class Words(Writing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.size <= 8:
-            raise UserError("option-range", f"task.size is {self.size!r}. Set 1 to 8 words.")
+        check_count("task.size", self.size, most=8)
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

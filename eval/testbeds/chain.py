@@ -136,10 +136,7 @@ class MarkovChain:
         return self.matrix[full[:, :-1], full[:, 1:]].log().sum(1)
 
     def distance(self, ids: Tensor, before: Tensor, *, repeats: int = 8, seed: int = 0) -> Distance:
-        """Compare sequences `ids [R, N]` after `before [R]` with the chain.
-
-        repeats: number of sets of R exact sequences that are drawn for the floors
-        """
+        """Compare sequences `ids [R, N]` after `before [R]` with the chain, and `repeats` exact sets for the floors."""
         exact = [self.sample(len(ids), seed + turn) for turn in range(repeats)]
         kl, tv, impossible = self._transitions(ids, before)
         floors = [self._transitions(drawn, start)[:2] for start, drawn in exact]

@@ -14,7 +14,8 @@ def test_every_combination_once_and_in_order() -> None:
     said = [(one.choices["scheduler"], one.task["operation"]) for one in found]
     assert said == [(s, t) for s in ("threshold", "wino") for t in ("copy", "insert randomly")]
     assert len({one.name for one in found}) == 4
-    assert [job(one.words).identity for one in found] == [one.identity for one in found], "as if composed alone"
+    alone = [job([f"scheduler={scheduler}", f"task.operation={task}"]) for scheduler, task in said]
+    assert [one.identity for one in alone] == [one.identity for one in found], "as if composed alone"
 
 
 def test_values() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dllm_sampler import config
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.protocols import grading, packages, programs, prompts, spec
 from dllm_sampler.eval.protocols.__main__ import main
@@ -75,7 +76,7 @@ def test_a_protocol_states_everything(name):
         assert cell.lm_eval or cell.opencompass
         assert cell.variant in protocol.models
         assert protocol.methods[cell.variant]
-    assert protocol.evidence
+    assert config.entry(spec.GROUP, name).settings["evidence"]
 
 
 def test_a_wrong_value_in_a_protocol_is_named():

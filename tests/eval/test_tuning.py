@@ -145,8 +145,8 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
     ("words", "sentence"),
     [
         (["tune=fats"], "unknown tune 'fats', did you mean 'fast'"),
-        (["tune.seed=4294967296"], "tune.seed is 4294967296. Set 0 to 4294967256."),
-        (["tune.trials=1" + 9 * "0"], "tune.trials is 1000000000. Set 1 to 10000."),
+        (["tune.seed=4294967296"], "tune.seed is 4294967296. Set a whole number from 0 to 4294967256."),
+        (["tune.trials=1" + 9 * "0"], "tune.trials is 1000000000. Set a whole number from 1 to 10000."),
         (["tune.trails=3"], "tune=fast has no field 'trails', did you mean 'trials'"),
         (["tune.measure=speed"], "unknown measure of speed 'speed'"),
         (["tune.measure=nfe"], "unknown measure of speed 'nfe'"),
@@ -273,7 +273,7 @@ def test_samples_that_are_no_new_ones_are_not_called_so(here: Path) -> None:
         replace(mini.reference(mini.words), jobs=jobs([*WORDS[:-1], f"task.seed={n}"])) for n in ("5", "0,5")
     )
     assert mini.unseen(other) == "4 samples that the search did not see"
-    assert mini.unseen(replace(both, samples=8)) == "8 samples (4 with prompts of the search)"
+    assert mini.unseen(both) == "8 samples (4 with prompts of the search)"
 
 
 NAMES = ["wino", "threshold", "klass", "slowfast", "factor", "localleap"]
@@ -296,7 +296,7 @@ def test_every_trial_is_shown_with_the_reason(
             return "there is no room"
         score, speed = known[name]
         score = fresh.get(name, score) if "task.seed=1" in words else score
-        return tuning.Found(self.base, chosen, score, speed, 4)
+        return tuning.Found(self.base, chosen, score, speed)
 
     monkeypatch.setattr(tuning.Tuner, "measure", measure)
     words = [*WORDS, "tune.loss=10"]
