@@ -401,12 +401,27 @@ def _label(axes: Axes, found: Comparison, panel: Panel, looks: Mapping[str, Mapp
         x, y = pixels[method.label]
         here.setdefault((method.label in best, round(x / 3), round(y / 3)), []).append(method)
 
+    def free_box(x: float, y: float, width: float, height: float, reach: float) -> Bbox | None:
+        """Return the nearest free box of this size around a point inside the frame, or None if there is none."""
+        radius = least = 5 / 72 * dpi
+        while radius <= reach:
+            for turn in (2, 22, 10, 14, 6, 18, 0, 12, 4, 20, 8, 16):  # to the right and above first, of 24
+                right, up = radius * math.cos(math.pi * turn / 12), radius * math.sin(math.pi * turn / 12)
+                left = x + right - (width if right < -1e-6 else width / 2 if abs(right) < 1e-6 else 0)
+                low = y + up - (height if up < -1e-6 else height / 2 if abs(up) < 1e-6 else 0)
+                box = Bbox.from_bounds(left, low, width, height)
+                inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
+                if inside and not any(box.overlaps(other) for other in taken):
+                    return box
+            radius += least / 2
+        return None
+
     def write(text: str, point: tuple[float, float], reach: float, **style: Any) -> Annotation | None:
         """Write a text next to a point if there is room within `reach` typographic points. Else return None."""
         note = axes.annotate(text, point, xytext=(0, 0), textcoords="offset points", **style)
         note.set_in_layout(False)
         (x, y), own = axes.transData.transform(point), note.get_window_extent()
-        box = _place(x, y, own.width + 2, own.height + 1, frame, taken, reach / 72 * dpi, 5 / 72 * dpi)
+        box = free_box(x, y, own.width + 2, own.height + 1, reach / 72 * dpi)
         if box is None:
             note.remove()
             return None
@@ -439,23 +454,3 @@ def _text(method: Method, swept: Mapping[str, Sequence[str]], named: bool) -> st
     """Return the values of the settings of a point, after the scheduler's name if it is `named`."""
     known = [f"{method.settings[name]:g}" for name in swept[method.scheduler] if name in method.settings]
     return " ".join([method.scheduler] * named + [", ".join(known)] * bool(known))
-
-
-def _place(
-    x: float, y: float, width: float, height: float, frame: Bbox, taken: Sequence[Bbox], reach: float, least: float
-) -> Bbox | None:
-    """Return the nearest free box of this size around a point inside the frame, or None if there is none."""
-    from matplotlib.transforms import Bbox
-
-    radius = least
-    while radius <= reach:
-        for turn in (2, 22, 10, 14, 6, 18, 0, 12, 4, 20, 8, 16):  # to the right and above first, of 24
-            right, up = radius * math.cos(math.pi * turn / 12), radius * math.sin(math.pi * turn / 12)
-            left = x + right - (width if right < -1e-6 else width / 2 if abs(right) < 1e-6 else 0)
-            low = y + up - (height if up < -1e-6 else height / 2 if abs(up) < 1e-6 else 0)
-            box = Bbox.from_bounds(left, low, width, height)
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if inside and not any(box.overlaps(other) for other in taken):
-                return box
-        radius += least / 2
-    return None

@@ -60,12 +60,6 @@ def _balanced(text: str) -> bool:
     return not stack and text.count('"') % 2 == 0 and text.count("“") == text.count("”")
 
 
-def check(grammar: str | None) -> None:
-    """Raise `UserError` if LanguageTool cannot be used in the way that `grammar` names."""
-    if grammar is not None:
-        _tool(grammar)
-
-
 def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, float]]:
     """Return the measure of writing that the score uses, and all measures by name.
 
@@ -74,12 +68,13 @@ def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, f
     proxy = fluency_proxy(text)
     if grammar is None:
         return proxy, {"fluency_proxy": proxy}
-    found = float(bool(text.strip()) and not _tool(grammar).check(text.strip()))
+    found = float(bool(text.strip()) and not tool(grammar).check(text.strip()))
     return found, {"grammar": found, "fluency_proxy": proxy}
 
 
 @cache
-def _tool(grammar: str) -> Any:
+def tool(grammar: str) -> Any:
+    """Return LanguageTool, or raise `UserError` if it cannot be used in the way that `grammar` names."""
     if grammar != "languagetool" and not grammar.startswith(("http://", "https://")):
         raise UserError("choice-unknown", f"task.grammar is {grammar!r}. Set null, languagetool or a URL.")
     try:

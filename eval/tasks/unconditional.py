@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from importlib.util import find_spec
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -74,9 +73,7 @@ class Unconditional(Task):
         if self.references is not None:
             if self.judge is None:
                 raise UserError("option-missing", "task.references needs a judge. Set task.judge.")
-            if find_spec("mauve") is None:
-                raise _missing()
-            _ = self._references  # a mistake in them shows before hours of work
+            _ = _mauve(), self._references  # a mistake shows before hours of work
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -148,15 +145,11 @@ class Unconditional(Task):
         return texts
 
 
-def _missing() -> UserError:
-    return UserError("package-missing", "task.references needs MAUVE. Run pip install mauve-text.")
-
-
 def _mauve() -> Any:
     try:
         return import_module("mauve")
     except ImportError:  # also of the packages that it needs
-        raise _missing() from None
+        raise UserError("package-missing", "task.references needs MAUVE. Run pip install mauve-text.") from None
 
 
 class _Judge:

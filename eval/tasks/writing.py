@@ -33,7 +33,8 @@ class Writing(Drawn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fluency.check(self.grammar)
+        if self.grammar is not None:
+            fluency.tool(self.grammar)
 
 
 @dataclass

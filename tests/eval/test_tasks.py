@@ -303,7 +303,7 @@ def test_grammar_counts_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
             return ["a match"] if "bad" in text else []
 
     monkeypatch.setitem(sys.modules, "language_tool_python", SimpleNamespace(LanguageTool=Tool))
-    fluency._tool.cache_clear()
+    fluency.tool.cache_clear()
     words, sample = task("words_easy", grammar="http://localhost:1"), Sample(0, "", {"words": ["pine"]})
     good, bad = (graded(words, sample, text) for text in ("the pine", "The bad pine."))
     assert (good["score"], good["grammar"], good["fluency_proxy"]) == (1, 1, 0)
@@ -312,7 +312,7 @@ def test_grammar_counts_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
         task("words_easy", grammar="http://localhost:2")
     with refused("package-missing: task.grammar=languagetool, no connection, Install Java"):
         task("words_easy", grammar="languagetool")
-    fluency._tool.cache_clear()
+    fluency.tool.cache_clear()
 
 
 def test_ideal_and_markov() -> None:

@@ -125,8 +125,7 @@ def test_mistakes_of_references(judge: Path, tmp_path: Path, monkeypatch: pytest
     Path(file).write_text("a text\n")
     with refused("json-invalid: line 1"):
         task(references=file, judge=str(judge))
-    monkeypatch.delitem(sys.modules, "mauve")
-    monkeypatch.setattr("dllm_sampler.eval.tasks.unconditional.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "mauve", None)
     with refused("package-missing: task.references, mauve-text"):
         task(references=file, judge=str(judge))
 
