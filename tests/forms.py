@@ -25,7 +25,7 @@ PATTERNS = ["(ab|c)*", "a?b{2}c?", "(a|b|c){3,}", "abab|cc"]
 
 
 def built(pattern: str) -> automaton.Automaton:
-    return automaton.build(pattern, TOKENS, VOCAB, (END,), MASK)
+    return automaton.build_all([pattern], TOKENS, VOCAB, (END,), MASK)[0]
 
 
 @cache
@@ -46,7 +46,7 @@ def chosen(pattern: str, logits: Tensor, canvas: Canvas, query: Query, draws: bo
 
 def ruled(pattern: str | tuple[str, ...], draws: bool = False, posterior: bool = False, vocab: int = VOCAB) -> Rule:
     guide = Regex(pattern, posterior=posterior)
-    made = tuple(automaton.build(one, TOKENS, vocab, (END,), MASK) for one in guide.expressions())
+    made = tuple(automaton.build_all([one], TOKENS, vocab, (END,), MASK)[0] for one in guide.expressions())
     vars(guide).update(edges=joined(made), mask_id=MASK)
     spec = replace(toys.denoiser().spec, vocab_size=vocab, mask_id=MASK, eos_id=END)
     return Rule(spec, (*[Temperature(1.0)] * draws, guide), frozenset())

@@ -116,7 +116,6 @@ class GivenTokens:
 
 
 def _size(name: str, count: int) -> str:
-    """Return the name and size of a row as words for an error."""
     tokens = "token" if count == 1 else "tokens"
     return f"{count} pinned {tokens}" if name == "pinned" else f"a {name} of {count} {tokens}"
 
@@ -186,7 +185,6 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
 
 
 def _row(answer: Any, number: int) -> list[int]:
-    """Return the token ids of an answer."""
     try:
         return [operator.index(token) for token in answer]
     except TypeError:

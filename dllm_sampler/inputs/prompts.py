@@ -65,9 +65,8 @@ def encode(
     tokenizer: PreTrainedTokenizerBase | None,
     spec: ModelSpec,
     max_new_tokens: int,
-    first: int = 1,
 ) -> list[list[int]]:
-    """Return the checked token ids of each prompt. In errors `first` is the number of the first prompt.
+    """Return the checked token ids of each prompt.
 
     Raises:
         UserError: a prompt is wrong. The message has its number.
@@ -77,7 +76,7 @@ def encode(
         raise UserError("prompt-missing", "The prompt is missing. Give at least one.")
     return [
         encode_one(prompt, tokenizer, spec, max_new_tokens, f"prompt {number}")
-        for number, prompt in enumerate(given, first)
+        for number, prompt in enumerate(given, 1)
     ]
 
 

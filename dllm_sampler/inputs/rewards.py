@@ -103,7 +103,6 @@ class Reward:
         return answer[: first_end(answer, self.end_ids)]
 
     def _judge(self, rows: list[_Row]) -> list[float]:
-        """Return the reward of each answer of the rows."""
         numbers, wanted = [row.number for row in rows], sum(len(row.answers) for row in rows)
         given: dict[str, Any] = {
             "prompt_ids": [row.prompt for row in rows for _ in row.answers],

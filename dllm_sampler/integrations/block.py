@@ -171,7 +171,8 @@ class BlockRule:
             seed: `[B] int64` seed of each row. Noise depends only on seed, step and column.
         """
         plugins, canvas = self.plugins, self._seen(state.canvas, ids, first, step, seed)
-        query = plugins.scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, _columns(canvas))
+        columns = canvas.columns()[:, :-1].expand(len(ids), -1)
+        query = plugins.scheduler.ask(canvas, state.carry) if self.asks else Query.at(canvas, columns)
         seen, good = self._read(canvas, query, logits, state), torch.zeros_like(canvas.step)
         try:
             _, query, seen, edit, carry, failed_at, _ = decide.judge(plugins, canvas, query, seen, state.carry, good)
@@ -198,7 +199,6 @@ class BlockRule:
         return decision, replace(state, canvas=after.advance(torch.zeros_like(over), 0, over), carry=carry)
 
     def _seen(self, canvas: Canvas, ids: Tensor, first: Tensor, step: Tensor, seed: Tensor) -> Canvas:
-        """Return the canvas as the forward saw it."""
         ids = torch.cat([ids, canvas.ids[:, -1:]], 1)
         masked = canvas.masked if self.spec.mask_id is None else (ids == self.spec.mask_id) & ~canvas.layout.frozen
         return replace(
@@ -210,7 +210,6 @@ class BlockRule:
         )
 
     def _read(self, canvas: Canvas, query: Query, logits: Tensor, state: BlockState) -> Readout:
-        """Read the queried positions out of the logits `[B, W, V]`."""
         if self.asks:
             at = query.positions.clamp(max=canvas.length - 1)  # the empty slot has no logits, so any are used
             rows = at + canvas.length * select.arange(len(at), at.device)[:, None]
@@ -229,11 +228,6 @@ class _Given:
     def head(hidden: Tensor) -> Tensor:
         """Return the logits `[..., V]` unchanged."""
         return hidden
-
-
-def _columns(canvas: Canvas) -> Tensor:
-    """Return `[B, W]` all columns of the block."""
-    return select.arange(canvas.length, canvas.ids.device).expand(len(canvas.ids), -1)
 
 
 def _ends(plugin: Scheduler | Guide) -> tuple[int, ...]:

@@ -311,7 +311,15 @@ class DllmScheduler(Timesteps, SchedulerMixin, ConfigMixin):
             UserError: a plug-in is an object that JSON cannot represent.
         """
         for group in ("scheduler", "guide"):
-            check_json(group, self.config[group])
+            plugin = self.config[group]
+            try:
+                json.dumps(plugin)
+            except TypeError:
+                raise UserError(
+                    "plugin-not-saved",
+                    f'{group}={plugin!r} cannot be saved as JSON. Give a dict with "name" (or "_target_" for'
+                    " a class of your own), whose settings are numbers, texts, lists or dicts.",
+                ) from None
         super().save_config(save_directory, push_to_hub, **kwargs)
 
     def to_json_string(self) -> str:
@@ -438,19 +446,3 @@ def written(group: str, plugin: Any) -> Any:
         return plugin
     values = {one.name: getattr(plugin, one.name) for one in fields(plugin) if one.init}
     return {"name": named(plugin), **{key: written("scheduler", value) for key, value in values.items()}}
-
-
-def check_json(group: str, plugin: Any) -> None:
-    """Refuse a plug-in that JSON cannot represent.
-
-    Raises:
-        UserError: the plug-in, or one of its settings, is an object.
-    """
-    try:
-        json.dumps(plugin)
-    except TypeError:
-        raise UserError(
-            "plugin-not-saved",
-            f'{group}={plugin!r} cannot be saved as JSON. Give a dict with "name" (or "_target_" for a class of your'
-            " own), whose settings are numbers, texts, lists or dicts.",
-        ) from None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from dllm_sampler.core import select
@@ -65,7 +66,7 @@ class OfAnswer(Guide):
         there = (inside >= canvas.start[:, None]) & (inside < canvas.length) & (column < length)
         inside = inside.clamp(0, canvas.length)
         earlier = column < self.count[:, None]
-        rest = torch.full_like(inside, self.mask_id).where(~earlier, _padded(self.before, self.mask_id))
+        rest = torch.full_like(inside, self.mask_id).where(~earlier, pad(self.before, (0, 1), value=self.mask_id))
         ids = canvas.ids.gather(1, inside).where(there, rest)
         masked = canvas.masked.gather(1, inside).where(there, ~earlier) & (column < length)
         zero, end = torch.zeros_like(canvas.start), torch.full_like(canvas.start, length)
@@ -92,11 +93,6 @@ class OfAnswer(Guide):
         place = at - shift
         place = place.where((at >= canvas.start[:, None]) & (at < canvas.length) & (place < length), length)
         return answer, replace(head_rows, query=replace(head_rows.query, positions=place))
-
-
-def _padded(values: Tensor, value: int) -> Tensor:
-    """Return `values [B, N]` with one more column, of `value`."""
-    return torch.nn.functional.pad(values, (0, 1), value=value)
 
 
 def of_text(plugin: object) -> bool:

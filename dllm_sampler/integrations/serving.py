@@ -208,7 +208,7 @@ class Serving:
         chosen = self.settings.sampling if self.fixed else sampling
         guides = self._guides(model, vocab_size, device)
         # A request that is too short for the form gets the beginning of a longer answer, which the engine cuts.
-        least = max((one.shortest[0] for one in guides if isinstance(one, Form)), default=None)
+        least = max((one.automata[0].shortest for one in guides if isinstance(one, Form)), default=None)
         return self.settings.rule(
             self.length,
             self.mask_id,

@@ -165,11 +165,9 @@ class BlockAlgorithm:
         return verdict.settled
 
     def _ids(self, forward_batch: Any) -> Tensor:
-        """Return `[B, W] int64` the blocks of a batch."""
         return forward_batch.input_ids.view(-1, self.block_size).long()
 
     def _answer(self, name: str, sampling: Sampling) -> Answer:
-        """Return a request's answer so far."""
         from dllm_sampler.integrations.serving import Answer
 
         request = self.requests.get(name)
@@ -183,7 +181,6 @@ class BlockAlgorithm:
         return Answer(seed, sampling, made, tuple(request.output_ids))
 
     def _samplings(self, forward_batch: Any, count: int) -> list[Sampling]:
-        """Return the sampling settings of each of `count` requests."""
         from dllm_sampler.integrations.settings import Sampling
 
         info = forward_batch.sampling_info
@@ -204,7 +201,6 @@ def _sampling(temperature: float, top_k: int, top_p: float) -> Sampling:
 
 
 def _model(request: Any) -> Model:
-    """Return the facts about the model in a request."""
     from dllm_sampler.integrations.serving import Model
 
     tokenizer, listed = request.tokenizer, request.eos_token_ids or ()

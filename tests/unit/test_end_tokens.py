@@ -279,7 +279,7 @@ def test_lengths_are_found_by_all_end_tokens() -> None:
 
 def test_a_form_may_end_with_each_end_token() -> None:
     tokens = [b"a", b"b", b"", b"", b""]
-    made = automaton.build("ab*", tokens, 5, (2, 1), 4)
+    made = automaton.build_all(["ab*"], tokens, 5, (2, 1), 4)[0]
     assert made.accepted([0, 2, 3]) and made.accepted([0, 1, 0]), "an end token is no text"
     assert not made.accepted([2]) and not made.accepted([1])
     assert completable(made, [0, 1, 0], (2, 1)), "behind an end token anything may stand"

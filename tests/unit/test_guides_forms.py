@@ -211,7 +211,7 @@ def test_tokens_that_are_pieces_of_a_letter() -> None:
     assert {"é".encode(), "日本".encode(), b" a", b"\xc3", b"\xa9"} <= set(tokens)
     mask, end = int(str(tokenizer.mask_token_id)), int(str(tokenizer.eos_token_id))
     assert tokens[mask] == tokens[end] == b""
-    found = automaton.build("[éà]{2}", tokens, len(tokens), (end,), mask)
+    found = automaton.build_all(["[éà]{2}"], tokens, len(tokens), (end,), mask)[0]
     at = tokens.index
     assert found.accepted([at("é".encode()), at(b"\xc3"), at(b"\xa0")])
     assert not found.accepted([at("é".encode()), at(b"\xc3")]) and not found.accepted([at(b"\xa9"), at(b"\xc3")])

@@ -80,7 +80,7 @@ def test_several_patterns_by_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("DLLM_SAMPLER_CACHE", str(tmp_path / "other"))
     automaton.lifted.cache_clear()
     for one, other, pattern in zip(together, again, patterns, strict=True):
-        alone = automaton.build(pattern, tokens, 5, (0,), 1)
+        alone = automaton.build_all([pattern], tokens, 5, (0,), 1)[0]
         for found in (one, other):
             assert torch.equal(found.moves, alone.moves) and torch.equal(found.accepts, alone.accepts)
             assert torch.equal(found.classes, alone.classes) and found.shortest == alone.shortest

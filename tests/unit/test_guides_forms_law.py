@@ -108,7 +108,7 @@ def test_the_best_of_each_class(pattern: str, main: bool, dtype: torch.dtype) ->
     """Classes of one token and of several tiles; among equal logits the first token, also where all are forbidden."""
     generator = torch.Generator().manual_seed(5)
     words = [bytes(word) for size in (1, 2) for word in itertools.product(b"abcdefghijklmn,", repeat=size)]
-    listed = joined((automaton.build(pattern, [*words, b"", b""], len(words) + 2, (240,), 241),))
+    listed = joined((automaton.build_all([pattern], [*words, b"", b""], len(words) + 2, (240,), 241)[0],))
     assert (listed.main >= 0) == main
     assert int(listed.sizes[: listed.stays].exp().max()) >= edges.TILE - 15 and int(listed.sizes.exp().min()) == 0
     logits = torch.randn(9, len(listed.classes), generator=generator).to(dtype)

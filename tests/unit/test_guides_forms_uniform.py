@@ -36,7 +36,7 @@ BLOCK = (1, 4)  # the first position is of a finished block
 
 def rule(pattern: str, redraws: bool, draws: bool = False, posterior: bool = False) -> Rule:
     guide = Regex(pattern, posterior=posterior)
-    made = automaton.build(pattern, TOKENS, VOCAB, (END,), None)
+    made = automaton.build_all([pattern], TOKENS, VOCAB, (END,), None)[0]
     vars(guide).update(edges=joined((made,)), redraws=redraws)
     spec = replace(toys.denoiser().spec, vocab_size=VOCAB, mask_id=None, eos_id=END)
     return Rule(spec, (*[Temperature(1.0)] * draws, guide), frozenset())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -54,14 +54,6 @@ class Automaton:
         return bool(self.accepts[state])
 
 
-def build(
-    pattern: str, tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int | None
-) -> Automaton:
-    """Build the automaton of a regular expression. See `build_all`."""
-    (found,) = build_all([pattern], tokens, vocab, end_ids, mask_id)
-    return found
-
-
 def build_all(
     patterns: Sequence[str], tokens: Sequence[bytes], vocab: int, end_ids: tuple[int, ...], mask_id: int | None
 ) -> tuple[Automaton, ...]:
@@ -77,6 +69,10 @@ def build_all(
         UserError: a pattern is not an expression, has no text, or is too large to build.
     """
     made: dict[str, ByteAutomaton] = {}
+
+    def make(pattern: str) -> ByteAutomaton:
+        return made[pattern] if pattern in made else byte_automaton(pattern)
+
     recipes: dict[str, Recipe] = {}
     for pattern in patterns:
         size = len(pattern.encode(errors="replace"))
@@ -87,8 +83,8 @@ def build_all(
             )
         if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
             raise UserError("form-invalid", f"The form {_short(pattern)} has half a surrogate pair. Remove it.")
-        about, make = f"{library.installed()} {pattern}", partial(_made, made, pattern)
-        recipes[pattern] = Recipe.of(_short(pattern), about, make, tokens, vocab, end_ids, mask_id)
+        about = f"{library.installed()} {pattern}"
+        recipes[pattern] = Recipe.of(_short(pattern), about, partial(make, pattern), tokens, vocab, end_ids, mask_id)
     new = [pattern for pattern, one in recipes.items() if not one.path.exists()]
     for first in range(0, len(new) if len(new) > 1 else 0, TOGETHER):
         part = new[first : first + TOGETHER]
@@ -97,10 +93,6 @@ def build_all(
         except UserError:
             break  # built one by one below, so that the message names the expression
     return tuple(lifted(recipes[pattern]) for pattern in patterns)
-
-
-def _made(known: Mapping[str, ByteAutomaton], pattern: str) -> ByteAutomaton:
-    return known[pattern] if pattern in known else byte_automaton(pattern)
 
 
 @dataclass(frozen=True)
@@ -225,7 +217,6 @@ def _short(pattern: str) -> str:
 
 
 def _over_tokens(recipe: Recipe, start: int, finals: list[int], moves: dict[int, dict[int, int]]) -> Automaton:
-    """Return the automaton over tokens of an automaton over bytes."""
     names = {state: number for number, state in enumerate(dict.fromkeys([start, *moves, *finals]))}
     size = len(names)
     end, dead = size, size + 1

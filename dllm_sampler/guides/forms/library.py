@@ -69,9 +69,10 @@ def run(given: dict[str, Any], name: str, why: Callable[[], tuple[str, str]] | N
         why: returns the fault of the input and what to do, instead of the library's own error.
 
     Raises:
-        UserError: the library refuses the input, fails, or would take too much time or memory.
+        UserError: the library is not installed, refuses the input, fails, or would take too much time or memory.
     """
-    module()
+    if not installed():
+        raise UserError("package-missing", f"Guides on a form need outlines-core. Run {installing('constraints')}.")
     command = [sys.executable, "-P", "-c", BUILD]
     try:
         text = json.dumps({**given, "memory": MEMORY})
@@ -100,17 +101,3 @@ def run(given: dict[str, Any], name: str, why: Callable[[], tuple[str, str]] | N
 def installed() -> str:
     """Return the library's version, or an empty text if it is not installed."""
     return version("outlines-core") if find_spec("outlines_core") else ""
-
-
-def module() -> Any:
-    """Return the module `outlines_core`.
-
-    Raises:
-        UserError: it is not installed.
-    """
-    try:
-        import outlines_core
-    except ImportError:
-        reason = f"Guides on a form need outlines-core. Run {installing('constraints')}."
-        raise UserError("package-missing", reason) from None
-    return outlines_core

@@ -57,7 +57,6 @@ class Form(Guide):
     posterior: bool = field(default=False, kw_only=True)
     automata: tuple[Automaton, ...] = field(init=False, default=(), repr=False, compare=False)  # of each form
     edges: Edges | None = field(init=False, default=None, repr=False, compare=False)
-    shortest: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
     mask_id: int | None = field(init=False, default=None, repr=False, compare=False)
     end_ids: tuple[int, ...] = field(init=False, default=(), repr=False, compare=False)
     redraws: bool = field(init=False, default=False, repr=False, compare=False)  # each step draws the whole block again
@@ -108,7 +107,6 @@ class Form(Guide):
             self,
             automata=found,
             edges=joined(found).to(spec.device),
-            shortest=shortest,
             mask_id=spec.mask_id,
             end_ids=spec.eos_ids,
             redraws=redraws,
@@ -117,7 +115,7 @@ class Form(Guide):
 
     @override
     def check_answer(self, given: Sequence[int], form: int = 0) -> None:
-        least, name = self.shortest[form], f"guide={named(self)}"
+        least, name = self.automata[form].shortest, f"guide={named(self)}"
         if len(given) < least:
             raise UserError(
                 "form-impossible",

@@ -110,7 +110,6 @@ LOOSE = re.compile(r'[|."\\^$]')  # signs of a pattern that could leave its stri
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Return True if a value is of a type of JSON."""
     if isinstance(value, bool):
         return kind == "boolean"
     return isinstance(value, KINDS.get(kind, object)) or (

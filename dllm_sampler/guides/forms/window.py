@@ -97,18 +97,15 @@ def _tails(edges: Edges, several: bool, length: int) -> Tensor:
     since a recorded step reads it in place.
     """
     most = 1 << (length - 1).bit_length()
-    if (several, most) not in edges.tails:
-        with torch.inference_mode(False):
-            weight = (edges.sizes if several else edges.sizes.clamp(max=0)).expand(len(edges.kind), -1)
-            edges.tails[several, most] = _followed(edges, weight, several, most)
+    if (several, most) in edges.tails:
+        return edges.tails[several, most]
+    with torch.inference_mode(False):
+        reduce, found = total if several else best, [_ends(edges)]
+        weight = (edges.sizes if several else edges.sizes.clamp(max=0)).expand(len(edges.kind), -1)
+        each = weight.gather(1, edges.kind)
+        along = reduce(each, edges.edge, floor(each, edges.source.shape[1], several))
+        least = floor(found[0], found[0].shape[1], several)
+        for _ in range(most):
+            found.append(reduce(along + found[-1].gather(1, edges.target), edges.source, least))
+        edges.tails[several, most] = torch.stack(found, 1)
     return edges.tails[several, most]
-
-
-def _followed(edges: Edges, weight: Tensor, several: bool, most: int) -> Tensor:
-    """Return `[P, most + 1, S]` the best value, or the sum, of strings that follow, by `weight [P, C+2]` of classes."""
-    reduce, each, found = total if several else best, weight.gather(1, edges.kind), [_ends(edges)]
-    along = reduce(each, edges.edge, floor(each, edges.source.shape[1], several))
-    least = floor(found[0], found[0].shape[1], several)
-    for _ in range(most):
-        found.append(reduce(along + found[-1].gather(1, edges.target), edges.source, least))
-    return torch.stack(found, 1)

@@ -150,7 +150,6 @@ class _Search:
                     heappush(self.queue, (base + cost + self._rest(item), -end, cost, item))
 
     def _begun(self, node: int) -> int:
-        """Return the terminals that may begin at a node."""
         place, kind = node >> BITS, self.lattice.kinds[node & LEFT]
         if kind is not None:
             return kind.terminals
@@ -160,7 +159,6 @@ class _Search:
         return self.lattice.terminals.possible if label < 0 else self.lattice.starting[label]
 
     def _begin(self, node: int, number: int) -> None:
-        """Begin a lexeme of a terminal at a node."""
         here, lattice = node & ~LEFT, self.lattice
         kind = lattice.kinds[node & LEFT]
         if kind is None:
@@ -202,7 +200,6 @@ class _Search:
             self._push((symbol, 0, begin, to | kind), cost + size - less, (item,), (place, token))
 
     def _derived(self, item: Item, cost: int, base: int) -> None:
-        """Continue with a text that a symbol derives."""
         symbol, _, begin, end = item
         self.after[begin, symbol][end] = cost
         if symbol == self.origin:
@@ -234,7 +231,6 @@ class _Search:
             self._push((self.goal, 0, 0, end), self.first[begin] + cost, (first, item), None)
 
     def _said(self, item: Item) -> list[Said]:
-        """Return the tokens of a derived text."""
         found, todo = [], [item]
         while todo:
             parts, said = self.how[todo.pop()]

@@ -82,6 +82,7 @@ class Lattice:
         self.starting = [0] * len(terminals.classes)  # by class: the terminals that begin with it
         for number in range(len(terminals.dfas)):
             self._terminal(number)
+        self.arrays = np.array(self.ends), np.array(self.word)
         self.step = np.zeros((len(self.rows), len(terminals.classes)), np.int32)
         for state, row in enumerate(self.rows):
             self.step[state, [*row]] = [*row.values()]
@@ -97,11 +98,6 @@ class Lattice:
         self._kinds: dict[bytes, int] = {}  # by the rest of a token. DEAD if no lexeme begins with it
         self._numbers: dict[tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]], int] = {}
         self.kinds: list[Kind | None] = [None, None]
-
-    @cached_property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two flags of each state: a lexeme may end there, and its last byte belongs to a word."""
-        return np.array(self.ends), np.array(self.word)
 
     @cached_property
     def work(self) -> int:

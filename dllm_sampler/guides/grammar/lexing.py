@@ -167,7 +167,6 @@ class Scanner:
         return (at, *self._stops(text, at + 1))  # the byte there may be skipped, or begin a lexeme
 
     def _begun(self, which: int) -> int:
-        """Return the set of first states of some terminals."""
         return self._set(bits(self.begins[number] for number in members(which)))
 
     def _followed(self, which: int) -> int:

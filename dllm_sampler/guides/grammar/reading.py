@@ -34,6 +34,7 @@ from dllm_sampler.guides.grammar.rules import Body
 BYTES = 1_000_000  # longest text
 SKIPS = {"space": b" ", "tab": b"\t", "newline": b"\n", "return": b"\r"}
 VARIABLE = re.compile(r"[A-Z]\w*")
+BAR = re.compile(r"(?<!\S)\|(?!\S)")  # between the bodies of a rule
 
 
 @dataclass
@@ -106,7 +107,7 @@ def read(text: str, name: str) -> Source:
     heads = {head for _, head, _ in bodies}
     numbers: dict[str, int] = {}
     for number, head, body in bodies:
-        for part in _alternatives(body):
+        for part in map(str.split, BAR.split(body)):
             symbols = [] if part in (["$"], ["ε"]) else part
             where = f"{name}, line {number}"
             if not part:
@@ -115,16 +116,6 @@ def read(text: str, name: str) -> Source:
                 tuple(_symbol(found, one, where, defined, heads, numbers) for one in symbols)
             )
     return found
-
-
-def _alternatives(body: str) -> list[list[str]]:
-    parts: list[list[str]] = [[]]
-    for word in body.split():
-        if word == "|":
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    return parts
 
 
 def _symbol(

@@ -87,13 +87,13 @@ def minimal(dfa: Dfa) -> Dfa:
     return trimmed(part[0], {part[state] for state in dfa.finals}, moves)
 
 
-def combined(one: Dfa, other: Dfa, keep: Callable[[bool, bool], bool]) -> Dfa:
-    """Return the minimal automaton of the words in `one` that `keep` accepts. Its arguments: in `one`, in `other`."""
+def filtered(one: Dfa, other: Dfa, inside: bool) -> Dfa:
+    """Return the minimal automaton of the words of `one` that are in `other`, or of those that are not in it."""
     number: dict[tuple[int, int | None], int] = {(0, 0): 0}
     order: list[tuple[int, int | None]] = [(0, 0)]
     moves, finals = {}, []
     for at, (left, right) in enumerate(order):
-        if left in one.finals and keep(True, right in other.finals):
+        if left in one.finals and (right in other.finals) == inside:
             finals.append(at)
         row = moves[at] = {}
         for label, to in one.moves[left].items():
@@ -103,16 +103,6 @@ def combined(one: Dfa, other: Dfa, keep: Callable[[bool, bool], bool]) -> Dfa:
                 order.append(pair)
             row[label] = number[pair]
     return minimal(trimmed(0, finals, moves))
-
-
-def difference(one: Dfa, other: Dfa) -> Dfa:
-    """Return the automaton of words of `one` that are not in `other`."""
-    return combined(one, other, lambda left, right: left and not right)
-
-
-def intersection(one: Dfa, other: Dfa) -> Dfa:
-    """Return the automaton of words that are in both."""
-    return combined(one, other, lambda left, right: left and right)
 
 
 def without_empty(dfa: Dfa) -> Dfa:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from dllm_sampler.errors import UserError
 from dllm_sampler.guides.forms.automaton import byte_automaton
 from dllm_sampler.guides.forms.library import SECONDS
-from dllm_sampler.guides.grammar.regular import Dfa, difference, intersection, literal, minimal, trimmed, without_empty
+from dllm_sampler.guides.grammar.regular import Dfa, filtered, literal, minimal, trimmed, without_empty
 from dllm_sampler.guides.grammar.rules import bits
 
 STATES = 20_000  # most states of all terminals
@@ -77,7 +77,7 @@ def compiled(
             raise UserError("grammar-invalid", f"{places[terminal]}: {error}") from None
         nullable |= (0 in dfa.finals) << number
         dfa = without_empty(dfa)
-        whole = dfa if balanced is None else intersection(dfa, balanced)
+        whole = dfa if balanced is None else filtered(dfa, balanced, True)
         if dfa.finals and not whole.finals:
             raise UserError(
                 "grammar-invalid",
@@ -103,11 +103,10 @@ def compiled(
 
 
 def _expression(text: str) -> Dfa:
-    """Return the minimal automaton of an expression over bytes."""
     first, _, rest = text.partition(" without ")
     found = _one(first.strip())
     for taken in rest.split(" and ") if rest else []:
-        found = difference(found, _one(taken.strip()))
+        found = filtered(found, _one(taken.strip()), False)
     return found
 
 
