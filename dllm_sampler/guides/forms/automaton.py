@@ -68,7 +68,7 @@ def build_all(
     Raises:
         UserError: a pattern is not an expression, has no text, or is too large to build.
     """
-    made: dict[str, ByteAutomaton] = {}
+    made, known = dict[str, ByteAutomaton](), tuple(tokens)
 
     def make(pattern: str) -> ByteAutomaton:
         return made[pattern] if pattern in made else byte_automaton(pattern)
@@ -84,7 +84,7 @@ def build_all(
         if pattern.encode(errors="ignore") != pattern.encode(errors="replace"):
             raise UserError("form-invalid", f"The form {_short(pattern)} has half a surrogate pair. Remove it.")
         about = f"{library.installed()} {pattern}"
-        recipes[pattern] = Recipe.of(_short(pattern), about, partial(make, pattern), tokens, vocab, end_ids, mask_id)
+        recipes[pattern] = Recipe(_short(pattern), about, partial(make, pattern), known, vocab, end_ids, mask_id)
     new = [pattern for pattern, one in recipes.items() if not one.path.exists()]
     for first in range(0, len(new) if len(new) > 1 else 0, TOGETHER):
         part = new[first : first + TOGETHER]
@@ -97,44 +97,31 @@ def build_all(
 
 @dataclass(frozen=True)
 class Recipe:
-    """The source of an automaton over tokens."""
+    """The source of an automaton over tokens.
 
-    digest: str  # alone decides if two are equal
+    Args:
+        name: name in errors.
+        about: source of the automaton. Equal texts mean the same automaton.
+        make: builds the automaton over bytes.
+        tokens, vocab, end_ids, mask_id: as in `build_all`.
+    """
+
     name: str = field(compare=False)
+    about: str
     make: Callable[[], ByteAutomaton] = field(compare=False)
-    tokens: tuple[bytes, ...] = field(compare=False)
-    vocab: int = field(compare=False)
-    end_ids: tuple[int, ...] = field(compare=False)
-    mask_id: int | None = field(compare=False)
-
-    @staticmethod
-    def of(
-        name: str,
-        about: str,
-        make: Callable[[], ByteAutomaton],
-        tokens: Sequence[bytes],
-        vocab: int,
-        end_ids: tuple[int, ...],
-        mask_id: int | None,
-    ) -> Recipe:
-        """Return the recipe of an automaton over bytes.
-
-        Args:
-            name: name in errors.
-            about: source of the automaton. Equal texts mean the same automaton.
-            make: builds the automaton over bytes.
-            tokens, vocab, end_ids, mask_id: as in `build_all`.
-        """
-        known = json.dumps([FORMAT, about, vocab, end_ids, mask_id]).encode()
-        digest = hashlib.sha256(known + _joined(tuple(tokens))).hexdigest()
-        return Recipe(digest, name, make, tuple(tokens), vocab, end_ids, mask_id)
+    tokens: tuple[bytes, ...]
+    vocab: int
+    end_ids: tuple[int, ...]
+    mask_id: int | None
 
     @property
     def path(self) -> Path:
         """The file that stores the automaton."""
+        known = json.dumps([FORMAT, self.about, self.vocab, self.end_ids, self.mask_id]).encode()
+        digest = hashlib.sha256(known + _joined(self.tokens)).hexdigest()
         home = os.environ.get("DLLM_SAMPLER_CACHE")
         home = home or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dllm_sampler")
-        return Path(home).expanduser() / "forms" / f"{self.digest}.safetensors"
+        return Path(home).expanduser() / "forms" / f"{digest}.safetensors"
 
 
 @lru_cache(maxsize=2)

@@ -219,7 +219,7 @@ class BoundedGrammar(Form):
         made = self.language.automaton(self.depth)
         about = f"grammar {json.dumps(made)}"
         numbers = spec.vocab_size, spec.eos_ids, spec.mask_id
-        return (lifted(Recipe.of(self.language.name, about, lambda: made, tokens, *numbers)),)
+        return (lifted(Recipe(self.language.name, about, lambda: made, tuple(tokens), *numbers)),)
 
 
 @dataclass
