@@ -78,10 +78,10 @@ def test_a_task_in_python(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rollouts_on_ones_own_data() -> None:
     lines = [{"prompt": "latin: 1_3_, _3_1, 2___, _41_", "completion": "1234, 4321, 2143, 3412"}]
     lines.append({"prompt": "shuffle: Ada, Ben, Cal", "completion": "Ben, Ada, Cal"})
-    Path("mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("names.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     names: dict[str, Any] = {}
     found = blocks("training.md", "**Prompts and answers of your own.**")
-    step, scores = first(found, "python", "mine.jsonl"), first(found, "python", "recorded")
+    step, scores = first(found, "python", "names.jsonl"), first(found, "python", "recorded")
     exec(step.replace("optimizer.step()", "") + scores, names)
     assert names["recorded"].shape == (8, 32), "a number per position of the longest answer"
     counted = names["view"].valid[:, names["result"].trace.origin :]
