@@ -135,7 +135,7 @@ def operations(scheduler: object, cache: object, stop: object) -> Counter[str]:
     blocks = {"name": "fixed", "length": BLOCK}
     it = Sampler(denoiser, scheduler=scheduler, cache=cache, stop=stop, blocks=blocks)
     p = it.plugins
-    engine = Unrecorded(it.denoiser, p, 1, record=lambda run: run)
+    engine = Unrecorded(it.denoiser, p, record=lambda run: run)
     canvas = layout.canvas(PROMPTS, 2 * BLOCK, [0, 1], denoiser.spec, p.blocks, CounterNoise(), p.stop.cuts)
     state = engine.begin(canvas)
     for _ in range(3):

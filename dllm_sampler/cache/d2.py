@@ -127,7 +127,8 @@ class D2Cache(BaseCache):
         k, v, mask = self.store(index, k, v, plan)
         hidden = hidden + parts.attend(q, k, v, mask)
         if index == 0:
-            self.flow.zero_().diagonal(dim1=1, dim2=2).fill_(1)
+            self.flow = torch.zeros_like(self.flow)  # a new tensor: rows that wait keep the one before
+            self.flow.diagonal(dim1=1, dim2=2).fill_(1)
         self.roll(parts.weights(q, k, mask), plan.positions)
         return hidden + parts.mlp(hidden)
 

@@ -135,7 +135,7 @@ def test_compiled_steps_in_place(plugins: tuple[str, str], steps: Any, monkeypat
     steps("eager")
 
     def engine(it: Sampler, plugins: Any, samples: int = 1) -> StaticEngine:
-        return InPlace(it.denoiser, plugins, 1, record=lambda run: run, compile=it.compile)
+        return InPlace(it.denoiser, plugins, record=lambda run: run, compile=it.compile)
 
     monkeypatch.setattr(Sampler, "engine", engine)
     plain, other = answers(*plugins)

@@ -441,7 +441,7 @@ def test_numbers_that_transformers_takes_as_they_are(tmp_path: Path, key: str, v
 @needs_gemma
 def test_what_a_class_of_transformers_does_not_know_is_told(tmp_path: Path):
     """It drops them, and computes something else than the checkpoint's author did."""
-    with pytest.warns(NoEffectWarning, match=r"without effect: text_config.attn_logit_softcapping = 30"):
+    with pytest.warns(NoEffectWarning, match=r"have no effect: text_config.attn_logit_softcapping = 30"):
         gemma(tmp_path, {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0}, {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
