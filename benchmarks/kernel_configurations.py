@@ -268,7 +268,7 @@ LAYER = [
     ),
     of_norm("bf16", 4096, True, any_rows=True),
     *(
-        of_rope(name, dtype, rope.tile(*model[:4]), *model[4:], slots)
+        of_rope(name, dtype, rope.tile(*model[:4], 4 if dtype == "fp32" else 2), *model[4:], slots)
         for name, model in HEADS.items()
         for dtype in ("bf16", "fp32")
         for slots in (False, True)

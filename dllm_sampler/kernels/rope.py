@@ -14,7 +14,7 @@ from torch import Tensor
 from dllm_sampler.kernels.sizes import cdiv, next_power_of_2
 
 WARPS = 4
-_NUMBERS = 2048  # of the heads that a program holds at once
+_BYTES = 4096  # of the heads that a program holds at once
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def qkv_rope(
     k, v = (fused.new_empty(entries, kv_heads, size) if fresh else None for _ in range(2))
     keys, values = slots or (None, None)
     if entries:
-        shape = tile(heads, kv_heads, size, cos.shape[-1])
+        shape = tile(heads, kv_heads, size, cos.shape[-1], fused.element_size())
         tiles = cdiv(heads, shape["BLOCK_H"]) + 2 * cdiv(kv_heads, shape["BLOCK_H"])
         launch: dict[str, Any] = {**shape, "num_warps": WARPS, "enable_fp_fusion": True}
         qkv_kernel[entries, tiles](
@@ -199,9 +199,9 @@ def store(slots: Tensor, places: Tensor, fresh: Tensor) -> None:
     flat.index_copy_(0, places.where(places >= 0, empty), fresh.to(slots.dtype).where(~nowhere, flat[empty]))
 
 
-def tile(heads: int, kv_heads: int, size: int, rotary: int) -> dict[str, int]:
-    """Return the constants of `qkv_kernel`. BLOCK_H is the number of heads of a program."""
+def tile(heads: int, kv_heads: int, size: int, rotary: int, itemsize: int) -> dict[str, int]:
+    """Return the constants of `qkv_kernel`. BLOCK_H is the number of heads of a program. `itemsize` is in bytes."""
     tail = next_power_of_2(size - rotary) if rotary < size else 0
     half = next_power_of_2(rotary // 2)
-    block = max(1, min(next_power_of_2(heads), _NUMBERS // (2 * half + 3 * tail)))
+    block = max(1, min(next_power_of_2(heads), _BYTES // itemsize // (2 * half + 3 * tail)))
     return {"H": heads, "HKV": kv_heads, "DH": size, "ROTARY": rotary, "HALF": half, "TAIL": tail, "BLOCK_H": block}
