@@ -29,7 +29,7 @@ from dllm_sampler.eval.tasks.base import Answer as Graded
 from dllm_sampler.eval.tasks.base import Sample
 from dllm_sampler.eval.tasks.formed import Demanded
 from dllm_sampler.generation.batch import warn_of_bias
-from dllm_sampler.inputs.prompts import encode
+from dllm_sampler.inputs.prompts import encode_one
 from dllm_sampler.models import loading
 from dllm_sampler.models.cfg import guided, laid_out
 from dllm_sampler.options import SamplerOptions
@@ -233,7 +233,8 @@ class Runner:
         for sample in task.samples():
             if (where := task.source(sample)) is not None:
                 try:
-                    encode(self._prompts([sample]), self.tokenizer, self.denoiser.spec, length, sample.index + 1)
+                    (prompt,) = self._prompts([sample])
+                    encode_one(prompt, self.tokenizer, self.denoiser.spec, length, f"prompt {sample.index + 1}")
                 except UserError as error:
                     raise UserError(error.code, f"{where}: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -9,14 +10,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from dllm_sampler.core.checks import check_number
-from dllm_sampler.core.protocols import Scheduler
+from dllm_sampler.core.protocols import Carry, Scheduler
 from dllm_sampler.core.select import at_least_one
 from dllm_sampler.core.spec import Traits
-from dllm_sampler.core.values import Canvas, Query
+from dllm_sampler.core.values import Canvas, Edit, Query, Readout
 
 
 @dataclass(frozen=True)
-class DrawnPositions(Scheduler):
+class DrawnPositions(Scheduler, ABC):
     """Positions ranked by confidence, or drawn in proportion to confidence ** (1 / position_temperature).
 
     Source: tempered remasking, arXiv 2604.09921. A rule that always takes the surest draw prefers easy tokens: an
@@ -36,6 +37,10 @@ class DrawnPositions(Scheduler):
     @override
     def traits(self) -> Traits:
         return Traits(draws_order=self.position_temperature > 0)
+
+    @override
+    @abstractmethod
+    def tell(self, canvas: Canvas, query: Query, readout: Readout, carry: Carry) -> tuple[Edit, Carry]: ...
 
     def chosen_or_one(self, canvas: Canvas, query: Query, chosen: Tensor, sure: Tensor, eligible: Tensor) -> Tensor:
         """Return `[B, Q] bool` the eligible among `chosen`, or one eligible position if none is chosen."""

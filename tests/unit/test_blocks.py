@@ -175,7 +175,7 @@ def run_python(text: str, names: dict[str, Any], where: str, capsys: pytest.Capt
             continue
         capsys.readouterr()
         value = eval(compile(source, where, "eval"), names)
-        comment = lines[statement.end_lineno - 1][statement.end_col_offset :].partition("# ")[2]
+        comment = lines[(statement.end_lineno or 1) - 1][statement.end_col_offset :].partition("# ")[2]
         try:
             said = literal(comment)
         except LookupError:
