@@ -1,7 +1,5 @@
 """Tasks, measures and reports of samplers. Imported as `dllm_sampler.eval`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from os import PathLike
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Validation of the files of a run's folder, which may have been edited or cut off."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 A point is (rate, score): tokens per forward, and a mean score between 0 and 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

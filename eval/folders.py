@@ -1,7 +1,5 @@
 """The directory of a run, which several processes may write to at once. An interruption loses no finished batch."""
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

@@ -3,8 +3,6 @@
 A word is one argument, for example `cache=none,dual`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

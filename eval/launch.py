@@ -1,7 +1,5 @@
 """Execution of jobs in this process, in workers of a Hydra launcher, or in processes of `accelerate launch`."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Measures of a run, computed from the records of its samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import exp

@@ -1,7 +1,5 @@
 """Measures of several samples for each prompt: pass@k, pass@NFE and distinct correct answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb, gcd, prod
 from statistics import fmean

@@ -1,7 +1,5 @@
 """The user's files that decide what a run does: code, schemas, grammars and filters."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence

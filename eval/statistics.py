@@ -1,7 +1,5 @@
 """Intervals and rank correlations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

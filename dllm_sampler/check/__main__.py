@@ -1,7 +1,5 @@
 """The command `python -m dllm_sampler.check`."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import traceback

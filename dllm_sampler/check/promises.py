@@ -1,7 +1,5 @@
 """Promises of every plug-in, in every combination. A broken promise is one sentence."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

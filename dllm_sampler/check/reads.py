@@ -1,7 +1,5 @@
 """The check that no step waits for the device. On a GPU the operations in `FORBIDDEN` would stall the queue."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

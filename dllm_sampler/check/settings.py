@@ -5,8 +5,6 @@ Each entry is one more setting under which tests check the whole contract. A val
 when it is needed, because transformers takes seconds to import.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

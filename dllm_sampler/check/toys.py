@@ -1,7 +1,5 @@
 """Small random networks, in float64 by default, on which plug-ins are checked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """The page of `dllm-sample --help GROUP=NAME`, written from the YAML, the docstring and the traits of a plug-in."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping

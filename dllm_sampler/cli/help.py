@@ -1,7 +1,5 @@
 """`dllm-sample --help` and `--info`, written from the YAML files themselves, the user's own among them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`dllm-sample` without a prompt at a terminal: type a prompt, watch it being denoised, change a setting, try again."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

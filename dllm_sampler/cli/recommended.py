@@ -1,7 +1,5 @@
 """`experiment=recommended`: the published settings for the chosen model, with their evidence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Text of models, tokenizers and files may have escape sequences, which are made visible on a terminal.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -4,8 +4,6 @@ A file is read only if its name is typed, or if a file whose name is typed choos
 packaged choice is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace

@@ -4,8 +4,6 @@ Values that this grammar would misread are quoted. A field of a guide may be typ
 `guide=regex guide.pattern=...` for `guide.regex.pattern=...`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """End-of-text tokens: a model may have several, and each of them ends an answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Names of plug-ins in messages: as the user typed them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache

@@ -4,8 +4,6 @@
 `torch.Generator` on the CPU in the order of published code, so its draws depend on the batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

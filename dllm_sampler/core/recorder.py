@@ -1,7 +1,5 @@
 """The recorder of a running generation: the forward that committed each token, and its probability."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Changes of the length of answers: where each column of a canvas goes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """The choice between two states of a batch, row by row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The choice of positions without a read of the device. Of equal scores the lower position wins."""
 
-from __future__ import annotations
-
 from functools import cache, lru_cache
 from threading import Lock
 

@@ -1,7 +1,5 @@
 """Static buffers: one address for every tensor of a generation, and the steps that were recorded on them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The GPU of a step: made the current one, and its launches recorded as a CUDA graph."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress

@@ -3,8 +3,6 @@
 They only launch tensor operations whose sizes the host knows. So `torch.compile` and CUDA graphs can take each whole.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 

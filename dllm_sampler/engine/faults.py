@@ -1,7 +1,5 @@
 """Errors about results of plug-ins. Each names the plug-in."""
 
-from __future__ import annotations
-
 from traceback import walk_tb
 from typing import Any
 

@@ -11,8 +11,6 @@ known before the look: a recording has the key of the state that it leaves, and 
 the buffers at once. It holds as long as nobody gives the state other objects (`InPlace.held`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from operator import is_not

@@ -4,8 +4,6 @@ A group is the `Particles.count` consecutive rows of a prompt. A row that has cl
 forwards, waits for the others of its group. Then the group has a meeting: `Particles.meet` decides which rows continue.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any

@@ -5,8 +5,6 @@ own, which is copied into free lanes. Rows that end are copied out. A row does n
 answer changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

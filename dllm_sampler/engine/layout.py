@@ -1,7 +1,5 @@
 """The layout of prompts on a canvas."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The loop: plan, run the forward, read out, decide, and ask for the next forward. Then the host reads once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import perf_counter

@@ -1,7 +1,5 @@
 """The readout: from logits to the statistics per position that plug-ins judge."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """The state of a generation as a tree: tensors, slot stores and plain values, by their paths."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass

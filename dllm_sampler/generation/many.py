@@ -1,7 +1,5 @@
 """Answers to any number of prompts: reads prompts, schedules their requests, and yields answers as they finish."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

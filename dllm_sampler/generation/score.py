@@ -4,8 +4,6 @@ If drawn tokens do not decide where a step commits, an answer has one path throu
 path. It writes the answer's tokens in place of draws, and records the log-probability of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Atomic writing of files. System errors become a `NotWrittenError` with a short message."""
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import os

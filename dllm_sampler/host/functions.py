@@ -1,7 +1,5 @@
 """Functions and classes that a user names in a setting, in installed modules or in a file of the working directory."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Checks of paths in settings."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from os import PathLike, fspath

@@ -1,7 +1,5 @@
 """Regular expressions of users, compiled and searched within limits of time and memory."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Any

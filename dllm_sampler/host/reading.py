@@ -1,7 +1,5 @@
 """Reading of JSON that may be damaged."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

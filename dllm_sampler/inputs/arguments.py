@@ -1,7 +1,5 @@
 """Checks of the arguments of `Sampler` that are objects: the model, the tokenizer and the noise."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from inspect import getattr_static
 from os import PathLike

@@ -1,7 +1,5 @@
 """Metrics for answers to a user's data: three comparisons of texts, or the user's function."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Conversion of prompts (text, token ids, tensors, chat messages) to token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

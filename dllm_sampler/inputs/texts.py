@@ -1,7 +1,5 @@
 """Answers as text: decoded tokens, cut at stop strings."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple

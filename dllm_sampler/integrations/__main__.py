@@ -1,7 +1,5 @@
 """`python -m dllm_sampler.integrations` checks settings and writes the YAML with which an engine runs them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

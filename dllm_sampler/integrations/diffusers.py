@@ -5,8 +5,6 @@
 Letters: B rows, W positions of a block, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Mapping

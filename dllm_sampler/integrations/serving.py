@@ -3,8 +3,6 @@
 A round is one forward and its decision. Letters: B rows of a round, W positions of a block, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """DAWN: commit positions that do not depend on one another, by a graph of attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Discrete DDIM for uniform diffusion, with the leave-one-out corrector."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import log
 from typing import Literal

@@ -1,7 +1,5 @@
 """DMax: tokens of the block stay soft, and every forward predicts them again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 

@@ -1,7 +1,5 @@
 """The base of rules that may draw the position to commit in place of the surest one."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """LLaDA2.1's token editing: committed tokens of the block may still be replaced, or become masks again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Linear self-speculation: a model with a causal context drafts a window at once and verifies it token by token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 

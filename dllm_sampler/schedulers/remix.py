@@ -1,7 +1,5 @@
 """ReMix: a mask's input is mixed with the last prediction at its position."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 

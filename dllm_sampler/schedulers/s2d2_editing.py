@@ -1,7 +1,5 @@
 """S2D2 for models that edit what they committed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Streaming-dLLM's threshold, which falls as the block fills."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Self
 

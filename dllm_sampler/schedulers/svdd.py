@@ -1,7 +1,5 @@
 """SVDD: draw one of several drafts of each step by its reward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce

@@ -1,7 +1,5 @@
 """`dllm-train`: a trainer, its model, its data and its arguments, from a file of `conf/train` and what was typed."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

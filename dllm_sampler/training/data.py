@@ -1,7 +1,5 @@
 """From rows of a data set, in the forms that TRL reads, to examples and their tokens; each is checked on the way."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The two-stage alignment of a drafter with an autoregressive target (DEER, arXiv 2512.15176)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ The published code writes the mask of one row over all rows of its batch, so it 
 independent. Its draw of a block may be empty if the answer ends with a block; here it is not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar

@@ -1,7 +1,5 @@
 """Policy gradients on rewards: CJ-GRPO over trajectories (arXiv 2509.23924), and diffu-GRPO (arXiv 2504.12216)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext

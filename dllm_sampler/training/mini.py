@@ -1,7 +1,5 @@
 """The trainer of `mini`: masked-diffusion training from scratch, small enough for one CPU core."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field

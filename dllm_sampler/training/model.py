@@ -1,7 +1,5 @@
 """The model that is trained: any that `dllm-sample` samples from, as transformers' `Trainer` takes a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path

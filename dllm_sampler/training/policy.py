@@ -1,7 +1,5 @@
 """The clipped policy-gradient loss of GRPO (arXiv 2402.03300) over any chunks of tokens, and a policy's figures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Rewards in TRL's form: `reward(prompts, completions, **columns) -> list[float | None]`, and their weighted sum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The common part of the trainers: transformers' `Trainer` around a model that is sampled from while it learns."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -4,8 +4,6 @@ X^s is the state that forward s saw, and i are the positions that it committed. 
 B rows of a trace have L columns; T items are a state of a row each, n of them in a forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -4,8 +4,6 @@ It has no paper, and follows NVIDIA's public recipe (NeMo AutoModel, `dllm_sft`)
 in a step. This module learns all of them, each with its own noise level. B rows, L columns, A of the longest answer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

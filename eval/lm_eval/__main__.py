@@ -3,8 +3,6 @@
 `python -m dllm_sampler.eval.lm_eval --model dllm_sampler --model_args pretrained=mini --tasks ... --include_path ...`
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib import import_module

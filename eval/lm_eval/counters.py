@@ -1,7 +1,5 @@
 """Counts of tokens and forwards for each task, which `dllm-report` reads in the harness's results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The likelihood of a text under a masked-diffusion model, by Monte Carlo (as LLaDA's evaluation, arXiv 2502.09992)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

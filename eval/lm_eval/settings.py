@@ -1,7 +1,5 @@
 """Settings of a sampler from the harness's `--model_args`, with every name and type checked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial

@@ -1,7 +1,5 @@
 """`python -m dllm_sampler.eval.protocols`: check protocols against recordings of the authors' harnesses."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

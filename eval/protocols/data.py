@@ -1,7 +1,5 @@
 """Documents of the hub's data sets, or of local files in the same schema."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Grades as published protocols give them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@
 OLD and NEW are the files `minerva_math/utils.py` of lm-evaluation-harness 0.4.8 and of the installed one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -3,8 +3,6 @@
 Hydra needs antlr 4.9 and sympy's LaTeX parser 4.11, so that both cannot be in one environment.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

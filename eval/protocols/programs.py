@@ -1,7 +1,5 @@
 """Programs that a model wrote, run in a child process with limits of time and memory, and without a network."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Published figures of diffusion language models, and the distance of our figures from them."""
 
-from __future__ import annotations
-
 import csv
 import math
 import re

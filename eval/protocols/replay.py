@@ -1,7 +1,5 @@
 """Recorded prompts and grades of the authors' own harnesses, compared with ours line by line."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

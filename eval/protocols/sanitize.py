@@ -1,7 +1,5 @@
 """The clean-up of programs that the scripts of Fast-dLLM, d3LLM, Dream and dLLM-cache share."""
 
-from __future__ import annotations
-
 import ast
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The words of each run of `suite=protocol/NAME task=... method=...`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 

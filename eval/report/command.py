@@ -1,7 +1,5 @@
 """`dllm-report`: a page, pictures and tables of the results of runs."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

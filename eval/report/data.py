@@ -1,7 +1,5 @@
 """Runs read from their directories, named by what differs between them, and put together into methods."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

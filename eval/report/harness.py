@@ -1,7 +1,5 @@
 """Results of lm-evaluation-harness with this package's model, read as runs."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

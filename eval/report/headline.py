@@ -1,7 +1,5 @@
 """The headline of a report: a few sentences, computed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from dllm_sampler.eval.curves import adaptive_oracle, aup, parallelizability, pbx

@@ -1,7 +1,5 @@
 """The report as one HTML file that loads nothing from the network."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

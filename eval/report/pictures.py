@@ -1,7 +1,5 @@
 """The report's pictures as PNG files: the Pareto front, and the cost of dependency between tokens."""
 
-from __future__ import annotations
-
 import io
 from itertools import cycle
 from typing import Any

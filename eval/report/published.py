@@ -1,7 +1,5 @@
 """Published figures beside those of runs under a published protocol."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs as rows of a table: for CSV files and data frames."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

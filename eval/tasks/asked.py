@@ -1,7 +1,5 @@
 """A wrapper of a user's task: its exceptions and invalid results become a `UserError`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Test beds as tasks. The model is part of the task and exact, so all errors are the sampler's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Tasks whose samples are drawn from a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random

@@ -1,7 +1,5 @@
 """Fluency of a text: LanguageTool if it is installed, and a check without it, `fluency_proxy`."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from importlib import import_module

@@ -1,7 +1,5 @@
 """A task whose prompts fix the form of the answers, to compare decoding with and without a guide."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Prompts and answers of a user's own file, graded by a metric of the user's choice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Lists in answers: `["Ada Abbott", "Otto York"]`, read leniently and strictly, and the mistakes in them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """The operations of the shipped model, on prompts that its training never saw."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Overlap of two texts: ROUGE, BLEU and, if its package is installed, BERTScore."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 from typing import Any

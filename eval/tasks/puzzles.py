@@ -1,7 +1,5 @@
 """Latin squares and small sudokus (arXiv 2510.04767)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil

@@ -1,7 +1,5 @@
 """A task whose prompts are answered several times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Sentences and short dialogues, made from templates."""
 
-from __future__ import annotations
-
 from random import Random
 
 from dllm_sampler.eval.tasks.names import GIVEN

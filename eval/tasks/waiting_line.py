@@ -4,8 +4,6 @@ Names, wording and code are our own, after the published description, so scores 
 Unlike the published prompts, ours say that positions count from 0. Sorting by last name is graded by last name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random

@@ -1,7 +1,5 @@
 """Writing: a sentence with given words, a paraphrase, a summary (arXiv 2510.04767, with texts of our own)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """A law as a model: its prediction for a masked position is the exact conditional marginal."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -3,8 +3,6 @@
 Symbols are numbered from 0. In a list operation on n items the input is 0 ... n-1 and the new item is n.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property

@@ -1,7 +1,5 @@
 """Finite automata over tokens, built from a regular expression once and stored on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The reason that a pattern cannot be a form, and its place. The library that builds automata reports neither."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

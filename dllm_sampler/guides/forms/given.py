@@ -1,7 +1,5 @@
 """Forms of answers with given tokens: a check that an answer can contain them, and classes without end tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Calls of outlines-core, which compiles regular expressions and JSON schemas, with limits of time and memory."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Guides on the form of an answer: a regular expression, a list of choices, a JSON schema."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

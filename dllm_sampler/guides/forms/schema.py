@@ -1,7 +1,5 @@
 """JSON schemas as users give them, and keywords that a regular expression would not enforce."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

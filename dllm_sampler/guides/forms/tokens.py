@@ -1,7 +1,5 @@
 """The bytes that each token adds to a text."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

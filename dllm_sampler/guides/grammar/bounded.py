@@ -14,8 +14,6 @@ regular. So automata over terminals are built from the inside out and inserted i
 network with bounded recursion).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 

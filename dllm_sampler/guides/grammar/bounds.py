@@ -1,7 +1,5 @@
 """Lower bounds on the bytes of the rest of a completion from each place on, by lexemes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

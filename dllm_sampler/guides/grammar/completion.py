@@ -7,8 +7,6 @@ the order of their cost (Knuth's generalisation of Dijkstra's algorithm, 1977). 
 before them must ask for the variable.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from heapq import heappop, heappush

@@ -5,8 +5,6 @@ edge of every terminal to itself. For each pair of nodes the set of variables th
 integer. Sets of a pair come from those of shorter spans, by products that are remembered.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

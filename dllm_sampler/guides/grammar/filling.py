@@ -1,7 +1,5 @@
 """Tokens for the masks of a partial text, exactly as many as there are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

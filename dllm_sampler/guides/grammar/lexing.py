@@ -4,8 +4,6 @@ A *piece* is known text between two gaps. All terminals are followed at once, by
 the terminals' states. It is determinised as far as texts need it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache
 

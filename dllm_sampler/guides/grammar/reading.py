@@ -22,8 +22,6 @@
 - A line that begins with `#` is a comment.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

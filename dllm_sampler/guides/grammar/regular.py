@@ -1,7 +1,5 @@
 """Deterministic finite automata over any labels (bytes, classes of bytes, terminals)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Bodies of the normal form are empty, one terminal, one variable, or two variable
 are integers, one bit each.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

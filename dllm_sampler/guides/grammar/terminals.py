@@ -1,7 +1,5 @@
 """The terminals of a grammar: finite automata over classes of bytes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From drafted steps to the candidates of a query."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Forks: the canvas with one more token, in several ways, for a forward that computes them all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import NamedTuple, Self
 

@@ -1,7 +1,5 @@
 """The number of candidates that a forward computes in hardly more time than one, measured while it runs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from dllm_sampler.core.packing import ForwardRequest

@@ -1,7 +1,5 @@
 """Routing policies of S2D2 (arXiv 2603.25702), which decide if a forward verifies a drafted span."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import inf, log
 from typing import Literal, NamedTuple

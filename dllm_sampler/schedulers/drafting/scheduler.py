@@ -1,7 +1,5 @@
 """Draft the next states from the last predictions, and verify them all with one forward."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
