@@ -60,7 +60,7 @@ OWN = ("model", "data", "tasks", "held_out", "lora", "rewards", "prompts", "resu
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `dllm-train`, besides the trainer."""
+    """Options of `dllm-train` that are not the trainer's (`train.*`)."""
 
     threads: int | str = AUTO
 

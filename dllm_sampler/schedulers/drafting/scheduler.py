@@ -231,7 +231,7 @@ class Drafting(Around):
         return after._replace(candidate=candidate)
 
     def commits_next(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
-        """Return `[B] bool` rows that commit the step after the verified states. A forward ends one block at most."""
+        """Return `[B] bool` rows whose next step is committed too. A forward completes at most one block of a row."""
         return (after.start == before.start) | (before.start == canvas.start)
 
     def worth_candidate(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
