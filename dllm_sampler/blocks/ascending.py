@@ -31,8 +31,8 @@ class AscendingBlocks(Blocks):
     def __post_init__(self) -> None:
         check_count("blocks.count", self.count)
 
-    @override
     def ends(self, tokens: int) -> list[int]:
+        """Return the ends of the blocks of an answer of `tokens` columns, counted from its first one."""
         steps = tokens.bit_length() - 1
         if self.count > max(steps, 1):
             raise UserError(

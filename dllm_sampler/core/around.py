@@ -58,11 +58,6 @@ class Around(Scheduler):
     def total_steps(self) -> int | None:
         return self.inner.total_steps
 
-    @property
-    @override
-    def added_steps(self) -> int:
-        return self.inner.added_steps
-
     def ahead(self, canvas: Canvas, carry: Carry) -> Tensor | None:
         """Return the inner scheduler's plan (`Planner.ahead`), or None if it is not a `Planner`."""
         return self.inner.ahead(canvas, self.inside(carry)) if isinstance(self.inner, Planner) else None

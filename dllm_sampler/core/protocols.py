@@ -262,11 +262,6 @@ class Scheduler(PlugIn):
         """Number of forwards for a whole answer, which its blocks share. None if the user set no number."""
         return None
 
-    @property
-    def added_steps(self) -> int:
-        """Forwards that each block takes on top of its share of `total_steps`."""
-        return 0
-
 
 @runtime_checkable
 class Planner(Protocol):
@@ -354,17 +349,6 @@ class Blocks(PlugIn):
     def grid(self) -> int | None:
         """Length of blocks that are counted from the row's first token, prompt included. None for other blocks."""
         return None
-
-    def ends(self, tokens: int) -> Sequence[int]:
-        """Return the ends of an answer's blocks, if they are known before the first forward.
-
-        Args:
-            tokens: columns of the answer.
-
-        Returns:
-            columns, counted from the answer's first one. An empty sequence if `lookahead` determines the blocks.
-        """
-        return ()
 
     def lookahead(self, tokens: int) -> int:
         """Return the length of a new block until a forward has opened it.

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -128,33 +127,3 @@ def _unopened(ids: Tensor, masked: Tensor, end: Tensor, layout: Layout) -> Canva
     return Canvas(
         ids=ids, masked=masked, start=first, stop=first, end=end, age=zero, step=zero, done=zero > 0, layout=layout
     )
-
-
-def planned_steps(
-    prompt: int, tokens: int, given: Sequence[int] | None, steps: int, blocks: Blocks, spec: ModelSpec
-) -> tuple[int, int]:
-    """Return the number of forwards that an answer's blocks plan when they share `steps`, and the number of blocks.
-
-    If the first forward of a block may shorten it, both are lower bounds. Runs on the host, and follows the rules of
-    `Canvas.block_end` and `budget.block_steps`.
-
-    Args:
-        prompt: tokens before the answer.
-        tokens: positions of the answer.
-        given: the answer's tokens, `FREE` at each position to generate. None without given tokens.
-        steps: forwards for the whole answer.
-    """
-    free = [0, *accumulate([1] * tokens if given is None else [token == FREE for token in given])]
-    width, ends, line = blocks.lookahead(tokens), blocks.ends(tokens), blocks.part or blocks.grid
-    planned, count, start = 0, 0, 0
-    while free[start] < free[-1]:
-        while free[start + 1] == free[start]:  # a block begins at a position that is not given
-            start += 1
-        stop = min(next((end for end in ends if end > start), start + width), tokens)
-        if line is not None:
-            before = prompt if spec.blocks_from == "text" else 0
-            stop = min(stop, start + line - (start + before) % line)
-        share = free[stop] * steps // free[-1] - free[start] * steps // free[-1]
-        planned += min(max(share, 1), free[stop] - free[start])
-        count, start = count + 1, stop
-    return planned, count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,7 @@ from torch import Tensor
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.protocols import is_random
 from dllm_sampler.core.recorder import Recorder, aligned
-from dllm_sampler.core.spec import ChangingLength
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.engine import layout
 from dllm_sampler.engine.decide import Generation, Group
 from dllm_sampler.engine.groups import Groups, meeting
 from dllm_sampler.engine.in_flight import Request
@@ -60,9 +58,8 @@ def steps(
         prompts.check_new_tokens(max_new_tokens, runtime.spec)  # one number, not a list
     asked = Arguments.checked(runtime, rows, max_new_tokens=max_new_tokens, **arguments)
     requests = [request for index, one in enumerate(rows) for request in asked.requests(one, index)]
-    planned = warn_of_steps(plugins, requests[:: asked.rows])
     made = iterate_steps(runtime, requests, asked.stop_strings, every, asked.rows)
-    return _warned(made, plugins, planned)
+    return _warned(made, plugins)
 
 
 def final_result(steps: Iterator[Commits], progress: Progress | None) -> Result:
@@ -130,52 +127,25 @@ def warn_of_bias(plugins: Plugins, samples: int) -> None:
         warn(ALIKE.format(samples, named(plugins.scheduler)))
 
 
-def warn_of_steps(plugins: Plugins, requests: Iterable[Request]) -> int:
-    """Warn if an answer's blocks need more forwards than `scheduler.steps`. Returns their number, or 0."""
-    steps, blocks = plugins.scheduler.total_steps, plugins.blocks
-    if steps is None or blocks.several or plugins.scheduler.traits.has(ChangingLength):
-        return 0  # blocks that are open at once share forwards, and an answer may become shorter
-    added = plugins.scheduler.added_steps
-    total, planned, count = max(
-        (planned + added * count, planned, count)
-        for planned, count in (
-            layout.planned_steps(len(one.prompt), one.max_new_tokens, one.given, steps, blocks, plugins.context.spec)
-            for one in requests
-        )
-    )
-    if total <= steps:
-        return 0
-    least = "at least " * (blocks.sizes_on_open and not blocks.ends(1 << 16))
-    why = "since each takes one forward or more" if planned > steps else "which share them"
-    more = f" and {added} on top" if added else ""
-    warnings.warn(
-        f"scheduler.steps={steps} is too few for {least}{count} block{'s' * (count != 1)}, {why}{more}: {least}{total}"
-        " are planned. For fewer forwards, use longer blocks.",
-        UserWarning,
-        stacklevel=4,
-    )
-    return total
-
-
-def warn_of_forwards(plugins: Plugins, result: Result, planned: int) -> int:
-    """Warn if an answer took more forwards than `scheduler.steps` and `planned`. Returns their number, or `planned`."""
+def warn_of_forwards(plugins: Plugins, result: Result) -> bool:
+    """Warn if an answer took more forwards than `scheduler.steps`. Returns True if one did."""
     steps, made = plugins.scheduler.total_steps, int(result.trace.nfe.max())
-    if steps is None or made <= max(steps, planned):
-        return planned
+    if steps is None or made <= steps:
+        return False
     warnings.warn(
         f"scheduler.steps={steps} was exceeded: scheduler={named(plugins.scheduler)} made {made} forwards to commit all"
-        " tokens. For fewer forwards, use longer blocks or a scheduler with a fixed number, scheduler=fixed.",
+        " tokens, at least one for each block. For fewer forwards, use longer blocks, or scheduler=fixed.",
         UserWarning,
         stacklevel=4,
     )
-    return made
+    return True
 
 
-def _warned(steps: Iterator[Commits], plugins: Plugins, planned: int) -> Iterator[Commits]:
-    """Yield the steps of a batch. Warn at the last step if there were more than planned."""
+def _warned(steps: Iterator[Commits], plugins: Plugins) -> Iterator[Commits]:
+    """Yield the steps of a batch. Warn at the last step if there were more than `scheduler.steps`."""
     for step in steps:
         if step.result is not None:
-            warn_of_forwards(plugins, step.result, planned)
+            warn_of_forwards(plugins, step.result)
         yield step
 
 

@@ -174,7 +174,6 @@ class Many:
     failure: Exception | None = None  # an error of the prompts. Raised after the answers in flight
     prompts_read: int = 0
     # Figures for warnings and `progress`.
-    planned: int = 0  # forwards of an answer that a warning has named, 0 without a warning
     exceeded: bool = False  # a warning has reported an answer that took more forwards
     forwards: int = 0
     tokens_started: int = 0  # tokens of all answers that have begun
@@ -304,7 +303,6 @@ class Many:
             if isinstance(found, UserError):
                 self._refuse(index, found)
             else:
-                self.planned = self.planned or batch.warn_of_steps(self.runtime.plugins, found[:1])
                 self.rest_of_prompt.extend(found)
         return self.rest_of_prompt[0]
 
@@ -401,9 +399,8 @@ class Many:
                 yield result.answer(row, one.index, one.sample, max_new_tokens=one.max_new_tokens)
 
     def _warn(self, result: Result) -> None:
-        """Warn if an answer took more forwards than planned, once per call."""
-        if not self.exceeded:
-            self.exceeded = batch.warn_of_forwards(self.runtime.plugins, result, self.planned) > self.planned
+        """Warn if an answer took more forwards than `scheduler.steps`, once per call."""
+        self.exceeded = self.exceeded or batch.warn_of_forwards(self.runtime.plugins, result)
 
     def _report(self, masks: int) -> None:
         """Call `progress` after a forward that left `masks` masks."""

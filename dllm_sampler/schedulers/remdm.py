@@ -47,11 +47,6 @@ class Remdm(Remasking):
     def traits(self) -> Traits:
         return replace(super().traits, revises=self.revisions > 0)
 
-    @property
-    @override
-    def added_steps(self) -> int:
-        return self.revisions
-
     def bound(self, tokens: int) -> int:
         """Return an upper bound on the steps. Every block adds its revisions. Blocks of one position reach it."""
         return tokens * (1 + self.revisions)
