@@ -111,7 +111,9 @@ def answerable(canvas: Canvas, query: Query, computed: Tensor, spec: ModelSpec) 
         return computed & canvas.in_block()
     if not spec.shift and not spec.seeds:
         return computed
-    return computed.gather(1, predictors(canvas, canvas.columns().expand_as(computed), spec, query.shifted))
+    return computed.gather(
+        1, predictors(canvas, canvas.columns().expand_as(computed), spec.shift, spec.seeds, query.shifted)
+    )
 
 
 def host_counts(canvas: Canvas, wanted: ForwardRequest, failed_at: Tensor, joint: bool = False) -> Tensor:
@@ -317,7 +319,7 @@ class Pack:
             return Pack._segmented(canvas, wanted, head_rows, spec, sees)
         place = _places(wanted.computed, sizes.computed)
         row, column = place // columns, place % columns
-        predict = predictors(canvas, query.positions, spec, query.shifted)  # [B, Q]
+        predict = predictors(canvas, query.positions, spec.shift, spec.seeds, query.shifted)  # [B, Q]
         origin = select.arange(len(canvas.ids), place.device)[:, None] * columns
         replies = _entries_at(place, head_rows.pick((predict + origin)[:, None]))
         until, chosen = sees.at(row, column), wanted.computed[:, None]
@@ -328,7 +330,7 @@ class Pack:
         """Pack a request with several candidates, or with shadows."""
         query, sizes, columns = wanted.query, wanted.sizes, canvas.length + 1
         batch, device = len(canvas.ids), canvas.ids.device
-        predict = predictors(canvas, query.positions, spec, query.shifted)  # [B, Q]
+        predict = predictors(canvas, query.positions, spec.shift, spec.seeds, query.shifted)  # [B, Q]
         if query.leave_one_out:
             there = wanted.shadows(canvas)
             shadow = torch.zeros_like(wanted.computed).scatter(1, predict.masked_fill(~there, canvas.length), there)
@@ -409,9 +411,3 @@ def _places(chosen: Tensor, count: int) -> Tensor:
 def _entries_at(place: Tensor, wanted: Tensor) -> Tensor:
     """Return `[R]` the indices in `place [T]` of the places `wanted [R]`."""
     return torch.searchsorted(place, wanted).clamp(max=len(place) - 1)
-
-
-def without_unused_columns(wanted: ForwardRequest) -> ForwardRequest:
-    """Return the request without the last query columns, which are padding in every row."""
-    most = wanted.sizes.queries
-    return replace(wanted, query=wanted.query.trim(most), answered=wanted.answered[..., :most])

@@ -51,10 +51,10 @@ def _widened(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     for axis in range(1, values.dim()):
         missing = shape[axis] - values.shape[axis]
         if missing > 0:
-            last = values.narrow(axis, -1, 1) if values.shape[axis] else values.new_zeros(_one(values.shape, axis))
+            last = (
+                values.narrow(axis, -1, 1)
+                if values.shape[axis]
+                else values.new_zeros([*values.shape[:axis], 1, *values.shape[axis + 1 :]])
+            )
             values = torch.cat([values, *[last] * missing], axis)
     return values
-
-
-def _one(shape: tuple[int, ...], axis: int) -> list[int]:
-    return [1 if index == axis else size for index, size in enumerate(shape)]

@@ -42,7 +42,9 @@ class Predictions(NamedTuple):
         if self.norm is None or then.norm is None:
             return divergence(now, old, at, precise).view_as(index)
         old = old.to(now.dtype)  # before the first step it is in the model's dtype, and autocast has another
-        return drift(now, old, then.norm.flatten(), at).view_as(index)
+        precision = torch.promote_types(now.dtype, torch.float32)
+        old = (old.to(precision) - then.norm.flatten()[:, None].to(precision)).exp_()
+        return divergence(torch.softmax(now, -1, dtype=precision), old, at).double().view_as(index)
 
 
 def measure(
@@ -160,13 +162,6 @@ def jensen_shannon(now: Tensor, then: Tensor, index: Tensor) -> Tensor:
         middle = (part + old) / 2
         parts.append((part * (part / middle).log() + old * (old / middle).log()).sum(-1) / 2)
     return torch.cat(parts)
-
-
-def drift(now: Tensor, then: Tensor, norm: Tensor, index: Tensor) -> Tensor:
-    """Return `divergence` of logits `now [N, V]` from `then [M, V]`, whose logsumexp is `norm [M]`."""
-    precise = torch.promote_types(now.dtype, torch.float32)
-    old = (then.to(precise) - norm[:, None].to(precise)).exp_()
-    return divergence(torch.softmax(now, -1, dtype=precise), old, index).double()
 
 
 def rows_at_once(table: Tensor, room: int = 1) -> int:

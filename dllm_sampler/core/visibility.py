@@ -15,7 +15,6 @@ in place of entries: `block_causal` and `clean_and_noisy`.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -146,30 +145,17 @@ def mask_of(keys: Tensor | None) -> Tensor | None:
     return keys[:, None] if keys.dim() == 3 else keys[:, None, None]
 
 
-class Predicts(Protocol):
-    """A `ModelSpec` or a model: the facts that decide which row predicts a token."""
-
-    @property
-    def shift(self) -> bool:
-        """True if raw row i predicts token i + 1."""
-        ...
-
-    @property
-    def seeds(self) -> bool:
-        """True if the row before the active block predicts the block's first token."""
-        ...
-
-
-def predictors(canvas: Canvas, columns: Tensor, spec: Predicts, before: Tensor | None = None) -> Tensor:
+def predictors(canvas: Canvas, columns: Tensor, shift: bool, seeds: bool, before: Tensor | None = None) -> Tensor:
     """Return `[B, Q]` the column whose hidden state predicts each of `columns [B, Q]`.
 
     Args:
+        shift, seeds: facts of the model, see `ModelSpec`.
         before: `[B] bool` rows whose columns are predicted by the one before each (`Query.shifted`). None for no rows.
     """
     # The row's very first position has none before it and reads its own; the empty slot stays what it is.
-    if spec.shift:
+    if shift:
         return torch.where((columns > 0) & (columns < canvas.length), columns - 1, columns)
-    if spec.seeds:
+    if seeds:
         shifted = columns == canvas.start[:, None]
         if before is not None:
             shifted = shifted | (before[:, None] & (columns < canvas.length))

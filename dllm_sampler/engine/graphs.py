@@ -14,7 +14,7 @@ the buffers at once. It holds as long as nobody gives the state other objects (`
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from operator import is_not
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,15 +41,6 @@ MOST = 512  # entries of a pack up to which steps are recorded
 RECORDED = 64  # steps for one shape of canvas. A batch of 16 whose rows come and go needs some 25
 ENGINES = 4  # settings of a sampler whose recordings are kept, such as the block lengths that calls take turns with
 COUNTED = "If a plug-in counts steps in a Python number, each step needs its own recording: count in a tensor instead."
-
-
-@runtime_checkable
-class ReadsDevice(Protocol):
-    """A module whose forward may wait for the device."""
-
-    def reads_device(self, device: torch.device) -> bool:
-        """Return True if the module's forward waits for a device of this kind."""
-        ...
 
 
 def obstacle(plugins: Plugins, noise: Noise, denoiser: Denoiser) -> str | None:
@@ -94,7 +85,8 @@ def _unfit(networks: nn.ModuleList, device: torch.device) -> str | None:
         if has_hooks(module):
             name = name.partition(".")[2] or type(module).__name__
             return f"the model's {name} has a hook or a replaced forward, which a replay does not call"
-        if isinstance(module, ReadsDevice) and module.reads_device(device):
+        reads_device = getattr(module, "reads_device", None)  # of a module whose forward may wait for the device
+        if reads_device is not None and reads_device(device):
             return "torch's grouped product waits for the GPU, except in bfloat16 on an H100 or a B200"
     return None
 

@@ -28,14 +28,8 @@ from dllm_sampler.engine.tree import UnsupportedLeaf, map_leaves
 from dllm_sampler.result import MeetingRecord
 
 SHARED = (bool, int, float, str)  # leaves that hold for all rows
-PARTS = (
-    "canvas",
-    "cache",
-    "carry",
-    "failed_at",
-    "recorder",
-    "group",
-)  # of a state: what a row brings along and takes away
+# Parts of a state that a row brings along and takes away.
+PARTS = ("canvas", "cache", "carry", "failed_at", "recorder", "group")
 
 
 @dataclass(eq=False)
@@ -62,9 +56,8 @@ class Request:
     state: Literal["waiting", "running", "done"] = "waiting"
     forwards: int = 0  # made in the running batch
     is_finite: bool = True  # False if the model returned no finite statistics for it
-    meetings: list[MeetingRecord] = field(
-        default_factory=list
-    )  # of the rows of its prompt, stored in the first request only
+    # Of the rows of its prompt, stored in the first request only.
+    meetings: list[MeetingRecord] = field(default_factory=list)
 
     @property
     def free_tokens(self) -> int:

@@ -118,7 +118,8 @@ class Engine:
         """
         p, canvas = self.plugins, state.canvas
         assert state.wanted is not None
-        wanted = packing.without_unused_columns(state.wanted)
+        wanted, most = state.wanted, state.wanted.sizes.queries  # the columns after these are padding in every row
+        wanted = replace(wanted, query=wanted.query.trim(most), answered=wanted.answered[..., :most])
         plan = state.cache.plan(canvas, wanted)
         if self.watches:
             plan = replace(plan, means=AttentionMeans(self.watches))

@@ -35,12 +35,6 @@ SAME = (
     " temperature=1."
 )
 
-ALIKE = (
-    "samples={}: the answers to a prompt differ less than the model's own draws, because scheduler={} chooses positions"
-    " by the confidence of the tokens that it drew. Use scheduler=leftright for answers without this bias, or set"
-    " position_temperature=1 if the scheduler has it."
-)
-
 
 def steps(
     runtime: Runtime, prompt: Prompt | Sequence[Prompt], *, every: int, max_new_tokens: int, **arguments: Any
@@ -124,7 +118,11 @@ def warn_of_bias(plugins: Plugins, samples: int) -> None:
     """Warn if answers are biased to likely tokens, because the scheduler ranks drawn tokens by confidence."""
     traits, drawn = plugins.scheduler.traits, plugins.judge == "draw" and is_random(plugins.guides)
     if samples > 1 and drawn and traits.ranks_by_confidence and not traits.draws_order:
-        warn(ALIKE.format(samples, named(plugins.scheduler)))
+        warn(
+            f"samples={samples}: the answers to a prompt differ less than the model's own draws, because"
+            f" scheduler={named(plugins.scheduler)} chooses positions by the confidence of the tokens that it drew. Use"
+            " scheduler=leftright for answers without this bias, or set position_temperature=1 if the scheduler has it."
+        )
 
 
 def warn_of_forwards(plugins: Plugins, result: Result) -> bool:

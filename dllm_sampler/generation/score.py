@@ -15,7 +15,7 @@ from dllm_sampler.core.checks import check_count
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import HeadRows
 from dllm_sampler.core.protocols import is_random
-from dllm_sampler.core.spec import BatchState, ChangingLength, ModelSpec, Traits
+from dllm_sampler.core.spec import BatchState, ChangingLength, ModelSpec
 from dllm_sampler.core.values import FREE, Canvas, Readout
 from dllm_sampler.engine.decide import Generation
 from dllm_sampler.engine.in_flight import Request
@@ -71,7 +71,14 @@ def reasons_against(runtime: Runtime) -> Iterator[str]:
     for guide in plugins.guides:
         if guide.joint or guide.vetoes:
             yield f"guide={named(guide)} chooses the tokens of a step together. Remove it."
-    for fact in _facts(traits):
+    facts = {
+        "draws the positions that it commits": traits.draws_order,
+        "remasks or replaces tokens": traits.revises,
+        "drafts tokens and verifies them": traits.drafts,
+        "changes the length of answers": traits.has(ChangingLength),
+        "keeps numbers for the whole batch": traits.has(BatchState),
+    }
+    for fact in (fact for fact, holds in facts.items() if holds):
         yield f"{scheduler} {fact}, so that an answer has many paths. Use scheduler=fixed with scheduler.score=margin."
     if not is_random(plugins.guides):
         if traits.own_tokens:
@@ -88,20 +95,6 @@ def reasons_against(runtime: Runtime) -> Iterator[str]:
         if judges:
             name = f"{kind}={named(getattr(plugins, kind))}"
             yield f"{name} judges the tokens that a step drew. Set judge=best, or use another {kind}."
-
-
-def _facts(traits: Traits) -> Iterator[str]:
-    """Yield a phrase for each trait that gives an answer several paths."""
-    if traits.draws_order:
-        yield "draws the positions that it commits"
-    if traits.revises:
-        yield "remasks or replaces tokens"
-    if traits.drafts:
-        yield "drafts tokens and verifies them"
-    if traits.has(ChangingLength):
-        yield "changes the length of answers"
-    if traits.has(BatchState):
-        yield "keeps numbers for the whole batch"
 
 
 def _pairs(
@@ -206,20 +199,11 @@ class OnlyTokens:
         """See `Noise.tokens`."""
         return torch.zeros(1, vocab, device=canvas.ids.device)
 
-    def order(self, canvas: Canvas, positions: Tensor, count: Tensor) -> Tensor:
-        """See `Noise.order`."""
-        raise self._error()
-
-    def uniform(self, canvas: Canvas, positions: Tensor) -> Tensor:
-        """See `Noise.uniform`."""
-        raise self._error()
-
-    def ids(self, canvas: Canvas, positions: Tensor, vocab: int) -> Tensor:
-        """See `Noise.ids`."""
-        raise self._error()
-
-    def _error(self) -> UserError:
+    def order(self, *arguments: Any) -> Tensor:
+        """Raise an error."""
         names = " or ".join(f"{kind}={named(getattr(self.plugins, kind))}" for kind in ("scheduler", "cache"))
-        return UserError(
+        raise UserError(
             "score-inexact", f"{names} draws random numbers besides tokens. Use another scheduler or cache."
         )
+
+    uniform = ids = order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,9 +30,8 @@ from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.inputs.texts import cut, stop_strings, stopped
 from dllm_sampler.models import autoregressive
 from dllm_sampler.models.autoregressive import Reading, Verifier
+from dllm_sampler.options import Progress
 from dllm_sampler.result import Speculation
-
-Progress = Callable[[int, int, int], None]
 
 
 @dataclass

@@ -171,7 +171,7 @@ class TransformerDenoiser:
                 f"cache={named(plan.cache)} does not support several candidates, shadow rows or soft inputs. Use"
                 " cache=none.",
             )
-        columns = predictors(canvas, query.positions, self)  # [B, Q]
+        columns = predictors(canvas, query.positions, self.shift, self.seeds)  # [B, Q]
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
         hidden = self.transformer(
             canvas.ids.scatter(1, query.positions, query.ids[:, 0]).gather(1, plan.positions),
