@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hydra import initialize_config_module
-from hydra._internal.callbacks import Callbacks
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -109,7 +108,7 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
             with files.uninterrupted():  # OmegaConf fails where Ctrl-C comes while it cleans up
                 cfg = loader.load_configuration(EVAL.root, [*said, output], RunMode.MULTIRUN)
             HydraConfig.instance().set_config(cfg)
-            context = HydraContext(config_loader=loader, callbacks=Callbacks())
+            context = HydraContext(config_loader=loader, callbacks=cast(Any, _NoCallbacks()))
             piece = Piece(tuple(found), workers, parent, not threads.are_set(), named_folder())
             try:
                 launcher = Plugins.instance().instantiate_launcher(context, piece, cfg)
@@ -271,6 +270,16 @@ def _state() -> Any:
 
     # Processes wait for the slowest one, which may be days.
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=30))
+
+
+class _NoCallbacks:
+    """A stand-in for Hydra's callbacks, whose class is private."""
+
+    def on_job_start(self, **_: Any) -> None:
+        pass
+
+    def on_job_end(self, **_: Any) -> None:
+        pass
 
 
 def bars(console: Console, shown: bool = True) -> Progress:

@@ -181,7 +181,7 @@ def test_a_neighbour_of_the_file_is_not_found_as_by_the_other_commands(folder: P
     command = [sys.executable, "-m", "dllm_sampler.check", "--config-dir", "own", "scheduler=mine"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": ""})
     assert done.returncode == 2
-    assert "a file of the working directory cannot import its neighbour neighbour.py" in done.stderr
+    assert "a file of the working directory cannot import neighbour.py" in done.stderr
 
 
 @each(
