@@ -1,5 +1,6 @@
 """The base of wrappers that leave masks after the block out of the forwards of another cache."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from copy import copy
@@ -56,9 +57,8 @@ class SuffixCache(Cache, ABC):
         try:
             inner = self.inner.bind(context)
         except UserError as error:
-            raise UserError(
-                error.code, f"cache={named(self)}: {str(error).replace('cache=', 'cache.inner=')}"
-            ) from None
+            said = re.sub(r"cache\.(?!inner)|cache(?==)", lambda found: f"cache.inner{found[0][5:]}", str(error))
+            raise UserError(error.code, f"cache={named(self)}: {said}") from None
         if isinstance(inner, SuffixCache):
             raise UserError(
                 "cache-incompatible",

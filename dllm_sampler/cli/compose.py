@@ -92,7 +92,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
             raise UserError("option-reserved", f"{app.name} does not support {override.input_line}. Remove it.")
         if override.package is not None:
             raise UserError(
-                "option-syntax", f"{override.input_line} has an @, which is not supported. Write {group}=NAME."
+                "option-syntax", f"{override.input_line} has an @, which is not supported. Write {group}=VALUE."
             )
         if group in app.groups and group not in SEVERAL and isinstance(override.value(), list):
             raise UserError(
@@ -361,8 +361,9 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
             fields = _leaves(node)
             if first == "guide" and node is known[first]:
                 if part in choices(first):
+                    others = f"[{','.join([*node, part])}]" if node else part
                     return UserError(
-                        "option-not-applicable", f"guide.{part} sets a guide that is not chosen. Add guide={part}."
+                        "option-not-applicable", f"guide.{part} sets a guide that is not chosen. Write guide={others}."
                     )
                 if len(rest) > 1:
                     return unknown("guide", part, choices(first))

@@ -50,7 +50,10 @@ def request(arguments: Arguments) -> Request:
     pipe = None if terminal else sys.stdin
     given, forms = read(arguments.prompts, options.prompts_file, pipe, options.infill is None)
     if forms is not None and options.forms is not None:
-        raise UserError("options-conflict", f"forms= and {options.prompts_file} both name forms. Remove one.")
+        raise UserError(
+            "options-conflict",
+            f"forms= and {options.prompts_file} both name forms. Remove forms=, or those in the file.",
+        )
     return Request(chosen, given, forms)
 
 
@@ -239,12 +242,14 @@ def _json(line: str, where: str) -> Any:
     try:
         record = json.loads(line)
         json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # "\\udc80": half of a character
-        raise UserError("text-invalid", f"{where} is not valid Unicode. Save it as UTF-8.") from None
+    except UnicodeEncodeError:
+        said = f"{where} has half of a character, an escape from \\ud800 to \\udfff"
+        raise UserError("text-invalid", f"{said}. Write the whole character.") from None
     except RecursionError:
         raise UserError("json-invalid", f"{where} is nested too deeply. Use fewer brackets.") from None
     except ValueError as error:
-        reason = str(error).partition(":")[0]
+        place = isinstance(error, json.JSONDecodeError)
+        reason = f"{error.msg}, column {error.colno}" if place else str(error).partition(":")[0]
         raise UserError("json-invalid", f"{where} is not JSON ({reason}). Correct it.") from None
     return record
 

@@ -303,8 +303,9 @@ class SpeculativeSampler:
                 raise UserError("tokenizer-missing", f"separator={separator!r} needs a tokenizer. Give a token id.")
             found = tokenizer.get_vocab().get(separator)
             if found is None:
+                said = f"separator={separator!r} is not in the tokenizer's vocabulary"
                 raise UserError(
-                    "token-outside-vocabulary", f"separator={separator!r} is not a token of the model. Use another."
+                    "token-outside-vocabulary", f"{said}. Use the spelling there, such as 'Ċ' for a newline."
                 )
             return found
         if separator is not None and (isinstance(separator, bool) or not 0 <= separator < size):

@@ -25,7 +25,8 @@ def expanded(what: str, given: str | PathLike[str]) -> Path:
     except RuntimeError:
         user = Path(given).parts[0]
         raise UserError(
-            "path-invalid", f"{what}={short(fspath(given))}: the user {short(user)} is unknown. Correct it."
+            "path-invalid",
+            f"{what}={short(fspath(given))}: the home folder of {short(user)} is unknown. Write the whole path.",
         ) from None
     try:
         with suppress(FileNotFoundError, NotADirectoryError):  # the path need not exist

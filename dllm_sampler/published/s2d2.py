@@ -20,7 +20,7 @@ class PublishedSelfVerified(SelfVerified):
     """S2D2 that accepts drafts at random even at temperature 0, by the probabilities at temperature 1.
 
     Source: S2D2, arXiv 2603.25702. With `ReplayNoise` its draws are those of the published code. Each round draws a
-    uniform number for each verified position, then a token for each position that failed.
+    uniform number for each verified position, then a token for the first position that failed, if any.
     """
 
     @override

@@ -54,10 +54,10 @@ class Eoser(Around):
         check_choice("scheduler.progress", self.progress, Progress)
         check_count("scheduler.steps", self.steps, optional=True)
         if (self.progress == "committed") != (self.steps is None):
-            does, way_out = "needs", "Set scheduler.steps, or scheduler.progress=committed"
+            does, way_out = "needs", "Set steps, or progress=committed"
             if self.steps is not None:
-                does, way_out = "does not use", "Remove scheduler.steps, or set scheduler.progress=step"
-            said = f"scheduler.progress={self.progress} {does} scheduler.steps"
+                does, way_out = "does not use", "Remove steps, or set progress=step"
+            said = f"eoser: progress={self.progress} {does} steps"
             raise UserError("options-conflict", f"{said}. {way_out}.")
         inner = named(check_inner(self.inner))
         if self.inner.traits.drafts:

@@ -152,8 +152,10 @@ class Data:
                 lines = [(f"{path} {split} example {i}", row) for i, row in enumerate(self._table(file, split), 1)]
             except Exception as error:  # whatever datasets, the network or the disk raise
                 reason = getattr(error, "strerror", None) or first_line(error)
-                named = path if _is_file(path) else f"{path}, split {split}"
-                said = f"Cannot read {option}={named} ({reason}). Correct the path."
+                named, way_out = path, "Correct the path or the file"
+                if not _is_file(path):
+                    named, way_out = f"{path}, split {split}", "Check its name, subset and split, and the network"
+                said = f"Cannot read {option}={named} ({reason}). {way_out}."
                 raise UserError("file-unreadable", said) from None
         if not lines:
             raise UserError("nothing-to-learn", f"{option}={path} has no examples. Name another file or split.")

@@ -112,7 +112,9 @@ class MiniTrainer(CommandTrainer):
     def command(cls, line: Command) -> Path:
         """Train from scratch or from the last checkpoint, and return the folder of the result."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise UserError("processes-unsupported", "train=mini runs in one process. Start it without torchrun.")
+            raise UserError(
+                "processes-unsupported", "train=mini runs in one process. Start it as dllm-train, without WORLD_SIZE."
+            )
         args = line.arguments(MiniConfig, model=line.model, data=line.data)
         folder, last = Path(args.output_dir), last_checkpoint(args.output_dir)
         line.begin(folder, saving.has_weights(folder), last)

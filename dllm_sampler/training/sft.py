@@ -53,14 +53,16 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         self._held_loss: MaskedLoss | UniformLoss = MaskedLoss(spec, complementary=True, inverse=inverse)
         if spec.mask_id is None:
             if args.complementary:
-                said = f"complementary needs a mask token, and {self.trained.named} has none. Set complementary=false."
+                said = f"train.complementary=true needs a mask token. {self.trained.named} has none. Set it to false."
                 raise UserError("mask-token-missing", said)
             self.loss = self._held_loss = UniformLoss(spec, args.self_conditioning, args.encoder)
         self.most = min(args.max_length or spec.max_positions, spec.max_positions)
         whole = spec.attention == "bidirectional" and not spec.encoder
         self._padding = args.padding or ("longest" if whole else "block")
         if self._padding == "block" and spec.block_length is None:
-            said = f"padding=block needs a model with blocks, unlike {self.trained.named}. Give a number of tokens."
+            said = (
+                f"train.padding=block needs a model with blocks, unlike {self.trained.named}. Set a number of tokens."
+            )
             raise UserError("option-not-applicable", said)
 
     def rows(self, some: Sequence[Example], held: bool = False) -> list[Row]:
@@ -89,7 +91,7 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         return found
 
     def sampler(self, **settings: Any) -> Sampler:
-        """Return a sampler of the model as it is now. Without a mask token it renoises."""
+        """Return a sampler that shares the model's weights. Without a mask token it renoises."""
         rule = {"scheduler": "entropy_renoise"} if self.trained.spec.mask_id is None else {}
         return super().sampler(**rule | settings)
 

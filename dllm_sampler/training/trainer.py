@@ -273,7 +273,7 @@ class DiffusionTrainer(CommandTrainer):
         return [Row(at, one, encode.prompt(one, self.args.new_tokens)) for at, one in enumerate(some)]
 
     def sampler(self, **settings: Any) -> Sampler:
-        """Return a sampler of the model as it is now."""
+        """Return a sampler that shares the model's weights, and so follows the training."""
         return Sampler(self.trained.denoiser, tokenizer=self.trained.tokenizer, **settings)
 
     def seed_of(self, *parts: object) -> str:

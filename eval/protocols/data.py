@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dllm_sampler.cli.inputs import file_records
 from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.eval.protocols.prompts import Document
 from dllm_sampler.eval.protocols.spec import Data
@@ -80,13 +81,13 @@ def _read(file: Path) -> Sequence[Document]:
         import datasets
 
         return [dict(one) for one in datasets.Dataset.from_parquet(str(file))]  # type: ignore[arg-type,union-attr]
-    try:
-        text = file.read_text(encoding="utf-8")
-        rows: Any = (
-            json.loads(text) if file.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
-        )
-    except (OSError, ValueError) as error:
-        raise UserError("file-unreadable", f"{file} cannot be read: {first_line(error)}. Correct it.") from error
+    if file.suffix == ".jsonl":
+        rows: Any = [row for _, row in file_records("task.data", str(file))]
+    else:
+        try:
+            rows = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError("file-unreadable", f"{file} cannot be read: {first_line(error)}. Correct it.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(
             "file-invalid",

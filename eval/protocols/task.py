@@ -108,7 +108,7 @@ class ProtocolTask(Task):
 
     @cached_property
     def content(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A hash of the protocol, the documents and the prompts."""
+        """A hash of the task's definition, the documents and the prompts."""
         whole = [repr(self.cell), *([sample.prompt, sample.facts] for sample in self._samples)]
         return sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -115,7 +115,7 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
     """Write a CSV file with a row for each configuration and task, and print its name. `-` is standard output.
 
     Raises:
-        UserError: no run has samples, or the file does not end in .csv or cannot be written.
+        UserError: see `read`. Or the file does not end in .csv, or cannot be written.
     """
     if output == "-":
         show(text(rows(read(runs))).removesuffix("\n"))

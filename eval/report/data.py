@@ -265,7 +265,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
         except (OSError, ValueError):  # a name that is too long, or has a NUL
             there = False
         if not there:
-            raise UserError("file-missing", f"The folder {path} does not exist. Name output folders of dllm-eval.")
+            raise UserError("file-missing", f"{path} is not a folder. Name output folders of dllm-eval.")
     runs = []
     for folder in run_folders(paths):
         about = RunFolder(folder).about()

@@ -42,7 +42,7 @@ _PARTS = ("page.html", "page.css", "page.js")
 
 
 def notes(found: Comparison) -> list[str]:
-    """Return notes on the figures: missing samples, runs that cannot run, and environments."""
+    """Return notes on the figures: missing samples, refused runs, methods without all tasks, and environments."""
     lines = []
     if found.missing:
         lines.append(

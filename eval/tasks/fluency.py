@@ -80,7 +80,7 @@ def tool(grammar: str) -> Any:
     except ImportError:
         raise UserError(
             "package-missing",
-            "task.grammar needs LanguageTool. Run pip install language_tool_python (and Java), or set it to null.",
+            "task.grammar needs LanguageTool. Run pip install language_tool_python, or set task.grammar=null.",
         ) from None
     server = {} if grammar == "languagetool" else {"remote_server": grammar}
     try:

@@ -97,7 +97,10 @@ class Sudoku(Drawn):
         return chat(self._message(asked), self._message(shown), answer), {"puzzle": asked, "solution": solution}
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
-        """Grade an answer. `score`: its lines of four digits are the solution. `score_strict`: so is the whole text."""
+        """Grade an answer.
+
+        `score`: its lines of four digits, without spaces and commas, are the solution. `score_strict`: the whole text is.
+        """
         solution, puzzle = str(sample.facts["solution"]), str(sample.facts["puzzle"])
         lines = [line.replace(" ", "").replace(",", "") for line in answer.text.splitlines()]
         rows = [line for line in lines if len(line) == SIDE and line.isascii() and line.isdigit()]

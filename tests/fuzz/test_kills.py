@@ -165,7 +165,7 @@ def disturb(what: str, folder: Path, how: str, share: float) -> None:
     for one in running:
         ended = one.end()
         assert how == "worker" or "Traceback" not in ended.err, ended  # joblib shows where a lost worker was
-        assert ended.status != INTERRUPTED or "the same command" in ended.err, "Ctrl-C does not say how to go on"
+        assert ended.status != INTERRUPTED or " command " in ended.err, "Ctrl-C does not say how to go on"
         assert how != "clock" or ended.status == 0, ended
         assert how not in ("full", "clock") or ended.status != 0 or result(what, folder) == whole
     assert not list(outlive(folder)), "processes outlive the command"

@@ -142,7 +142,7 @@ WRONG = [
     (["scheduler=fixed", "steps=4"], "unknown option 'steps', did you mean 'scheduler.steps=4'?"),
     (["cache.every=4"], "The field exists in cache=periodic_dual, periodic_prefix"),
     (["k=4"], "Write guide=top_k guide.top_k.k=4"),
-    (["guide.top_k.k=4"], "guide.top_k sets a guide that is not chosen. Add guide=top_k"),
+    (["guide.top_k.k=4"], "guide.top_k sets a guide that is not chosen. Write guide=top_k"),
     (["-m", "scheduler=fixed,threshold"], "Use dllm-eval"),
     (["--stream"], "--stream is not a flag. Write stream=true."),
     (["--max-new-tokens=9"], "Write max_new_tokens=9"),

@@ -152,7 +152,7 @@ def test_adapters_are_merged_and_saved(folder: Path, tmp_path: Path) -> None:
         (["train=distill"], "has no mask token. Use train=sft."),
         (["train=deer", "train.target=gone"], "has no mask token. Use train=sft."),
         (["train=filter"], "has no mask token. Use train=sft."),
-        (["train=sft", "train.complementary=true"], "complementary needs a mask token"),
+        (["train=sft", "train.complementary=true"], "train.complementary=true needs a mask token"),
         (["train=sft", "train.self_conditioning=1.5"], "self_conditioning"),
         (["train=sft", "train.encoder=-1"], "encoder"),
     ],

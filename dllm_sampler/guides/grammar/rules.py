@@ -244,5 +244,6 @@ def _short(rules: dict[str, list[Body]], start: str) -> Grammar:
         else:
             pairs[head, of(body[:1]), of(body[1:])] = None
         if len(empties) + len(leaves) + len(units) + len(pairs) > RULES:
-            raise UserError("form-too-large", f"The grammar has more than {RULES} short rules. Make it smaller.")
+            text = f"The grammar has more than {RULES} rules, once long bodies are split into pairs of symbols."
+            raise UserError("form-too-large", f"{text} Shorten or remove rules.")
     return Grammar(tuple(names), number[start], frozenset(empties), (*leaves,), (*units,), (*pairs,), rules)
