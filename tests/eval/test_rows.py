@@ -125,7 +125,7 @@ def test_a_csv_file_is_whole_or_not_there(
     Path("old.csv").write_text("old")
     Path("folder.csv").mkdir()
     for words, said in (
-        (["gone", "--csv", "-"], "folder gone"),
+        (["gone", "--csv", "-"], "gone is not a folder"),
         ([str(tmp_path), "--csv", "old.csv"], "No samples are under"),
         ([str(runs), "--csv", "file/a.csv"], "file/a.csv cannot be written: file is a file"),
         ([str(runs), "--csv", "file"], "file should end in .csv"),
