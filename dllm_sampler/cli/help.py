@@ -122,7 +122,7 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
             plugins = [name for group in compose.GROUPS for name in user_files.choices(group)]
             raise unknown(
                 "group, option or plug-in",
-                word if arguments.action == "info" else key,
+                word if arguments.action == "info" or key in plugins else key,
                 [*compose.GROUPS, *known, *plugins],
                 "dllm-sample --help lists all",
             )
@@ -130,7 +130,7 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
 
 
 def _unheard_of(word: str, options: Sequence[str]) -> bool:
-    """Return True for a word that looks like a setting or a name and that no option, group or plug-in has."""
+    """Return True for a single word, or a setting that begins with neither a group nor an option."""
     if re.fullmatch(r"[\w.-]+", word):  # with --help a single word is not a prompt
         return True
     first = re.split(r"[.@=]", word.lstrip("+~"))[0]

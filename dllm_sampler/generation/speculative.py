@@ -300,13 +300,12 @@ class SpeculativeSampler:
         tokenizer, size = self.drafter.tokenizer, self.drafter.denoiser.spec.vocab_size
         if isinstance(separator, str):
             if tokenizer is None:
-                raise UserError("tokenizer-missing", f"separator={separator!r} needs a tokenizer. Give a token id.")
+                said = f"separator={separator!r} is a text, and the drafter has no tokenizer"
+                raise UserError("tokenizer-missing", f"{said}. Add one to its folder, or give a token id in Python.")
             found = tokenizer.get_vocab().get(separator)
             if found is None:
-                said = f"separator={separator!r} is not in the tokenizer's vocabulary"
-                raise UserError(
-                    "token-outside-vocabulary", f"{said}. Use the spelling there, such as 'Ċ' for a newline."
-                )
+                said = f"separator={separator!r} is not one token of the vocabulary. Use one, spelt as there"
+                raise UserError("token-outside-vocabulary", f"{said}: 'Ċ' is a newline of many tokenizers.")
             return found
         if separator is not None and (isinstance(separator, bool) or not 0 <= separator < size):
             raise UserError(

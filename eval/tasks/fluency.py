@@ -86,5 +86,5 @@ def tool(grammar: str) -> Any:
     try:
         return module.LanguageTool("en-US", **server)
     except Exception as error:  # no Java, no download, no server: each has a kind of its own
-        fix = "Check the URL." if server else "Install Java."
+        fix = "Check the URL." if server else "It needs Java 17 and, the first time, a network."
         raise UserError("package-missing", f"task.grammar={grammar} fails ({first_line(error)}). {fix}") from error

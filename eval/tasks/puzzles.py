@@ -99,8 +99,8 @@ class Sudoku(Drawn):
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """Grade an answer.
 
-        `score`: its lines of four digits, without spaces and commas, are the solution.
-        `score_strict`: the whole text is the solution.
+        `score`: the lines that have four digits, once spaces and commas are removed, are the solution.
+        `score_strict`: the whole text is the solution, but for white space around it.
         """
         solution, puzzle = str(sample.facts["solution"]), str(sample.facts["puzzle"])
         lines = [line.replace(" ", "").replace(",", "") for line in answer.text.splitlines()]

@@ -310,7 +310,7 @@ def test_grammar_counts_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
     assert (bad["score"], bad["grammar"], bad["fluency_proxy"]) == (0, 0, 1)
     with refused("package-missing: task.grammar=http://localhost:2, no connection, Check the URL"):
         task("words_easy", grammar="http://localhost:2")
-    with refused("package-missing: task.grammar=languagetool, no connection, Install Java"):
+    with refused("package-missing: task.grammar=languagetool, no connection, It needs Java 17"):
         task("words_easy", grammar="languagetool")
     fluency.tool.cache_clear()
 

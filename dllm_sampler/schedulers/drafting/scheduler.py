@@ -231,7 +231,10 @@ class Drafting(Around):
         return after._replace(candidate=candidate)
 
     def commits_next(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
-        """Return `[B] bool` rows whose next step is committed too. A forward completes at most one block of a row."""
+        """Return `[B] bool` rows in which this forward may commit the step from `before` to `after`.
+
+        A forward does not complete a second block.
+        """
         return (after.start == before.start) | (before.start == canvas.start)
 
     def worth_candidate(self, canvas: Canvas, before: Canvas, after: Canvas) -> Tensor:
