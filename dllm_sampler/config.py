@@ -334,7 +334,7 @@ def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
 
 @cache
 def _hints(target: Any) -> dict[str, Any]:
-    """Return the types of the arguments of `target` by name, empty if they cannot be resolved."""
+    """Return the types of the arguments of `target` by name, empty if any cannot be resolved."""
     try:
         typed = target if is_dataclass(target) or not inspect.isclass(target) else target.__init__
         return get_type_hints(typed, include_extras=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -64,11 +65,13 @@ class Domain:
             raise UserError("option-range", f"{where}: low is {low!r}, and log=true needs more than 0. Change one.")
         if log and step is not None:
             raise UserError("option-range", f"{where}: log=true excludes step={step!r}. Remove one.")
-        if step is not None and (not is_real(step) or step <= 0):
-            raise UserError("option-range", f"{where}: step is {step!r}. Set a number above 0.")
+        if step is not None and (not is_real(step) or not 0 < step < math.inf):
+            raise UserError("option-range", f"{where}: step is {step!r}. Set a finite number above 0.")
         check(low)
         check(high)
-        return Domain((), low, high, log, step, _real(check) or not float(step or 1).is_integer())
+        if not _real(check) and not float(step or 1).is_integer():
+            raise UserError("option-range", f"{where}: step is {step!r} for whole numbers. Set a whole number.")
+        return Domain((), low, high, log, step, _real(check))
 
     def choose(self, trial: Trial, name: str) -> str:
         """Let `trial` suggest a value for the parameter `name`, and return it as text for the command line."""

@@ -67,8 +67,8 @@ class SuffixCache(Cache, ABC):
         if not isinstance(inner, BaseCache) or (inner.keeps_noise and not inner.refreshes):
             raise UserError(
                 "cache-incompatible",
-                f"cache={named(self)} shows each block other masks, and cache.inner={named(self.inner)} does not"
-                " compute them all when a block opens. Set cache.inner to prefix, dual or none.",
+                f"cache={named(self)} hides other masks in each block, so its inner cache must compute all columns when"
+                f" a block opens, unlike cache.inner={named(self.inner)}. Set cache.inner to prefix, dual or none.",
             )
         return replace(self, inner=inner)
 

@@ -348,7 +348,7 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
         if app.name == "dllm-sample" and first in ("prompt", "prompts"):
             return UserError(
                 "option-unknown",
-                f"unknown option '{first}': a prompt has no name. Type it alone in quotes, or write prompts_file=FILE.",
+                f"unknown option '{first}': a prompt has no name. Quote it after --, or write prompts_file=FILE.",
             )
         near = [f"'{paths[name]}{f'={value}' * (paths[name] != name)}'" for name in nearest(first, paths)]
         hint = f", did you mean {' or '.join(near)}?" if near else "."

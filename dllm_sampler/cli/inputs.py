@@ -240,7 +240,7 @@ def _numbered(lines: Iterable[str], name: str) -> list[tuple[int, str]]:
 
 def _json(line: str, where: str) -> Any:
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip("\r\n"))
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         said = f"{where} has half of a character, an escape from \\ud800 to \\udfff"

@@ -595,7 +595,7 @@ class Resize:
     token that moved gets the numbers of its new column. Each step has its own keys, so no number is drawn twice.
     """
 
-    end: Tensor  # [B] the row's end after the insertion. Below the old end it cuts, also committed tokens
+    end: Tensor  # [B] the row's end after the insertion. It may cut columns off, also committed ones
     ids: Tensor  # [B] token of new columns at the end
     masked: Tensor  # [B] bool: new columns at the end are noise
     behind: Tensor | None = None  # [B] columns are inserted after this one

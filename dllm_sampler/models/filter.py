@@ -120,12 +120,13 @@ def load(path: Path, spec: ModelSpec) -> Layers:
             " and so on.",
         )
     layers = tuple((tensors[f"{name}.weight"].float(), tensors[f"{name}.bias"].float()) for name in names)
-    size = layers[0][0].shape[-1]
+    size = layers[0][0].shape[-1] if layers[0][0].dim() else 0
     for weight, bias in layers:
         if weight.dim() != 2 or weight.shape[1] != size or bias.shape != weight.shape[:1]:
             raise UserError("filter-invalid", f"scheduler.filter: shapes in {path} do not match. Name another file.")
         size = weight.shape[0]
     if size != layers[0][0].shape[1]:
         shape = f"{layers[0][0].shape[1]} positions to {size}"
-        raise UserError("filter-invalid", f"scheduler.filter: {path} maps {shape}. Name one that keeps the number.")
+        said = f"scheduler.filter: {path} maps {shape}"
+        raise UserError("filter-invalid", f"{said}. Name a file that returns as many as it reads.")
     return tuple((weight.to(spec.device), bias.to(spec.device)) for weight, bias in layers)

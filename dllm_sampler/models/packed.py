@@ -38,7 +38,7 @@ class PackedAttention:
 
     @cached_property
     def _live(self) -> list[tuple[int, int, int]]:
-        """Number, entry count and end of each row that has entries."""
+        """Row, number of entries and first hidden column, for each row that has entries."""
         assert self.pack.sizes.rows is not None
         return [(row, *bounds) for row, bounds in enumerate(self.pack.sizes.rows) if bounds[0]]
 

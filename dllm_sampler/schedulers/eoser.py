@@ -57,7 +57,7 @@ class Eoser(Around):
             does, way_out = "needs", "Set steps, or progress=committed"
             if self.steps is not None:
                 does, way_out = "does not use", "Remove steps, or set progress=step"
-            said = f"eoser: progress={self.progress} {does} steps"
+            said = f"scheduler=eoser: progress={self.progress} {does} steps"
             raise UserError("options-conflict", f"{said}. {way_out}.")
         inner = named(check_inner(self.inner))
         if self.inner.traits.drafts:

@@ -151,7 +151,7 @@ class Data:
             try:
                 lines = [(f"{path} {split} example {i}", row) for i, row in enumerate(self._table(file, split), 1)]
             except Exception as error:  # whatever datasets, the network or the disk raise
-                reason = getattr(error, "strerror", None) or first_line(error)
+                reason = getattr(error, "strerror", None) or first_line(error.__cause__ or error)
                 named, way_out = path, "Correct the path or the file"
                 if not _is_file(path):
                     named, way_out = f"{path}, split {split}", "Check its name, subset and split, and the network"

@@ -113,7 +113,7 @@ class MiniTrainer(CommandTrainer):
         """Train from scratch or from the last checkpoint, and return the folder of the result."""
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError(
-                "processes-unsupported", "train=mini runs in one process. Start it as dllm-train, without WORLD_SIZE."
+                "processes-unsupported", "train=mini runs in one process. Run it without torchrun, or unset WORLD_SIZE."
             )
         args = line.arguments(MiniConfig, model=line.model, data=line.data)
         folder, last = Path(args.output_dir), last_checkpoint(args.output_dir)

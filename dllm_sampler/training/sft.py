@@ -53,7 +53,9 @@ class MaskedDiffusionTrainer(DiffusionTrainer):
         self._held_loss: MaskedLoss | UniformLoss = MaskedLoss(spec, complementary=True, inverse=inverse)
         if spec.mask_id is None:
             if args.complementary:
-                said = f"train.complementary=true needs a mask token. {self.trained.named} has none. Set it to false."
+                said = (
+                    f"train.complementary=true needs a mask token, and {self.trained.named} has none. Set it to false."
+                )
                 raise UserError("mask-token-missing", said)
             self.loss = self._held_loss = UniformLoss(spec, args.self_conditioning, args.encoder)
         self.most = min(args.max_length or spec.max_positions, spec.max_positions)

@@ -80,17 +80,24 @@ def _read(file: Path) -> Sequence[Document]:
     if file.suffix == ".parquet":
         import datasets
 
-        return [dict(one) for one in datasets.Dataset.from_parquet(str(file))]  # type: ignore[arg-type,union-attr]
+        try:
+            return [dict(one) for one in datasets.Dataset.from_parquet(str(file))]  # type: ignore[arg-type,union-attr]
+        except Exception as error:  # whatever datasets and pyarrow raise
+            reason = first_line(error.__cause__ or error)
+            raise UserError("file-unreadable", f"{file} cannot be read ({reason}). Replace the file.") from error
     if file.suffix == ".jsonl":
         rows: Any = [row for _, row in file_records("task.data", str(file))]
     else:
         try:
             rows = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError("file-unreadable", f"{file} cannot be read: {first_line(error)}. Correct it.") from error
+        except (OSError, ValueError, RecursionError) as error:
+            said = f"{file} cannot be read ({first_line(error)})"
+            raise UserError(
+                "file-unreadable", f"{said}. Correct it, or name it .jsonl if it has JSON lines."
+            ) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError(
             "file-invalid",
-            f"{file} is not a list of JSON objects. Write one per line, or a list of them in a .json file.",
+            f"{file} has something else than JSON objects. Write one per line of .jsonl, or [{{...}}, ...] in .json.",
         )
     return rows

@@ -112,7 +112,9 @@ def write_figure(runs: Sequence[Path], target: Path, published: bool = False) ->
 
 
 def write_csv(runs: Sequence[Path], output: str) -> None:
-    """Write a CSV file with a row for each configuration and task, and print its name. `-` is standard output.
+    """Write a CSV file with a row for each configuration and task, and print its name.
+
+    `-` is standard output. With it, a pipe or a device only the table is written.
 
     Raises:
         UserError: see `read`. Or the file does not end in .csv, or cannot be written.
@@ -125,7 +127,8 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
     table = text(rows(read(runs)))
     files.make_folder(target.parent)
     files.write(target, table)
-    print(target)
+    if not stream:
+        print(target)
 
 
 if __name__ == "__main__":

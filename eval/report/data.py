@@ -515,5 +515,5 @@ def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def say(value: Any) -> str:
-    """Return a setting as it is written in labels."""
+    """Return a setting's value as reports write it: text without quotes, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value)

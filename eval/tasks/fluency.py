@@ -74,7 +74,9 @@ def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, f
 def tool(grammar: str) -> Any:
     """Return LanguageTool, or raise `UserError` if it cannot be used in the way that `grammar` names."""
     if grammar != "languagetool" and not grammar.startswith(("http://", "https://")):
-        raise UserError("choice-unknown", f"task.grammar is {grammar!r}. Set null, languagetool or a URL.")
+        raise UserError(
+            "choice-unknown", f"task.grammar is {grammar!r}. Set null, languagetool, or a URL with http://."
+        )
     try:
         module: Any = import_module("language_tool_python")
     except ImportError:
