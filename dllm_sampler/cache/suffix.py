@@ -57,7 +57,7 @@ class SuffixCache(Cache, ABC):
         try:
             inner = self.inner.bind(context)
         except UserError as error:
-            said = re.sub(r"cache\.(?!inner)|cache(?==)", lambda found: f"cache.inner{found[0][5:]}", str(error))
+            said = re.sub(r"cache\.(?!inner)(?=\w)|cache(?==)", lambda found: f"cache.inner{found[0][5:]}", str(error))
             raise UserError(error.code, f"cache={named(self)}: {said}") from None
         if isinstance(inner, SuffixCache):
             raise UserError(

@@ -130,7 +130,7 @@ def _topics(arguments: Arguments) -> tuple[list[str], list[tuple[str, str]], lis
 
 
 def _unheard_of(word: str, options: Sequence[str]) -> bool:
-    """Return True for a single word, or a setting that begins with neither a group nor an option."""
+    """Return True for a single word, or a setting that begins with no group, option or `hydra`."""
     if re.fullmatch(r"[\w.-]+", word):  # with --help a single word is not a prompt
         return True
     first = re.split(r"[.@=]", word.lstrip("+~"))[0]

@@ -277,7 +277,7 @@ def model(vocab_size: int, mask_id: int | None, ends: tuple[int, ...], length: i
 
 
 def obstacle(plugins: Plugins) -> str | None:
-    """Return a message if another engine's blocks cannot run a plug-in, else None."""
+    """Return a message if a plug-in cannot run in another engine, which shows it one block at a time, else None."""
     for guide in plugins.guides:
         if guide.vetoes:
             return (

@@ -41,7 +41,7 @@ def floor(values: Tensor, size: int, several: bool) -> Tensor:
 
 
 class Tops(NamedTuple):
-    """The best logits of each class of tokens. -inf stands for a class without tokens, and for the last two."""
+    """The best logits of each class of tokens. The last two classes have -inf, as `Edges` explains."""
 
     classes: Tensor  # [R, C+2]
     tokens: Tensor  # [R, C+2] the first token of the class with that logit
