@@ -248,8 +248,9 @@ def _json(line: str, where: str) -> Any:
     except RecursionError:
         raise UserError("json-invalid", f"{where} is nested too deeply. Use fewer brackets.") from None
     except ValueError as error:
-        place = isinstance(error, json.JSONDecodeError)
-        reason = f"{error.msg}, column {error.colno}" if place else str(error).partition(":")[0]
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg}, column {error.colno}"
         raise UserError("json-invalid", f"{where} is not JSON ({reason}). Correct it.") from None
     return record
 

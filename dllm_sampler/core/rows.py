@@ -51,10 +51,7 @@ def _widened(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     for axis in range(1, values.dim()):
         missing = shape[axis] - values.shape[axis]
         if missing > 0:
-            last = (
-                values.narrow(axis, -1, 1)
-                if values.shape[axis]
-                else values.new_zeros([*values.shape[:axis], 1, *values.shape[axis + 1 :]])
-            )
+            one = [*values.shape[:axis], 1, *values.shape[axis + 1 :]]
+            last = values.narrow(axis, -1, 1) if values.shape[axis] else values.new_zeros(one)
             values = torch.cat([values, *[last] * missing], axis)
     return values

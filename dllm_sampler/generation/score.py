@@ -199,8 +199,8 @@ class OnlyTokens:
         """See `Noise.tokens`."""
         return torch.zeros(1, vocab, device=canvas.ids.device)
 
-    def order(self, *arguments: Any) -> Tensor:
-        """Raise an error."""
+    def order(self, *_: Any) -> Tensor:
+        """Refuse all other draws, since they would give an answer many paths."""
         names = " or ".join(f"{kind}={named(getattr(self.plugins, kind))}" for kind in ("scheduler", "cache"))
         raise UserError(
             "score-inexact", f"{names} draws random numbers besides tokens. Use another scheduler or cache."

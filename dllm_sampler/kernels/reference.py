@@ -92,10 +92,8 @@ def attention(
     mask = (seen | nothing)[:, None]  # so that no NaN arises
     every = (torch.cat(parts, 1).transpose(1, 2) for parts in (keys, values))
     grouped = keys[0].shape[2] != q.shape[1]
-    out = F.scaled_dot_product_attention(q[at].transpose(1, 2), *every, attn_mask=mask, enable_gqa=grouped).transpose(
-        1, 2
-    )
-    out = out.masked_fill(nothing[..., None], 0)  # [B, M, H, Dh]
+    out = F.scaled_dot_product_attention(q[at].transpose(1, 2), *every, attn_mask=mask, enable_gqa=grouped)
+    out = out.transpose(1, 2).masked_fill(nothing[..., None], 0)  # [B, M, H, Dh]
     row = torch.searchsorted(bounds[1:], index, right=True)
     place = index - bounds[row]
     filler = (row == batch)[:, None, None]

@@ -127,6 +127,6 @@ def load(path: Path, spec: ModelSpec) -> Layers:
         size = weight.shape[0]
     if size != layers[0][0].shape[1]:
         shape = f"{layers[0][0].shape[1]} positions to {size}"
-        said = f"scheduler.filter: {path} maps {shape}"
-        raise UserError("filter-invalid", f"{said}. Name a file that returns as many as it reads.")
+        text = f"scheduler.filter: {path} maps {shape}"
+        raise UserError("filter-invalid", f"{text}. Name a file that returns as many as it reads.")
     return tuple((weight.to(spec.device), bias.to(spec.device)) for weight, bias in layers)

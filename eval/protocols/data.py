@@ -78,26 +78,25 @@ def _of_files(kind: str, given: str, split: str) -> list[Document]:
 
 def _read(file: Path) -> Sequence[Document]:
     if file.suffix == ".parquet":
-        import datasets
+        from datasets import Dataset
+        from datasets.exceptions import DatasetGenerationError
 
         try:
-            return [dict(one) for one in datasets.Dataset.from_parquet(str(file))]  # type: ignore[arg-type,union-attr]
-        except Exception as error:  # whatever datasets and pyarrow raise
+            return [dict(one) for one in Dataset.from_parquet(str(file))]  # type: ignore[arg-type,union-attr]
+        except (OSError, ValueError, DatasetGenerationError) as error:  # pyarrow's are among them
             reason = first_line(error.__cause__ or error)
             raise UserError("file-unreadable", f"{file} cannot be read ({reason}). Replace the file.") from error
     if file.suffix == ".jsonl":
-        rows: Any = [row for _, row in file_records("task.data", str(file))]
-    else:
-        try:
-            rows = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            said = f"{file} cannot be read ({first_line(error)})"
-            raise UserError(
-                "file-unreadable", f"{said}. Correct it, or name it .jsonl if it has JSON lines."
-            ) from error
+        lines = file_records("task.data", str(file))
+        for where, row in lines:
+            if not isinstance(row, dict):
+                raise UserError("file-invalid", f"{where} is not a JSON object. Write one object in each line.")
+        return [row for _, row in lines]
+    try:
+        rows: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        said = f"{file} cannot be read ({first_line(error)})"
+        raise UserError("file-unreadable", f"{said}. Correct it, or name it .jsonl if it has JSON lines.") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(
-            "file-invalid",
-            f"{file} has something else than JSON objects. Write one per line of .jsonl, or [{{...}}, ...] in .json.",
-        )
+        raise UserError("file-invalid", f"{file} is not a list of JSON objects. Write [{{...}}, ...].")
     return rows

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.jobs import job, jobs, lines
 from dllm_sampler.eval.launch import run_all
-from dllm_sampler.eval.protocols import packages, spec
+from dllm_sampler.eval.protocols import data, packages, spec
 from dllm_sampler.eval.protocols.task import TOKENS
 from dllm_sampler.eval.report.data import load
 from dllm_sampler.eval.runner import Share
@@ -178,6 +178,24 @@ def test_a_file_without_the_fields_is_refused(tmp_path) -> None:
     (tmp_path / "train.json").write_text("[]")
     with refused("example-invalid: document 1, question"):
         _ = job(["task=protocol", "task.protocol=fast-dllm", "task.task=gsm8k", f"task.data={tmp_path}"]).identity
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "error"),
+    [
+        ("test.parquet", "no parquet", "file-unreadable: test.parquet, Replace the file"),
+        ("test.json", "{]", "file-unreadable: test.json, .jsonl"),
+        ("test.json", '{"question": "a"}', "file-invalid: test.json, [{...}, ...]"),
+        ("test.jsonl", '{"question": "a", "answer": "1"}\n[1]\n', "file-invalid: test.jsonl line 2"),
+        ("test.jsonl", '{"question": "a", "answer": "1"}\n{"a" 1}\n', "json-invalid: test.jsonl line 2, column 6"),
+    ],
+)
+def test_documents_that_cannot_be_read(tmp_path: Path, file: str, text: str, error: str) -> None:
+    (tmp_path / file).write_text(text)
+    with refused(error):
+        data.load(
+            "gsm8k", spec.load("fast-dllm").cells["fast-dllm-llada/instruct", "gsm8k"].data, "test", str(tmp_path)
+        )
 
 
 def test_data_that_is_not_here_is_named_with_a_command(monkeypatch) -> None:

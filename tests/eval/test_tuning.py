@@ -193,6 +193,8 @@ def test_mistakes_are_sentences(
             "excludes step=0.1",
         ),
         ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, step: 0}}}}", "step is 0"),
+        ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, step: .inf}}}}", "step is inf"),
+        ("space: {scheduler: {fixed: {steps: {low: 1, high: 3, step: 0.5}}}}", "step is 0.5 for whole numbers"),
         ("space: {scheduler: {fixed: {steps: {low: 1.5, high: 3}}}}", "steps is 1.5. Set a whole number"),
         ("space: {options: {block_lenth: [8]}}", "unknown option 'block_lenth', did you mean 'block_length'"),
         ("space: {options: {output: [a]}}", "unknown option 'output'"),

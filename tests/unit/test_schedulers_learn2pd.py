@@ -138,6 +138,9 @@ def test_filter_refusals(tmp_path: Path, random_filter: str) -> None:
     with refused("filter-invalid"):
         Sampler(toys.denoiser(), scheduler=LearnedFilter(filter_file(tmp_path, *layers)))
     save_file({"weight": torch.zeros(3, 3)}, tmp_path / "other.safetensors")
+    save_file({"fc1.weight": torch.tensor(1.0), "fc1.bias": torch.zeros(1)}, tmp_path / "scalar.safetensors")
+    with refused("filter-invalid: do not match"):
+        Sampler(toys.denoiser(), scheduler=LearnedFilter(str(tmp_path / "scalar.safetensors")))
     with refused("filter-invalid: fc1.weight"):
         Sampler(toys.denoiser(), scheduler=LearnedFilter(str(tmp_path / "other.safetensors")))
 

@@ -87,11 +87,11 @@ def read(text: str, name: str) -> Source:
             bodies.append((number, words[0], rest))
         elif words[1:2] == ["="]:
             if VARIABLE.fullmatch(words[0]):
-                text = f"{where}: {words[0]!r} begins with a capital letter, as variables do."
-                raise UserError("grammar-invalid", f"{text} Write -> for a rule, or rename the terminal.")
+                said = f"{where}: {words[0]!r} begins with a capital letter, as variables do."
+                raise UserError("grammar-invalid", f"{said} Write -> for a rule, or rename the terminal.")
             if words[0] in ("$", "ε"):
-                text = f"{where}: {words[0]!r} stands for the empty body. Rename the terminal."
-                raise UserError("grammar-invalid", text)
+                said = f"{where}: {words[0]!r} stands for the empty body. Rename the terminal."
+                raise UserError("grammar-invalid", said)
             if words[0] in defined:
                 raise UserError("grammar-invalid", f"{where}: the terminal {words[0]} is defined twice. Remove one.")
             defined[words[0]], found.places[words[0]] = rest.strip(), f"{where}: terminal {words[0]}"

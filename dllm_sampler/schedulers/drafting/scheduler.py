@@ -136,8 +136,8 @@ class Drafting(Around):
         if not isinstance(canvas.layout.noise, CounterNoise):
             raise UserError(
                 "scheduler-incompatible",
-                f"scheduler={named(self)} cannot look ahead with {type(canvas.layout.noise).__name__}. Use the"
-                f" default noise.",
+                f"scheduler={named(self)} cannot look ahead with {type(canvas.layout.noise).__name__}. Use"
+                " the default noise.",
             )
         zero = torch.zeros_like(canvas.start)
         return Round(super().init(canvas), zero - 1, zero, zero, canvas.ids[:, :0], None)
