@@ -78,15 +78,18 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     unread: UserError | None = None  # about the first word that cannot be read
     for word in words:
         try:
-            parsed.append(parse(word))
+            override = parse(word)
+            if override.is_sweep_override():
+                raise several(app, str(override.input_line))
+            parsed.append(override)
         except UserError as error:
             key = word.partition("=")[0]
+            if error.code == "option-repeated" and key in app.groups:
+                raise  # its fields depend on the choice
             if unread is None and len(word) <= 1000 and readable(f"{key}=null") and key not in app.groups:
                 parsed.append(parse(f"{key}=null"))  # an unknown name is reported first
             unread = unread or error
     for override in parsed:
-        if override.is_sweep_override():
-            raise several(app, str(override.input_line))
         group = override.key_or_group
         if re.match(r"hydra([./@]|\Z)", group):
             raise UserError("option-reserved", f"{app.name} does not support {override.input_line}. Remove it.")
@@ -322,6 +325,7 @@ def several(app: App, word: str) -> UserError:
     key, _, value = word.partition("=")
     listed = key in LISTS or "." in key
     sweep = ", or run each by dllm-eval" if app.name == "dllm-sample" else ""
+    sweep += ", or put -- before a prompt" if app.name == "dllm-sample" and " " in word else ""
     return UserError(
         "option-repeated", f"{word} has several values. Give one{f', or a list as {key}=[{value}]' * listed}{sweep}."
     )

@@ -248,6 +248,8 @@ def _json(line: str, where: str) -> Any:
     except RecursionError:
         raise UserError("json-invalid", f"{where} is nested too deeply. Use fewer brackets.") from None
     except ValueError as error:
+        if line.rstrip()[-1:] in ("{", "[", ","):
+            raise UserError("json-invalid", f"{where} ends inside a value. Write each value on one line.") from None
         reason = str(error)
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg}, column {error.colno}"

@@ -149,7 +149,10 @@ class Data:
             lines = inputs.file_records(option, path)
         else:
             try:
-                lines = [(f"{path} {split} example {i}", row) for i, row in enumerate(self._table(file, split), 1)]
+                table = self._table(file, split, option)
+                lines = [(f"{path} {split} example {i}", row) for i, row in enumerate(table, 1)]
+            except UserError:
+                raise
             except Exception as error:  # whatever datasets, the network or the disk raise
                 reason = getattr(error, "strerror", None) or first_line(error.__cause__ or error)
                 named, way_out = path, "Correct the path or the file"
@@ -158,19 +161,32 @@ class Data:
                 said = f"Cannot read {option}={named} ({reason}). {way_out}."
                 raise UserError("file-unreadable", said) from None
         if not lines:
-            raise UserError("nothing-to-learn", f"{option}={path} has no examples. Name another file or split.")
+            other = "file" if _is_file(path) else "split"
+            raise UserError("nothing-to-learn", f"{option}={path} has no examples. Name another {other}.")
         return [self.example(where, line, answers) for where, line in lines]
 
-    def _table(self, file: Path, split: str) -> Any:
+    def _table(self, file: Path, split: str, option: str) -> Any:
         """Return the rows of a table or a data set. No code of it is run."""
         import datasets  # takes a second
 
         if file.suffix in TABLES:
-            return datasets.load_dataset(file.suffix[1:], data_files=str(file), split=WHOLE)
-        if (file / "dataset_info.json").is_file() and split == WHOLE:
-            return datasets.load_from_disk(str(file))
-        if (file / "dataset_dict.json").is_file():
-            return datasets.load_from_disk(str(file))[split]
+            try:
+                return datasets.load_dataset(file.suffix[1:], data_files=str(file), split=WHOLE)
+            except ValueError as error:
+                if "corresponds to no data" in str(error):  # a head without lines
+                    return []
+                raise
+        names = [name for name in ("dataset_info.json", "dataset_dict.json") if (file / name).is_file()]
+        if names:  # written by `save_to_disk`
+            saved: Any = datasets.load_from_disk(str(file))
+            splits = list(saved) if names == ["dataset_dict.json"] else [WHOLE]
+            if self.subset is not None:
+                said = f"train.data.subset={self.subset} has no effect on {option}={file}, which is a saved data set."
+                raise UserError("option-not-applicable", f"{said} Remove it.")
+            if split not in splits:
+                said = f"{option}={file} has no split {split}, only {', '.join(splits)}."
+                raise UserError("file-unreadable", f"{said} Correct train.data.split or train.data.test.")
+            return saved[split] if names == ["dataset_dict.json"] else saved
         return datasets.load_dataset(str(file) if file.is_dir() else str(self.path), self.subset, split=split)
 
     def example(self, where: str, line: Any, answers: bool) -> Example:

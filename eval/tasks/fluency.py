@@ -73,9 +73,10 @@ def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, f
 @cache
 def tool(grammar: str) -> Any:
     """Return LanguageTool, or raise `UserError` if it cannot be used in the way that `grammar` names."""
-    if grammar != "languagetool" and not grammar.startswith(("http://", "https://")):
+    if grammar != "languagetool" and not re.fullmatch(r"https?://(\[[\da-f:]+\]|[^\s/:]+)(:\d+)?(/\S*)?", grammar):
         raise UserError(
-            "choice-unknown", f"task.grammar is {grammar!r}. Set null, languagetool, or a URL with http://."
+            "choice-unknown",
+            f"task.grammar is {grammar!r}. Set null, languagetool, or a URL such as http://localhost:8081.",
         )
     try:
         module: Any = import_module("language_tool_python")

@@ -285,8 +285,9 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "language_tool_python", None)
     with refused("package-missing: task.grammar, language_tool_python"):
         task("words_easy", grammar="languagetool")
-    with refused("choice-unknown: task.grammar"):
-        task("words_easy", grammar="spacy")
+    for grammar in ("spacy", "http://local host:8081"):
+        with refused("choice-unknown: task.grammar"):
+            task("words_easy", grammar=grammar)
     monkeypatch.setitem(sys.modules, "bert_score", None)
     monkeypatch.setattr(writing, "find_spec", lambda name: None)
     with refused("package-missing: task.bert_score"):

@@ -133,6 +133,8 @@ WRONG = [
     (["scheduler.threshold=-1"], "threshold is -1"),
     (["scheduler.threshold=nan"], "threshold is nan"),
     (["scheduler.threshold=0.7,0.9"], "has several values"),
+    (["Ada=Ben, Cal"], "unknown option 'Ada'. See dllm-sample --help, and put -- before a prompt that contains =."),
+    (["seed=Ben, Cal"], "or put -- before a prompt."),
     (["temperature=0.7,0.9"], "temperature=0.7,0.9 has several values. Give one, or run each by dllm-eval."),
     (["stop_strings=a,b"], "Give one, or a list as stop_strings=[a,b]"),
     (["stop_strings=3"], "stop_strings is 3. Set a list as [a,b], or a valid string"),
@@ -197,7 +199,8 @@ def test_wrong_input(words: list[str], wrong: list[str], message: str, capsys: p
 @each(
     ("line", "message"),
     [
-        ("{", "b.jsonl line 2 is not JSON"),
+        ("{", "b.jsonl line 2 ends inside a value. Write each value on one line."),
+        ("{]", "b.jsonl line 2 is not JSON"),
         ("{}", "b.jsonl line 2 has not exactly one of"),
         ('{"prompt": "a", "messages": []}', "line 2"),
         ("[1, 2]", "line 2"),

@@ -89,7 +89,7 @@ def test_held_out_files_tables_and_data_sets(tmp_path: Path) -> None:
     both.save_to_disk(tmp_path / "set")
     found = load(str(tmp_path / "set"), prompt="q", answer="a", test="small", metric="contains")
     assert [*map(len, found)] == [10, 2]
-    with refused("file-unreadable: train.data, split tiny"):
+    with refused("file-unreadable: no split tiny, only"):
         load(str(tmp_path / "set"), split="tiny")
     for path in (train, str(tmp_path / "d.csv")):  # else held-out answers would be those learned from
         for given in ({"split": "tiny"}, {"test": "tiny"}):
@@ -98,8 +98,13 @@ def test_held_out_files_tables_and_data_sets(tmp_path: Path) -> None:
     with refused("option-not-applicable: train.data.subset"):
         load(train, 1, subset="tiny")
     table.save_to_disk(tmp_path / "single")
-    with refused("file-unreadable"):
+    with refused("file-unreadable: no split tiny, only train"):
         load(str(tmp_path / "single"), split="tiny")
+    with refused("option-not-applicable: train.data.subset=a"):
+        load(str(tmp_path / "single"), subset="a")
+    (tmp_path / "head.csv").write_text("prompt,answer\n")
+    with refused("nothing-to-learn: head.csv has no examples"):
+        load(str(tmp_path / "head.csv"))
 
 
 def test_messages_and_chat_templates(tmp_path: Path) -> None:
