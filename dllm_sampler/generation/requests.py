@@ -132,14 +132,13 @@ class Arguments:
                     f"prompt {number} is an Infill, which has its own given tokens. Remove prefix, suffix and pinned.",
                 )
             before = prompt.prompt
-            given = encode_template(
-                prompt.answer, runtime.tokenizer, runtime.spec, f"prompt {number}", alone=before is None
-            )
+            name = f"prompt {number}" if before is None else f"the answer of prompt {number}"
+            given = encode_template(prompt.answer, runtime.tokenizer, runtime.spec, name, alone=before is None)
             max_new_tokens = len(given)
             ids = (
                 []
                 if before is None
-                else encode_one(before, runtime.tokenizer, runtime.spec, len(given), f"prompt {number}")
+                else encode_one(before, runtime.tokenizer, runtime.spec, len(given), f"prompt {number}", "its answer")
             )
         else:
             self.check_answer(max_new_tokens, form)

@@ -124,7 +124,8 @@ def _pairs(
             )
         ids += [spec.eos_id] * ((max_new_tokens or 0) - len(ids))
         runtime.plugins.blocks.lookahead(len(ids))
-        found.append((inputs.encode_one(prompt, tokenizer, spec, len(ids), f"prompt {number}"), ids))
+        named = f"prompt {number}", f"answer {number}" if max_new_tokens is None else None
+        found.append((inputs.encode_one(prompt, tokenizer, spec, len(ids), *named), ids))
     return found
 
 

@@ -17,34 +17,41 @@ def check_name(model: object) -> None:
     if isinstance(model, torch.nn.Module):
         raise UserError(
             "model-invalid",
-            f"from_pretrained takes a name, not a {type(model).__name__}. Use Sampler(TransformerDenoiser(...)).",
+            f"from_pretrained takes a name, but model is of type {type(model).__name__}. Use"
+            " Sampler(TransformerDenoiser(...)).",
         )
     if not isinstance(model, str | PathLike | Mapping):
-        raise UserError("model-invalid", f"model is a {type(model).__name__}. Give a name, folder, hub id or dict.")
+        raise UserError(
+            "model-invalid", f"model is of type {type(model).__name__}. Give a name, a folder, a hub id or a dict."
+        )
 
 
 def check_parts(denoiser: object, tokenizer: object, noise: Any) -> None:
     """Refuse a denoiser without a spec (a plain module), a tokenizer not of transformers, or an incomplete `Noise`."""
     spec = _spec(denoiser)
+    if isinstance(denoiser, type):
+        raise UserError("model-invalid", f"denoiser is the class {denoiser.__name__}. Give an instance of it.")
     if not isinstance(spec, ModelSpec):
-        raise UserError(
-            "model-invalid",
-            f"A {type(denoiser).__name__} is not a denoiser. Wrap it in dllm_sampler.TransformerDenoiser or by"
-            " dllm_sampler.models.huggingface.wrap, or use Sampler.from_callable.",
-        )
+        name = type(denoiser).__name__
+        way = "Wrap it in dllm_sampler.TransformerDenoiser or by dllm_sampler.models.huggingface.wrap, or use"
+        way = f"{way} Sampler.from_callable" if callable(denoiser) else "Use Sampler.from_pretrained to load a model"
+        raise UserError("model-invalid", f"The denoiser is of type {name}, which has no ModelSpec `spec`. {way}.")
     if spec.mask_id in spec.eos_ids:
         raise UserError(
             "mask-token-invalid",
-            f"{type(denoiser).__name__}: mask_id={spec.mask_id} is an end token, too. Correct it or eos_id.",
+            f"{type(denoiser).__name__}: mask_id={spec.mask_id} is also an end-of-text token. Correct it or eos_id.",
         )
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise UserError("option-type", f"tokenizer is a {type(tokenizer).__name__}. Give a tokenizer of transformers.")
+        raise UserError(
+            "option-type", f"tokenizer is of type {type(tokenizer).__name__}. Give a tokenizer of transformers."
+        )
     methods = ("tokens", "order", "uniform", "ids")
     complete = not isinstance(noise, type) and all(callable(getattr(noise, one, None)) for one in methods)
     if noise is not None and not complete:
         raise UserError(
             "option-type",
-            f"noise is a {type(noise).__name__}. Give CounterNoise() or None, and set seed for other numbers.",
+            f"noise is of type {type(noise).__name__}. Give CounterNoise() or None, and set seed to draw other"
+            " numbers.",
         )
 
 
@@ -63,5 +70,5 @@ def _spec(denoiser: object) -> object:
     except AttributeError as error:
         raise UserError(
             "model-invalid",
-            f"{type(denoiser).__name__}.spec raises AttributeError: {first_line(error)}. Correct that property.",
+            f"{type(denoiser).__name__}.spec raises an error: {first_line(error)}. Correct that property.",
         ) from error

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from dllm_sampler.core.checks import is_whole
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import FREE
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted, short
 from dllm_sampler.inputs import prompts
-from dllm_sampler.inputs.prompts import Infill, Prompt
+from dllm_sampler.inputs.prompts import BYTES, Infill, Prompt
 
 GAP = re.compile(r"\{gap(?::([^{}]*))?\}")
 
@@ -54,8 +54,11 @@ class GivenTokens:
         def rows(name: str, value: Any, masks: bool = False) -> tuple[list[int], ...]:
             several = isinstance(value, list | tuple) and value and not all(isinstance(one, int) for one in value)
             several = several or (isinstance(value, Tensor) and value.dim() == 2)
-            found = () if value is None else [*value] if several else [value]
-            return tuple(piece_ids(one, name, tokenizer, spec, masks) for one in found)
+            if value is None or not several:
+                return () if value is None else (piece_ids(value, name, tokenizer, spec, masks),)
+            return tuple(
+                piece_ids(one, f"entry {at} of {name}", tokenizer, spec, masks) for at, one in enumerate(value, 1)
+            )
 
         if any(isinstance(one, str) for one in (pinned if isinstance(pinned, list | tuple) else [pinned])):
             raise UserError(
@@ -70,8 +73,9 @@ class GivenTokens:
         """Return the error if the numbers of rows do not match `count` prompts, else None."""
         for name, rows in vars(self).items():
             if len(rows) > 1 and len(rows) != count:
+                each = "Give one for each prompt, or one for all" if count > 1 else "Give one"
                 return UserError(
-                    "length-mismatch", f"{name} has {len(rows)} entries for {count} prompts. Give 1 or {count}."
+                    "length-mismatch", f"{name} has {len(rows)} entries for {counted(count, 'prompt')}. {each}."
                 )
         return None
 
@@ -94,24 +98,26 @@ class GivenTokens:
                 own[name] = rows[index if len(rows) > 1 else 0]
         if all(token == FREE for row in own.values() for token in row):
             return None
-        sizes = " and ".join(_size(name, len(row)) for name, row in own.items())
+        *before, last = [_size(name, len(row)) for name, row in own.items()]
+        sizes = f"{', '.join(before)} and {last}" if before else last
         fixed = len(own.get("prefix", ())) + len(own.get("suffix", ()))
         if max(fixed, len(own.get("pinned", ()))) > max_new_tokens:
             raise UserError(
                 "given-too-long",
                 f"prompt {index + 1}: max_new_tokens={max_new_tokens} is too small for {sizes}. Raise max_new_tokens.",
             )
-        given = [FREE] * max_new_tokens
+        given, sources = [FREE] * max_new_tokens, [""] * max_new_tokens
         for name, row in own.items():
             begin = max_new_tokens - len(row) if name == "suffix" else 0
             for at, token in enumerate(row, begin):
                 if FREE not in (token, given[at]) and token != given[at]:
                     raise UserError(
                         "given-conflict",
-                        f"prompt {index + 1}: {', '.join(own)} give token {at + 1} as {given[at]} and {token}."
-                        " Remove one.",
+                        f"prompt {index + 1}: token {at + 1} of the answer is {given[at]} by {sources[at]} and"
+                        f" {token} by {name}. Remove one.",
                     )
-                given[at] = given[at] if token == FREE else token
+                if token != FREE:
+                    given[at], sources[at] = token, name
         return given
 
 
@@ -123,16 +129,20 @@ def _size(name: str, count: int) -> str:
 def piece_ids(
     piece: Any, name: str, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, masks: bool
 ) -> list[int]:
-    """Return the token ids of a text, or checked ids. With `masks`, mask tokens are allowed and become `FREE`."""
+    """Return the token ids of a text, or checked ids. With `masks`, mask tokens and -1 are allowed and become `FREE`.
+
+    Raises:
+        UserError: `piece` is neither, a part of a text is not in the vocabulary, or an id is not allowed.
+    """
     if isinstance(piece, str):
         if tokenizer is None:
             raise UserError("tokenizer-missing", f"{name} is text, but there is no tokenizer. Give token ids.")
-        ids = prompts.text_ids(piece, tokenizer, name, special=False)
+        ids = prompts.text_ids(piece, tokenizer, name, special=False, prompt=False)
     else:
         ids = piece.tolist() if isinstance(piece, Tensor) else piece
         if not isinstance(ids, list | tuple) or not all(map(is_whole, ids)):
-            kinds = "token ids" if masks else "text or token ids"
-            raise UserError("option-type", f"{name} is {piece!r:.60}. Give {kinds}.")
+            kinds = "token ids, with -1 at positions to generate" if "pinned" in name else "text or token ids"
+            raise UserError("option-type", f"{name} is {short(repr(piece))}. Give {kinds}.")
     free = {FREE, spec.mask_id} if masks else set()
     for token in ids:
         if token not in free and not 0 <= token < spec.vocab_size:
@@ -140,7 +150,8 @@ def piece_ids(
                 "token-outside-vocabulary", f"{name} has token id {token}. Give ids from 0 to {spec.vocab_size - 1}."
             )
         if token == spec.mask_id and not masks:
-            raise UserError("mask-token-given", f"{name} contains the mask token (id {token}). Use pinned or gaps.")
+            way = "Remove it, or mark positions to generate by a gap of infill, as in {gap:8}."
+            raise UserError("mask-token-given", f"{name} contains the mask token (id {token}). {way}")
     return [FREE if token in free else token for token in ids]
 
 
@@ -148,21 +159,23 @@ def templates(answers: str | Sequence[str], given: Prompt | Sequence[Prompt] | N
     """Return texts with gaps as `Infill`s, each with its prompt from `given`, if any.
 
     Raises:
-        UserError: `answers` are not texts, or there is not one text for each prompt.
+        UserError: `answers` are not texts, or there is neither one text for each prompt nor one for all.
     """
-    texts = [answers] if isinstance(answers, str) or not isinstance(answers, Iterable) else list(answers)
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(
-            "option-type", 'infill is not text with gaps. Write "... {gap:8} ...", or use pinned for tokens.'
-        )
+    one = isinstance(answers, str | BYTES | Tensor) or not isinstance(answers, Iterable)
+    texts: list[Any] = [answers] if one else list(answers)
+    if not texts:
+        raise UserError("option-type", "infill has no texts. Give at least one with a gap, as in {gap:8}.")
+    for number, text in enumerate(texts, 1):
+        if not isinstance(text, str):
+            way = "Give text with a gap, as in {gap:8}, or generate from Infill([5, -1]) for token ids."
+            raise UserError("option-type", f"infill: text {number} is {short(repr(text))}. {way}")
     if given is None:
         return [Infill(text) for text in texts]
     known = prompts.as_list(given)
     texts = texts * len(known) if len(texts) == 1 else texts
     if len(known) != len(texts):
-        raise UserError(
-            "length-mismatch", f"infill has {len(texts)} texts for {len(known)} prompts. Give one text for each."
-        )
+        sizes = f"{counted(len(texts), 'text')} for {counted(len(known), 'prompt')}"
+        raise UserError("length-mismatch", f"infill has {sizes}. Give one text for each prompt, or one for all.")
     return [Infill(text, prompt) for text, prompt in zip(texts, known, strict=True)]
 
 
@@ -170,16 +183,18 @@ def refined(answers: Any, spans: Span | Sequence[Span], given: Prompt | Sequence
     """Return answers as `Infill`s in which the tokens of `spans` are free.
 
     Raises:
-        UserError: the spans are missing or outside of an answer, or there is not one prompt for each answer.
+        UserError: there is no answer, the spans are missing or outside of an answer, or there is not one prompt for
+            each answer.
     """
     rows = [_row(row, number) for number, row in enumerate(prompts.as_list(answers), 1)]
+    if not rows:
+        raise UserError("answer-empty", "refine has no answers. Give a result or token ids.")
     known = [None] * len(rows) if given is None else prompts.as_list(given)
     if len(known) != len(rows):
-        raise UserError(
-            "length-mismatch", f"refine has {len(rows)} answers for {len(known)} prompts. Give one prompt for each."
-        )
+        sizes = f"{counted(len(rows), 'answer')} for {counted(len(known), 'prompt')}"
+        raise UserError("length-mismatch", f"refine has {sizes}. Give one prompt for each answer.")
     return [
-        Infill(_without(row, spans, number), prompt or None)
+        Infill(_without(row, spans, number), None if prompt is None or not len(prompt) else prompt)
         for number, (row, prompt) in enumerate(zip(rows, known, strict=True), 1)
     ]
 
@@ -189,21 +204,28 @@ def _row(answer: Any, number: int) -> list[int]:
         return [operator.index(token) for token in answer]
     except TypeError:
         raise UserError(
-            "option-type", f"refine: answer {number} is {answer!r:.60}. Give a result or token ids."
+            "option-type", f"refine: answer {number} is {short(repr(answer))}. Give a result or token ids."
         ) from None
 
 
 def _without(row: Sequence[int], spans: Any, number: int) -> list[int]:
     """Return the tokens of answer `number`, with `FREE` in its spans."""
-    found = [spans] if isinstance(spans, tuple | list) and spans and isinstance(spans[0], int) else spans
-    if not isinstance(found, tuple | list) or not found:
-        raise UserError("span-invalid", f"span is {spans!r}. Give (first, end), or a list of these.")
+    listed = isinstance(spans, tuple | list)
+    found = [spans] if listed and spans and not isinstance(spans[0], tuple | list) else spans
+    if not listed or not found:
+        raise UserError("span-invalid", f"span is {short(repr(spans))}. Give (first, end), or a list of these.")
+    if not row:
+        raise UserError("span-invalid", f"refine: answer {number} has no tokens to generate again. Remove it.")
     free = list(row)
     for span in found:
-        whole = isinstance(span, tuple | list) and len(span) == 2 and all(type(one) is int for one in span)
-        if not whole or not 0 <= span[0] < span[1] <= len(row):
+        if not isinstance(span, tuple | list) or len(span) != 2 or not all(map(is_whole, span)):
+            said = f"span {short(repr(span))} is not a pair of whole numbers"
+            raise UserError("span-invalid", f"{said}. Give (first, end), or a list of these.")
+        if not 0 <= span[0] < span[1] <= len(row):
             raise UserError(
-                "span-invalid", f"span {span!r} is not in answer {number}. Give (first, end) within 0 and {len(row)}."
+                "span-invalid",
+                f"span {span!r} does not fit answer {number}, which has {counted(len(row), 'token')}. Give (first, end)"
+                f" with 0 <= first < end <= {len(row)}.",
             )
         free[span[0] : span[1]] = [FREE] * (span[1] - span[0])
     return free
@@ -229,7 +251,7 @@ def encode_template(
     if FREE not in given:
         raise UserError("gap-missing", f"{name} has no gap. Write a gap of 8 tokens as {{gap:8}}.")
     if alone and not any(token != FREE for token in given):
-        raise UserError("gap-without-text", f"{name} is only a gap. Add text or a prompt before it.")
+        raise UserError("gap-without-text", f"{name} has only gaps. Add text to it, or a prompt.")
     context = f"the model's context of {spec.max_positions} positions"
     if len(given) > spec.max_positions:
         size = f"{name} has {len(given)} tokens with its gaps"
@@ -237,7 +259,8 @@ def encode_template(
     if not alone and len(given) == spec.max_positions:
         raise UserError(
             "context-exceeded",
-            f"{name} has {len(given)} tokens with its gaps, which leaves no prompt in {context}. Shorten it.",
+            f"{name} has {len(given)} tokens with its gaps, which leaves no position for a prompt in {context}."
+            " Shorten it.",
         )
     return given
 
@@ -246,7 +269,8 @@ def _filled(text: str, tokenizer: PreTrainedTokenizerBase | None, name: str, alo
     """Return the tokens of a text with gaps. A text that is `alone` gets the tokenizer's special tokens around it."""
     free = sum(piece for piece in _split(text, name) if isinstance(piece, int))
     if free > spec.max_positions:  # checked before a list of this size is made
-        raise UserError("context-exceeded", f"{name} has gaps of {free} tokens. Use at most {spec.max_positions}.")
+        said = f"{name} has gaps of {free} tokens, more than the model's context of {spec.max_positions}"
+        raise UserError("context-exceeded", f"{said}. Shorten them.")
     parts: list[list[int]] = []
     for piece in _split(text, name):
         parts.append([FREE] * piece if isinstance(piece, int) else piece_ids(piece, name, tokenizer, spec, masks=False))
@@ -270,7 +294,8 @@ def _split(text: str, name: str) -> Iterator[str | int]:
             yield text[end : gap.start()]
         count = (gap[1] or "").strip()
         if not count.isdecimal() or int(count) < 1:
-            raise UserError("gap-invalid", f"{name} has {gap[0]}. Write a gap with its length: {{gap:8}}.")
+            said = f"{name} has {short(gap[0])}, a gap without a length of at least 1"
+            raise UserError("gap-invalid", f"{said}. Write a gap of 8 tokens as {{gap:8}}.")
         yield int(count)
         end = gap.end()
     if text[end:]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler.core.checks import check_count, check_text
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError, short
+from dllm_sampler.errors import UserError, counted, short
 
 Message = Mapping[str, str]
 
@@ -54,7 +54,9 @@ def check_new_tokens(max_new_tokens: int, spec: ModelSpec, name: str = "max_new_
     check_count(name, max_new_tokens)
     if max_new_tokens >= spec.max_positions:
         raise UserError(
-            "context-exceeded", f"{name}={max_new_tokens} fills the context of {spec.max_positions}. Lower it."
+            "context-exceeded",
+            f"{name}={max_new_tokens} leaves no position for a prompt in the model's context of"
+            f" {spec.max_positions}. Lower it.",
         )
 
 
@@ -79,17 +81,27 @@ def encode(
 
 
 def encode_one(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, spec: ModelSpec, max_new_tokens: int, name: str
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase | None,
+    spec: ModelSpec,
+    max_new_tokens: int,
+    name: str,
+    answer: str | None = None,
 ) -> list[int]:
     """Return the checked token ids of one prompt. Errors call it `name`, for example `prompt 1`.
+
+    Args:
+        max_new_tokens: number of tokens of the answer.
+        answer: name of an answer in errors that has this length by itself. By default `max_new_tokens` is the option.
 
     Raises:
         UserError: the prompt has a wrong type, is empty or too long, or has a token that it must not have.
     """
-    check_new_tokens(max_new_tokens, spec)
+    if answer is None:
+        check_new_tokens(max_new_tokens, spec)
     ids = _ids(prompt, tokenizer, name)
     if not ids:
-        raise UserError("prompt-empty", f"{name} is empty. Give it at least one token.")
+        raise UserError("prompt-empty", f"{name} has no tokens. Give it at least one.")
     bad = [token for token in ids if not 0 <= token < spec.vocab_size]
     if bad:
         raise UserError(
@@ -99,10 +111,14 @@ def encode_one(
         where = f"at position {ids.index(spec.mask_id)}"
         raise UserError("mask-token-given", f"{name} has the mask token (id {spec.mask_id}) {where}. Remove it.")
     if len(ids) + max_new_tokens > spec.max_positions:
+        beside = f"max_new_tokens={max_new_tokens}" if answer is None else f"the {max_new_tokens} of {answer}"
+        way = "lower max_new_tokens" if answer is None else f"shorten {answer}"
+        way = f"Shorten it, or {way}" if len(ids) < spec.max_positions else "Shorten it"
+        way = f"Shorten {answer}" if max_new_tokens >= spec.max_positions else way
         raise UserError(
             "context-exceeded",
-            f"{name} has {len(ids)} tokens, too many with max_new_tokens={max_new_tokens} for a context of"
-            f" {spec.max_positions}. Shorten it, or lower max_new_tokens.",
+            f"{name} has {counted(len(ids), 'token')}, too many with {beside} for the model's context of"
+            f" {spec.max_positions}. {way}.",
         )
     return ids
 
@@ -110,7 +126,8 @@ def encode_one(
 def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> list[int]:
     if isinstance(prompt, Tensor):
         if prompt.dim() != 1 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
-            raise UserError("prompt-type", f"{name} is {prompt.dim()}-D {prompt.dtype}. Give 1-D token ids.")
+            said = f"{name} is a {prompt.dim()}-D tensor of {prompt.dtype}"
+            raise UserError("prompt-type", f"{said}. Give a 1-D tensor of token ids, which are whole numbers.")
         return prompt.tolist()
     if isinstance(prompt, BYTES):
         raise UserError("prompt-type", f"{name} is bytes. Give text, for example by bytes.decode().")
@@ -120,24 +137,29 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> l
         return list(prompt)
     text = isinstance(prompt, str)
     if not text and not isinstance(prompt, Sequence):
-        raise UserError("prompt-type", f"{name} is a {type(prompt).__name__}. Give text, token ids or messages.")
+        raise UserError(
+            "prompt-type",
+            f"{name} is of type {type(prompt).__name__}. Give text, a list of token ids (ids.tolist()) or chat"
+            " messages.",
+        )
     entries = [] if text else list(prompt)
     odd = [at for at, one in enumerate(entries, 1) if not isinstance(one, Mapping)]
     if odd:
         at = next((at for at in odd if not isinstance(entries[at - 1], int)), odd[0])
         raise UserError(
             "prompt-type",
-            f"{name}: entry {at} is a {type(entries[at - 1]).__name__}. Give token ids as Python integers"
-            " (ids.tolist()), or messages with 'role' and 'content'.",
+            f"{name}: entry {at} is of type {type(entries[at - 1]).__name__}. Give only token ids as Python integers"
+            " (ids.tolist()), or only messages with 'role' and 'content'.",
         )
     for at, message in enumerate(entries, 1):
         if not {"role", "content"} <= message.keys():
             raise UserError("messages-invalid", f"{name}: message {at} lacks 'role' or 'content'. Give both.")
-        if not isinstance(message["content"], str):
-            raise UserError(
-                "messages-invalid",
-                f"{name}: the content of message {at} is {short(repr(message['content']))}. Give it as text.",
-            )
+        for key in ("role", "content"):
+            if not isinstance(message[key], str):
+                raise UserError(
+                    "messages-invalid",
+                    f"{name}: the {key} of message {at} is {short(repr(message[key]))}. Give it as text.",
+                )
     if tokenizer is None:
         raise UserError(
             "tokenizer-missing", f"{name} is {'text' if text else 'a chat'}, but there is no tokenizer. Give token ids."
@@ -146,7 +168,7 @@ def _ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, name: str) -> l
         rendered = chat_text(prompt, tokenizer, name)
         return text_ids(rendered, tokenizer, name, special=False)  # the template writes special tokens itself
     if not prompt.strip():
-        raise UserError("prompt-empty", f"{name} is empty. Give it at least one token.")
+        raise UserError("prompt-empty", f"{name} is {'only white space' if prompt else 'empty'}. Write a text.")
     return text_ids(prompt, tokenizer, name)
 
 
@@ -183,19 +205,26 @@ def chat_text(
         message = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
         raise UserError(
             "chat-template-failed",
-            f"{name}: the chat template fails ({short(' '.join(message.split()))}). Change the messages.",
+            f"{name}: the chat template fails ({short(' '.join(message.split()))}). Change the messages or the"
+            " template.",
         ) from None
 
 
-def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: bool = True) -> list[int]:
+def text_ids(
+    text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: bool = True, prompt: bool = True
+) -> list[int]:
     """Return the token ids of a text, with or without the tokenizer's `special` tokens. Errors call it `name`.
 
+    Args:
+        prompt: False for a part of an answer, which changes the advice of errors.
+
     Raises:
-        UserError: `text` is not a text, or a part of it is not in the vocabulary.
+        UserError: `text` has a lone surrogate, or a part of it is not in the vocabulary.
     """
     check_text(name, text)
     fast = bool(tokenizer.is_fast)
-    encoded: Any = tokenizer(text, return_offsets_mapping=fast, add_special_tokens=special)
+    # Without `verbose=False` transformers warns of long texts, which are refused or cut later.
+    encoded: Any = tokenizer(text, return_offsets_mapping=fast, add_special_tokens=special, verbose=False)
     ids = list(encoded["input_ids"])
     unknown, others = tokenizer.unk_token, (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
     if not fast or unknown is None or tokenizer.unk_token_id not in ids:
@@ -204,8 +233,9 @@ def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, name: str, special: 
         word = text[start:stop]
         # The unknown token may be another special token, too, which a template writes.
         if token == tokenizer.unk_token_id and not (word == unknown and unknown in others):
+            way = _known(tokenizer) if prompt else "Remove it or write another word."
             raise UserError(
-                "text-outside-vocabulary", f"{name} has {word!r}, not in the vocabulary. {_known(tokenizer)}"
+                "text-outside-vocabulary", f"{name} has {word!r}, which is not in the model's vocabulary. {way}"
             )
     return ids
 

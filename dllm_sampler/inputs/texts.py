@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from dllm_sampler.core.checks import check_text
 from dllm_sampler.errors import UserError
 
 
@@ -13,16 +14,19 @@ def stop_strings(given: str | Sequence[str], tokenizer: PreTrainedTokenizerBase 
     """Return the checked stop strings of a call, and those of the tokenizer.
 
     Raises:
-        UserError: a stop string is empty or not a text, or there is no tokenizer.
+        UserError: a stop string is empty, not a text or has a lone surrogate, or there is no tokenizer.
     """
     stops = (given,) if isinstance(given, str) else given
     if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) and stop for stop in stops):
         raise UserError(
             "option-type", f"stop_strings is {given!r}. Give a text that is not empty, or a list of such texts."
         )
+    for stop in stops:
+        check_text("stop_strings", stop)
     if stops and tokenizer is None:
         raise UserError(
-            "tokenizer-missing", "stop_strings need a tokenizer, and there is none. Add one, or remove stop_strings."
+            "tokenizer-missing",
+            "stop_strings need a tokenizer, and the sampler has none. Pass one to Sampler, or remove stop_strings.",
         )
     own = () if tokenizer is None else tokenizer.init_kwargs.get("stop_strings") or ()
     return tuple(dict.fromkeys((*stops, *own)))
@@ -47,10 +51,10 @@ def cut(
     stop_strings: Sequence[str],
     heads: Sequence[int] | None = None,
 ) -> list[Kept]:
-    """Return the part of each row of ids before its first stop string. The first `heads` tokens are not searched.
+    """Return the part of each row of ids before its first stop string.
 
-    The search is in the text with its special tokens, so that these may be stop strings. The returned text has no
-    special tokens.
+    The first `heads[i]` tokens of row i are not searched. The search is in the text with its special tokens, so that
+    these may be stop strings. The returned text has no special tokens.
     """
     assert tokenizer is not None
     return [_cut(row, tokenizer, stop_strings, head) for row, head in zip(rows, heads or [0] * len(rows), strict=True)]
@@ -62,7 +66,7 @@ def stopped(
     stop_strings: Sequence[str],
     heads: Sequence[int] | None = None,
 ) -> list[bool]:
-    """Return True for each row of ids with a stop string after its first `heads` tokens, as `cut` finds it."""
+    """Return True for each row of ids with a stop string after its first `heads[i]` tokens, as `cut` finds it."""
     assert tokenizer is not None
     pairs = zip(rows, heads or [0] * len(rows), strict=True)
     return [_before(row, tokenizer, stop_strings, head) is not None for row, head in pairs]

@@ -247,7 +247,7 @@ class Encoder:
             ids = answer
         else:
             text = self._turn(example) if _is_chat(example.prompt) else answer
-            ids = prompts.text_ids(text, self.tokenizer, where, special=False)
+            ids = prompts.text_ids(text, self.tokenizer, where, special=False, prompt=False)
         banned = None if ids is answer else self.spec.mask_id
         wrong = [token for token in ids if token == banned or not 0 <= token < self.spec.vocab_size]
         if wrong or not ids:

@@ -164,7 +164,7 @@ WRONG = [
     (["++guide.top_p=3"], "guide.top_p=3"),
     (["max_new_tokens=0"], "max_new_tokens is 0. Set a whole number of at least 1."),
     (["max_new_tokens=999"], "max_new_tokens=999"),
-    (["max_new_tokens=62"], "for a context of 64"),
+    (["max_new_tokens=62"], "for the model's context of 64"),
     (["batch_size=0"], "batch_size is 0. Set a whole number from 1 to"),
     (["temperature=-1"], "temperature is -1"),
     (["temperature=warm"], "temperature is 'warm'. Set a number"),

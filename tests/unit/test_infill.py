@@ -275,6 +275,9 @@ def test_what_a_tokenizer_puts_around_a_text_goes_around_the_whole() -> None:
         (lambda one: one.refine([1, 2, 3], (2, 2)), "span-invalid"),
         (lambda one: one.refine([1, 2, 3], (-1, 2)), "span-invalid: -1"),
         (lambda one: one.refine([1, 2, 3], []), "span-invalid"),
+        (lambda one: one.refine([1, 2, 3], (0.0, 1)), "span-invalid: span (0.0, 1) is not a pair"),
+        (lambda one: one.refine([[]], (0, 1)), "span-invalid: answer 1 has no tokens"),
+        (lambda one: one.refine([], (0, 1)), "answer-empty: refine has no answers"),
         (lambda one: one.refine([1, 2, 3], (0, 1), prompts=["a", "b"]), "length-mismatch"),
     ],
 )  # fmt: skip

@@ -283,7 +283,7 @@ def test_answers_may_be_texts_of_one_prompt() -> None:
     (([[5], [6]], [[1], [2], [3]]), "length-mismatch: 2 prompts"),
     (([[5]], [[1, toys.MASK]]), "mask-token-given: answer 1"),
     (([[5]], [[1, 99]]), "token-outside-vocabulary: answer 1"),
-    (([[5]], [[1] * 64]), "context-exceeded: max_new_tokens=64"),
+    (([[5]], [[1] * 64]), "context-exceeded: the 64 of answer 1"),
     (([[]], [[1]]), "prompt-empty: prompt 1"),
 ])  # fmt: skip
 def test_bad_prompts_and_answers_are_refused(given: tuple[Any, Any], message: str) -> None:
