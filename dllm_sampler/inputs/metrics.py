@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, short, unknown
 from dllm_sampler.host import patterns
 from dllm_sampler.host.functions import resolve_callable
 
@@ -37,7 +37,7 @@ class Metric:
         setting: the option with the metric's name, for errors, for example `task.metric`.
         name: `exact_match`, `contains`, `regex` or `package.module:function`. The function is called as
             `function(text=..., answer=..., prompt=..., ids=..., line=...)`. It returns a score from 0 to 1, or a
-            mapping of names to numbers that contains `score`.
+            mapping of names to finite numbers that contains such a `score`.
 
     Raises:
         UserError: the metric is unknown, or the function cannot be imported.
@@ -74,7 +74,9 @@ class Metric:
         right = [answer] if isinstance(answer, str) else answer
         if not isinstance(right, list) or not right or not all(isinstance(one, str) for one in right):
             raise UserError(
-                "example-invalid", f'{where}: "answer" is not a text. Give a text for {self.setting}={self.name}.'
+                "example-invalid",
+                f"{where}: the answer is {short(repr(answer))}. Give a text, or a list of texts, for"
+                f" {self.setting}={self.name}.",
             )
         if self.name == "regex":
             for one in right:
@@ -82,7 +84,8 @@ class Metric:
                     patterns.compiled(one)
                 except ValueError as error:
                     raise UserError(
-                        "example-invalid", f'{where}: "answer" is not a regular expression ({error}). Correct it.'
+                        "example-invalid",
+                        f"{where}: the answer {short(repr(one))} is not a regular expression ({error}). Correct it.",
                     ) from None
 
     def scores(
@@ -92,7 +95,7 @@ class Metric:
 
         Args:
             text: the generated text.
-            answer: the right text, or a list of right texts. For a user's function any value.
+            answer: the right text, or a list of right texts. One of them must fit. For a user's function any value.
             prompt: the prompt in the data.
             ids: the generated tokens.
             line: all fields of the data's line.
@@ -110,18 +113,19 @@ class Metric:
         try:
             given = self.call(text=text, answer=answer, prompt=prompt, ids=list(ids), line=dict(line))
         except (Exception, SystemExit) as error:  # whatever the user's function raises
-            said = f"{type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise UserError(
                 "function-failed", f"{where}: {self.setting}={self.name} raised {said}. Correct it."
             ) from error
         named = given if isinstance(given, Mapping) else {"score": given}
         try:
             found = {str(name): float(value) for name, value in named.items()}
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             found = {}
         if not all(map(math.isfinite, found.values())) or not 0 <= found.get("score", -1) <= 1:
             raise UserError(
                 "function-result",
-                f"{where}: {self.setting}={self.name} returned {given!r}. Return a score from 0 to 1, or a mapping.",
+                f"{where}: {self.setting}={self.name} returned {short(repr(given))}. Return a score from 0 to"
+                " 1, or a mapping of names to finite numbers that contains such a 'score'.",
             )
         return found

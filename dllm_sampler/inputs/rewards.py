@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dllm_sampler.core.ends import first_end
 from dllm_sampler.core.values import Canvas
-from dllm_sampler.errors import RowError, UserError
+from dllm_sampler.errors import RowError, UserError, counted, short
 from dllm_sampler.host.functions import resolve_callable
 from dllm_sampler.inputs.texts import decode
 
@@ -27,9 +27,13 @@ class _Row(NamedTuple):
 
 
 def listed(given: Any) -> list[Any]:
-    """Return the result of a user's function as a list. Raises `TypeError` for a mapping, a set or a text."""
-    if isinstance(given, Mapping | Set | str):
-        raise TypeError(f"a {type(given).__name__} in place of a list of numbers")
+    """Return the result of a user's function as a list.
+
+    Raises:
+        TypeError: the result is a mapping, a set or a text, or cannot be iterated over.
+    """
+    if isinstance(given, Mapping | Set | str) or not isinstance(given, Iterable):
+        raise TypeError(f"the result of type {type(given).__name__} is not a list of numbers")
     return list(given)
 
 
@@ -60,7 +64,7 @@ class Reward:
         Raises:
             UserError: `given` is neither, or cannot be imported.
         """
-        if not isinstance(given, str) and not callable(given):
+        if given == "" or not (isinstance(given, str) or callable(given)):
             raise UserError("function-invalid", f"{setting} is {given!r}. Give a function or package.module:function.")
         name = given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
         call: Any = resolve_callable(f"{setting}:", given) if isinstance(given, str) else given
@@ -69,8 +73,9 @@ class Reward:
     def __call__(self, canvas: Canvas, ids: Tensor, judged: Tensor) -> Tensor:
         """Return `[B, M] float64` rewards of the M answers of each row in `ids [B, M, L+1]`.
 
-        Positions with `NOTHING` are left out. The function is called once for the rows `judged [B] bool`. The others
-        have reward 0. The device is read once.
+        L+1 is the length of the canvas with one column more, whose tokens are not read. Positions with `NOTHING` are
+        left out. The function is called once for the rows `judged [B] bool`. The others have reward 0. The device is
+        read once.
 
         Raises:
             RowError: the function raised an error, or did not return one number per answer.
@@ -120,7 +125,7 @@ class Reward:
         except (Exception, SystemExit) as error:  # whatever a user's function raises
             for row in rows if len(rows) > 1 else ():
                 self._judge([row])  # raises for the first prompt that the function refuses
-            reason = f"{type(error).__name__}: {error}".replace("\n", " ")
+            reason = f"{type(error).__name__}: {error}".replace("\n", " ") if str(error) else type(error).__name__
             direct = error.__traceback__ is None or error.__traceback__.tb_next is None  # not inside the function
             if isinstance(error, TypeError) and direct and "unexpected keyword argument" in reason:
                 reason += "; add an argument **_ for those that it does not use"
@@ -136,8 +141,8 @@ class Reward:
         if len(found) != wanted:
             raise RowError(
                 "function-result",
-                f"{self.name} returned {len(found)} numbers for the {wanted} answers of {{prompts}}. Return one for"
-                " each.",
+                f"{self.name} returned {counted(len(found), 'number')} for the {counted(wanted, 'answer')} of {{prompts}}."
+                " Return one number for each answer.",
                 numbers,
             )
         owners = [row.number for row in rows for _ in row.answers]
@@ -151,7 +156,7 @@ class Reward:
         if math.isnan(number) or number == math.inf:
             raise RowError(
                 "function-result",
-                f"{self.name} returned {value!r} for {{prompts}}. Return a finite number, or -inf.",
+                f"{self.name} returned {short(repr(value))} for {{prompts}}. Return a finite number, or -inf.",
                 [row],
             )
         return number

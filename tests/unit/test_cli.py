@@ -179,7 +179,7 @@ WRONG = [
     (["prompts_file=-"], "prompts_file=-"),
     (["--inof"], "unknown flag '--inof', did you mean '--info'?"),
     ([""], "prompt 2 is empty"),
-    (["  "], "prompt 2 is empty"),
+    (["  "], "prompt 2 is only white space"),
     (["copy: \udcff"], "prompt 2"),
     (["copy: <mask>"], "has the mask token"),
     (["copy: Zoe"], "has 'Zoe'"),
