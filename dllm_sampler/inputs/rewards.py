@@ -141,8 +141,8 @@ class Reward:
         if len(found) != wanted:
             raise RowError(
                 "function-result",
-                f"{self.name} returned {counted(len(found), 'number')} for the {counted(wanted, 'answer')} of {{prompts}}."
-                " Return one number for each answer.",
+                f"{self.name} returned {counted(len(found), 'number')} for the {counted(wanted, 'answer')} of"
+                " {prompts}. Return one number for each answer.",
                 numbers,
             )
         owners = [row.number for row in rows for _ in row.answers]
