@@ -33,7 +33,7 @@ from dllm_sampler.inputs.prompts import Prompt
 from dllm_sampler.kernels import backend as backends
 from dllm_sampler.kernels.backend import Backend
 from dllm_sampler.models import loading
-from dllm_sampler.models.cfg import compiled, guided, laid_out
+from dllm_sampler.models.cfg import check_scale, compiled, guided, laid_out
 from dllm_sampler.models.rows import FunctionDenoiser, LogitsFunction
 from dllm_sampler.options import GenerateOptions, Progress, SamplerOptions, check_known, check_options, end_token_ids
 from dllm_sampler.result import Answer, Commits, Result, Scores
@@ -157,6 +157,7 @@ class Sampler:
         # Refuse mistakes before a checkpoint is read, which may take minutes.
         check_known(options, cls.from_pretrained)
         check_options(options)
+        check_scale(scale)
         denoiser, tokenizer = loading.load(**settings, dtype=dtype, device=device)
         loading.warn_of_sampling(denoiser.spec, options)
         sampler = cls(guided(denoiser, scale), tokenizer=tokenizer, **options)

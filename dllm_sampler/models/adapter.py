@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dllm_sampler.errors import UserError, first_line, installing
+from dllm_sampler.errors import UserError, counted, first_line, installing
 from dllm_sampler.models import weights
 from dllm_sampler.models.family import Family, Held, assembled
 from dllm_sampler.models.fields import shown
@@ -27,8 +27,13 @@ ELSEWHERE = "Load the model that the adapter was trained on."
 
 
 def has_adapter(folder: Path) -> bool:
-    """Return True if a folder contains an adapter, with or without the weights of its base."""
+    """Return True if a folder contains the configuration of an adapter, with or without the weights of its base."""
     return (folder / CONFIG).is_file()
+
+
+def base_advice(folder: Path) -> str:
+    """Return the advice for an adapter whose base is unknown, as the second sentence of an error."""
+    return f"Set it to the folder or hub id of the base model, or set model=BASE model.adapter={folder}."
 
 
 def find_base(folder: Path) -> tuple[str, str | None]:
@@ -44,7 +49,7 @@ def find_base(folder: Path) -> tuple[str, str | None]:
     if not isinstance(path, str) or not path:
         raise UserError(
             "adapter-invalid",
-            f"{folder / CONFIG}: base_model_name_or_path is {shown(path)}. Set model=BASE model.adapter={folder}.",
+            f"{folder / CONFIG}: base_model_name_or_path is {shown(path)}. {base_advice(folder)}",
         )
     near = folder / Path(path).expanduser()
     if near.is_dir():
@@ -80,21 +85,13 @@ def merge(network: nn.Module, folder: Path, family: Family | None = None) -> Non
     Raises:
         UserError: peft is missing, or the adapter is damaged, belongs to another model or cannot be merged.
     """
-    raw = weights.read_json(folder / CONFIG)
-    if find_spec("peft") is None:
-        raise UserError("package-missing", f"The adapter {folder} needs the package peft. Run {installing('train')}.")
-    tensors = _tensors(folder)
+    raw, tensors, held, touched = check(network, folder, family)
     if isinstance(network, Transformer):
         assert family is not None
-        held = family.held(network.state_dict(), network.config)
-        touched = _modules(tensors, {name.rpartition(".")[0] for name in held}, folder)
-        _refuse_shared(network, held, touched, folder)
         with torch.no_grad():
             merged = _merged(_as_checkpoint(network, held, touched, family), raw, tensors, folder)
             _take_back(network, held, touched, merged)
         return
-    touched = _modules(tensors, {name for name, _ in network.named_modules()} - {""}, folder)
-    _refuse_shared(network, {}, touched, folder)
     learns = {name for name, weight in network.named_parameters() if weight.requires_grad}
     with torch.no_grad():
         _merged(network, raw, tensors, folder)
@@ -102,11 +99,37 @@ def merge(network: nn.Module, folder: Path, family: Family | None = None) -> Non
         weight.requires_grad_(name in learns)
 
 
+def check(
+    network: nn.Module, folder: Path, family: Family | None
+) -> tuple[dict[str, Any], dict[str, Tensor], Held, set[str]]:
+    """Refuse an adapter that does not belong to a network. The network's weights may be on the meta device.
+
+    Returns:
+        The adapter's configuration and tensors, the checkpoint's tensors of a `Transformer`, and the layers that the
+        adapter changes.
+
+    Raises:
+        UserError: peft is missing, or the adapter is damaged or belongs to another model.
+    """
+    raw = weights.read_json(folder / CONFIG)
+    if find_spec("peft") is None:
+        raise UserError("package-missing", f"The adapter {folder} needs the package peft. Run {installing('train')}.")
+    tensors, held = _tensors(folder), {}
+    known = {name for name, _ in network.named_modules()} - {""}
+    if isinstance(network, Transformer):
+        assert family is not None
+        held = family.held(network.state_dict(), network.config)
+        known = {name.rpartition(".")[0] for name in held}
+    touched = _modules(tensors, known, folder)
+    _refuse_shared(network, held, touched, folder)
+    return raw, tensors, held, touched
+
+
 def _tensors(folder: Path) -> dict[str, Tensor]:
     file = folder / WEIGHTS
     if not file.is_file():
         pickles = sorted(found.name for found in folder.glob("adapter_model.*"))
-        other = f", only {pickles[0]}. Convert that to safetensors." if pickles else ". Copy it there."
+        other = f", only {pickles[0]}. Convert that to safetensors." if pickles else ". Copy the whole adapter again."
         raise UserError("adapter-invalid", f"{folder} has no {WEIGHTS}{other}")
     try:
         return load_file(file)
@@ -124,7 +147,7 @@ def _modules(tensors: Collection[str], known: set[str], folder: Path) -> set[str
         if not module:
             raise UserError(
                 "adapter-incompatible",
-                f"{folder / WEIGHTS}: {name} is for a layer that the model does not have. {ELSEWHERE}",
+                f"{folder / WEIGHTS}: the tensor {name} is for a layer that the model does not have. {ELSEWHERE}",
             )
         touched.add(module)
     return touched
@@ -139,7 +162,8 @@ def _refuse_shared(network: nn.Module, held: Held, touched: set[str], folder: Pa
         if count[id(weight)] > 1 and name.rpartition(".")[0] in touched:
             raise UserError(
                 "adapter-incompatible",
-                f"{folder} changes {name}, which another layer shares (tied embeddings). Use an untied checkpoint.",
+                f"The adapter {folder} changes {name}, which another layer shares (tied embeddings). Use an adapter"
+                " that leaves it unchanged.",
             )
 
 
@@ -195,32 +219,34 @@ def _merged(network: nn.Module, raw: dict[str, Any], tensors: dict[str, Tensor],
         if config.is_prompt_learning:
             raise UserError(
                 "adapter-unsupported",
-                f"{source}: peft_type {shown(raw.get('peft_type'))} adds no weights to merge. Use LoRA, for example.",
+                f"{source}: peft_type {shown(raw.get('peft_type'))} adds no weights to merge. Use an adapter that does,"
+                " for example LoRA.",
             )
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong is an error below
             model = PeftModel(network, config)
             wanted = get_peft_model_state_dict(model, save_embedding_layers=False)
             wrong = [name for name in wanted if name in tensors and tensors[name].shape != wanted[name].shape]
-            _complain(folder, "lacks", wanted.keys() - tensors.keys())
-            _complain(folder, "has wrongly shaped", wrong)
+            _complain(folder, "lacks {} of its configuration", wanted.keys() - tensors.keys())
+            _complain(folder, "has {} of another shape than configuration and model give", wrong)
             found: Any = set_peft_model_state_dict(model, tensors)
-            _complain(folder, "has unknown", found.unexpected_keys)
+            _complain(folder, "has {} that its configuration does not have", found.unexpected_keys)
             merged = model.merge_and_unload()
     except UserError:
         raise
     except Exception as error:  # peft raises many kinds for a config that does not fit
         raise UserError(
-            "adapter-incompatible", f"peft cannot merge {folder} ({first_line(error)}). {ELSEWHERE}"
+            "adapter-incompatible", f"peft cannot merge the adapter {folder} ({first_line(error)}). {ELSEWHERE}"
         ) from None
     left = next((name for name, _ in merged.named_modules() if re.search(r"lora_|modules_to_save", name)), None)
     if left is not None:
-        raise UserError("adapter-unsupported", f"peft cannot merge {left} of {folder} into the model. Use plain LoRA.")
+        said = f"peft cannot merge {left} of the adapter {folder} into the model"
+        raise UserError("adapter-unsupported", f"{said}. Use an adapter without it.")
     return merged
 
 
 def _complain(folder: Path, what: str, names: Collection[str]) -> None:
+    """Raise an error with the number of `names`, in place of `{}` in `what`, and the first name, if there are any."""
     if names:
-        raise UserError(
-            "adapter-incompatible", f"{folder / WEIGHTS} {what} tensors, among them {min(names)}. {ELSEWHERE}"
-        )
+        wrong = f"{folder / WEIGHTS} {what.format(counted(len(names), 'tensor'))}, for example {min(names)}"
+        raise UserError("adapter-incompatible", f"{wrong}. Copy the adapter again, or load the model of its training.")

@@ -118,16 +118,21 @@ def compiled(denoiser: Denoiser) -> Denoiser:
     return replace(denoiser, compile=True)
 
 
+def check_scale(scale: float) -> None:
+    """Refuse a guidance strength that is negative, infinite or NaN."""
+    if not 0 <= scale < float("inf"):
+        raise UserError("option-range", f"model.cfg_scale is {scale:g}. Set a finite number of at least 0.")
+
+
 def guided(denoiser: Denoiser, scale: float) -> Denoiser:
     """Return `denoiser` under guidance of strength `scale`. Returns `denoiser` itself if that is 0.
 
     Raises:
         UserError: a negative or infinite scale, or a model without a mask token.
     """
-    if not 0 <= scale < float("inf"):
-        raise UserError("option-range", f"model.cfg_scale is {scale}. Set a finite number of at least 0.")
+    check_scale(scale)
     if scale > 0 and denoiser.spec.mask_id is None:
-        said = f"model.cfg_scale={scale} needs a mask token, and this model has none. Remove model.cfg_scale."
+        said = f"model.cfg_scale={scale:g} needs a mask token, and this model has none. Remove model.cfg_scale."
         raise UserError("mask-token-missing", said)
     return GuidedDenoiser(denoiser, float(scale)) if scale > 0 else denoiser
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from dllm_sampler.cache.base import PaddedPlan
+from dllm_sampler.core.checks import is_whole
 from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Pack
@@ -42,8 +44,8 @@ class TransformerDenoiser:
     Args:
         model: the module.
         mask_id: the mask token. None means uniform diffusion, whose noise is random tokens.
-        eos_id: the end token, or several. Each of them ends an answer, and the first is the one that is written.
-        pad_id: the padding token. By default the first end token.
+        eos_id: the end-of-text token, or several. Each of them ends an answer, and the first one is written.
+        pad_id: the padding token. By default the first end-of-text token.
         eot_id: the token that ends a chat turn.
         shift: raw row i predicts the token at i + 1 (Dream).
         seeds: the row before a block predicts the block's first token (Nemotron-Labs-Diffusion).
@@ -86,7 +88,8 @@ class TransformerDenoiser:
         model = getattr(model, "_orig_mod", model)  # torch.compile cannot trace through a cache
         if not isinstance(model, Transformer):
             raise UserError(
-                "model-invalid", f"{type(model).__name__} is not a Transformer of dllm_sampler. Wrap it in a Denoiser."
+                "model-invalid",
+                f"A {type(model).__name__} is not a Transformer of dllm_sampler. Use Sampler.from_callable for it.",
             )
         return model
 
@@ -166,11 +169,10 @@ class TransformerDenoiser:
     def _padded(self, canvas: Canvas, query: Query, plan: PaddedPlan) -> Tensor:
         """Return hidden states `[R, D]` for a cache that runs the layers on a padded plan."""
         if query.ids.shape[1] > 1 or query.leave_one_out or query.mixture is not None:
-            raise UserError(
-                "cache-incompatible",
-                f"cache={named(plan.cache)} does not support several candidates, shadow rows or soft inputs. Use"
-                " cache=none.",
-            )
+            several, shadows = query.ids.shape[1] > 1, query.leave_one_out
+            what = "several candidates" if several else "shadow rows" if shadows else "mixtures of embeddings as inputs"
+            said = f"cache={named(plan.cache)} does not support {what}, which the scheduler needs. Use cache=none."
+            raise UserError("cache-incompatible", said)
         columns = predictors(canvas, query.positions, self.shift, self.seeds)  # [B, Q]
         at = columns if plan.contiguous else torch.searchsorted(plan.positions.contiguous(), columns.contiguous())
         hidden = self.transformer(
@@ -208,24 +210,28 @@ class TransformerDenoiser:
         return weight if alone and type(weight) is Tensor and not torch.is_autocast_enabled(device) else None
 
 
-def check_tokens(size: int, **tokens: int | None) -> None:
-    """Refuse special tokens outside a vocabulary of `size` tokens. None stands for no token."""
+def check_tokens(size: int, **tokens: object) -> None:
+    """Refuse special tokens outside a vocabulary of `size` tokens. None stands for no token.
+
+    Raises:
+        UserError: a token is not a whole number from 0 to `size - 1`. The message has its keyword.
+    """
     for name, token in tokens.items():
-        if token is not None and not 0 <= token < size:
-            raise UserError(
-                "token-outside-vocabulary", f"{name} is {shown(token)}. Set a token id from 0 to {size - 1}."
-            )
+        if token is not None and not (is_whole(token) and 0 <= token < size):
+            said = shown(token) if is_whole(token) else repr(token)
+            raise UserError("token-outside-vocabulary", f"{name} is {said}. Set a token id from 0 to {size - 1}.")
 
 
 def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...]:
-    """Return the end tokens of a model as its denoiser stores them: one number, or several in a tuple.
+    """Return the end-of-text tokens of a model as its denoiser stores them: one number, or several in a tuple.
 
     Raises:
-        UserError: `eos_id` is empty, or a token is outside a vocabulary of `size` tokens.
+        UserError: `eos_id` is None or empty, or a token is outside a vocabulary of `size` tokens.
     """
-    ends = end_ids(eos_id)
-    if not ends:
-        raise UserError("end-token-missing", "eos_id is an empty list. Give at least one token id.")
+    listed: Any = eos_id if isinstance(eos_id, Iterable) and not isinstance(eos_id, str) else [eos_id]
+    ends = tuple(dict.fromkeys(listed))
+    if not ends or None in ends:
+        raise UserError("end-token-missing", f"eos_id is {eos_id}. Give at least one token id.")
     for end in ends:
         check_tokens(size, eos_id=end)
     return ends[0] if len(ends) == 1 else ends

@@ -227,15 +227,11 @@ def load(
         device_map: as transformers takes it. `device` is then ignored.
 
     Raises:
-        UserError: the checkpoint does not fit its config, or the installed transformers lacks the model.
+        UserError: the checkpoint does not fit its config, or as `model_class` and `wrap`.
     """
-    try:
-        from transformers import DiffusionGemmaForBlockDiffusion
-    except ImportError:
-        raise UserError("package-missing", f"{folder} is a DiffusionGemma. Install transformers>=5.23.") from None
     _check_numbers(folder / "config.json")
     model = huggingface.pretrained(
-        DiffusionGemmaForBlockDiffusion,
+        model_class(folder),
         folder,
         "DiffusionGemma",
         dtype,
@@ -243,6 +239,20 @@ def load(
         device_map=device_map,
     )
     return replace(wrap(model.eval() if device_map is not None else model.eval().to(device), tokenizer), folder=folder)
+
+
+def model_class(folder: Path) -> Any:
+    """Return transformers' class of the model.
+
+    Raises:
+        UserError: the installed transformers has no such class.
+    """
+    try:
+        from transformers import DiffusionGemmaForBlockDiffusion
+    except ImportError:
+        said = f"{folder} is a DiffusionGemma, which the installed transformers does not have"
+        raise UserError("package-missing", f"{said}. Install transformers>=5.23.") from None
+    return DiffusionGemmaForBlockDiffusion
 
 
 def _check_numbers(source: Path) -> None:
@@ -253,24 +263,24 @@ def _check_numbers(source: Path) -> None:
     whole, own = Fields(raw, str(source)), Fields(text, f"{source}: text_config")
     for fields, key in ((own, "final_logit_softcapping"), (own, "sliding_window"), (whole, "canvas_length")):
         if key in fields.raw and fields.raw[key] is None:
-            raise config_error(fields.source, f"{key} must be a positive number, not null")
+            raise config_error(fields.source, f"{key} must be a number above 0, not null")
     own.number("final_logit_softcapping", 30.0, most=1e6)
     own.length("sliding_window", default=512)
     context, canvas = own.length("max_position_embeddings", default=131_072), whole.length("canvas_length", default=256)
     if canvas > context:
-        raise config_error(source, f"canvas_length={canvas} exceeds the context of {context}")
+        raise config_error(source, f"canvas_length={canvas} exceeds max_position_embeddings={context} of text_config")
     experts = own.get("num_experts")
     if experts is not None and own.size("top_k_experts") > own.size("num_experts"):
-        raise config_error(own.source, f"top_k_experts={own.size('top_k_experts')} is above num_experts={experts}")
+        raise config_error(own.source, f"top_k_experts={own.size('top_k_experts')} exceeds num_experts={experts}")
     rope, kinds = text.get("rope_parameters"), {"full_attention", "sliding_attention"}
     if isinstance(rope, dict) and kinds & rope.keys():  # else transformers puts them there
         for kind in sorted(kinds):
             given = rope.get(kind)
             if not isinstance(given, dict) or not isinstance(given.get("rope_type"), str):
-                raise config_error(own.source, f"rope_parameters has no {kind} with a rope_type")
+                raise config_error(own.source, f"rope_parameters.{kind}.rope_type must be a text")
             if given["rope_type"] != "proportional" and given.get("partial_rotary_factor", 1) != 1:
-                where = f"{own.source}: rope_parameters.{kind}"
-                raise config_error(where, "partial_rotary_factor needs rope_type=proportional")
+                reason = f"{kind}.partial_rotary_factor needs the rope_type proportional, not {given['rope_type']}"
+                raise config_error(own.source, f"rope_parameters.{reason}")
 
 
 def wrap(
@@ -278,15 +288,15 @@ def wrap(
 ) -> DiffusionGemmaDenoiser:
     """Return a live DiffusionGemma as a denoiser.
 
-    All end tokens of the generation config, the config and the tokenizer end an answer. If the end of a turn is one of
-    them (as in instruction-tuned checkpoints), it is the token that is written. Otherwise that is the first one.
+    All end-of-text tokens of the generation config, the config and the tokenizer end an answer. If the end of a turn is
+    one of them (as in instruction-tuned checkpoints), it is the token that is written. Otherwise that is the first one.
 
     Raises:
-        UserError: the model has no end token, an end token is not a token id, or the encoder is not causal.
+        UserError: the model has no end-of-text token, one is not a token of the model, or the encoder is not causal.
     """
     text: Any = model.config.text_config
     if text.use_bidirectional_attention == "all":
-        raise unsupported_error("text_config", "use_bidirectional_attention=all")
+        raise unsupported_error("config.json", "use_bidirectional_attention=all in text_config")
     sources = {
         "generation_config.json": model.generation_config,
         "config.json": model.config,

@@ -12,7 +12,7 @@ from torch import Tensor
 from dllm_sampler.errors import UserError
 from dllm_sampler.models import adapted, names
 from dllm_sampler.models.family import Family, assembled
-from dllm_sampler.models.fields import Fields, config_error
+from dllm_sampler.models.fields import Fields, config_error, shown
 from dllm_sampler.models.nemotron import NEMOTRON
 from dllm_sampler.models.reading import QWEN_IGNORED, experts, own_head_dim, read_qwen, rotary, whole_rope
 from dllm_sampler.models.transformer import Transformer, TransformerConfig
@@ -29,7 +29,7 @@ def _read_llada(fields: Fields) -> TransformerConfig:
         num_layers=fields.depth("n_layers"),
         num_heads=heads,
         num_kv_heads=fields.size("n_kv_heads", default=everyone),
-        head_dim=fields.head_dim(width, heads),
+        head_dim=fields.head_dim("d_model", "n_heads"),
         rope_theta=whole_rope(fields),
         norm_eps=fields.eps(1e-5),
         max_positions=fields.length("max_sequence_length", default=1024),
@@ -49,7 +49,8 @@ def _read_llada_moe(fields: Fields) -> TransformerConfig:
     theta, rotary_dim = rotary(fields, head_dim, 1.0)
     frequency = fields.get("moe_layer_freq", [1] * layers)
     if not isinstance(frequency, list) or len(frequency) != layers or not all(one in (0, 1) for one in frequency):
-        raise config_error(fields.source, f"moe_layer_freq must list 0 or 1 for each of {layers} layers")
+        reason = f"moe_layer_freq must list 0 or 1 for each of {layers} layers, not {shown(frequency)}"
+        raise config_error(fields.source, reason)
     expert = fields.size("expert_intermediate_size")
     return read_qwen(
         fields,
@@ -76,7 +77,8 @@ def _read_llada2(fields: Fields) -> TransformerConfig:
     layers, head_dim = fields.depth("num_hidden_layers"), own_head_dim(fields)
     theta, rotary_dim = rotary(fields, head_dim, 0.5)
     if fields.length("rotary_dim", default=rotary_dim or head_dim) != (rotary_dim or head_dim):
-        raise config_error(fields.source, "rotary_dim and partial_rotary_factor contradict each other")
+        reason = f"rotary_dim is {fields.get('rotary_dim')}, but partial_rotary_factor gives {rotary_dim or head_dim}"
+        raise config_error(fields.source, reason)
     groups, top_groups = fields.size("n_group", default=1), fields.size("topk_group", default=1)
     pool = 0 if fields.get("expert_capacity") is None else fields.size("expert_capacity")  # of LLaDA2.2: no groups then
     dense, expert = fields.count("first_k_dense_replace"), fields.size("moe_intermediate_size")

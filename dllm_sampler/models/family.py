@@ -90,18 +90,24 @@ class Family:
         for key, allowed in self.supported.items():
             value = fields.get(key)
             if value is not None and (value != allowed or isinstance(value, bool) != isinstance(allowed, bool)):
-                reason = f"{self.name} with {key} = {shown(raw[key])}, other than {allowed!r},"
+                reason = f"{self.name} with {key} = {shown(value)} instead of {shown(allowed)}"
                 raise unsupported_error(source, reason)
         config = self.read(fields)
         if self.block_length is not None:
             length = self.block_length(fields)
             if length > config.max_positions:
-                raise config_error(source, f"blocks of {length} exceed the context of {config.max_positions}")
+                key = next((key for key in ("block_size", "bd_size") if key in fields.read), "the block length")
+                reason = f"{key} is {length}, above max_position_embeddings={config.max_positions}"
+                raise config_error(source, reason)
         fields.refuse_rest(self.name, self.ignored)
         if config.num_heads % config.num_kv_heads:
-            raise config_error(
-                source, f"{config.num_heads} heads are not a multiple of {config.num_kv_heads} key heads"
+            keys = (
+                ("n_heads", "n_kv_heads")
+                if "n_heads" in fields.read
+                else ("num_attention_heads", "num_key_value_heads")
             )
+            reason = f"{keys[0]}={config.num_heads} is not a multiple of {keys[1]}={config.num_kv_heads}"
+            raise config_error(source, reason)
         return config
 
     def parts(self, name: str, config: TransformerConfig) -> list[Part]:
@@ -123,7 +129,7 @@ class Family:
         return [Part(pattern.replace(heads[0], "", 1), rows=rows)]
 
     def held(self, names: Iterable[str], config: TransformerConfig) -> Held:
-        """Return the tensors of a checkpoint, each with the parameters out of `names` that it contains."""
+        """Return the tensors of a checkpoint, each with the parameters among `names` that it contains."""
         found: Held = {}
         for name in names:
             for part in self.parts(name, config):

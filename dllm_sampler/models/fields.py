@@ -1,5 +1,6 @@
 """Reading a `config.json`: typed fields, and an error for each field that our networks do not implement."""
 
+import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,7 @@ from sys import float_info
 from typing import Any
 
 from dllm_sampler.core.checks import is_real, is_whole
-from dllm_sampler.errors import NoEffectWarning, UserError
+from dllm_sampler.errors import NoEffectWarning, UserError, counted
 
 # Fields that no network depends on: special tokens, how text is generated, training, how a checkpoint was saved. Those
 # of `PreTrainedConfig` in transformers 4 and 5, and what training scripts and hubs add.
@@ -50,10 +51,10 @@ def unsupported_error(source: object, what: str) -> UserError:
 
 
 def end_tokens(places: Mapping[str, object]) -> dict[int, str]:
-    """Return the end tokens of several files, those of the first file first, each with the field that names it.
+    """Return the end-of-text tokens of several files, those of the first file first, each with the field that names it.
 
     Args:
-        places: `eos_token_id` of each file: a token id, a list of token ids, or None.
+        places: `eos_token_id` of each file, by the file's name: a token id, a list of token ids, or None.
 
     Raises:
         UserError: a value is not a token id.
@@ -93,20 +94,26 @@ class Fields:
         return default if value is None else value
 
     def size(self, *keys: str, default: int | None = None) -> int:
-        """Return the first of `keys` that is set: a positive whole number, bounded by the checkpoint's tensors."""
+        """Return the first of `keys` that is set: a positive whole number, bounded by the checkpoint's tensors.
+
+        Returns `default` if none is set. Without a default that is an error.
+        """
         found = [(key, value) for key in keys if (value := self.get(key)) is not None]
-        if not found and default is None:
-            raise config_error(self.source, f"the field {keys[0]!r} is missing")
-        key, value = found[0] if found else (keys[0], default)
+        if not found and default is not None:
+            return default
+        if not found:
+            raise config_error(self.source, f"the field {keys[0]} is missing")
+        key, value = found[0]
         if not is_whole(value) or value < 1:
             raise config_error(self.source, f"{key} must be a whole number above 0, not {shown(value)}")
         return self._held(key, value)
 
     def depth(self, key: str) -> int:
         """Return a number of layers that is not larger than that of the checkpoint's tensors."""
-        value = self.size(key)
+        value = Fields(self.raw, self.source, read=self.read).size(key)
         if self.layers is not None and value > self.layers:
-            raise config_error(self.source, f"{key}={value}, and the tensors have {self.layers} layers")
+            enough = counted(self.layers, "layer")
+            raise config_error(self.source, f"{key} is {shown(value)}, but the tensors are enough for {enough}")
         return value
 
     def length(self, key: str, default: int) -> int:
@@ -116,11 +123,15 @@ class Fields:
             raise config_error(self.source, f"{key} must be at most {LONGEST}, not {shown(value)}")
         return value
 
-    def head_dim(self, width: int, heads: int) -> int:
-        """Return `width / heads`, the width of a head. It must be even, since rotary positions rotate pairs."""
-        if width % (2 * heads):
-            raise config_error(self.source, f"the width {width} is not an even multiple of the {heads} heads")
-        return width // heads
+    def head_dim(self, width: str, heads: str) -> int:
+        """Return field `width` divided by field `heads`: the width of a head.
+
+        It must be even, since rotary positions rotate pairs.
+        """
+        size, count = self.size(width), self.size(heads)
+        if size % (2 * count):
+            raise config_error(self.source, f"{width}={size} is not a multiple of twice {heads}={count}")
+        return size // count
 
     def number(self, key: str, default: float, most: float = float_info.max) -> float:
         """Return a positive finite number, at most `most`."""
@@ -176,9 +187,14 @@ class Fields:
         theta, partial = (
             next(iter(said[name].values()), default) for name, default in zip(said, (theta, partial), strict=True)
         )
+        return self.checked_base(theta), partial
+
+    def checked_base(self, theta: float) -> float:
+        """Return the base of rotary positions. Refuses one outside 1 to `HIGHEST_BASE`, and 1 itself."""
         if not 1 < theta <= HIGHEST_BASE:
-            raise config_error(self.source, f"rope_theta must be above 1, at most {HIGHEST_BASE:g}, not {theta:g}")
-        return theta, partial
+            limit = f"above 1 and at most {HIGHEST_BASE:g}"
+            raise config_error(self.source, f"rope_theta must be {limit}, not {theta:g}")
+        return theta
 
     def refuse_rest(self, family: str, ignored: Iterable[str]) -> None:
         """Refuse every field about the network that was not `read`, and warn of other unknown fields.
@@ -197,26 +213,29 @@ class Fields:
             if COMPUTES.search(key.lower()):
                 raise UserError(
                     "checkpoint-unsupported",
-                    f"{self.source}: {family} with {key} = {shown(value)} is not implemented. Remove the field if the"
-                    " checkpoint does not use it.",
+                    f"{self.source}: {family} with {key} = {shown(value)} is not implemented. Use another checkpoint,"
+                    " or remove the field if the network's own code ignores it.",
                 )
             unknown.append(key)
         if unknown:
             warnings.warn(
-                f"{self.source}: unknown fields have no effect: {', '.join(unknown[:5])}"
-                + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""),
+                f"{self.source} has {counted(len(unknown), 'unknown field')} without effect: {', '.join(unknown[:5])}"
+                + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+                + ". If the network depends on such a field, its answers are wrong.",
                 NoEffectWarning,
                 stacklevel=2,
             )
 
     def _held(self, key: str, value: int) -> int:
         if self.largest is not None and value > self.largest:
-            raise config_error(self.source, f"{key}={shown(value)} exceeds the largest tensor's {self.largest} numbers")
+            raise config_error(
+                self.source, f"{key} is {shown(value)}, but the largest tensor has {counted(self.largest, 'number')}"
+            )
         return value
 
     def _number(self, key: str, value: Any, most: float = float_info.max) -> float:
         if not is_real(value) or not 0 < value <= most:
-            limit = "" if most == float_info.max else f", at most {most:g}"
+            limit = "" if most == float_info.max else f" and at most {most:g}"
             raise config_error(self.source, f"{key} must be a number above 0{limit}, not {shown(value)}")
         return float(value)
 
@@ -242,10 +261,10 @@ def neutral(key: str, value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return the text of a value in an error. Long numbers and texts are shortened."""
+    """Return a value of a JSON file as the file spells it, for an error. Long numbers and texts are shortened."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a number of more than 30 digits"
-    text = repr(value)
+    text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -273,6 +292,6 @@ def check_numbers(raw: Any, shapes: Mapping[str, tuple[int, ...]], source: str) 
                 continue
             # Layers may share their tensors (ALBERT), so that there can be more than tensors; never thousands.
             if re.search(r"layers$|depth$", key) and value > max(SHARED, len(shapes)):
-                raise config_error(source, f"{key}={shown(value)} exceeds the number of tensors, {len(shapes)}")
+                raise config_error(source, f"{key} is {shown(value)}, but there are only {len(shapes)} tensors")
             if re.search(r"(^|_)(num|n)_|(size|dim|width|heads|experts)$", key):
                 Fields({key: value}, source, most).count(key)

@@ -1,4 +1,4 @@
-"""Any masked language model of transformers (BERT, RoBERTa, ModernBERT ...) as a denoiser without a cache."""
+"""Masked language models of transformers (BERT, RoBERTa, ModernBERT ...) as denoisers without a cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import NoEffectWarning, UserError, first_line
+from dllm_sampler.errors import NoEffectWarning, UserError, counted, short
 from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import weights
 from dllm_sampler.models.denoiser import check_tokens, checked_ends
@@ -98,11 +98,15 @@ def load(
     dtype: torch.dtype | None,
     device: torch.device,
     adapter: Path | None = None,
+    eos_id: int | None = None,
 ) -> MaskedLMDenoiser:
     """Load a masked LM from a checkpoint folder, safetensors only, and merge an adapter into it if one is given.
 
+    Args:
+        eos_id: the setting `model.eos_id`, which replaces the checkpoint's end-of-text tokens. None keeps them.
+
     Raises:
-        UserError: the checkpoint does not fit its config, or has no mask token or end token.
+        UserError: the checkpoint does not fit its config, or has no mask token or end-of-text token.
     """
     model = pretrained(AutoModelForMaskedLM, folder, "a masked language model", dtype)
     model = model.eval().to(device)
@@ -110,7 +114,28 @@ def load(
         adapters.merge(model, adapter)
     generation = folder / "generation_config.json"
     listed = weights.read_json(generation).get("eos_token_id") if generation.is_file() else None
-    return replace(wrap(model, tokenizer, listed), folder=folder)
+    made = replace(wrap(model, tokenizer, listed if eos_id is None else eos_id), folder=folder)
+    if eos_id is None:
+        return made
+    check_tokens(made.spec.vocab_size, **{"model.eos_id": eos_id})
+    return replace(made, eos_id=eos_id)
+
+
+def check_config(folder: Path) -> None:
+    """Refuse a `config.json` that transformers cannot read. The tokenizer's loader would report a broken tokenizer.
+
+    Raises:
+        UserError: a field has a value that the model's class does not accept.
+    """
+    try:
+        AutoConfig.from_pretrained(folder)
+    except Exception as error:  # transformers raises many kinds
+        raise config_error(folder / "config.json", f"transformers cannot read it ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    """Return the kind and the text of an error, in one line."""
+    return short(f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip("."), 300)
 
 
 def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **options: Any) -> Any:
@@ -129,24 +154,31 @@ def pretrained(kind: Any, folder: Path, what: str, dtype: torch.dtype | None, **
     # First, so that pickles, broken files and absurd sizes get our messages: transformers builds before it compares.
     raw = weights.read_json(source)
     check_numbers(raw, weights.shapes(folder), str(source))
+    if (generation := folder / "generation_config.json").is_file():
+        weights.read_json(generation)
+    options |= {"dtype": dtype or "auto", "use_safetensors": True, "ignore_mismatched_sizes": True}
     try:
         with adapters.base_alone(folder) as alone:
-            model, report = kind.from_pretrained(
-                alone, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
-            )
+            model, report = kind.from_pretrained(alone, output_loading_info=True, **options)
     except Exception as error:  # transformers raises many kinds for a checkpoint that does not fit
-        raise config_error(folder, f"transformers cannot load it as {what} ({first_line(error)})") from None
-    weights.complain(folder, "lacks", sorted(report["missing_keys"]))
+        wrong = f"{folder}: transformers cannot load it as {what} ({_reason(error)})"
+        way = "Correct its config.json, or use another checkpoint"
+        raise UserError("checkpoint-config-invalid", f"{wrong}. {way}.") from None
+    wrong = [f"{name} {list(has)} instead of {list(says)}" for name, has, says in sorted(report["mismatched_keys"])]
+    weights.complain(folder, "has {} of another shape than its config.json says", wrong)
+    weights.complain(folder, "lacks {} that its config.json needs", sorted(report["missing_keys"]))
     layers = sorted(name for name in report["unexpected_keys"] if re.search(r"layers?\.\d+\.", name))
-    weights.complain(folder, f"has, beyond the layers of {source},", layers)
+    weights.complain(folder, "has {} of layers that its config.json does not have", layers)
     if getattr(model.config, "quantization_config", None) is None:  # else integers are what it should hold
         weights.check_floating(folder, [name for name, _ in model.named_parameters()])
     multiply_experts(model)
     if found := unread(model.config, raw):
         listing = ", ".join(f"{key} = {shown(value)}" for key, value in found.items())
         known = type(model.config).__name__
+        count = counted(len(found), "field")
         warnings.warn(
-            f"{source}: fields unknown to transformers' {known} have no effect: {listing}",
+            f"{source} has {count} that transformers' {known} does not use: {listing}. If the network depends on such"
+            " a field, its answers are wrong.",
             NoEffectWarning,
             stacklevel=2,
         )
@@ -210,14 +242,14 @@ def wrap(
 ) -> MaskedLMDenoiser:
     """Wrap a live masked LM as a denoiser. Its special tokens are the tokenizer's, or else those of its config.
 
-    All end tokens of the tokenizer and the config end an answer. The tokenizer's is the one that is written. If neither
-    has one, it is the separator, which ends texts of BERT, or else the padding token.
+    All end-of-text tokens of the tokenizer and the config end an answer. The tokenizer's is the one that is written. If
+    neither has one, it is the separator, which ends texts of BERT, or else the padding token.
 
     Args:
-        eos_id: further end tokens, before those of the config.
+        eos_id: further end-of-text tokens, before those of the config.
 
     Raises:
-        UserError: the mask token or the end tokens are missing, or an end token is not a token id.
+        UserError: the mask token or the end-of-text tokens are missing, or one of them is not a token of the model.
     """
 
     def token(*names: str) -> int | None:
@@ -226,29 +258,32 @@ def wrap(
 
     mask_id = token("mask_token_id")
     named = getattr(model.config, "mask_token_id", None)
+    kind = type(model).__name__
     if mask_id is None and named is not None:
-        raise UserError(
-            "mask-token-invalid", f"{type(model).__name__}: mask_token_id is {shown(named)}. Set it to a token id."
-        )
+        said = f"{kind}: mask_token_id of the model's config is {shown(named)}"
+        raise UserError("mask-token-invalid", f"{said}. Set it to a token id.")
     if mask_id is None:
-        raise UserError("mask-token-missing", f"{type(model).__name__} has no mask token. Use a masked language model.")
+        said = f"{kind}: neither the tokenizer nor the model's config has a mask token"
+        raise UserError("mask-token-missing", f"{said}. Set mask_token_id in the config.")
     pad_id = token("pad_token_id")
     places: dict[str, object] = {
         "the tokenizer": getattr(tokenizer, "eos_token_id", None),
         "generation_config.json": eos_id,
         "the model's config": getattr(model.config, "eos_token_id", None),
     }
-    ends = tuple(end_tokens(places))
-    if not ends:
-        last = token("sep_token_id")
-        last = pad_id if last is None else last
+    listed = end_tokens(places)
+    if not listed:
+        name = "pad_token_id" if token("sep_token_id") is None else "sep_token_id"
+        last = token(name)
         if last is None:
-            raise UserError("end-token-missing", f"{type(model).__name__} has no end token. Set eos_token_id.")
-        ends = (last,)
-    if mask_id in ends:
+            said = f"{kind}: neither the tokenizer nor the model's config has an end-of-text token"
+            raise UserError("end-token-missing", f"{said}. Set eos_token_id in the config.")
+        listed = {last: name}
+    ends = tuple(listed)
+    if mask_id in listed:
         raise UserError(
             "mask-token-invalid",
-            f"{type(model).__name__}: mask_token_id={mask_id} is an end token, too. Set it to the mask token's id.",
+            f"{kind}: {mask_id} is the mask token, but also the end-of-text token ({listed[mask_id]}). Correct one.",
         )
     multiply_experts(model)
     return MaskedLMDenoiser(model, mask_id, ends, ends[0] if pad_id is None else pad_id)

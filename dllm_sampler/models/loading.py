@@ -1,4 +1,4 @@
-"""From a folder or a hub id to a denoiser and its tokenizer."""
+"""Loading of a denoiser and its tokenizer from a folder or a hub id."""
 
 import re
 import warnings
@@ -23,10 +23,11 @@ from dllm_sampler.errors import NoEffectWarning, UserError, counted, first_line,
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.models import adapter as adapters
 from dllm_sampler.models import quantized, weights
-from dllm_sampler.models.denoiser import TransformerDenoiser
+from dllm_sampler.models.denoiser import TransformerDenoiser, check_tokens
 from dllm_sampler.models.families import ALIASES, FAMILIES
 from dllm_sampler.models.family import Family
 from dllm_sampler.models.fields import Fields, config_error, end_tokens, shown
+from dllm_sampler.models.nemotron import NEMOTRON
 from dllm_sampler.models.transformer import Transformer
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -86,30 +87,21 @@ def load(
     raw = weights.read_json(folder / "config.json")
     family = find_family(raw, folder)
     if chosen.causal_context is not None and (family is None or family.attention != "causal_context"):
-        raise UserError("option-not-applicable", f"{folder} has no causal context. Remove model.causal_context.")
+        said = f"{folder}: model.causal_context={str(chosen.causal_context).lower()} works only for {NEMOTRON.name}"
+        raise UserError("option-not-applicable", f"{said}. Remove it.")
     _check_blocks(family, folder, chosen.block_length, chosen.blocks_from)
+    if family is None:
+        _check_transformers(raw, folder, chosen, added)
     known = None if family is None else PreTrainedConfig()
     tokenizer = None if added is None else load_tokenizer(added, chosen.trust_remote_code, known or PreTrainedConfig())
     tokenizer = tokenizer or load_tokenizer(folder, chosen.trust_remote_code, known)
     _add_texts(tokenizer, folder, chosen)
     if family is None:
-        for name in ("quantize", "mask_id"):
-            if getattr(chosen, name) is not None:
-                raise UserError(
-                    "option-not-applicable", f"{folder}: model.{name} works only for {_known()}. Remove it."
-                )
         from dllm_sampler.models import diffusion_gemma, huggingface
 
         if raw.get("model_type") == diffusion_gemma.MODEL_TYPE:
-            if added is not None:  # encoder and decoder share weights, which would get it twice
-                raise UserError("adapter-unsupported", f"Cannot merge {added} into DiffusionGemma. Remove the adapter.")
-            if chosen.eos_id is not None:
-                raise UserError("option-not-applicable", "model.eos_id does not work for DiffusionGemma. Remove it.")
             return Loaded(diffusion_gemma.load(folder, tokenizer, wanted, target, chosen.device_map), tokenizer)
-        if chosen.device_map is not None:
-            raise UserError("option-not-applicable", f"{folder}: model.device_map cannot place masked LMs. Remove it.")
-        loaded = huggingface.load(folder, tokenizer, wanted, target, added)
-        return Loaded(loaded if chosen.eos_id is None else replace(loaded, eos_id=chosen.eos_id), tokenizer)
+        return Loaded(huggingface.load(folder, tokenizer, wanted, target, added, chosen.eos_id), tokenizer)
 
     source = str(folder / "config.json")
     config = family.config(raw, source, weights.shapes(folder))
@@ -118,6 +110,10 @@ def load(
             model = Transformer(config).eval()
     except RuntimeError as error:  # the product of sizes is more than a tensor can have
         raise config_error(source, f"no network can be built ({first_line(error)})") from None
+    # All that can be refused is refused before the weights are read, which may take minutes.
+    made = _denoiser(model, raw, folder, family, tokenizer, target, chosen)
+    if added is not None:
+        adapters.check(model, added, family)
     if wanted is None:
         wanted = weights.stored_dtype(folder)
         if wanted == torch.float16 and target.type == "cpu":
@@ -131,24 +127,25 @@ def load(
 
     if chosen.quantize is not None:
         if wanted not in (torch.bfloat16, torch.float32):  # sums of integers leave float16's range
-            raise UserError(
-                "options-conflict", f"model.quantize=int8 does not support {wanted}. Set dtype=bfloat16 or float32."
-            )
+            said = f"model.quantize=int8 does not support {str(wanted).removeprefix('torch.')} weights"
+            raise UserError("options-conflict", f"{said}. Set dtype=bfloat16 or dtype=float32.")
+        quantized.check(config)
         fill(lambda name: torch.device("cpu"))
         quantized.quantize(model, target)
     elif places is None:
         fill(lambda name: target)
     else:
-        fill(lambda name: _place(name, places))
+        located = {name: _place(name, places) for name in model.state_dict()}
+        fill(located.__getitem__)
         used = {_place(module, places) for module in places}
         target = min((device for device in used if device.type != "cpu"), key=str, default=torch.device("cpu"))
-        dispatch_model(model, places, main_device=target)  # inputs and the cache live on the first accelerator
-    made = _denoiser(model, raw, folder, family, tokenizer, target, chosen.mask_id)
+        dispatch_model(model, places, main_device=target)
+        made = replace(made, device=target)  # inputs and the cache live on the first accelerator
     if chosen.causal_context is False:
         made = made.in_blocks("whole_prompt")
     if chosen.block_length is not None:
         made = made.in_blocks(cast(BlocksFrom, chosen.blocks_from), chosen.block_length)
-    return Loaded(made if chosen.eos_id is None else replace(made, eos_id=chosen.eos_id), tokenizer)
+    return Loaded(made, tokenizer)
 
 
 def with_adapter(
@@ -165,12 +162,11 @@ def with_adapter(
         if not weights.present(folder):
             path, revision = adapters.find_base(folder)
             try:
-                folder = find(path, revision, trust_remote_code)
+                folder = find(path, revision, trust_remote_code, "base_model_name_or_path")
             except UserError as error:
+                wrong = str(error).partition(". ")[0]
                 raise UserError(
-                    "adapter-invalid",
-                    f"{own / adapters.CONFIG}: base_model_name_or_path cannot be loaded ({first_line(error)})."
-                    f" Set model=BASE model.adapter={own}.",
+                    "adapter-invalid", f"{own / adapters.CONFIG}: {wrong}. {adapters.base_advice(own)}"
                 ) from None
             if adapters.has_adapter(folder):
                 raise UserError("adapter-unsupported", f"{own} and its base {folder} both have adapters. Merge one.")
@@ -180,7 +176,7 @@ def with_adapter(
         raise UserError("options-conflict", f"model.adapter={adapter}: {own} has an adapter, too. Remove one.")
     own = find(adapter, None, trust_remote_code, "model.adapter")
     if not adapters.has_adapter(own):
-        raise UserError("adapter-invalid", f"model.adapter={adapter} has no {adapters.CONFIG}. Name another folder.")
+        raise UserError("adapter-invalid", f"model.adapter={adapter} has no {adapters.CONFIG}. Name an adapter.")
     return folder, own
 
 
@@ -223,6 +219,9 @@ def find(
     - `generation_config.json`: it may list several end-of-text tokens, as `config.json` may
     - `filter.safetensors`: the default of `scheduler=learn2pd`
     - `adapter_config.json`, `adapter_model.safetensors`: an adapter, which is merged into the weights
+
+    Raises:
+        UserError: there is no such folder, or the hub id is unknown, gated, or not cached and cannot be downloaded.
     """
     folder = expanded(option, path)
     if folder.is_dir():
@@ -234,9 +233,11 @@ def find(
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except GatedRepoError:
-        raise UserError("model-gated", f"{name} is gated on the hub. Ask for access, then `hf auth login`.") from None
+        way = "Ask for access on its page there, then run `hf auth login`"
+        raise UserError("model-gated", f"The model {name} is gated on the hub. {way}.") from None
     except RevisionNotFoundError:
-        raise UserError("model-not-found", f"{name} has no revision {revision!r}. See its page on the hub.") from None
+        way = "Set model.revision to a branch, tag or commit from its page there"
+        raise UserError("model-not-found", f"The model {name} has no revision {revision} on the hub. {way}.") from None
     except RepositoryNotFoundError:
         raise UserError(
             "model-not-found", f"No folder or public hub model is named {name}. Check the name, or run `hf auth login`."
@@ -245,8 +246,8 @@ def find(
         reason, wanted = first_line(error).removeprefix("Got: "), f"{name} --revision {revision}" if revision else name
         raise UserError(
             "hub-unreachable",
-            f"The model {name} is not on this machine, and cannot be downloaded ({reason}). Run"
-            f" `hf download {wanted}` where there is a network, or set {option}=FOLDER.",
+            f"The model {name} is not on this machine, and cannot be downloaded ({reason}). Run `hf download {wanted}`"
+            f" when there is a network, or set {option} to a folder that contains the model.",
         ) from None
 
 
@@ -256,7 +257,7 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
     Raises:
         UserError: the model type is unknown.
     """
-    kind = str(raw.get("model_type", ""))
+    kind = str(raw.get("model_type") or "")
     for family in FAMILIES:
         if family.knows(ALIASES.get(kind.lower(), kind.lower()), raw):
             return family
@@ -267,19 +268,24 @@ def find_family(raw: Mapping[str, Any], folder: Path) -> Family | None:
 
     if kind == diffusion_gemma.MODEL_TYPE or kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return None
+    said = f"model_type = {shown(raw['model_type'])} is not supported" if kind else "the field model_type is missing"
     raise UserError(
         "architecture-unknown",
-        f"{folder / 'config.json'}: unknown architecture {shown(kind)}. Use {_known()} or a masked LM of transformers.",
+        f"{folder / 'config.json'}: {said}. Use one of the families {_known()}, or a masked LM of transformers.",
     )
 
 
 def load_tokenizer(
-    folder: Path, trust_remote_code: bool = False, config: PreTrainedConfig | None = None
+    folder: Path,
+    trust_remote_code: bool = False,
+    config: PreTrainedConfig | None = None,
+    advice: str = "If you trust it, set model.trust_remote_code=true.",
 ) -> PreTrainedTokenizerBase | None:
     """Return the checkpoint's tokenizer with its chat template, or None if the folder has no tokenizer files.
 
     Args:
         config: replaces `config.json` if transformers does not know the model.
+        advice: the second sentence of the error about a tokenizer with code of its own.
 
     Raises:
         UserError: the tokenizer needs code that is not trusted, or its files are broken.
@@ -292,9 +298,7 @@ def load_tokenizer(
     if not isinstance(code, list | dict):
         raise config_error(folder / files[1], f"auto_map must map names to code, not {shown(code)}")
     if (isinstance(code, list) or "AutoTokenizer" in code) and not trust_remote_code:
-        raise UserError(
-            "code-untrusted", f"The tokenizer of {folder} runs code. Allow that by model.trust_remote_code=true."
-        )
+        raise UserError("code-untrusted", f"The tokenizer of {folder} runs code of its own. {advice}")
     try:
         if config is not None and not code and "tokenizer_class" not in settings and (folder / files[0]).is_file():
             # no file names a class: tokenizer.json is complete
@@ -303,25 +307,46 @@ def load_tokenizer(
             found = AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever transformers, tokenizers or the checkpoint's own code raise
         reason = first_line(error)
-        raise UserError("tokenizer-invalid", f"{folder} has a broken tokenizer ({reason}). Copy it again.") from None
+        wrong = f"The tokenizer of {folder} cannot be loaded ({reason})"
+        way = "Copy its files again, or install the package that it needs"
+        raise UserError("tokenizer-invalid", f"{wrong}. {way}.") from None
     longest = getattr(found, "model_max_length", 0)
     if not is_real(longest):
         raise config_error(folder / files[1], f"model_max_length must be a number, not {shown(longest)}")
     return found
 
 
+def _check_transformers(raw: Mapping[str, Any], folder: Path, chosen: ModelSettings, adapter: Path | None) -> None:
+    """Refuse settings that DiffusionGemma or a masked LM does not support, and a `config.json` that is invalid."""
+    from dllm_sampler.models import diffusion_gemma, huggingface
+
+    gemma = raw.get("model_type") == diffusion_gemma.MODEL_TYPE
+    for name in ("quantize", "mask_id", "eos_id" if gemma else "device_map"):
+        value = getattr(chosen, name)
+        if value is not None:
+            kind = "DiffusionGemma" if gemma else "masked LMs of transformers"
+            said = f"{folder}: model.{name}={value} does not work for {kind}"
+            raise UserError("option-not-applicable", f"{said}. Remove it.")
+    if gemma and adapter is not None:  # encoder and decoder share weights, which would get it twice
+        raise UserError("adapter-unsupported", f"Cannot merge {adapter} into DiffusionGemma. Use it without adapter.")
+    if gemma:
+        diffusion_gemma.model_class(folder)
+    huggingface.check_config(folder)
+
+
 def _check_blocks(family: Family | None, folder: Path, block_length: int | None, blocks_from: str) -> None:
     """Refuse `model.block_length` for a model whose checkpoint determines what tokens see."""
     check_choice("model.blocks_from", blocks_from, BlocksFrom)
     if block_length is None and blocks_from != "answer":
-        raise UserError("option-not-applicable", f"model.blocks_from={blocks_from} needs model.block_length. Set both.")
+        said = f"model.blocks_from={blocks_from} has no effect without model.block_length"
+        raise UserError("option-not-applicable", f"{said}. Set model.block_length, or remove model.blocks_from.")
     if block_length is not None:
         check_count("model.block_length", block_length)
         if family is None or not family.may_see_blocks:
             raise UserError(
                 "option-not-applicable",
-                f"{folder}: model.block_length={block_length} sets the attention of Tiny-A2D only. Remove it, or set"
-                " blocks.length.",
+                f"{folder}: model.block_length={block_length} sets the attention of Tiny-A2D models only. Remove it,"
+                " or set blocks.length to decode in blocks.",
             )
 
 
@@ -332,7 +357,8 @@ def _add_texts(tokenizer: PreTrainedTokenizerBase | None, folder: Path, chosen: 
         if value is None:
             continue
         if tokenizer is None:
-            raise UserError("tokenizer-missing", f"{folder} has no tokenizer. Remove model.{name}.")
+            said = f"{folder} has no tokenizer, which model.{name} needs"
+            raise UserError("tokenizer-missing", f"{said}. Copy its files there, or remove model.{name}.")
         if name == "chat_template":
             tokenizer.chat_template = value
         else:
@@ -352,24 +378,29 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return dtype
 
 
-def as_device(device: torch.device | str) -> torch.device:
-    """Return a torch device from itself or its name, checked to exist. `auto` is the GPU if there is one."""
+def as_device(device: torch.device | str, option: str = "device") -> torch.device:
+    """Return a torch device from itself or its name, checked to exist. `auto` is the GPU if there is one.
+
+    Raises:
+        UserError: there is no such device. The message names it as the value of `option`.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         raise UserError(
-            "choice-unknown", f"device={short(repr(device))} is unknown. Use auto, cpu, cuda or mps."
+            "choice-unknown", f"{option}={short(repr(device))} is unknown. Use auto, cpu, cuda or mps."
         ) from None
     if found.type not in ("cpu", "cuda", "mps"):
-        raise UserError("choice-unknown", f"device={device} is not supported. Use auto, cpu, cuda or mps.")
+        raise UserError("choice-unknown", f"{option}={device} is not supported. Use auto, cpu, cuda or mps.")
     if found.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError("device-missing", "device=mps needs an Apple GPU. Use device=cpu.")
+        raise UserError("device-missing", f"{option}={device} needs an Apple GPU. Use {option}=cpu.")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        way = f"Use a number below {count}, as in device=cuda:0." if count else "Use device=cpu."
-        raise UserError("device-missing", f"device={device} does not exist: torch sees {counted(count, 'GPU')}. {way}")
+        way = f"Use a number below {count}, as in {option}=cuda:0." if count else f"Use {option}=cpu."
+        seen = counted(count, "GPU")
+        raise UserError("device-missing", f"{option}={device} does not exist: torch sees {seen}. {way}")
     return found
 
 
@@ -380,13 +411,16 @@ def _denoiser(
     family: Family,
     tokenizer: PreTrainedTokenizerBase | None,
     device: torch.device,
-    mask_id: int | None,
+    chosen: ModelSettings,
 ) -> TransformerDenoiser:
-    """Return the model with its special tokens, from arguments, `config.json`, generation config or tokenizer.
+    """Return the model with its special tokens, from the settings, `config.json`, generation config or tokenizer.
 
-    All end tokens of these three end an answer. The generation config's come first, since a chat model's answer ends
-    before the text does. The tokenizer's is left out if a file names one, and it is the mask token or not a token of
-    the model.
+    All end-of-text tokens of the last three end an answer, unless the settings name one. The generation config's come
+    first, since a chat model's answer ends before the text does. The tokenizer's is left out if a file names one, and
+    it is the mask token or not a token of the model.
+
+    Raises:
+        UserError: the mask token or the end-of-text token is missing, or a token is not one of the model.
     """
     generation = folder / "generation_config.json"
     generating = weights.read_json(generation) if generation.is_file() else {}
@@ -407,7 +441,7 @@ def _denoiser(
         found = None if tokenizer is None or text is None else tokenizer.get_vocab().get(text)
         return None if found is None else _Token(found, f"the tokenizer of {folder}: {text}")
 
-    mask = None if mask_id is None else _Token(mask_id, "model.mask_id")
+    mask = None if chosen.mask_id is None else _Token(chosen.mask_id, "model.mask_id")
     for look in (partial(token, "mask_token_id"), partial(token, "mask_id"), partial(spelt, family.mask_token)):
         mask = mask or look()
     pad, turn = token("pad_token_id"), spelt(family.end_of_turn)
@@ -416,7 +450,7 @@ def _denoiser(
     serves = is_whole(own) and own < model.config.vocab_size and (mask is None or own != mask.id)
     if serves or not end_tokens(places):
         places[tokens] = own
-    ends = end_tokens(places)
+    ends = end_tokens(places) if chosen.eos_id is None else {chosen.eos_id: "model.eos_id"}
     if not ends:
         raise UserError("end-token-missing", f"{folder / 'config.json'} has no eos_token_id. Set model.eos_id.")
     if mask is None:
@@ -424,8 +458,12 @@ def _denoiser(
     if mask.id in ends:
         raise UserError(
             "mask-token-invalid",
-            f"{mask.place} is {mask.id}, the end-of-text token ({ends[mask.id]}). Set model.mask_id.",
+            f"{mask.place} is {mask.id}, which is also the end-of-text token ({ends[mask.id]}). Set model.mask_id or"
+            " model.eos_id to another token.",
         )
+    for one in (mask, pad, turn, *(_Token(end, place) for end, place in ends.items())):
+        if one is not None:
+            check_tokens(model.config.vocab_size, **{one.place: one.id})
     source = Fields(raw, str(folder / "config.json"))
     return TransformerDenoiser(
         model, mask_id=mask.id, eos_id=tuple(ends), pad_id=pad and pad.id, eot_id=turn and turn.id,
@@ -438,11 +476,11 @@ def _denoiser(
 def _places(
     model: Transformer, device_map: str | Mapping[str, str | int | torch.device], dtype: torch.dtype | None
 ) -> Places:
-    """Return the device of each of our modules, as accelerate names them."""
+    """Return the device of each of our modules, by the module's name as accelerate writes it."""
     if not isinstance(device_map, str):
         return dict(device_map)
     if device_map not in BALANCED:
-        return {"": str(as_device(device_map))}
+        return {"": str(as_device(device_map, "model.device_map"))}
     whole = ["Layer"]  # a layer's parts stay together
     low_zero = device_map == "balanced_low_0"
     memory = get_balanced_memory(model, dtype=dtype, no_split_module_classes=whole, low_zero=low_zero)
@@ -454,12 +492,13 @@ def _place(name: str, places: Places) -> torch.device:
     prefixes = [prefix for prefix in places if not prefix or name == prefix or name.startswith(prefix + ".")]
     if not prefixes:
         raise UserError("device-map-invalid", f"model.device_map has no device for {name}. Add one.")
-    place = places[max(prefixes, key=len)]
+    key = max(prefixes, key=len)
+    place = places[key]
     if place == "disk":
         raise UserError("device-map-invalid", f"model.device_map cannot put {name} on disk. Use cpu.")
-    return as_device(f"cuda:{place}" if isinstance(place, int) else place)
+    option = f"model.device_map.{key}" if key else "model.device_map"
+    return as_device(f"cuda:{place}" if isinstance(place, int) else place, option)
 
 
 def _known() -> str:
-    *names, last = (family.name for family in FAMILIES)
-    return f"{', '.join(names)} and {last}"
+    return ", ".join(family.name for family in FAMILIES)

@@ -36,9 +36,10 @@ def _positions(fields: Fields) -> tuple[float, Yarn | None]:
     if inside.get(EVEN[0]) != inside.get(EVEN[1]) or not inside.get(EVEN[0]):
         raise unsupported_error(fields.source, f"{where} without equal mscale and mscale_all_dim")
     numbers = Fields({key: value for key, value in inside.items() if value is not None}, f"{fields.source}: {where}")
-    theta = numbers.number("rope_theta", fields.number("rope_theta", 10_000.0), most=1e15)
+    theta = numbers.number("rope_theta", fields.number("rope_theta", 10_000.0))
     if fields.get("rope_theta") not in (None, theta):
-        raise config_error(fields.source, f"rope_theta and {where}.rope_theta contradict each other")
+        said = f"rope_theta = {fields.get('rope_theta'):g} and {where}.rope_theta = {theta:g}"
+        raise config_error(fields.source, f"{said} contradict each other")
     queries = inside.get("llama_4_scaling_beta")
     yarn = Yarn(
         factor=numbers.number("factor", 1.0, most=1e6),
@@ -47,7 +48,7 @@ def _positions(fields: Fields) -> tuple[float, Yarn | None]:
         slow=numbers.number("beta_slow", 1.0, most=1e6),
         queries=0.0 if queries in (None, 0) else numbers.number("llama_4_scaling_beta", 0.1, most=1e3),
     )
-    return theta, yarn
+    return numbers.checked_base(theta), yarn
 
 
 NEMOTRON = Family(

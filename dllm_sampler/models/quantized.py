@@ -6,7 +6,26 @@ import torch
 from torch import Tensor, nn
 
 from dllm_sampler.errors import UserError, installing
-from dllm_sampler.models.transformer import Layer, SwiGLU, Transformer
+from dllm_sampler.models.transformer import Layer, SwiGLU, Transformer, TransformerConfig
+
+
+def check(config: TransformerConfig) -> None:
+    """Refuse a model that cannot be quantised, before its weights are read.
+
+    Raises:
+        UserError: torchao is missing, or the model has experts.
+    """
+    if config.moe is not None:
+        raise UserError(
+            "option-not-applicable",
+            "model.quantize=int8 does not support mixture-of-experts models. Remove model.quantize.",
+        )
+    try:
+        import torchao.quantization  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "package-missing", f"model.quantize=int8 needs the package torchao. Run {installing('quantize')}."
+        ) from None
 
 
 @torch.no_grad()
@@ -18,19 +37,11 @@ def quantize(model: Transformer, device: torch.device) -> None:
     (`fused.adjacent`).
 
     Raises:
-        UserError: torchao is missing, or the model has experts.
+        UserError: as `check`.
     """
-    if model.config.moe is not None:
-        raise UserError(
-            "option-not-applicable",
-            "model.quantize=int8 does not support mixture-of-experts models. Remove model.quantize.",
-        )
-    try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    except ImportError:
-        raise UserError(
-            "package-missing", f"model.quantize=int8 needs the package torchao. Run {installing('quantize')}."
-        ) from None
+    check(model.config)
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
     rule = Int8WeightOnlyConfig(set_inductor_config=False, version=2)
     for layer in model.layers:
         assert isinstance(layer, Layer)

@@ -8,9 +8,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 from dllm_sampler.host.reading import load_json
 from dllm_sampler.models.family import HARMLESS, Family, Part
+from dllm_sampler.models.fields import shown
 from dllm_sampler.models.transformer import Transformer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -37,14 +38,18 @@ def fill(
     ours, spare = family.held(own, model.config), family.held(tied, model.config)
     files = tensor_files(folder)
     used = [name for name in files if name not in spare and not HARMLESS.search(name)]
-    complain(folder, "lacks", [name for name in ours if name not in files and name not in spare])
-    complain(folder, "has unknown", [name for name in used if name not in ours])
+    complain(
+        folder,
+        "lacks {} that its config.json needs",
+        [name for name in ours if name not in files and name not in spare],
+    )
+    complain(folder, "has {} that its config.json does not need", [name for name in used if name not in ours])
 
     wanted, held = {name: _shape(ours[name], own) for name in used}, shapes(folder)
     wrong = [
         f"{name} {list(held[name])} instead of {list(wanted[name])}" for name in used if held[name] != wanted[name]
     ]
-    complain(folder, "has wrongly shaped", wrong)
+    complain(folder, "has {} of another shape than its config.json says", wrong)
 
     state: dict[str, Tensor] = {}
     for file in sorted({files[name] for name in used}):
@@ -77,10 +82,10 @@ def check_floating(folder: Path, parameters: Collection[str]) -> None:
 
     Args:
         folder: folder of the checkpoint.
-        parameters: names in a model of transformers. They may have a prefix more or less than in the checkpoint.
+        parameters: names in a model of transformers. They may have a longer or shorter prefix than in the checkpoint.
 
     Raises:
-        UserError: a tensor has, for example, integers. Also as `tensor_files`.
+        UserError: one of these tensors is stored as integers or in 8 bits, or as `tensor_files`.
     """
     for file, names in _by_file(folder).items():
         with safe_open(file, framework="pt") as opened:
@@ -96,7 +101,8 @@ def _floating(opened: Any, name: str) -> bool:
 def _not_floating(file: Path, name: str, opened: Any) -> UserError:
     stored = opened.get_slice(name).get_dtype()
     return UserError(
-        "checkpoint-unsupported", f"{file}: {name} is in {stored}. Use one in float16, bfloat16, float32 or float64."
+        "checkpoint-unsupported",
+        f"{file}: the tensor {name} is in {stored}. Use a checkpoint in float16, bfloat16, float32 or float64.",
     )
 
 
@@ -147,7 +153,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor of a checkpoint, by the tensor's name.
 
     Raises:
-        UserError: the safetensors are missing (pickles are refused), or the index and its shards do not fit together.
+        UserError: there are no safetensors (pickles are not read), a file is damaged, or the index and its shards do
+            not fit together.
     """
     if (folder / SINGLE).is_file():
         return dict.fromkeys(_names(folder / SINGLE), folder / SINGLE)
@@ -157,24 +164,24 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise UserError(
                 "checkpoint-pickled", f"{folder} has pickle weights ({pickles[0]}). Convert them to safetensors."
             )
-        raise UserError("checkpoint-incomplete", f"{folder} has neither {SINGLE} nor {INDEX}. Name another folder.")
+        raise UserError("checkpoint-incomplete", f"{folder} has no weights ({SINGLE} or {INDEX}). Copy them there.")
     located = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(located, dict) or not all(isinstance(shard, str) for shard in located.values()):
+    if not isinstance(located, dict) or not located or not all(isinstance(shard, str) for shard in located.values()):
         raise UserError(
-            "checkpoint-damaged", f"{folder / INDEX} has no 'weight_map' of tensors to shards. Copy it again."
+            "checkpoint-damaged", f"{folder / INDEX} has no weight_map from tensors to shards. Copy it again."
         )
     files: dict[str, Path] = {}
     for shard in sorted(set(located.values())):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise UserError(
                 "checkpoint-damaged",
-                f"{folder / INDEX} names the shard {shard!r}. Name .safetensors files that are in the same folder.",
+                f"{folder / INDEX} names the shard {shown(shard)}. Name .safetensors files in the same folder.",
             )
         if not (folder / shard).is_file():
             raise UserError("checkpoint-incomplete", f"{folder / INDEX}: the shard {shard} is missing. Copy it there.")
         for name in _names(folder / shard):
             files[name] = folder / shard
-    complain(folder, "lacks, although the index names them,", [name for name in located if name not in files])
+    complain(folder, "lacks {} that its index names", [name for name in located if name not in files])
     return files
 
 
@@ -192,10 +199,12 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     try:
         found = load_json(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError("json-invalid", f"Cannot read {file} as JSON ({error}). Copy it again.") from None
+    except OSError as error:
+        raise UserError("json-invalid", f"Cannot read {file} ({error.strerror}). Make it readable.") from None
+    except ValueError as error:
+        raise UserError("json-invalid", f"{file} is not JSON ({error}). Copy it again.") from None
     if not isinstance(found, dict):
-        raise UserError("json-invalid", f"{file} has a {type(found).__name__}, not a JSON object. Copy it again.")
+        raise UserError("json-invalid", f"{file} contains {shown(found)}, not a JSON object. Copy it again.")
     return found
 
 
@@ -212,8 +221,13 @@ def _corrupt(file: Path, error: Exception) -> UserError:
 
 
 def complain(folder: Path, what: str, tensors: list[str]) -> None:
-    """Raise an error that counts `tensors` and names up to three of them. Does nothing if there are none."""
+    """Raise an error that counts `tensors` and names up to three of them. Does nothing if there are none.
+
+    Args:
+        what: what is wrong with them. `{}` in it stands for their number, for example `2 tensors`.
+    """
     if tensors:
         more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
         listing = f"{', '.join(tensors[:3])}{more}"
-        raise UserError("checkpoint-tensors", f"{folder} {what} tensors: {listing}. Copy it again, or use another.")
+        wrong = f"{folder} {what.format(counted(len(tensors), 'tensor'))}: {listing}"
+        raise UserError("checkpoint-tensors", f"{wrong}. Correct its config.json, or copy the whole checkpoint again.")

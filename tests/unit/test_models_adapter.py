@@ -159,7 +159,7 @@ def test_adapters_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             Sampler.from_pretrained(model, device="cpu")  # pyright: ignore[reportArgumentType]
         assert "\n" not in str(error.value)
 
-    rejects("adapter-invalid: base_model_name_or_path, None, model=BASE", base_model_name_or_path=None)
+    rejects("adapter-invalid: base_model_name_or_path, null, model=BASE", base_model_name_or_path=None)
     rejects("adapter-invalid: base_model_name_or_path, nope, model=BASE", base_model_name_or_path="nope")
     rejects(f"adapter-unsupported: {folder}", base_model_name_or_path=".")
     rejects(f"adapter-invalid: model.adapter={base}, adapter_config.json", {"path": str(base), "adapter": str(base)})
@@ -168,7 +168,7 @@ def test_adapters_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rejects(f"adapter-incompatible: {adapter.WEIGHTS}, lora_", weights={first: tensors[first]})
     rejects(f"adapter-incompatible: {adapter.WEIGHTS}, lora_", r=3)
     rejects(f"adapter-incompatible: {folder}", peft_type="NOPE")
-    rejects("adapter-unsupported: 'PROMPT_TUNING'", peft_type="PROMPT_TUNING", num_virtual_tokens=3)
+    rejects("adapter-unsupported: PROMPT_TUNING", peft_type="PROMPT_TUNING", num_virtual_tokens=3)
     tied = tiny.write("illada", tmp_path / "tied")
     make("lora", tied, folder, {"target_modules": ["embed_tokens"], "r": 2})
     tensors, raw = load_file(folder / adapter.WEIGHTS), json.loads((folder / adapter.CONFIG).read_text())

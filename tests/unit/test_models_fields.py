@@ -34,6 +34,7 @@ from dllm_sampler.models.huggingface import unread
 from dllm_sampler.models.nemotron import NEMOTRON
 from dllm_sampler.models.transformer import Transformer
 from dllm_sampler.models.yarn import Yarn
+from tests import tiny
 from tests.refusals import refused
 from tests.sampling import each, few
 
@@ -259,6 +260,7 @@ def test_stretched_positions():
         ({"truncate": True}, "checkpoint-unsupported: rope_parameters, ="),
         ({"factor": -4}, "checkpoint-config-invalid: rope_parameters"),
         ({"original_max_position_embeddings": 0}, "checkpoint-config-invalid: original_max_position_embeddings"),
+        ({"rope_theta": 1}, "checkpoint-config-invalid: rope_parameters, rope_theta"),
     ]
     for change, sentence in wrong:
         with refused(sentence):
@@ -275,14 +277,14 @@ def test_an_architecture_tells_a_family_from_other_models_of_its_type():
 
 
 def test_an_unknown_field_that_names_nothing_of_a_network_is_told():
-    with pytest.warns(UserWarning, match="unknown fields have no effect: wandb_run, curriculum$"):
+    with pytest.warns(UserWarning, match=r"has 2 unknown fields without effect: wandb_run, curriculum\. "):
         config("SDAR-8B", wandb_run="a1", curriculum={"stage": 2}, license="", seed=0)
 
 
 def test_the_command_tells_unknown_fields_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     save(tmp_path, "llada", wandb_run="a1")
     assert main(["a", f"model={tmp_path}", "max_new_tokens=2", "device=cpu"]) == 2, "it has no tokenizer"
-    assert "config.json: unknown fields have no effect: wandb_run\n" in capsys.readouterr().err
+    assert "config.json has 1 unknown field without effect: wandb_run." in capsys.readouterr().err
 
 
 def test_rotary_positions_are_read_wherever_they_stand():
@@ -441,7 +443,7 @@ def test_numbers_that_transformers_takes_as_they_are(tmp_path: Path, key: str, v
 @needs_gemma
 def test_what_a_class_of_transformers_does_not_know_is_told(tmp_path: Path):
     """It drops them, and computes something else than the checkpoint's author did."""
-    with pytest.warns(NoEffectWarning, match=r"have no effect: text_config.attn_logit_softcapping = 30"):
+    with pytest.warns(NoEffectWarning, match=r"does not use: text_config.attn_logit_softcapping = 30"):
         gemma(tmp_path, {"attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0}, {})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -468,3 +470,19 @@ def test_fewer_layers_than_a_masked_lm_has(tmp_path: Path, layers: int):
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": layers}))
     with refused(f"checkpoint-tensors: bert.encoder.layer.{layers}"):
         huggingface.load(tmp_path, None, None, torch.device("cpu"))
+
+
+@each(
+    ("key", "value", "refusal"),
+    [
+        ("vocab_size", "x", "checkpoint-config-invalid: config.json, vocab_size"),  # not: a broken tokenizer
+        ("vocab_size", 5, "checkpoint-tensors: word_embeddings.weight [256, 32] instead of [5, 32]"),
+        ("hidden_act", "x", "checkpoint-config-invalid: KeyError"),
+    ],
+)
+def test_a_masked_lm_of_another_shape(tmp_path: Path, key: str, value: object, refusal: str):
+    folder = tiny.write("bert", tmp_path / "bert")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {key: value}))
+    with refused(refusal):
+        loading.load(folder, device="cpu")

@@ -243,23 +243,23 @@ def index(change: Callable[[Path, dict], object]) -> Damage:
         (lambda f: (f / "config.json").unlink(), "checkpoint-incomplete: config.json"),
         (lambda f: (f / "config.json").write_text("{'a': 1}"), "json-invalid: config.json"),
         (lambda f: (f / "config.json").write_text("[1]"), "json-invalid"),
-        (edit(model_type="gpt5"), "architecture-unknown: 'gpt5'"),
+        (edit(model_type="gpt5"), 'architecture-unknown: "gpt5"'),
         (edit(model_type="drop"), "architecture-unknown"),
-        (edit(n_layers="drop"), "checkpoint-config-invalid: 'n_layers'"),
-        (edit(n_layers="two"), "checkpoint-config-invalid: n_layers, 'two'"),
+        (edit(n_layers="drop"), "checkpoint-config-invalid: field n_layers"),
+        (edit(n_layers="two"), 'checkpoint-config-invalid: n_layers, "two"'),
         (edit(rope_theta=-1), "checkpoint-config-invalid: rope_theta, -1"),
         (edit(weight_tying=1), "checkpoint-config-invalid: weight_tying"),
         (edit(n_heads=3), "checkpoint-config-invalid: config.json"),
         (edit(n_kv_heads=3), "checkpoint-config-invalid: config.json"),
         (edit(alibi=True), "checkpoint-unsupported: ="),
         (edit(rope=False), "checkpoint-unsupported: ="),
-        (edit(layer_norm_type="default"), "checkpoint-unsupported: layer_norm_type, =, 'default'"),
-        (edit(block_type="sequential"), "checkpoint-unsupported: block_type, =, 'sequential'"),
+        (edit(layer_norm_type="default"), 'checkpoint-unsupported: layer_norm_type, =, "default"'),
+        (edit(block_type="sequential"), 'checkpoint-unsupported: block_type, =, "sequential"'),
         (edit(scale_logits=True), "checkpoint-unsupported: scale_logits, ="),
         (edit(input_emb_norm=True), "checkpoint-unsupported: input_emb_norm, ="),
         (edit(mask_token_id="drop"), "mask-token-missing: mask_token_id"),
         (edit(eos_token_id="drop"), "end-token-missing: eos_token_id"),
-        (edit(mask_token_id=24), "token-outside-vocabulary: mask_id, 24"),
+        (edit(mask_token_id=24), "token-outside-vocabulary: mask_token_id, 24"),
         (
             tensors(lambda t: t.pop("model.transformer.ln_f.weight")),
             "checkpoint-tensors: model.transformer.ln_f.weight",
@@ -284,8 +284,9 @@ def index(change: Callable[[Path, dict], object]) -> Damage:
             index(lambda f, _: (f / "model-00002-of-00002.safetensors").unlink()),
             "checkpoint-incomplete: model-00002-of-00002.safetensors",
         ),
-        (index(lambda _, content: content.pop("weight_map")), "checkpoint-damaged: 'weight_map'"),
-        (index(lambda _, content: content["weight_map"].update(a="../a.safetensors")), "checkpoint-damaged: '../a.saf"),
+        (index(lambda _, content: content["weight_map"].clear()), "checkpoint-damaged: weight_map"),
+        (index(lambda _, content: content.pop("weight_map")), "checkpoint-damaged: weight_map"),
+        (index(lambda _, content: content["weight_map"].update(a="../a.safetensors")), 'checkpoint-damaged: "../a.saf'),
         (
             index(lambda _, content: content["weight_map"].update(a="model-00001-of-00002.safetensors")),
             "checkpoint-tensors",
@@ -310,6 +311,14 @@ def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         loading.load(tmp_path, device="gpu")
     with refused("device-map-invalid"):
         loading.load(tmp_path, device_map={"": "disk"})
+    with refused("choice-unknown: model.device_map.norm='x'"):
+        loading.load(tmp_path, device_map={"": "cpu", "norm": "x"})
+    with refused("token-outside-vocabulary: model.eos_id, 24"):
+        loading.load(tmp_path, eos_id=24)
+    with refused("mask-token-invalid: model.eos_id"):
+        loading.load(tmp_path, eos_id=23)
+    edit(eos_token_id="drop")(tmp_path)
+    assert loading.load(tmp_path, eos_id=5).denoiser.spec.eos_ids == (5,), "as the error about a missing one says"
     with refused("model-not-found"):
         loading.load(tmp_path / "missing")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -336,7 +345,7 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         raise ConnectionError("no route to host\nand more")
 
     monkeypatch.setattr(loading, "snapshot_download", unreachable)
-    with refused("hub-unreachable: hf download some-org/model-1.5, model.path="):
+    with refused("hub-unreachable: hf download some-org/model-1.5, model.path"):
         loading.load("some-org/model-1.5")
 
 

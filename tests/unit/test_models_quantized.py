@@ -106,8 +106,8 @@ def test_other_weights_are_no_integers() -> None:
     ("model", "options", "sentence"),
     [
         ({"quantize": "int4"}, {}, "choice-unknown: model.quantize, int8, 'int4'"),
-        ({"quantize": "int8"}, {"dtype": "float64"}, "options-conflict: bfloat16, float32, torch.float64"),
-        ({"quantize": "int8"}, {"dtype": "float16"}, "options-conflict: bfloat16, float32, torch.float16"),
+        ({"quantize": "int8"}, {"dtype": "float64"}, "options-conflict: bfloat16, float32"),
+        ({"quantize": "int8"}, {"dtype": "float16"}, "options-conflict: bfloat16, float32"),
         ({"quantize": "int8", "device_map": "auto"}, {}, "options-conflict: model.quantize, device_map"),
     ],
 )
