@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from dllm_sampler.core.naming import named, typed
-from dllm_sampler.errors import UserError, short, unknown
+from dllm_sampler.errors import UserError, as_typed, invalid, short, unknown
 from dllm_sampler.host.functions import resolve, resolve_callable
 from dllm_sampler.host.paths import expanded
 
@@ -224,7 +224,9 @@ def checkpoint(name: str) -> str:
     raise unknown("model", name, known, there)
 
 
-def check(owner: str, target: Any, values: Mapping[str, object], whole: bool = False) -> dict[str, Any]:
+def check(
+    owner: str, target: Any, values: Mapping[str, object], whole: bool = False, path: str | None = None
+) -> dict[str, Any]:
     """Return `values` as arguments of `target`, every name and type checked against its signature.
 
     Args:
@@ -232,20 +234,29 @@ def check(owner: str, target: Any, values: Mapping[str, object], whole: bool = F
         target: a class or a function.
         values: the arguments by name.
         whole: also require every argument without a default.
+        path: beginning of the arguments' names in errors, for example `scheduler.`. By default it follows from `owner`.
 
     Raises:
         UserError: an argument is unknown, is missing, or has a wrong type.
     """
     parameters = _parameters(target)
+    path = _path(owner) if path is None else path
     checked = {}
     for key, value in values.items():
         if key not in parameters:
             raise unknown(f"field of {owner}" if owner else "option", key, parameters)
-        checked[key] = _typed(f"{owner}: {key}" if owner else key, target, key, value)
+        checked[key] = _typed(path + key, target, key, value)
     for key, one in parameters.items() if whole else ():
         if one.default is one.empty and key not in values and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            raise UserError("option-missing", f"{owner}: the field {key} is missing. Set it.")
+            raise UserError("option-missing", f"{path}{key} is missing. Set it.")
     return checked
+
+
+def _path(owner: str) -> str:
+    """Return the beginning of the names of an owner's fields, for example `scheduler.` for `scheduler=threshold`."""
+    if match := re.fullmatch(r"(\w+)=([^\s,]+)", owner):
+        return f"guide.{match[2]}." if match[1] == "guide" else f"{match[1]}."
+    return f"{owner}." if re.fullmatch(r"[\w.]+", owner) else f"{owner}: " if owner else ""
 
 
 def plugin_class(owner: str, group: str, target: str) -> type:
@@ -268,8 +279,12 @@ def plugin_class(owner: str, group: str, target: str) -> type:
     return found
 
 
-def _one(group: str, spec: object) -> Any:
-    """Return one plug-in from a name, a mapping or an object, or None for `guide=none`."""
+def _one(group: str, spec: object, place: str | None = None) -> Any:
+    """Return one plug-in from a name, a mapping or an object, or None for `guide=none`.
+
+    Args:
+        place: the field of another plug-in that `spec` is the value of, for example `scheduler.inner`.
+    """
     if spec is None:
         spec = "none"
     if isinstance(spec, str):
@@ -295,12 +310,19 @@ def _one(group: str, spec: object) -> Any:
             raise unknown(f"field of {owner}", next(iter(given)), [])
         return None
     cls = plugin_class(owner, group, str(target))
-    nested = {key: _nested(_hints(cls).get(key), value) for key, value in given.items()}
+    path = _path(owner) if place is None else f"{place}."
+    nested = {key: _nested(_hints(cls).get(key), value, path + key) for key, value in given.items()}
     for key, value in nested.items():
-        _check_size(owner, key, value)
+        _check_size(path + key, value)
     if name:
         typed(cls, str(name))
-    return cls(**check(owner, cls, nested, whole=True))
+    arguments = check(owner, cls, nested, whole=True, path=path)
+    try:
+        return cls(**arguments)
+    except UserError as error:
+        if place is None:
+            raise
+        raise UserError(error.code, re.sub(rf"\b{group}\.(?=\w)", path, str(error))) from None
 
 
 def _made(group: str, plugin: object) -> object:
@@ -309,21 +331,22 @@ def _made(group: str, plugin: object) -> object:
         for one in fields(plugin):
             if one.init:
                 value = getattr(plugin, one.name)
-                _typed(f"{group}={named(plugin)}: {one.name}", type(plugin), one.name, value)
-                _check_size(f"{group}={named(plugin)}", one.name, value)
+                name = _path(f"{group}={named(plugin)}") + one.name
+                _typed(name, type(plugin), one.name, value)
+                _check_size(name, value)
     return plugin
 
 
-def _check_size(owner: str, key: str, value: object) -> None:
+def _check_size(name: str, value: object) -> None:
     if isinstance(value, int) and abs(value) >= 2**31:
         limit = 2**31 - 1
-        raise UserError("option-range", f"{owner}: {key}={value} is out of range. Set -{limit} to {limit}.")
+        raise invalid(name, value, f"Set a number from -{limit} to {limit}")
 
 
-def _nested(hint: Any, value: object) -> Any:
+def _nested(hint: Any, value: object, place: str) -> Any:
     """Return the value of a field. If its type is `Scheduler` or `Cache`, a name or mapping becomes a plug-in."""
     kind = {"Scheduler": "scheduler", "Cache": "cache"}.get(getattr(hint, "__name__", ""))  # no import: it needs torch
-    return value if kind is None or not isinstance(value, str | Mapping) else _one(kind, value)
+    return value if kind is None or not isinstance(value, str | Mapping) else _one(kind, value, place)
 
 
 @cache
@@ -353,8 +376,14 @@ def _adapter(target: Any, key: str) -> TypeAdapter[Any] | None:
         return None
 
 
-def _typed(what: str, target: Any, key: str, value: object) -> Any:
-    """Return `value` after a strict type check: text is not a number. A list is converted to a tuple if necessary."""
+def _typed(name: str, target: Any, key: str, value: object) -> Any:
+    """Return `value` after a strict type check: text is not a number. A list is converted to a tuple if necessary.
+
+    Args:
+        name: name of the argument in errors.
+        target: the class or function.
+        key: its argument.
+    """
     hint = _hints(target).get(key)
     kinds = () if get_origin(hint) is list else (hint, *get_args(hint))
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
@@ -365,24 +394,59 @@ def _typed(what: str, target: Any, key: str, value: object) -> Any:
     try:
         return plain.validate_python(value, strict=True)
     except ValidationError as error:
-        number = any(one["type"] == "string_type" and isinstance(one["input"], int | float) for one in error.errors())
-        quote = ", in quotes" if number else ""
-        ranges = all(one["type"].startswith(("greater_than", "less_than", "finite_number")) for one in error.errors())
-        code = "option-range" if ranges else "option-type"
-        raise UserError(code, f"{what} is {short(repr(value))}. Set {expected(error)}{quote}.") from None
+        kinds = [one["type"] for one in error.errors()]
+        ranges = all(kind.startswith(("greater_than", "less_than", "finite_number")) for kind in kinds)
+        code = "choice-unknown" if "literal_error" in kinds else "option-range" if ranges else "option-type"
+        way = f"Set {expected(error)}"
+        items = value if isinstance(value, list | tuple) else [value]
+        if "string_type" in kinds and items and all(isinstance(one, int | float) for one in items):
+            quoted = ", ".join(f'"{as_typed(one)}"' for one in items)
+            quoted = f"[{quoted}]" if items is value else quoted
+            way += f". To set {quoted} in a shell, write {name}='{quoted}'"  # a shell removes its own quotes
+        raise invalid(name, value, way, code) from None
+
+
+# Words of pydantic, and those of a message about a setting. The second word is for the items of a list.
+_EXPECTED = {
+    "a valid boolean": ("true or false", "true and false"),
+    "a valid integer": ("a whole number", "whole numbers"),
+    "a valid number": ("a number", "numbers"),
+    "a valid string": ("a text", "texts"),
+    "a valid list": ("a list as [a,b]", "lists"),
+    "a valid tuple": ("a list as [a,b]", "lists"),
+    "a valid dictionary": ("a mapping as {a: b}", "mappings"),
+    "a finite number": ("a finite number", "finite numbers"),
+}
+_BOUNDS = {
+    "greater than or equal to": "of at least",
+    "less than or equal to": "of at most",
+    "greater than": "above",
+    "less than": "below",
+}
 
 
 def expected(error: ValidationError) -> str:
     """Return a description of the right values, for example `a whole number`, with each type of a union once."""
     found = []
     for one in error.errors():
-        message = one["msg"].removeprefix("Input should be ").replace("a valid boolean", "true or false")
-        message = message.replace("a valid integer", "a whole number").replace("a valid number", "a number")
-        if any(isinstance(place, int) for place in one["loc"]):  # an item
-            message = f"a list of {message.removeprefix('a ')}s"
-        message = message.replace("a valid list", "a list as [a,b]")
-        found.append(f"a number {message}" if message.startswith(("greater", "less")) else message)
-    return ", or ".join(dict.fromkeys(found))
+        message = one["msg"].removeprefix("Input should be ")
+        plain, items = _EXPECTED.get(message, (message, f"values, each {message}"))
+        if one["type"] == "literal_error":
+            plain = plain.replace("'", "").replace("False", "false")
+        elif match := re.fullmatch(r"an instance of (Scheduler|Cache)", message):
+            kind = match[1].lower()
+            plain = f"a {kind}: its name, or {{name: NAME}} with its fields"
+        elif one["type"].startswith(("greater_than", "less_than")):
+            for long, brief in _BOUNDS.items():
+                plain = plain.replace(long, brief)
+            plain = f"a number {plain}"
+        if "[key]" in one["loc"]:
+            plain = f"a mapping whose keys are {items}"
+        elif any(isinstance(place, int) for place in one["loc"]):  # an item
+            plain = f"a list of {items}"
+        found.append(plain)
+    named = [one for one in found if not one.startswith("an instance of ")]
+    return ", or ".join(dict.fromkeys(named or found))
 
 
 def _folder(group: str) -> Traversable:

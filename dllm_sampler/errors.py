@@ -101,6 +101,7 @@ A code without a sentence below explains itself.
   `nothing-to-learn`, `trace-invalid`.
 """
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -195,6 +196,22 @@ def first_line(error: BaseException) -> str:
 def short(text: str, most: int = 200) -> str:
     """Shorten a text of more than `most` characters to its beginning and its length."""
     return text if len(text) <= most else f"{text[: most // 2]}... ({len(text)} characters)"
+
+
+def as_typed(value: object) -> str:
+    """Return a value as it is typed in a setting, for example `null` or `[1, 'a']`. A long one is shortened."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list | tuple):
+        return short(f"[{', '.join(map(as_typed, value))}]")
+    if isinstance(value, dict):
+        return short("{" + ", ".join(f"{key}: {as_typed(one)}" for key, one in value.items()) + "}")
+    return short(repr(value))
+
+
+def invalid(name: str, value: object, way: str, code: str = "option-range") -> UserError:
+    """Return the error for a value that a setting cannot have. `way` says what to do, without the full stop."""
+    return UserError(code, f"{name}={as_typed(value)} is invalid. {way}.")
 
 
 def nearest(word: str, names: Iterable[str], most: int = 2, cutoff: float = 0.6) -> list[str]:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from dllm_sampler import config
 from dllm_sampler.core.checks import check_count, check_switch, is_whole
-from dllm_sampler.errors import UserError, nearest, short, unknown
+from dllm_sampler.errors import UserError, invalid, nearest, short, unknown
 
 if TYPE_CHECKING:
     from dllm_sampler.core.spec import ModelSpec
@@ -70,7 +70,7 @@ def check_among(*choices: object) -> Callable[[str, object], None]:
 
     def check_one(name: str, value: object) -> None:
         if not any(value == one and type(value) is type(one) for one in choices):
-            raise UserError("choice-unknown", f"{name} is {value!r}. Set {', '.join(words[:-1])} or {words[-1]}.")
+            raise invalid(name, value, f"Set {', '.join(words[:-1])} or {words[-1]}", "choice-unknown")
 
     return check_one
 
@@ -78,19 +78,17 @@ def check_among(*choices: object) -> Callable[[str, object], None]:
 def check_threads(name: str, value: object) -> None:
     """Refuse anything but `auto` or a number of threads."""
     if value != AUTO and (not is_whole(value) or not 1 <= value <= MOST_THREADS):
-        raise UserError(
-            "option-range", f"{name} is {short(repr(value))}. Set {AUTO} or a number from 1 to {MOST_THREADS}."
-        )
+        raise invalid(name, value, f"Set {AUTO} or a whole number from 1 to {MOST_THREADS}")
 
 
 def _check_temperature(name: str, value: object) -> None:
     if isinstance(value, int) and value >= 2**31:  # the limit of torch for integers
-        raise UserError("option-range", f"{name} is {value}. Set at most {2**31 - 1}.")
+        raise invalid(name, value, f"Set at most {2**31 - 1}")
 
 
 def _check_seed(name: str, value: int) -> None:
     if not -LARGEST_SEED <= value <= LARGEST_SEED:
-        raise UserError("option-range", f"{name} has {len(str(abs(value)))} digits. Give at most 18.")
+        raise invalid(name, value, "Give at most 18 digits")
 
 
 def _check_dtype(name: str, value: str) -> None:
@@ -128,35 +126,35 @@ class Options:
     )
     seed: int = option(0, "prompt i of a run is sampled with seed + i, whatever its batch", _check_seed)
     batch_size: int = option(8, "prompts denoised together; changes no answer", partial(check_count, most=MOST_ROWS))
-    batching: str = option(
+    batching: Literal["in_flight", "static"] = option(
         "in_flight",
         "an answered prompt is replaced by the next one in the batch; static: batch after batch",
         check_among(*BATCHING),
     )
     max_steps: int | None = option(None, "most steps of an answer; null: the scheduler's bound", _OPTIONAL_COUNT)
     device: str = option("auto", "auto (a GPU if there is one), cpu, cuda, cuda:1, mps")
-    threads: int | str = option(
+    threads: int | Literal["auto"] = option(
         AUTO,
         "of each process on a CPU: a number, or auto: 1 for models below 20M parameters, else torch's own choice",
         check_threads,
     )
     dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16, float16, float64", _check_dtype)
-    backend: str = option(
+    backend: Literal["auto", "triton", "torch"] = option(
         "auto", "kernels: triton, torch, or auto (triton on a GPU)", check_among("auto", "triton", "torch")
     )
-    cuda_graph: bool | str = option(
+    cuda_graph: bool | Literal["auto"] = option(
         False,
         "record each size of step as a CUDA graph and replay it: true, false, or auto (if possible)",
         check_among(True, False, "auto"),
     )
-    compile: bool | str = option(
+    compile: bool | Literal["step"] = option(
         False,
         "torch.compile: true compiles the model's layers, instead of Triton's kernels for them, and the step around"
         " the model; step compiles only the latter",
         check_among(True, False, "step"),
     )
     compat: bool = option(False, "allow every token, also the mask token, as published code does", check_switch)
-    judge: str = option(
+    judge: Literal["draw", "best"] = option(
         "draw",
         "schedulers judge the drawn token, as published; best: they judge the likeliest one",
         check_among("draw", "best"),

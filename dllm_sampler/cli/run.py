@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 import transformers
@@ -385,7 +385,7 @@ def _in_flight(
             stop_strings=stop_strings(options),
             forms=None if forms is None else forms[span.start : span.stop],
             samples=samples,
-            batching=cast(Literal["in_flight", "static"], options.batching),
+            batching=options.batching,
         )
         order = iter(range(span.start * samples, span.stop * samples))
         early: dict[int, tuple[Answer, float]] = {}

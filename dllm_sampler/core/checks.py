@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import Any, TypeGuard, TypeVar, get_args
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, invalid
 
 Inner = TypeVar("Inner")
 
@@ -25,7 +25,7 @@ def is_real(value: object) -> TypeGuard[int | float]:
 def check_switch(name: str, value: object) -> None:
     """Refuse anything but True and False."""
     if not isinstance(value, bool):
-        raise UserError("option-type", f"{name} is {value!r}. Set true or false.")
+        raise invalid(name, value, "Set true or false", "option-type")
 
 
 def check_count(name: str, value: object, least: int = 1, *, most: int | None = None, optional: bool = False) -> None:
@@ -35,7 +35,7 @@ def check_count(name: str, value: object, least: int = 1, *, most: int | None = 
     if not is_whole(value) or value < least or (most is not None and value > most):
         span = f"of at least {least}" if most is None else f"from {least} to {most}"
         null = ", or null" if optional else ""
-        raise UserError("option-range", f"{name} is {value!r}. Set a whole number {span}{null}.")
+        raise invalid(name, value, f"Set a whole number {span}{null}")
 
 
 def check_number(
@@ -61,14 +61,19 @@ def check_number(
     what = "a finite number" if finite and what == "a number" else what
     span = f" between {least} and {most}" if most < inf else f" of at least {least}" if least > -inf else ""
     null = ", or null" if optional else ""
-    raise UserError("option-range", f"{name} is {value!r}. Set {what}{span}{null}.")
+    raise invalid(name, _shortest(value), f"Set {what}{span}{null}")
 
 
 def check_positive(name: str, value: Any, what: str = "a finite number", *, most: float | None = None) -> None:
     """Refuse anything but a finite number above 0 and at most `most`. `what` is as in `check_number`."""
     if not is_real(value) or not 0 < value < inf or (most is not None and value > most):
         limit = "" if most is None else f", at most {most}"
-        raise UserError("option-range", f"{name} is {value!r}. Set {what} above 0{limit}.")
+        raise invalid(name, _shortest(value), f"Set {what} above 0{limit}")
+
+
+def _shortest(value: Any) -> Any:
+    """Return a whole float as an int: -1 for the -1.0 that the type check made of a typed -1."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def check_share(name: str, value: object, what: str = "a share") -> None:
@@ -79,9 +84,7 @@ def check_share(name: str, value: object, what: str = "a share") -> None:
 def check_inner(inner: Inner) -> Inner:
     """Return the inner scheduler of another one. Refuses a class and anything without a `tell`."""
     if isinstance(inner, type) or not hasattr(inner, "tell"):
-        raise UserError(
-            "option-type", f"scheduler.inner is {inner!r}. Give an instance of a Scheduler, for example FixedSteps()."
-        )
+        raise invalid("scheduler.inner", inner, "Give an instance of a Scheduler, as FixedSteps()", "option-type")
     return inner
 
 
@@ -89,7 +92,7 @@ def check_choice(name: str, value: object, choices: Any) -> None:
     """Refuse a value that is not one of the words of `choices`, a `Literal` type."""
     words = get_args(choices)
     if value not in words:
-        raise UserError("choice-unknown", f"{name} is {value!r}. Set {', '.join(words[:-1])} or {words[-1]}.")
+        raise invalid(name, value, f"Set {', '.join(words[:-1])} or {words[-1]}", "choice-unknown")
 
 
 def checked_tokens(name: str, value: Any) -> tuple[int, ...]:
@@ -97,7 +100,7 @@ def checked_tokens(name: str, value: Any) -> tuple[int, ...]:
     listed = isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray)
     ids: tuple[Any, ...] = tuple(value) if listed else ()
     if not listed or not all(is_whole(one) and one >= 0 for one in ids):
-        raise UserError("option-type", f"{name} is {value!r}. Give a list of token ids, for example [198].")
+        raise invalid(name, value, "Give a list of token ids, for example [198]", "option-type")
     return ids
 
 

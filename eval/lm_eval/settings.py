@@ -103,7 +103,7 @@ def parse(given: Mapping[str, Any]) -> Settings:
             known = config.entry(group, named[group]["name"]).settings[name]
             named[group][name] = float(value) if isinstance(known, float) and type(value) is int else value
             chosen[group] = named[group]
-    return Settings(**config.check("model_args", Settings, own), plugins=chosen, model=model)
+    return Settings(**config.check("--model_args", Settings, own), plugins=chosen, model=model)
 
 
 def _defaults() -> dict[str, str]:

@@ -219,5 +219,5 @@ def test_other_blocks_are_refused(blocks: str) -> None:
 def test_the_cache_is_refused_where_it_would_not_be_exact() -> None:
     with refused("cache-incompatible: cache=block_causal, cache=dual"):
         toys.sampler("llada", cache="block_causal")
-    with refused("option-type: store_pass, 'ride', 'separate'"):
+    with refused("choice-unknown: cache.store_pass=, ride, separate"):
         sampler(cache={"name": "block_causal", "store_pass": "no"})

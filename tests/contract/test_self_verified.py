@@ -241,7 +241,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     (
         "causal",
         {"scheduler": {"name": "s2d2", "policy": "mask_span"}},
-        "option-type: scheduler=s2d2, 'mask_span_length'",
+        "choice-unknown: scheduler.policy=, mask_span_length",
     ),
     ("causal", {"scheduler": {"name": "s2d2", "tempering": 0.0}}, "option-range: scheduler.tempering"),
     (

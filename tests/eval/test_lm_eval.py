@@ -136,7 +136,7 @@ def test_a_mistake_in_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
         ("pretrained=mini,treshold=0.9", "choice-unknown: 'threshold'"),
         ("pretrained=mini,scheduler=tresholt", "choice-unknown: 'threshold'"),
         ("pretrained=mini,scheduler.steps=3", "field-unknown: scheduler=threshold, 'steps'"),
-        ("pretrained=mini,scheduler=fixed,steps=many", "option-type: scheduler=fixed"),
+        ("pretrained=mini,scheduler=fixed,steps=many", "option-type: scheduler.steps='many'"),
         ("pretrained=mini,mc_num=0", "option-range: mc_num"),
         ("pretrained=mini,batch_size=two", "option-type: batch_size"),
         ("pretrained=mini,batch_size=auto:4", "option-type: batch_size=auto"),

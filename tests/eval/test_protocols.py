@@ -80,7 +80,7 @@ def test_a_protocol_states_everything(name):
 
 
 def test_a_wrong_value_in_a_protocol_is_named():
-    with refused("option-type: chat is 'loud'"):
+    with refused("choice-unknown: chat='loud'"):
         spec._cell("mine", "a/b", "gsm8k", {"chat": "loud", "data": {"path": "x"}})
 
 

@@ -293,7 +293,7 @@ def test_another_scheduler_takes_the_place_of_one() -> None:
     [
         ({"scheduler": "treshold"}, "choice-unknown: 'treshold', 'threshold'"),
         ({"scheduler": {"name": "threshold", "treshold": 1.0}}, "field-unknown: scheduler=threshold, 'treshold'"),
-        ({"scheduler": {"name": "threshold", "threshold": "x"}}, "option-type: scheduler=threshold"),
+        ({"scheduler": {"name": "threshold", "threshold": "x"}}, "option-type: scheduler.threshold='x'"),
         ({"scheduler": 3}, "option-type: scheduler"),
         ({"scheduler": "wino"}, "engine-unsupported: scheduler=wino"),
         (

@@ -29,13 +29,13 @@ def test_requests_that_ask_for_more_are_refused(registered: str) -> None:
     assert "Remove min_p, json_schema." in live.validate_request(request({"min_p": 0.1, "json_schema": "{}"}))
     assert "Remove return_logprob." in live.validate_request(request({}, return_logprob=True))
     assert live.validate_request(request({"sampling_seed": 3})) is None
-    assert "temperature is inf" in live.validate_request(request({"temperature": float("inf")}))
+    assert "temperature=inf" in live.validate_request(request({"temperature": float("inf")}))
 
 
 WRONG = {
     "scheduler: treshold": "unknown scheduler 'treshold', did you mean 'threshold'",
     "schedular: threshold": "did you mean 'scheduler'",
-    "scheduler: {name: threshold, threshold: high}": "threshold is 'high'. Set a number",
+    "scheduler: {name: threshold, threshold: high}": "threshold='high' is invalid. Set a number",
     "scheduler: wino": "scheduler=wino needs more than the logits of a block",
     "{scheduler: threshold, top_k: 5}": "top_k changes nothing at temperature 0",
     "block_size: 4": "names no scheduler",

@@ -219,8 +219,8 @@ class TestLife:
     [
         ({"name": "dkv", "refresh_every": 0}, "option-range: cache.refresh_every"),
         ({"name": "dkv", "shift": "right"}, "options-conflict: cache.shift"),
-        ({"name": "dkv", "shift": "left"}, "option-type: un_right"),
-        ({"name": "dkv", "mode": "greedy"}, "option-type: cache=dkv"),
+        ({"name": "dkv", "shift": "left"}, "choice-unknown: un_right"),
+        ({"name": "dkv", "mode": "greedy"}, "choice-unknown: cache.mode='greedy'"),
         ({"name": "dkv_greedy"}, "cache-incompatible: scheduler=random_order"),
         ({"name": "dkv_greedy", "window": -1}, "option-range: cache.window"),
     ],

@@ -148,7 +148,7 @@ def test_what_is_kept_is_a_line_each(
     ("yaml", "said"),
     [
         ("cuont: 2", "scheduler=mine has no field 'cuont', did you mean 'count'?"),
-        ("count: two", "scheduler=mine: count is 'two'. Set a whole number"),
+        ("count: two", "scheduler.count='two' is invalid. Set a whole number"),
         ("_target_: rule_of_mine.Ruel", "scheduler=mine: _target_ rule_of_mine.Ruel cannot be imported"),
         ("_target_: torch.load", "scheduler=mine: _target_=torch.load"),
         ("_target_: null", "scheduler=mine: _target_"),

@@ -115,7 +115,7 @@ def test_samples(words: list[str], capsys: pytest.CaptureFixture[str], tmp_path:
         (["copy: Ben", "suffix=Ada, Ada, Ada, Ada"], "max_new_tokens=6"),
         (["copy: Ben", "prefix=nobody"], "prefix has 'nobody'"),
         (["copy: Ben", "prefix=Ada", "target=some"], "prefix= has no effect with target="),
-        (["copy: Ben", "samples=0"], "samples is 0. Set a whole number from 1 to 1048576."),
+        (["copy: Ben", "samples=0"], "samples=0 is invalid. Set a whole number from 1 to 1048576."),
         ([], "dllm-sample --help"),
     ],
 )  # fmt: skip

@@ -569,7 +569,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"particles": {"name": "smc", "ess": 2.0}}, "option-range: particles.ess"),
     (
         {"particles": {"name": "steering", "reward": even, "potential": "min"}},
-        "option-type: particles=steering, potential",
+        "choice-unknown: particles.potential=",
     ),
     ({"particles": "smc", "blocks": "sliding", "cache": "none"}, "particles-incompatible: blocks=sliding"),
     ({"particles": "smd"}, "choice-unknown: smd, smc"),

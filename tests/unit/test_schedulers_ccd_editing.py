@@ -312,7 +312,7 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     (CoherentMarginal, {"epsilon": float("nan")}, "scheduler.epsilon"),
     (TokenEditing, {"edit": -0.5}, "scheduler.edit"),
     (TokenEditing, {"extra": -1}, "scheduler.extra"),
-    (TokenEditing, {"remask": "often"}, "scheduler.remask is 'often'. Set low_prob, t2t_remask or logit_diff"),
+    (TokenEditing, {"remask": "often"}, "scheduler.remask='often' is invalid. Set low_prob, t2t_remask or logit_diff"),
     (TokenEditing, {"remask_threshold": -0.1}, "scheduler.remask_threshold"),
     (TokenEditing, {"remask_limit": -1}, "scheduler.remask_limit"),
     (TokenEditing, {"remask_share": 1.1}, "scheduler.remask_share"),

@@ -208,7 +208,7 @@ def test_the_walk_takes_what_is_linked_to_none_before_it() -> None:
         ("llada", {"cache": "dpad"}, "cache-incompatible: scheduler=dawn, cache=dpad"),
         ("llada", {"scheduler": Looks(), "cache": "prefix"}, "plugins-incompatible: cache=prefix, cache=none"),
         ("llada", {"scheduler": {"name": "freedave", "inner": "dawn"}}, "scheduler-incompatible: freedave, dawn"),
-        ("llada", {"scheduler": DAWN | {"exclude": "none"}}, "option-type: scheduler=dawn, exclude"),
+        ("llada", {"scheduler": DAWN | {"exclude": "none"}}, "choice-unknown: scheduler.exclude='none'"),
         ("llada", {"scheduler": DAWN | {"attention_layers": 0}}, "option-range: scheduler.attention_layers"),
         ("llada", {"scheduler": DAWN | {"edge": -0.1}}, "option-range: scheduler.edge"),
     ],

@@ -279,7 +279,7 @@ def test_given_tokens_are_seen_and_the_masks_before_them_are_not(blocks: str, ca
         ({"scheduler": "lopa", "stop": "truncate"}, "plugins-incompatible: scheduler=lopa, stop=truncate"),
         ({"scheduler": {"name": "lopa", "forks": -1}}, "option-range: scheduler.forks"),
         ({"scheduler": {"name": "lopa", "alpha": 2}}, "option-range: scheduler.alpha"),
-        ({"cache": {"name": "d2f", "attention": "causal"}}, "option-type: cache=d2f, 'full', 'block_causal'"),
+        ({"cache": {"name": "d2f", "attention": "causal"}}, "choice-unknown: cache.attention='causal', block_causal"),
         ({"cache": CACHES["causal"], "blocks": "adablock"}, "cache-incompatible: blocks=adablock"),
         ({"cache": "dual"}, "cache-incompatible: blocks=pipeline, cache=dual, cache=d2f"),
         ({"kind": "causal"}, "blocks-incompatible: blocks=pipeline, blocks=fixed"),

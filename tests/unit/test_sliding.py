@@ -234,7 +234,7 @@ REFUSED = {
     "option-range: blocks.max_width": {"blocks": SLIDING | {"max_width": 0}},
     "option-range: cache.every": {"cache": {"name": "sliding", "every": 0}},
     "option-range: cache.before": {"cache": {"name": "sliding", "before": -1}},
-    "option-type: cache=sliding, anchor": {"cache": {"name": "sliding", "anchor": "first"}},
+    "choice-unknown: cache.anchor='first'": {"cache": {"name": "sliding", "anchor": "first"}},
 }
 
 

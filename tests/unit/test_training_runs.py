@@ -304,7 +304,7 @@ def test_rewards_that_fail(llada: Path, tmp_path: Path, monkeypatch: pytest.Monk
         ("trajectory", {"num_generations": 1}, "option-range: num_generations"),
         ("trajectory", {"rollout": {"scheduler": "fixed"}}, "option-range: rollout.temperature"),
         ("trajectory", {"rollout": {"scheduler": "remdm", "temperature": 1.0}}, "trajectories-unsupported"),
-        ("trajectory", {"likelihood": "one"}, "option-type: likelihood, 'one'"),
+        ("trajectory", {"likelihood": "one"}, "choice-unknown: likelihood='one'"),
         ("trajectory", {"epsilon": 0.0}, "option-range: epsilon"),
         ("trajectory", {"num_iterations": 2}, "options-conflict: save_steps=1, num_iterations=2"),
         ("distill", {"ratio": 1.0}, "option-range: ratio"),

@@ -169,7 +169,7 @@ def test_fields_of_plug_ins_from_python_and_from_settings(group: str, subtests: 
 
 
 def test_a_wrong_field_of_an_object_is_named() -> None:
-    with refused("option-type: scheduler=threshold"):
+    with refused("option-type: scheduler.threshold=true"):
         Sampler(toys.denoiser(), scheduler=wrongly(Threshold(), threshold=True))
     with refused("option-type: scheduler.inner, 'fixed'"):
         FreeDave(inner=cast(Any, "fixed"))
