@@ -1,4 +1,4 @@
-"""A causal LM of transformers that judges drafts: one forward over the drafted columns of every row."""
+"""A causal LM of transformers that verifies drafts: one forward over the drafted columns of every row."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Verifier:
         if canvas.length > self.longest:
             raise UserError(
                 "context-exceeded",
-                f"{self.name} can read {self.longest} tokens, and prompt and answer have {canvas.length}."
-                " Lower max_new_tokens.",
+                f"{self.name} can read {self.longest} tokens, and prompt and answer have {canvas.length}. Lower"
+                " max_new_tokens, or shorten the prompt.",
             )
         kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])  # Mistral names none, and slides
         window = getattr(config, "sliding_window", None)
@@ -88,21 +88,23 @@ class Verifier:
         """
         if self.folder is None:
             return
-        own: Any = loading.load_tokenizer(self.folder)
+        advice = f"Set {self.name} to a model whose tokenizer does not."
+        own: Any = loading.load_tokenizer(self.folder, advice=advice)
         if own is None:
-            raise UserError("tokenizer-missing", f"{self.name}: {self.folder} has no tokenizer. Copy it there.")
+            said = f"{self.name}: {self.folder} has no tokenizer"
+            raise UserError("tokenizer-missing", f"{said}. Copy the tokenizer's files there.")
         added, theirs = own.get_added_vocab(), tokenizer.get_vocab()
         for token, index in sorted(own.get_vocab().items(), key=lambda item: item[1]):
             if token not in added and theirs.get(token) != index:
                 raise UserError(
                     "tokenizer-differs",
-                    f"{self.name} has another tokenizer than the model (its token {index} is {token!r}). Set"
-                    f" {self.name} to a model with the same tokenizer.",
+                    f"{self.name} has another tokenizer than the model: its token {index} is {token!r}, which is"
+                    f" {theirs.get(token, 'no token')} there. Set {self.name} to a model with the same tokenizer.",
                 )
 
 
 class Reading(Cache):
-    """The keys and values of a batch's tokens, at fixed slots, one per column of the canvas.
+    """The verifier's keys and values of a batch's tokens, at fixed slots, one per column of the canvas.
 
     A column's keys are written again whenever it is read again, and no token sees columns after its own. So nothing has
     to be cropped when a draft is rejected.
@@ -185,10 +187,10 @@ def load(path: str, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifi
 
 
 def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> Verifier:
-    """Return a verifier from a path, a hub id or a live model, checked against the diffusion model.
+    """Return a `Verifier` from a path, a hub id or a live model, if its vocabulary is the diffusion model's.
 
     Raises:
-        UserError: the verifier is missing, cannot be loaded, or has another vocabulary.
+        UserError: the verifier is missing or of another type, cannot be loaded, or has another vocabulary.
     """
     if verifier is None:
         raise UserError("option-missing", f"{name} is missing. Set it to a causal LM with the model's tokenizer.")
@@ -202,6 +204,7 @@ def fit(verifier: object, spec: ModelSpec, name: str = "scheduler.verifier") -> 
     if abs(found.vocab_size - spec.vocab_size) >= PADDING or found.vocab_size <= max(spec.eos_ids):
         raise UserError(
             "vocabulary-differs",
-            f"{name} has {found.vocab_size} tokens, the model {spec.vocab_size}. Name a model with the same tokenizer.",
+            f"{name} has {found.vocab_size} tokens, and the model has {spec.vocab_size}. Set {name} to a model with the"
+            " same tokenizer.",
         )
     return found

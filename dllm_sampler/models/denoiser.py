@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import is_parametrized
 
 from dllm_sampler.cache.base import PaddedPlan
-from dllm_sampler.core.checks import is_whole
+from dllm_sampler.core.checks import check_choice, check_count, is_whole
 from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.naming import named
 from dllm_sampler.core.packing import Pack
@@ -58,7 +58,7 @@ class TransformerDenoiser:
         compile: `torch.compile` the parts of the layers, in place of kernels.
 
     Raises:
-        UserError: the module is not a `Transformer`, or a token is outside its vocabulary.
+        UserError: the module is not a `Transformer`, a token is outside its vocabulary, or another argument is invalid.
     """
 
     model: nn.Module
@@ -77,6 +77,11 @@ class TransformerDenoiser:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("attention", self.attention, Attention)
+        check_choice("blocks_from", self.blocks_from, BlocksFrom)
+        check_count("block_length", self.block_length, optional=True)
+        if self.device is not None and not isinstance(self.device, torch.device):
+            raise UserError("option-type", f"device is {self.device!r:.60}. Give a torch.device, or None.")
         size = self.transformer.config.vocab_size
         vars(self)["eos_id"] = checked_ends(self.eos_id, size)
         check_tokens(size, mask_id=self.mask_id, pad_id=self.pad_id, eot_id=self.eot_id)
@@ -89,7 +94,8 @@ class TransformerDenoiser:
         if not isinstance(model, Transformer):
             raise UserError(
                 "model-invalid",
-                f"A {type(model).__name__} is not a Transformer of dllm_sampler. Use Sampler.from_callable for it.",
+                f"The model is {type(model).__name__}, not a Transformer of dllm_sampler. Use"
+                " dllm_sampler.models.huggingface.wrap for a masked LM of transformers, or Sampler.from_callable.",
             )
         return model
 
@@ -218,8 +224,13 @@ def check_tokens(size: int, **tokens: object) -> None:
     """
     for name, token in tokens.items():
         if token is not None and not (is_whole(token) and 0 <= token < size):
-            said = shown(token) if is_whole(token) else repr(token)
-            raise UserError("token-outside-vocabulary", f"{name} is {said}. Set a token id from 0 to {size - 1}.")
+            raise token_error(name, token, size)
+
+
+def token_error(name: str, token: object, size: int) -> UserError:
+    """Return the error for a token that is not one of a vocabulary of `size` tokens."""
+    said = shown(token) if is_whole(token) else f"{token!r:.60}"
+    return UserError("token-outside-vocabulary", f"{name} is {said}. Set a token id from 0 to {size - 1}.")
 
 
 def checked_ends(eos_id: int | Sequence[int], size: int) -> int | tuple[int, ...]:

@@ -226,7 +226,9 @@ def llada_config(
     parts = [name for name in ("qk_norm", "o_bias", "rotary_dim", "yarn", "moe") if getattr(config, name)]
     parts += ["head_dim"] * (config.head_dim * config.num_heads != config.hidden_size)
     if parts:
-        raise UserError("export-unsupported", f"LLaDA's format has no field for {', '.join(parts)}. Remove that.")
+        raise UserError(
+            "export-unsupported", f"LLaDA's format has no field for {', '.join(parts)}. Build the network without."
+        )
     return {
         "architectures": ["LLaDAModelLM"],
         "model_type": LLADA.model_type,

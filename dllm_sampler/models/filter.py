@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from dllm_sampler.core.spec import ModelSpec
-from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.errors import UserError, counted, first_line
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 from dllm_sampler.host.reading import load_json
+from dllm_sampler.models.fields import shown
 
 FILE = "filter.safetensors"  # in the folder of a checkpoint that ships its own
 SCHEMA = 1
@@ -57,17 +58,25 @@ def find(path: str | None, spec: ModelSpec) -> Path:
     """Return the filter's file: `path`, or by default the one in the model's checkpoint.
 
     Raises:
-        UserError: `path` is None and the checkpoint has no filter.
+        UserError: `path` is not a file, or it is None and the checkpoint has no filter.
     """
     if path is not None:
-        return expanded("scheduler.filter", path)
+        found = expanded("scheduler.filter", path)
+        if found.is_file():
+            return found
+        reason = "is a folder" if found.is_dir() else "does not exist"
+        raise UserError("filter-invalid", f"scheduler.filter={path} {reason}. Name a file, for example FOLDER/{FILE}.")
     if spec.folder is None or not (spec.folder / FILE).is_file():
         raise UserError(
             "option-missing",
-            "scheduler.filter is missing, and this model has none. Train one: `dllm-train train=filter"
-            f" train.model={spec.folder or 'MODEL'} train.output_dir=FOLDER`, then set scheduler.filter=FOLDER/{FILE}.",
+            "scheduler.filter is missing, and the model's checkpoint has no filter. Train one by `dllm-train"
+            f" {_training(spec)}`, then set scheduler.filter=FOLDER/{FILE}.",
         )
     return spec.folder / FILE
+
+
+def _training(spec: ModelSpec) -> str:
+    return f"train=filter train.model={spec.folder or 'MODEL'} train.output_dir=FOLDER"
 
 
 def save(path: Path, layers: Layers, spec: ModelSpec, block_length: int) -> None:
@@ -99,31 +108,35 @@ def load(path: Path, spec: ModelSpec) -> Layers:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
             said = load_json((file.metadata() or {}).get("filter", "{}"))  # published filters say nothing
     except (OSError, SafetensorError, ValueError) as error:
-        text = f"scheduler.filter: cannot read {path} ({first_line(error)}). Name another file."
+        text = f"scheduler.filter: {path} is not a safetensors file ({first_line(error)}). Name another file."
         raise UserError("filter-invalid", text) from error
     said = said if isinstance(said, dict) else {}
     if said.get("schema", SCHEMA) != SCHEMA:
-        text = f"scheduler.filter: {path} has schema {said['schema']!r}, not {SCHEMA}. Train it again."
+        text = f"scheduler.filter: {path} has schema {shown(said['schema'])}, not {SCHEMA}. Train it again."
         raise UserError("filter-incompatible", text)
-    for name, what in (("vocab_size", "tokens"), ("num_layers", "layers")):  # it would run, and commit wrong tokens
-        if said.get(name, getattr(spec, name)) != getattr(spec, name):
+    for name in ("vocab_size", "num_layers"):  # it would run, and commit wrong tokens
+        own = getattr(spec, name)
+        if said.get(name, own) != own:
             raise UserError(
                 "filter-incompatible",
-                f"scheduler.filter: {path} is for {said[name]} {what}, and this model has {getattr(spec, name)}."
-                " Train one by `dllm-train train=filter`.",
+                f"scheduler.filter: {path} is for a model with {name}={shown(said[name])}, and this one has {own}."
+                f" Train one by `dllm-train {_training(spec)}`.",
             )
     names = [f"fc{index + 1}" for index in range(len(tensors) // 2)]
     if not names or set(tensors) != {f"{name}.{part}" for name in names for part in ("weight", "bias")}:
+        listed = f" ({', '.join([*tensors][:3])}{', ...' * (len(tensors) > 3)})" if tensors else ""
         raise UserError(
             "filter-invalid",
-            f"scheduler.filter: {path} has the tensors {', '.join(tensors)}. Set it to a file with fc1.weight, fc1.bias"
-            " and so on.",
+            f"scheduler.filter: {path} has {counted(len(tensors), 'tensor')}{listed}, not fc1.weight, fc1.bias,"
+            " fc2.weight and so on. Name a filter.",
         )
     layers = tuple((tensors[f"{name}.weight"].float(), tensors[f"{name}.bias"].float()) for name in names)
     size = layers[0][0].shape[-1] if layers[0][0].dim() else 0
-    for weight, bias in layers:
-        if weight.dim() != 2 or weight.shape[1] != size or bias.shape != weight.shape[:1]:
-            raise UserError("filter-invalid", f"scheduler.filter: shapes in {path} do not match. Name another file.")
+    for name, (weight, bias) in zip(names, layers, strict=True):
+        if weight.dim() != 2 or weight.shape[1] != size or bias.shape != weight.shape[:1] or not weight.numel():
+            shapes = f"{list(weight.shape)} and {list(bias.shape)}"
+            said = f"scheduler.filter: {path} has {name}.weight and {name}.bias of shapes {shapes}"
+            raise UserError("filter-invalid", f"{said}, which do not fit. Name another file.")
         size = weight.shape[0]
     if size != layers[0][0].shape[1]:
         shape = f"{layers[0][0].shape[1]} positions to {size}"

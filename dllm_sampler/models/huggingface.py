@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
+from dllm_sampler.core.checks import is_whole
 from dllm_sampler.core.ends import end_ids
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.errors import NoEffectWarning, UserError, counted, short
@@ -112,13 +113,15 @@ def load(
     model = model.eval().to(device)
     if adapter is not None:
         adapters.merge(model, adapter)
+    if eos_id is not None:
+        return replace(_wrapped(model, tokenizer, {eos_id: "model.eos_id"}), folder=folder)
     generation = folder / "generation_config.json"
-    listed = weights.read_json(generation).get("eos_token_id") if generation.is_file() else None
-    made = replace(wrap(model, tokenizer, listed if eos_id is None else eos_id), folder=folder)
-    if eos_id is None:
-        return made
-    check_tokens(made.spec.vocab_size, **{"model.eos_id": eos_id})
-    return replace(made, eos_id=eos_id)
+    places: dict[str, object] = {
+        f"the tokenizer of {folder}": getattr(tokenizer, "eos_token_id", None),
+        str(generation): weights.read_json(generation).get("eos_token_id") if generation.is_file() else None,
+        str(folder / "config.json"): getattr(model.config, "eos_token_id", None),
+    }
+    return replace(_wrapped(model, tokenizer, end_tokens(places)), folder=folder)
 
 
 def check_config(folder: Path) -> None:
@@ -251,10 +254,22 @@ def wrap(
     Raises:
         UserError: the mask token or the end-of-text tokens are missing, or one of them is not a token of the model.
     """
+    places: dict[str, object] = {
+        "the tokenizer": getattr(tokenizer, "eos_token_id", None),
+        "the argument eos_id": eos_id,
+        "the model's config": getattr(model.config, "eos_token_id", None),
+    }
+    return _wrapped(model, tokenizer, end_tokens(places))
 
-    def token(*names: str) -> int | None:
-        found = [getattr(source, name, None) for name in names for source in (tokenizer, model.config)]
-        return next((value for value in found if isinstance(value, int)), None)
+
+def _wrapped(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, listed: dict[int, str]
+) -> MaskedLMDenoiser:
+    """Return a masked LM as a denoiser with the end-of-text tokens `listed`, each with the place that names it."""
+
+    def token(name: str) -> int | None:
+        found = [getattr(source, name, None) for source in (tokenizer, model.config)]
+        return next((value for value in found if is_whole(value)), None)
 
     mask_id = token("mask_token_id")
     named = getattr(model.config, "mask_token_id", None)
@@ -266,12 +281,6 @@ def wrap(
         said = f"{kind}: neither the tokenizer nor the model's config has a mask token"
         raise UserError("mask-token-missing", f"{said}. Set mask_token_id in the config.")
     pad_id = token("pad_token_id")
-    places: dict[str, object] = {
-        "the tokenizer": getattr(tokenizer, "eos_token_id", None),
-        "generation_config.json": eos_id,
-        "the model's config": getattr(model.config, "eos_token_id", None),
-    }
-    listed = end_tokens(places)
     if not listed:
         name = "pad_token_id" if token("sep_token_id") is None else "sep_token_id"
         last = token(name)
@@ -285,6 +294,9 @@ def wrap(
             "mask-token-invalid",
             f"{kind}: {mask_id} is the mask token, but also the end-of-text token ({listed[mask_id]}). Correct one.",
         )
+    for end, place in listed.items():
+        check_tokens(model.config.vocab_size, **{place: end})
+    check_tokens(model.config.vocab_size, mask_token_id=mask_id, pad_token_id=pad_id)
     multiply_experts(model)
     return MaskedLMDenoiser(model, mask_id, ends, ends[0] if pad_id is None else pad_id)
 

@@ -1,9 +1,10 @@
-"""Models that run whole rows from tokens to logits. A cache cannot run their layers, so they have none."""
+"""Models that compute logits of whole rows in one call. A cache cannot run their layers, so they have none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import cast
 
 import torch
@@ -16,9 +17,8 @@ from dllm_sampler.core.protocols import Plan
 from dllm_sampler.core.spec import ModelSpec
 from dllm_sampler.core.values import Canvas, Query, Spent
 from dllm_sampler.core.visibility import visible
-from dllm_sampler.errors import UserError
-from dllm_sampler.models.denoiser import spent
-from dllm_sampler.models.fields import shown
+from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.models.denoiser import spent, token_error
 
 LogitsFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -81,7 +81,7 @@ class FunctionDenoiser(RowsDenoiser):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> FunctionDenoiser:
-        """Return a denoiser with a spec of these numbers.
+        """Return a denoiser that calls `function`, with a spec of these numbers.
 
         Args:
             eos_id: the end-of-text token, or several. Each ends an answer, and the first is the one that is written.
@@ -91,21 +91,24 @@ class FunctionDenoiser(RowsDenoiser):
             dtype: dtype of the logits. By default that of a module's parameters, or float32 for a function.
 
         Raises:
-            UserError: `function` cannot be called, or a number is out of range.
+            UserError: `function` cannot be called with two arguments, or a number is out of range.
         """
         if not callable(function):
-            raise UserError(
-                "function-invalid", f"logits_fn is a {type(function).__name__}. Give a function of (ids, mask)."
-            )
+            raise UserError("function-invalid", f"logits_fn is {function!r:.60}. Give a function of (ids, mask).")
+        try:
+            signature(function).bind(None, None)
+        except TypeError as error:
+            said = f"logits_fn cannot be called with (ids, mask): {first_line(error)}"
+            raise UserError("function-invalid", f"{said}. Give a function of these two.") from None
+        except ValueError:  # it is not written in Python, and has no signature
+            pass
         check_count("vocab_size", vocab_size)
         check_count("max_positions", max_positions)
         ends = tuple(eos_id) if isinstance(eos_id, list | tuple) and eos_id else (eos_id,)
         given = [("mask_id", mask_id), *(("eos_id", end) for end in ends)]
         for name, token in given if pad_id is None else [*given, ("pad_id", pad_id)]:
             if not is_whole(token) or not 0 <= token < vocab_size:
-                raise UserError(
-                    "token-outside-vocabulary", f"{name} is {shown(token)}. Set a token id from 0 to {vocab_size - 1}."
-                )
+                raise token_error(name, token, vocab_size)
         first, *others = end_ids(cast("tuple[int, ...]", ends))
         weight = next(function.parameters(), None) if isinstance(function, nn.Module) else None
         spec = ModelSpec(
@@ -128,9 +131,7 @@ class FunctionDenoiser(RowsDenoiser):
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
         found = self.function(ids, mask)
         if not isinstance(found, Tensor):
-            raise UserError(
-                "function-result", f"logits_fn returned a {type(found).__name__}. Return a tensor of logits."
-            )
+            raise UserError("function-result", f"logits_fn returned {found!r:.60}. Return a tensor of logits.")
         if found.shape != (*ids.shape, self.spec.vocab_size) or not found.is_floating_point():
             raise UserError(
                 "function-result",
@@ -140,7 +141,8 @@ class FunctionDenoiser(RowsDenoiser):
         if found.device != ids.device:
             raise UserError(
                 "function-result",
-                f"logits_fn returned logits on {found.device} for ids on {ids.device}. Set device={found.device}.",
+                f"logits_fn returned logits on {found.device} for ids on {ids.device}. Return them on {ids.device}, or"
+                f" set device={found.device}.",
             )
         return found
 

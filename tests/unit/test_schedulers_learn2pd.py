@@ -129,7 +129,7 @@ def test_filter_refusals(tmp_path: Path, random_filter: str) -> None:
         Sampler(toys.denoiser(), scheduler="learn2pd")
     text = tmp_path / "text"
     text.write_text("no tensors")
-    for path in (text, tmp_path / "nowhere"):
+    for path in (text, tmp_path / "nowhere", tmp_path):
         with refused("filter-invalid"):
             Sampler(toys.denoiser(), scheduler=LearnedFilter(str(path)))
     with refused("filter-invalid"):
@@ -139,8 +139,10 @@ def test_filter_refusals(tmp_path: Path, random_filter: str) -> None:
         Sampler(toys.denoiser(), scheduler=LearnedFilter(filter_file(tmp_path, *layers)))
     save_file({"weight": torch.zeros(3, 3)}, tmp_path / "other.safetensors")
     save_file({"fc1.weight": torch.tensor(1.0), "fc1.bias": torch.zeros(1)}, tmp_path / "scalar.safetensors")
-    with refused("filter-invalid: do not match"):
-        Sampler(toys.denoiser(), scheduler=LearnedFilter(str(tmp_path / "scalar.safetensors")))
+    save_file({"fc1.weight": torch.zeros(0, 0), "fc1.bias": torch.zeros(0)}, tmp_path / "nothing.safetensors")
+    for name in ("scalar", "nothing"):
+        with refused("filter-invalid: fc1.weight and fc1.bias of shapes"):
+            Sampler(toys.denoiser(), scheduler=LearnedFilter(str(tmp_path / f"{name}.safetensors")))
     with refused("filter-invalid: fc1.weight"):
         Sampler(toys.denoiser(), scheduler=LearnedFilter(str(tmp_path / "other.safetensors")))
 
