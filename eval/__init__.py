@@ -2,7 +2,6 @@
 
 from importlib import import_module
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 
@@ -21,8 +20,9 @@ def load(*folders: str | PathLike[str]) -> Any:
     """
     from dllm_sampler.eval.report.data import read
     from dllm_sampler.eval.report.rows import rows
+    from dllm_sampler.host.paths import expanded
 
-    found = rows(read([Path(folder) for folder in folders or ("outputs/eval",)]))
+    found = rows(read([expanded("folder", folder) for folder in folders or ("outputs/eval",)]))
     try:
         pandas = import_module("pandas")
     except ImportError:

@@ -8,14 +8,20 @@ from typing import Annotated, Any, NoReturn, NotRequired
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from dllm_sampler.config import expected
+from dllm_sampler.core.checks import is_whole
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval import records
 from dllm_sampler.eval.records import Record
 from dllm_sampler.host.reading import load_json
 
 SCHEMA = 2  # of run.json
-_AGAIN = "Remove the file and rerun the command, which writes it again."
+AGAIN = "Remove the file and rerun the dllm-eval command of this run, which restores it."
+# Right values by pydantic's type of an error, in JSON's terms. The others are worded well enough by pydantic.
+_EXPECTED = {
+    "bool_type": "true or false", "dataclass_type": "an object", "dict_type": "an object", "finite_number": "finite",
+    "float_type": "a number", "greater_than_equal": "at least {ge}", "int_type": "a whole number",
+    "list_type": "a list", "string_type": "a text", "tuple_type": "a list",
+}  # fmt: skip
 
 
 class _Place(TypedDict):
@@ -49,7 +55,9 @@ class _Guide(TypedDict):
 class _Config(TypedDict):
     task: _Task
     model: dict[str, Any]
+    scheduler: dict[str, Any]
     guide: list[_Guide]
+    samples: NotRequired[Annotated[int, Field(ge=1)]]
 
 
 class About(TypedDict):
@@ -94,18 +102,23 @@ def about(file: Path, text: str) -> dict[str, Any]:
     except ValueError as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
         raise UserError(
-            "run-damaged", f"{file}, line {line}: not JSON ({getattr(error, 'msg', error)}). {_AGAIN}"
+            "run-damaged", f"{file}, line {line}: this is not JSON ({getattr(error, 'msg', error)}). {AGAIN}"
         ) from error
-    if isinstance(found, dict) and found.get("schema") != SCHEMA:
+    schema = found.get("schema") if isinstance(found, dict) else SCHEMA
+    if is_whole(schema) and schema != SCHEMA:
         raise UserError(
-            "version-differs", f"{file} has schema {found.get('schema')!r}, not {SCHEMA}. Name another folder."
+            "version-differs",
+            f"{file} is from another version of dllm_sampler (schema {schema}, not {SCHEMA}). Use that version, or name"
+            " a folder without this run.",
         )
     try:
         _ABOUT.validate_python(found, strict=True)
+        if schema != SCHEMA:
+            differs(file, "schema", schema, SCHEMA)
     except ValidationError as error:
         place = error.errors()[0]["loc"]  # of the first invalid field
         line = _line_of(text, str(place[0])) if place else 1
-        raise UserError("run-damaged", f"{file}, line {line}: {_wrong(error)}. {_AGAIN}") from None
+        raise UserError("run-damaged", f"{file}, line {line}: {_wrong(error)}. {AGAIN}") from None
     return found
 
 
@@ -113,7 +126,7 @@ def differs(file: Path, name: str, found: object, wanted: object) -> NoReturn:
     """Raise `UserError` because the field `name` of `run.json` is `found`, and the task gives `wanted`."""
     line = _line_of(file.read_text(encoding="utf-8"), name)
     raise UserError(
-        "run-damaged", f"{file}, line {line}: `{name}` should be {_short(wanted)}, not {_short(found)}. {_AGAIN}"
+        "run-damaged", f"{file}, line {line}: `{name}` should be {_short(wanted)}, not {_short(found)}. {AGAIN}"
     )
 
 
@@ -126,7 +139,9 @@ def sample(file: Path, number: int, line: bytes, run: Mapping[str, Any] | None) 
     try:
         return parse(line, run)
     except ValueError as error:
-        raise UserError("run-damaged", f"{file}, line {number}: {error}. Remove the line and resume.") from error
+        place = "the line, or run.json if that is wrong," if "of run.json" in str(error) else "the line"
+        advice = f"Remove {place} and rerun the dllm-eval command of this run."
+        raise UserError("run-damaged", f"{file}, line {number}: {error}. {advice}") from error
 
 
 def parse(line: bytes, run: Mapping[str, Any] | None) -> Record:
@@ -162,12 +177,12 @@ def parse(line: bytes, run: Mapping[str, Any] | None) -> Record:
     if run is not None and found.index >= run["samples"]:
         raise ValueError(f"`index` should be below {run['samples']} (`samples` of run.json), not {found.index}")
     if run is not None and run["score"] not in found.scores:
-        raise ValueError(f"`scores` should have {run['score']!r} (`score` of run.json)")
+        raise ValueError(f"`scores` lacks {_short(run['score'])}, the `score` of run.json")
     return found
 
 
 def _line_of(text: str, name: str) -> int:
-    """Return the number of the first line that begins with the field `name`. Returns 1 if no line does."""
+    """Return the number of the first line of a JSON text that begins with the field `name`, or 1 if no line does."""
     lines = enumerate(text.splitlines(), 1)
     return next((number for number, line in lines if line.lstrip().startswith(f'"{name}"')), 1)
 
@@ -181,7 +196,8 @@ def _wrong(error: ValidationError) -> str:
     if one["type"] == "unexpected_keyword_argument":
         return f"`{name}` is unknown in a sample"
     what = f"`{name}`" if name else "the content"
-    return f"{what} should be {expected(error)}, not {_short(one['input'])}"
+    wanted = _EXPECTED.get(one["type"], one["msg"].removeprefix("Input should be ")).format(**one.get("ctx", {}))
+    return f"{what} should be {wanted}, not {_short(one['input'])}"
 
 
 def _short(value: object) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dllm_sampler.eval.report.data import Comparison, Figures
 
 LONG = 40  # most runs that the table has a row for; above, it has a row per configuration
-SURE = f"n: samples. {METHOD[0].upper()}{METHOD[1:]}."
+SURE = f"n: number of samples. {METHOD[0].upper()}{METHOD[1:]}."
 FRONT = (
     "* Pareto front: no other configuration is at least as good in both score and tokens/forward, and better in one."
     " Intervals may overlap."
@@ -106,13 +106,13 @@ def _run(words: list[str]) -> int:
     if any(job.task.get("run_code") for job in found):
         print(programs.notice(), file=sys.stderr)
     report, output = found[0].options.report, Path(found[0].options.output).expanduser()
-    page = None if report is None else check(report)
+    page = None if report is None else check("report", report)
     if page is not None:
         for folder in run_folders([output]):
             RunFolder(folder).records()  # the report covers the folder: a damaged run shows before hours of work
     refused = launch(words, found, Console(stderr=True))
     if len(refused) == len(found):
-        raise UserError("runs-refused", next(iter(refused.values())))
+        raise UserError("runs-refused", " ".join(dict.fromkeys(refused.values())))
     share = accelerated()
     if share is None or share.rank == 0:
         comparison = load([job.folder for job in found])
@@ -192,11 +192,14 @@ def show(found: Sequence[Job], refused: dict[str, str], comparison: Comparison, 
 
 
 def stopped(comparison: Comparison) -> Iterator[str]:
-    """Yield a sentence for each configuration with answers that stopped at `max_steps`."""
+    """Yield a note for each configuration with answers that stopped at `max_steps`."""
     for method in comparison.methods:
         reasons = [record.finish_reason for run in method.runs.values() for record in run.records]
         if count := reasons.count("max_steps"):
-            yield f"{count} of {counted(len(reasons), 'answer')} of {method.label} stopped at max_steps"
+            yield (
+                f"{method.label}: {count} of {len(reasons)} answers stopped at max_steps before they were complete."
+                " Set a larger max_steps, or null."
+            )
 
 
 def chosen_passes(names: Sequence[str], each: Sequence[Figures]) -> list[str]:

@@ -15,6 +15,7 @@ from rich.text import Text
 from dllm_sampler import config
 from dllm_sampler.cli.terminal import Column, show_table
 from dllm_sampler.cli.user_files import entry, own
+from dllm_sampler.errors import counted
 from dllm_sampler.eval.jobs import Job
 from dllm_sampler.eval.space import Tuning
 
@@ -80,10 +81,10 @@ def trials(study: Study, plain: Found, tuning: Tuning) -> list[Trial]:
         if one.value is None:
             continue
         words, score = tuple(one.user_attrs["words"]), one.user_attrs.get("score")
-        # A search of before has no speeds of what lost too much.
+        # Studies of earlier versions lack the speed of trials that lost too much.
         speed = one.user_attrs.get("speed", one.value if one.value > 0 else None)
         if score is None:
-            reason = f"cannot run: {one.user_attrs.get('refused', 'its settings do not go together')}"
+            reason = f"cannot run: {one.user_attrs.get('refused', 'its settings conflict')}"
         else:
             reason = holds(score, speed, plain, tuning)
         found.setdefault(words, Trial(words, score, speed, reason))
@@ -107,7 +108,7 @@ def too_few(samples: Sequence[int], tuning: Tuning) -> str:
         return ""
     more = f", or task.count={math.ceil(100 / (len(samples) * tuning.loss))}" if tuning.loss else ""
     return (
-        f"tune.loss={tuning.loss:g} allows no additional wrong answer: with {sum(samples)} samples one costs"
+        f"tune.loss={tuning.loss:g} allows no additional wrong answer: with {counted(sum(samples), 'sample')} one costs"
         f" at least {least:.2f} points. Set tune.loss={math.ceil(100 * least) / 100:g}{more} to allow one."
     )
 
@@ -154,7 +155,7 @@ def experiment(tuning: Tuning, winner: Found, fresh: Found, plain: Found, unseen
     `fresh` and `plain` are the winner and one token per step on the confirming samples, which `unseen` describes.
     `none` is a clause that says that no configuration qualified, or "" if one did.
     """
-    found = f"{say(fresh, tuning)} on {tasks_of(winner)}"
+    found = f"{say(fresh, tuning)} on {tasks_of(winner.jobs)}"
     told = f"{none} {ONE_PER_STEP}: {found}" if none else f"{found}; {ONE_PER_STEP}: {say(plain, tuning)}"
     job, defaults, body = winner.jobs[0], [], {}
     for group in config.GROUPS:
@@ -189,10 +190,10 @@ def _fields(group: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in changed.items() if key not in ("name", "_target_")}
 
 
-def tasks_of(found: Found) -> str:
-    """Return the names of the tasks, each followed by the values of its fields."""
+def tasks_of(jobs: Sequence[Job]) -> str:
+    """Return the names of the jobs' tasks, each followed by the values of its fields."""
     names = set()
-    for job in found.jobs:
+    for job in jobs:
         fields = {key: value for key, value in job.task.items() if value is not None}
         told = [str(value) for key, value in fields.items() if key not in ("name", "_target_", "count", "seed")]
         names.add(" ".join([job.choices["task"], *told]))

@@ -45,10 +45,10 @@ class RunFolder:
             text = (self.path / ABOUT).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise UserError(
-                "file-unreadable", f"{self.path / ABOUT} cannot be read ({error}). Correct it, or remove the folder."
-            ) from error
+        except OSError as error:
+            raise _unreadable(self.path / ABOUT, error) from error
+        except ValueError as error:
+            raise UserError("run-damaged", f"{self.path / ABOUT} is not UTF-8. {checked.AGAIN}") from error
         return checked.about(self.path / ABOUT, text)
 
     def begin(self, job: Job, device: str) -> None:
@@ -67,8 +67,9 @@ class RunFolder:
                 files.move(self.path / SAMPLES, self._new_part())
             found, task, here = self.about(), job.built_task, environment(device)
             places, samples = found["environments"] if found else [], len(task.samples())
-            if found and found["samples"] != samples:
-                checked.differs(self.path / ABOUT, "samples", found["samples"], samples)
+            for name, wanted in (("samples", samples), ("score", task.score)):
+                if found and found[name] != wanted:
+                    checked.differs(self.path / ABOUT, name, found[name], wanted)
             if not found or here not in places:
                 about = {
                     "schema": SCHEMA,
@@ -94,11 +95,11 @@ class RunFolder:
         """Remove the reason of an earlier refusal. A command calls it once, before its processes start.
 
         Raises:
+            NotWrittenError: the folder cannot be written.
             UserError: `run.json` cannot be read, has another schema, or is invalid.
         """
-        with suppress(OSError):  # if nothing can be written, `begin` raises the error
-            if (found := self.about()) and found["refused"] is not None:
-                self.refuse(None)
+        if (found := self.about()) and found["refused"] is not None:
+            self.refuse(None)
 
     def refuse(self, reason: str | None) -> None:
         """Write the reason that this configuration cannot run to `run.json`. None removes it."""
@@ -121,7 +122,11 @@ class RunFolder:
         return about is not None and len(self._read([self.path / SAMPLES])) >= about["samples"]
 
     def records(self) -> list[Record]:
-        """Return the finished samples in the order of their indices."""
+        """Return the finished samples in the order of their indices.
+
+        Raises:
+            UserError: a file cannot be read, or a line is not a sample of this run.
+        """
         return [record for _, record in sorted(self._lines().items())]
 
     def done(self) -> set[int]:
@@ -129,10 +134,10 @@ class RunFolder:
         return set(self._lines())
 
     def count(self) -> int:
-        """Return about how many samples are finished: complete lines, also those of samples that were run twice."""
+        """Return the number of complete lines. A sample that was run twice counts twice."""
         total = 0
         for file in (*self.path.glob(PART), self.path / SAMPLES):
-            with suppress(FileNotFoundError, NotADirectoryError):
+            with suppress(OSError):  # `records` raises the error
                 total += file.read_bytes().count(b"\n")
         return total
 
@@ -165,7 +170,8 @@ class RunFolder:
     def tidy(self) -> None:
         """Remove the parts of a complete run, which an interrupted process may have left."""
         for part in self.path.glob(PART):
-            part.unlink(missing_ok=True)
+            with files.reported(part):
+                part.unlink(missing_ok=True)
         self.part = None
 
     def _lines(self) -> dict[int, Record]:
@@ -177,13 +183,23 @@ class RunFolder:
         found: dict[int, Record] = {}
         about = self.about()
         for file in places:
-            with suppress(FileNotFoundError, NotADirectoryError):
+            try:
                 *lines, torn = file.read_bytes().split(b"\n")
-                records = [checked.sample(file, number, line, about) for number, line in enumerate(lines, 1) if line]
-                with suppress(ValueError):  # a line without its end was cut in the middle, or is the last one edited
-                    records.append(checked.parse(torn, about))
-                found |= {record.index: record for record in records}
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise _unreadable(file, error) from error
+            records = [checked.sample(file, number, line, about) for number, line in enumerate(lines, 1) if line]
+            with suppress(ValueError):  # a line without its end was cut in the middle, or is the last one edited
+                records.append(checked.parse(torn, about))
+            found |= {record.index: record for record in records}
         return found
+
+
+def _unreadable(file: Path, error: OSError) -> UserError:
+    return UserError(
+        "file-unreadable", f"{file} cannot be read ({error.strerror}). Check its permissions, or remove it."
+    )
 
 
 def _dump(record: Record) -> str:

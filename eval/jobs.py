@@ -22,7 +22,7 @@ from dllm_sampler.cli.compose import App, composition, parts
 from dllm_sampler.cli.user_files import choices, entry, own
 from dllm_sampler.cli.words import TEXTS, parse, readable, spelled_out
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval import sources
 from dllm_sampler.eval.protocols.words import is_protocol
 from dllm_sampler.eval.protocols.words import lines as protocol_lines
@@ -34,9 +34,9 @@ from dllm_sampler.options import option
 
 _FIELD = "task."
 MOST_CONFIGURATIONS = 10_000  # of one sweep
-LETTERS = ("output", "report")  # values that are paths, in which a comma is a comma
+LETTERS = ("output", "report")  # values that are paths, in which a comma does not separate values
 MOST_PROCESSES = 2**12
-MOST_SAMPLES = 2**12  # of a prompt
+MOST_SAMPLES = 2**12  # for each prompt
 # Options that do not identify a run: where results go, and on what it runs.
 ELSEWHERE = ("output", "report", "workers", "device")
 # Options that were added later, with the values that leave the identity of an older run as it was.
@@ -50,7 +50,18 @@ LATER_GROUPS = {"particles": "none"}  # the same for groups of plug-ins
 LATER_OF_SCHEDULER = {"position_temperature": 0.0}  # the same for settings of a scheduler
 
 
-def _check_path(name: str, path: str | None) -> None:
+def check_folder(what: str, folder: Path) -> None:
+    """Raise `UserError` if a file is where this folder or one above it must be. `what` names the setting."""
+    above = next((one for one in (folder, *folder.parents) if one.exists()), folder)
+    if above.exists() and not above.is_dir():
+        raise UserError("folder-invalid", f"{what}: {above} is a file, but must be a folder. Name another path.")
+
+
+def _check_output(name: str, path: str) -> None:
+    check_folder(f"{name}={path}", expanded(name, path))
+
+
+def _check_report(name: str, path: str | None) -> None:
     if path is not None:
         expanded(name, path)
 
@@ -71,11 +82,11 @@ class Options(options.Options):
     output: str = option(
         "outputs/eval",
         "folder with a run directory for each configuration; finished samples there are not run again",
-        _check_path,
+        _check_output,
     )
     oracle: bool = option(True, "also count the forwards that a sampler with knowledge of each answer needs")
     report: str | None = option(
-        None, "FILE.html: write a report of all runs in the output folder at the end", _check_path
+        None, "FILE.html: write a report of all runs in the output folder at the end", _check_report
     )
     samples: int = option(
         1, "answers to each prompt, each with its own seed, for pass@k", partial(check_count, most=MOST_SAMPLES)
@@ -110,13 +121,13 @@ class Job:
 
     @cached_property
     def built_task(self) -> Task:
-        """The task, built from its settings, in `Asked` if it is the user's, and in `Repeated` for samples=N.
+        """The task, built from its settings. `Asked` wraps a user's task, and `Repeated` any task with samples=N.
 
         Raises:
             UserError: a field has an invalid value.
         """
         task = config.build("task", self.task)
-        check_count("task.count", task.count, optional=True)
+        check_count("task.count", task.count, optional=task.count is None)  # a task that takes null has a type for it
         if self.choices["task"] in own("task"):
             task = cast(Task, Asked(task, self.choices["task"]))
         return cast(Task, Repeated(task, self.options.samples)) if self.options.samples > 1 else task
@@ -135,9 +146,9 @@ class Job:
         """
         given = asdict(self.options).items()
         said = {name: value for name, value in given if name not in ELSEWHERE and (name, value) not in LATER.items()}
-        if self.options.threads == options.AUTO:  # before it was written like this
+        if self.options.threads == options.AUTO:  # older runs have null for it
             said["threads"] = None
-        task = {**self.task, "canvas": self.max_new_tokens}  # of the task, unless the options say it for all tasks
+        task = {**self.task, "canvas": self.max_new_tokens}
         model = {name: value for name, value in self.model.items() if (name, value) not in LATER_OF_MODEL.items()}
         given = self.plugins["scheduler"].items()
         scheduler = {name: value for name, value in given if (name, value) not in LATER_OF_SCHEDULER.items()}
@@ -208,8 +219,8 @@ def jobs(words: Sequence[str]) -> list[Job]:
     """Return all configurations that the words describe, each once, in order.
 
     Raises:
-        UserError: `job` raises it for a combination, the suite is unknown, a word sets Hydra beyond its launcher, or
-            there are too many combinations.
+        UserError: see `job`. Or the suite is unknown or invalid, a word sets Hydra beyond its launcher, or there are
+            too many combinations.
     """
     for word in words:
         if of_hydra(word) and (not re.match(r"[+~]*hydra[/.]launch", word) or "_target_" in word):
@@ -238,7 +249,7 @@ def lines(words: Sequence[str]) -> list[list[str]]:
     words = [word for word in words if not word.startswith("suite=")]
     if not named:
         tasks = [word.partition("=")[2] for word in words if word.startswith("task=")]
-        mine = own("suite")  # a task of ours brings none of the user's: its name was not typed for that
+        mine = own("suite")
         named = [task for task in tasks if task in (mine if task in own("task") else config.names("suite"))]
     if not named:
         return [words]
@@ -284,10 +295,12 @@ def values(word: str) -> list[str]:
         return [f"{key}={name}" for name in names]
     try:
         found = list(islice(override.sweep_string_iterator(), MOST_CONFIGURATIONS + 1))
-    except (HydraException, ValueError) as error:  # an interval, which has no values of its own, or a step of 0
-        raise UserError("option-syntax", f"{word} has no values ({error}). Write {key}=A,B or range(0,9,3).") from None
+    except (HydraException, ValueError, ArithmeticError):  # an interval, a step of 0, or a range to NaN
+        found = []
     if not found:
-        raise UserError("option-syntax", f"{word} has no values. Write {key}=A,B or range(0,9,3).")
+        raise UserError("option-syntax", f"{word} lists no values. Write {key}=A,B or '{key}=range(0,9,3)'.")
+    if key in ELSEWHERE and len(found) > 1:  # such runs would be the same run
+        raise UserError("option-repeated", f"{word} has several values. Give one.")
     _check_count(len(found), word)
     return [f"{override.get_key_element()}={one}" for one in found]
 
@@ -299,13 +312,16 @@ def _check_count(count: int, said: str) -> None:
 
 def _suite(name: str) -> dict[str, list[Any]]:
     """Return the content of a suite's file: `sweeps`, a list of lists of words, and `common`, words of all sweeps."""
+    known = [*choices("suite"), *(f"protocol/{one}" for one in choices("suite/protocol"))]
+    if name not in known:
+        raise unknown("suite", name, known)
     folder, _, file = f"suite/{name}".rpartition("/")
     suite = entry(folder, file).settings
-    if unknown := [key for key in suite if key not in ("common", "sweeps")]:
+    if strange := [key for key in suite if key not in ("common", "sweeps")]:
         raise UserError(
-            "config-invalid", f"suite={name} has the unknown key {unknown[0]!r}. Keep only common and sweeps."
+            "config-invalid", f"suite={name} has the unknown key {strange[0]!r}. Keep only common and sweeps."
         )
-    form, sweeps = "[scheduler=threshold, 'scheduler.threshold=0.5,0.9']", suite.get("sweeps")
+    form, sweeps = "[scheduler=threshold, 'scheduler.threshold=0.5,0.9']", suite.get("sweeps", [])
     if not isinstance(sweeps, list) or not sweeps:
         raise UserError("config-invalid", f"suite={name}: sweeps is {sweeps!r}. Write a list of lists, as in [{form}].")
     for place, line in [("common", suite.get("common", [])), *(("a sweep", one) for one in sweeps)]:

@@ -41,13 +41,25 @@ LAUNCHER = "hydra/launcher="
 
 
 def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict[str, str]:
-    """Run all jobs of a command line, and return the reasons of those that cannot run, by the runs' names."""
+    """Run all jobs of a command line, and return the reasons of those that cannot run, by the runs' names.
+
+    Raises:
+        NotWrittenError: the output folder or samples cannot be written.
+        UserError: the words about processes conflict, a launcher cannot run, a `run.json` is invalid, or see `run_all`.
+    """
     workers = max(job.options.workers for job in found)
     named = any(word.startswith(LAUNCHER) and word != f"{LAUNCHER}basic" for word in words)
     if accelerated() is not None and (named or workers > 1):
-        word = "hydra/launcher=NAME" if named else f"workers={workers}"
-        raise UserError("options-conflict", f"accelerate launch cannot be combined with {word}. Remove one of them.")
+        word = next((word for word in words if word.startswith(LAUNCHER)), f"workers={workers}")
+        raise UserError(
+            "options-conflict",
+            f"{word} cannot be combined with accelerate launch or torchrun, which start processes too. Remove one.",
+        )
     alone = not named and workers == 1
+    if not alone and not named and f"{LAUNCHER}basic" in words:
+        raise UserError(
+            "options-conflict", f"{LAUNCHER}basic starts no processes, but workers={workers} needs them. Remove one."
+        )
     idle = [word for word in words if alone and of_hydra(word) and word != f"{LAUNCHER}basic"]
     if idle:
         raise UserError(
@@ -87,7 +99,10 @@ def run_in_process(found: Sequence[Job], console: Console) -> dict[str, str]:
 
 
 def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, named: bool) -> dict[str, str]:
-    """Run all jobs in workers of the Hydra launcher that the words name, else of joblib, as `run_in_process` does."""
+    """Run all jobs in workers of the Hydra launcher that the words name, or of joblib if they name none.
+
+    Returns the reason of each refused run by its name.
+    """
     said = [word for word in words if of_hydra(word) and word != f"{LAUNCHER}basic"]
     if not named:
         said.append(f"{LAUNCHER}joblib")
@@ -117,14 +132,21 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
                     "target-invalid",
                     f"hydra.launcher._target_ is not a launcher ({first_line(error)}). Correct the launcher's file.",
                 ) from error
-            with _safe_path():
-                done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
+            try:
+                with _safe_path():
+                    done: Sequence[JobReturn] = launcher.launch([[f"+worker={rank}"] for rank in range(workers)], 0)
+            except BrokenExecutor as error:
+                raise UserError(
+                    "worker-killed", "A worker was killed (by a user or out of memory). Rerun the command to resume."
+                ) from error
+            except (RuntimeError, ValueError) as error:  # of the launcher, for example without Slurm
+                chosen = next(word for word in said if word.startswith(LAUNCHER))
+                raise UserError(
+                    "config-invalid",
+                    f"{chosen} cannot start workers ({first_line(error)}). Correct its settings, or name another.",
+                ) from error
         except (HydraException, ImportError) as error:
             raise _explain(error, said, loader) from error
-        except BrokenExecutor as error:
-            raise UserError(
-                "worker-killed", "A worker was killed (by a user or out of memory). Rerun the command to resume."
-            ) from error
     refused: dict[str, str] = {}
     for job in done:
         refused |= job.return_value  # raises what a worker raised
@@ -162,7 +184,8 @@ def _explain(error: Exception, said: Sequence[str], loader: Any) -> UserError:
         return UserError("package-missing", f"{text}. Run {installing('eval')}, or correct {chosen}.")
     if chosen.removeprefix(LAUNCHER) not in names:
         return unknown("hydra/launcher", chosen.removeprefix(LAUNCHER), names)
-    return UserError("config-invalid", f"{text}. Correct {chosen}.")
+    detail = f" ({first_line(error.__cause__)})" if error.__cause__ is not None else ""
+    return UserError("config-invalid", f"{text}{detail}. Correct the value, or the file of {chosen}.")
 
 
 def run_all(
@@ -175,8 +198,8 @@ def run_all(
 
     Raises:
         NotWrittenError: samples cannot be written. Later jobs are not run.
-        UserError: jobs failed with an exception, for example of a plug-in's code. Exceptions are printed at once, and
-            the error follows after all other jobs.
+        UserError: jobs failed with an exception, for example of a plug-in's code. Their exceptions are printed at once,
+            and the error is raised after all other jobs.
     """
     refused, failed = {}, []
     for number, job in enumerate(jobs):

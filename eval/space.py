@@ -53,10 +53,12 @@ class Domain:
                 check(value)
             return Domain(tuple(given))
         if not isinstance(given, Mapping) or not {"low", "high"} <= set(given) <= {"low", "high", "log", "step"}:
-            raise UserError("option-type", f"{where} is {given!r}. Give a list, or low, high (and log or step).")
+            raise UserError(
+                "option-type", f"{where} is {given!r}. Give a list of values, or low and high (and log or step)."
+            )
         low, high, log, step = given["low"], given["high"], given.get("log", False), given.get("step")
-        if not all(map(is_real, (low, high))):
-            raise UserError("option-type", f"{where}: low and high are {low!r} and {high!r}. Give numbers.")
+        if not all(is_real(end) and math.isfinite(end) for end in (low, high)):
+            raise UserError("option-type", f"{where}: low and high are {low!r} and {high!r}. Give finite numbers.")
         if low > high:
             raise UserError("option-range", f"{where}: low={low} is above high={high}. Swap them.")
         if not isinstance(log, bool):
@@ -72,6 +74,11 @@ class Domain:
         if not _real(check) and not float(step or 1).is_integer():
             raise UserError("option-range", f"{where}: step is {step!r} for whole numbers. Set a whole number.")
         return Domain((), low, high, log, step, _real(check))
+
+    @property
+    def first(self) -> str | float | None:
+        """The first of `values`, or `low`."""
+        return self.values[0] if self.values else self.low
 
     def choose(self, trial: Trial, name: str) -> str:
         """Let `trial` suggest a value for the parameter `name`, and return it as text for the command line."""
@@ -160,7 +167,7 @@ class Tuning:
         check_count("tune.seed", self.seed, 0, most=SEEDS - self.trials)
         check_number("tune.loss", self.loss, "a number of points", most=100)
         if self.measure not in SPEEDS:
-            raise unknown("measure of speed", self.measure, SPEEDS)
+            raise unknown("tune.measure", self.measure, SPEEDS)
         _ = self.choices  # a mistake in it shows here
 
     @cached_property
@@ -196,17 +203,22 @@ def _option(knob: str, domain: object) -> Domain:
     where = f"tune.space.options.{knob}"
     names = [name for name in Options.__dataclass_fields__ if name not in ELSEWHERE]
     if "." not in knob and knob not in names:
-        raise unknown("option", knob, names)
+        raise unknown("option of tune.space.options", knob, names)
 
     def check(value: object) -> None:
-        if "." not in knob:
-            config.check("tune.space.options", Options, {knob: value})
+        if "." in knob:  # a field such as model.cfg_scale, which depends on other words: `tuning` checks it
+            return
+        given = config.check("tune.space.options", Options, {knob: value})
+        try:
+            Options(**given)
+        except UserError as error:
+            raise UserError(error.code, f"tune.space.options.{error}") from None
 
     return Domain.of(where, domain, check)
 
 
 def _real(check: Check) -> bool:
-    """Return True if the check of a knob allows a fraction (0.5)."""
+    """Return True if `check` allows a fraction such as 0.5."""
     try:
         check(0.5)
     except UserError:

@@ -36,7 +36,7 @@ from dllm_sampler.eval.experiment import (
     trials,
 )
 from dllm_sampler.eval.folders import RunFolder
-from dllm_sampler.eval.jobs import EVAL, Job, jobs, lines, of_hydra, values
+from dllm_sampler.eval.jobs import EVAL, Job, check_folder, jobs, lines, of_hydra, values
 from dllm_sampler.eval.report.data import Method, Run
 from dllm_sampler.eval.space import Tuning
 from dllm_sampler.host import files
@@ -91,10 +91,11 @@ class Tuner:
         tuning = self.tuning
         if tuning.file.exists() and not (tuning.file.is_file() and MARK.encode() in tuning.file.read_bytes()):
             raise UserError("file-overwrite", f"{tuning.file} is not from dllm-tune. Set another tune.name.")
+        check_folder(str(tuning.file), tuning.file.parent)
         with self.study() as study, bars(self.console) as progress:
             if few := too_few([len(job.built_task.samples()) for job in self.base], tuning):
                 self.console.print(f"dllm-tune: {few}", highlight=False, soft_wrap=True)
-            every = progress.add_task("one per step", total=tuning.trials)
+            every = progress.add_task(ONE_PER_STEP, total=tuning.trials)
             reference = self.reference(self.words)
             least = reference.score - tuning.loss / 100
             while (done := len(known := _values(study))) < tuning.trials:
@@ -105,19 +106,19 @@ class Tuner:
             tried = trials(study, reference, tuning)
             winner, fresh, plain, verdicts = self.confirm(tried, reference)
         show_trials(tried, reference, verdicts, tuning)
-        none = f"none of {len(tried)} configurations qualified;" if winner is reference else ""
+        none = f"no configuration of {len(tried)} qualified;" if winner is reference else ""
         text = experiment(tuning, winner, fresh, plain, self.unseen(fresh), none)
         files.make_folder(tuning.file.parent)
         files.write(tuning.file, text)
         if none:
             found = (
-                f"None of {len(tried)} configurations qualified: each loses more than {tuning.loss:g} points, is no"
-                f" faster, or cannot run. {ONE_PER_STEP.capitalize()} is kept ({' '.join(winner.chosen)}):"
+                f"No configuration of {len(tried)} qualified: each loses more than tune.loss={tuning.loss:g} allows, is"
+                f" no faster, or cannot run. {ONE_PER_STEP.capitalize()} is kept ({' '.join(winner.chosen)}):"
                 f" {say(plain, tuning)}"
             )
         else:
             found = f"{' '.join(winner.chosen)}: {say(fresh, tuning)}; {ONE_PER_STEP}: {say(plain, tuning)}"
-        return f"{found}, on {self.unseen(fresh)}. Written to {tuning.file}: use it as experiment={tuning.name}"
+        return f"{found}, on {self.unseen(fresh)}. Written to {tuning.file}: use it as experiment={tuning.name}."
 
     @cached_property
     def digest(self) -> str:
@@ -155,7 +156,9 @@ class Tuner:
             reason = str(getattr(cause, "orig", None) or error).partition("\n")[0]
             if not isinstance(cause, OperationalError):  # neither a full disk nor a lock
                 raise UserError("run-damaged", f"{file} is damaged ({reason}). Remove it to restart.") from error
-            raise NotWrittenError(f"{file} cannot be used ({reason}). Rerun the command to resume.") from error
+            raise NotWrittenError(
+                f"{file} cannot be used ({reason}). Check disk and permissions, then rerun the command to resume."
+            ) from error
 
     def _make(self, file: Path) -> None:
         """Create the database in another file, and move it into place.
@@ -166,10 +169,13 @@ class Tuner:
 
         part = file.with_name(f".{file.name}.part")
         with files.locked(file.with_name(f".{file.name}.lock")):  # of all searches of the folder
+            if file.is_dir():
+                raise UserError("run-damaged", f"{file} is a folder. Remove it, or set another output=FOLDER.")
             if file.exists():
                 return
             for stale in file.parent.glob(f"{part.name}*"):  # sqlite's journal, too
-                stale.unlink(missing_ok=True)
+                with files.reported(stale):
+                    stale.unlink(missing_ok=True)
             RDBStorage(f"sqlite:///{part}").engine.dispose()
             files.move(part, file)
 
@@ -204,10 +210,14 @@ class Tuner:
         found = self.measure(words, REFERENCE)
         if isinstance(found, str):
             raise UserError(
-                "baseline-failed", f"One token per step cannot run: {found.rstrip('.')}. Change the base settings."
+                "baseline-failed",
+                f"One token per step ({' '.join(REFERENCE)}), the baseline of the search, cannot run: {found}",
             )
         if found.score <= 0:
-            raise UserError("baseline-failed", f"One token per step scores 0 on {tasks_of(found)}. Use an easier task.")
+            raise UserError(
+                "baseline-failed",
+                f"The baseline of the search, one token per step, scores 0 on {tasks_of(found.jobs)}. Use another task.",
+            )
         return found
 
     def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | str:
@@ -215,7 +225,10 @@ class Tuner:
         from dllm_sampler.eval.launch import run_all
         from dllm_sampler.eval.runner import Share
 
-        found = jobs([*words, *chosen, "oracle=false"])
+        try:
+            found = jobs([*words, *chosen, "oracle=false"])
+        except UserError as error:  # for example two chosen values of one plug-in that exclude each other
+            return str(error)
         if refused := run_all(found, Share(), self.device, lambda job: None, lambda done: None):
             return next(iter(refused.values()))
         runs = {}
@@ -228,7 +241,9 @@ class Tuner:
         assert score is not None
         if speed is None:
             raise UserError(
-                "option-not-applicable", f"tune.measure={self.tuning.measure} needs text answers. Set another."
+                "option-not-applicable",
+                f"tune.measure={self.tuning.measure} counts tokens of texts, but {tasks_of(found)} has answers"
+                " without a text. Set another measure.",
             )
         return Found(found, chosen, score, speed)
 
@@ -287,11 +302,13 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
         if of_hydra(word) or word.startswith(("suite=", "report=", "workers=")):
             raise UserError("option-not-applicable", f"{word} works with dllm-eval, but not in a search. Remove it.")
     own = [word for word in words if re.match(r"[+~]{0,2}tune[.=]", word)]
-    settings = composition(TUNE, own).tree.get("tune") or {}
+    # A space may name any group and field. `Space` checks them.
+    added = [f"++{word}" if word.startswith("tune.space.") else word for word in own]
+    settings = composition(TUNE, added).tree.get("tune") or {}
     rest = [word for word in words if word not in own]
     if not any(word.startswith("output=") for word in rest):
         rest.append("output=outputs/tune")
-    for line in lines(rest):  # a mistake shows here, before the search's space imports torch
+    for line in lines([*rest, *REFERENCE]):  # a mistake shows here, before the search's space imports torch
         each = {word: values(word) for word in line}
         composition(EVAL, [found[0] for found in each.values()])
         for word, found in each.items():
@@ -299,6 +316,13 @@ def tuning(words: Sequence[str]) -> tuple[Tuning, list[str]]:
             if len(found) > 1 and key != "seed" and key.partition(".")[0] != "task":
                 raise UserError("option-repeated", f"{word} has several values. Give one.")
     made = Tuning(**config.check("tune", Tuning, settings, whole=True))
+    for knob, domain in made.choices.options.items():
+        try:
+            word = f"{knob}={'null' if domain.first is None else domain.first}"
+            for line in lines([*rest, *REFERENCE, word]) if "." in knob else ():
+                composition(EVAL, [values(one)[0] for one in line])
+        except UserError as error:
+            raise UserError(error.code, f"tune.space.options.{knob}: {error}") from None
     if made.name in config.names("experiment"):
         raise UserError("choice-taken", f"tune.name={made.name} is the name of a packaged experiment. Choose another.")
     return made, rest

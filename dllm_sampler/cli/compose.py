@@ -360,7 +360,7 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
         return UserError("option-unknown", f"unknown option '{first}'{hint} See {app.name} --help{prompt}.")
     at = f"{first}={chosen[first]}" if isinstance(chosen.get(first), str) else first
     node = known[first]
-    for part in rest:
+    for depth, part in enumerate(rest, 1):
         if not isinstance(node, dict) or part not in node:
             fields = _leaves(node)
             if first == "guide" and node is known[first]:
@@ -383,7 +383,8 @@ def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value:
                 else wrong
             )
         # A guide's name is between the group's and the field's, since there may be several guides.
-        at, node = f"guide={part}" if first == "guide" and node is known[first] else f"{at}.{part}", node[part]
+        inside = ".".join([first, *rest[:depth]])
+        at, node = f"guide={part}" if first == "guide" and node is known[first] else inside, node[part]
     return None
 
 

@@ -1,18 +1,22 @@
 """`dllm-report`: a page, pictures and tables of the results of runs."""
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dllm_sampler.cli.terminal import Parser, ending, show
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import UserError
+from dllm_sampler.eval.jobs import check_folder
 from dllm_sampler.eval.report.data import load, read
 from dllm_sampler.eval.report.rows import rows, text
 from dllm_sampler.host import files
 from dllm_sampler.host.paths import expanded
 
 PAGE, FIGURE = (".html", ".htm"), (".pdf", ".svg", ".png")
+TITLE, REPLAYS = "Samplers compared", 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,60 +32,81 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--output", metavar="FILE", help="the page; its pictures go next to it (report.html)")
     add("--csv", metavar="FILE", help="a row for each configuration and task; - is standard output")
     add("--figure", metavar="FILE", help="score against tokens per forward, for a paper: .pdf, .svg or .png")
-    add("--title", default="Samplers compared", help="at the top of the page")
-    add("--published", action="store_true", help="show published figures of the same model and task in the pictures")
-    add("--replays", type=int, default=2, metavar="N", help="samples of each run that can be watched (2)")
+    add("--title", metavar="TEXT", help=f"at the top of the page ({TITLE})")
+    add("--published", action="store_true", help="show published figures of the same model and task, if there are any")
+    add("--replays", metavar="N", help=f"samples of each run that can be watched on the page ({REPLAYS})")
 
     def run() -> int:
         options = parser.parse_args(arguments)
-        check_count("--replays", options.replays, 0)
-        runs = [Path(path) for path in options.runs]
+        given = str(REPLAYS) if options.replays is None else options.replays
+        replays: Any = int(given) if re.fullmatch(r"-?\d{1,4000}", given) else given
+        check_count("--replays", replays, 0)
+        runs = [expanded("RUNS", path) for path in options.runs]
         table, streams = options.csv, sys.stderr if options.csv == "-" else sys.stdout
-        makes_page = options.output is not None or not (table or options.figure)
-        page = check(options.output or "report.html") if makes_page else None
-        figure = check(options.figure, FIGURE) if options.figure is not None else None
+        makes_page = options.output is not None or (table is None and options.figure is None)
+        for flag in ("title", "replays") if not makes_page else ():
+            if getattr(options, flag) is not None:
+                raise UserError(
+                    "option-not-applicable",
+                    f"--{flag} is for the page, which --csv and --figure leave out. Add --output FILE, or remove it.",
+                )
+        if options.published and not makes_page and options.figure is None:
+            raise UserError(
+                "option-not-applicable",
+                "--published is for pictures, and --csv makes none. Add --output FILE or --figure FILE, or remove it.",
+            )
+        page = check("--output", "report.html" if options.output is None else options.output) if makes_page else None
+        figure = check("--figure", options.figure, FIGURE) if options.figure is not None else None
         if table is not None:
             write_csv(runs, table)
         if figure is not None:
             print(write_figure(runs, figure, options.published), file=streams)
         if page is not None:
-            print(write(runs, page, options.title, options.replays, options.published), file=streams)
+            title = TITLE if options.title is None else options.title
+            print(write(runs, page, title, replays, options.published), file=streams)
         return 0
 
     return ending("dllm-report", run)
 
 
-def check(output: str, suffixes: Sequence[str] = PAGE) -> Path:
+def check(name: str, output: str, suffixes: Sequence[str] = PAGE) -> Path:
     """Return the path of a page or a figure. It is called before the work, so that a mistake shows at once.
 
+    Args:
+        name: the option in errors, for example `--output`.
+        output: the path as typed.
+        suffixes: the endings that the path may have.
+
     Raises:
-        UserError: the file has another suffix or cannot be written, or matplotlib is not installed.
+        UserError: the path has another ending, is a folder, or is below a file. Or matplotlib is not installed.
     """
-    target = _target(output, suffixes)
+    target = _target(name, output, suffixes)
     from dllm_sampler.eval.report.figure import require_matplotlib  # imports torch: a mistake does not wait for it
 
     require_matplotlib()
     return target
 
 
-def _target(output: str, suffixes: Sequence[str]) -> Path:
-    target = expanded("path", output)
+def _target(name: str, output: str, suffixes: Sequence[str]) -> Path:
+    target, (*others, last) = expanded(name, output), suffixes
     if target.suffix.lower() not in suffixes:
-        raise UserError("file-name", f"{output} should end in {' or '.join(suffixes)}. Name another file.")
-    if (above := next((one for one in target.parents if one.exists()), None)) is not None and not above.is_dir():
-        raise UserError("folder-invalid", f"{output} cannot be written: {above} is a file. Name another path.")
+        endings = f"{', '.join(others)} or {last}" if others else last
+        raise UserError("file-name", f"{name}={output} should end in {endings}. Name another file.")
+    if target.is_dir():
+        raise UserError("path-invalid", f"{name}={output} is a folder. Name a file.")
+    check_folder(f"{name}={output}", target.parent)
     return target
 
 
 def write(
-    runs: Sequence[Path], target: Path, title: str = "Samplers compared", replays: int = 2, published: bool = False
+    runs: Sequence[Path], target: Path, title: str = TITLE, replays: int = REPLAYS, published: bool = False
 ) -> str:
     """Write the page of runs and its pictures to a path from `check`, and return a line that names them.
 
     `replays` samples of each run can be watched. `published` adds published figures to the pictures.
 
     Raises:
-        UserError: no run has samples, or a file cannot be written.
+        UserError: see `read`. Or a file cannot be written.
     """
     found = load(runs)
     from dllm_sampler.eval.report.page import page  # imports torch: a mistake does not wait for it
@@ -101,7 +126,7 @@ def write_figure(runs: Sequence[Path], target: Path, published: bool = False) ->
     """Draw a figure for a paper, write it to a path from `check`, and return the path.
 
     Raises:
-        UserError: no run has samples, or the file cannot be written.
+        UserError: see `read`. Or the file cannot be written.
     """
     found = load(runs)
     from dllm_sampler.eval.report.figure import draw  # imports matplotlib: a mistake does not wait for it
@@ -123,7 +148,7 @@ def write_csv(runs: Sequence[Path], output: str) -> None:
         show(text(rows(read(runs))).removesuffix("\n"))
         return
     stream = files.is_stream(output)
-    target = Path(output) if stream else _target(output, [".csv"])
+    target = Path(output) if stream else _target("--csv", output, [".csv"])
     table = text(rows(read(runs)))
     files.make_folder(target.parent)
     files.write(target, table)

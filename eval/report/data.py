@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 from dllm_sampler.eval.curves import front
 from dllm_sampler.eval.folders import ABOUT, RunFolder
 from dllm_sampler.eval.jobs import LATER, LATER_GROUPS
@@ -260,21 +260,20 @@ def read(paths: Sequence[Path]) -> list[Run]:
         UserError: a folder does not exist, a file is invalid, or no run has samples.
     """
     for path in paths:
-        try:
-            there = path.is_dir()
-        except (OSError, ValueError):  # a name that is too long, or has a NUL
-            there = False
-        if not there:
-            raise UserError("file-missing", f"{path} is not a folder. Name output folders of dllm-eval.")
+        if not path.is_dir():
+            wrong = "is not a folder" if path.exists() else "does not exist"
+            raise UserError("file-missing", f"{path} {wrong}. Name output folders of dllm-eval.")
     runs = []
     for folder in run_folders(paths):
-        about = RunFolder(folder).about()
-        assert about is not None
-        runs.append(Run(about, RunFolder(folder).records(), folder.parent))
+        if (about := RunFolder(folder).about()) is not None:  # None: it vanished meanwhile, or is a broken link
+            runs.append(Run(about, RunFolder(folder).records(), folder.parent))
     for file in results_files(paths):
         runs += [Run(one.about, (), file.parent, one) for one in harness.results(file)]
     if not any(run.is_measured for run in runs):
         where = ", ".join(map(str, paths))
+        if reasons := [run.about["refused"] for run in runs if run.about["refused"]]:
+            refused = f"No samples are under {where}, where dllm-eval refused {counted(len(reasons), 'run')}."
+            raise UserError("samples-missing", f"{refused} The first reason: {reasons[0]}")
         raise UserError("samples-missing", f"No samples are under {where}. Run dllm-eval, or name another folder.")
     return runs
 

@@ -82,7 +82,7 @@ def test_a_run_of_another_schema_is_refused_at_once(tmp_path: Path, capsys: pyte
     (old.path / "run.json").write_text('{"schema": 1}')
     (old.path / "samples.jsonl").touch()
     assert command.main(words) == 2
-    assert f"{old.path}/run.json has schema 1, not 2. Name another folder." in capsys.readouterr().err
+    assert f"{old.path}/run.json is from another version of dllm_sampler (schema 1, not 2)." in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [old.path.name], "nothing was run before that"
 
 
@@ -134,16 +134,19 @@ def test_an_error_in_a_scheduler_ends_its_run_alone(
         (["device=cudaa"], "'cudaa'"),
         (["device=cuda:99"], "device=cuda:99"),
         (["device=cuda:99", "workers=2"], "device=cuda:99"),
-        (["output=file"], "file is not a folder"),
+        (["output=file"], "output=file: file is a file, but must be a folder"),
         (["output=file/below"], "file/below: "),
         (["output="], "output is empty. Name a path"),
-        (["seed=range(5,1)"], "seed=range(5,1) has no values"),
-        (["seed=range(0,3,0)"], "seed=range(0,3,0) has no values"),
-        (["temperature=interval(0,1)"], "temperature=interval(0,1) has no values"),
+        (["seed=range(5,1)"], "seed=range(5,1) lists no values"),
+        (["seed=range(0,3,0)"], "seed=range(0,3,0) lists no values"),
+        (["temperature=interval(0,1)"], "temperature=interval(0,1) lists no values"),
+        (["seed=range(0,nan)"], "seed=range(0,nan) lists no values"),
+        (["device=cpu,cuda"], "device=cpu,cuda has several values"),
+        (["suite=../eval"], "unknown suite '../eval'"),
         (["seed=range(1,1000000000)"], "seed=range(1,1000000000) makes over 10000 runs"),
         (["seed=range(0,200)", "temperature=range(0,200)"], "makes over 10000 runs"),
         (["report=report.pdf"], "report.pdf should end in .html"),
-        (["report=file/x.html"], "file/x.html cannot be written: file is a file"),
+        (["report=file/x.html"], "report=file/x.html: file is a file, but must be a folder"),
         (["hydra/launchr=slurm"], "hydra/launchr=slurm"),
         (["hydra.launcher.partition=gpu"], "hydra/launcher=NAME"),
         (["hydra/launchr=joblib", "workers=2"], "did you mean 'hydra/launcher'"),
@@ -185,7 +188,8 @@ def test_answers_that_max_steps_ended_are_counted(tmp_path: Path, capsys: pytest
     words = ["task.count=2", "max_steps=1", "scheduler=fixed,threshold", f"output={tmp_path}", "device=cpu"]
     assert command.main(words) == 0
     said = capsys.readouterr().err.splitlines()
-    assert [one for one in said if one] == ["2 of 2 answers of fixed stopped at max_steps"]
+    note = "fixed: 2 of 2 answers stopped at max_steps before they were complete. Set a larger max_steps, or null."
+    assert [one for one in said if one] == [note]
 
 
 def test_the_slurm_launcher_is_submitits() -> None:

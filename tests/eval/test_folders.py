@@ -163,6 +163,8 @@ EDITS = [
     (_set(""), "run-damaged"),
     (_set("[" * 100_000), "run-damaged"),
     (_set("NaN"), "run-damaged"),
+    (_set("{}"), "run-damaged: name"),
+    (_swap('"guide": []', '"guide": [], "samples": 0'), "run-damaged: config.samples"),
     (_edit("run.json", 0, '"samples": 4', '"samples": "4"'), "run-damaged"),
     (_edit("run.json", 0, '"samples": 4', '"samples": -4'), "run-damaged: -4"),
     (_edit("run.json", 0, '"environments": [', '"environments": [7,'), "run-damaged"),
@@ -189,6 +191,7 @@ EDITS = [
     (_edit("samples.jsonl", 4, '{"schema":2', '{"schema":7'), "run-damaged"),
     (_edit("samples.jsonl", 4, '"nfe"', '"more":1,"nfe"'), "run-damaged"),
     (_edit("samples.jsonl", 4, "{", "7 {"), "run-damaged"),
+    (_edit("samples.jsonl", 3, '"tokens":[', '"tokens":[-'), "run-damaged: at least 0"),
     (_edit("samples.jsonl", 4, "{", "[" * 100_000), "run-damaged"),
 ]
 
@@ -279,3 +282,12 @@ def test_ctrl_c_says_how_to_go_on(
     (job,) = jobs(words)
     assert RunFolder(job.folder).done() == {0}
     assert command.main(words) == 0 and content(job.folder) == content(whole)
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "run.json", "part-1.jsonl"])
+def test_a_folder_in_place_of_a_file(copied: Path, name: str) -> None:
+    (copied / name).unlink(missing_ok=True)
+    (copied / name).mkdir()
+    with refused("file-unreadable: Is a directory") as error:
+        RunFolder(copied).records()
+    assert str(error.value).startswith(f"{copied / name} cannot be read")

@@ -335,7 +335,7 @@ def test_a_figure_of_another_suffix_is_refused_before_anything_is_read(
 ) -> None:
     monkeypatch.setattr(command, "load", lambda paths: pytest.fail("read"))
     assert command.main(["--figure", name]) == 2
-    said = f"{name} should end in .pdf or .svg or .png."
+    said = f"{name} should end in .pdf, .svg or .png."
     assert said in capsys.readouterr().err
 
 

@@ -125,11 +125,14 @@ def test_a_csv_file_is_whole_or_not_there(
     Path("old.csv").write_text("old")
     Path("folder.csv").mkdir()
     for words, said in (
-        (["gone", "--csv", "-"], "gone is not a folder"),
+        (["gone", "--csv", "-"], "gone does not exist"),
         ([str(tmp_path), "--csv", "old.csv"], "No samples are under"),
-        ([str(runs), "--csv", "file/a.csv"], "file/a.csv cannot be written: file is a file"),
-        ([str(runs), "--csv", "file"], "file should end in .csv"),
-        ([str(runs), "--csv", "folder.csv"], "folder.csv cannot be written (Is a directory"),
+        ([str(runs), "--csv", "file/a.csv"], "--csv=file/a.csv: file is a file, but must be a folder"),
+        ([str(runs), "--csv", "file"], "--csv=file should end in .csv"),
+        ([""], "RUNS is empty. Name a path."),
+        ([str(runs), "--csv", "old.csv", "--title", "T"], "--title is for the page"),
+        ([str(runs), "--replays", "1.5"], "--replays is '1.5'. Set a whole number"),
+        ([str(runs), "--csv", "folder.csv"], "--csv=folder.csv is a folder. Name a file."),
         ([str(runs), "--csv", "old.csv", "--output", "page.pdf"], "page.pdf should end in .html"),
     ):
         assert command.main(words) == 2

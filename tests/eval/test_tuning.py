@@ -138,7 +138,7 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
         assert tuning.main([*WORDS, "task.count=2"]) == 2
     said = capsys.readouterr().err.strip()
     assert said.count("\n") == 0 and "study.db cannot be used (d" in said
-    assert said.endswith("Rerun the command to resume.")
+    assert said.endswith("then rerun the command to resume.")
 
 
 @each(
@@ -148,8 +148,8 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
         (["tune.seed=4294967296"], "tune.seed=4294967296 is invalid. Set a whole number from 0 to 4294967256."),
         (["tune.trials=1" + 9 * "0"], "tune.trials=1000000000 is invalid. Set a whole number from 1 to 10000."),
         (["tune.trails=3"], "tune=fast has no field 'trails', did you mean 'trials'"),
-        (["tune.measure=speed"], "unknown measure of speed 'speed'"),
-        (["tune.measure=nfe"], "unknown measure of speed 'nfe'"),
+        (["tune.measure=speed"], "unknown tune.measure 'speed'"),
+        (["tune.measure=nfe"], "unknown tune.measure 'nfe'"),
         (["tune.space.scheduler=threshold"], "tune.space.scheduler is 'threshold'. Write scheduler: {NAME: {}, ...}"),
         (["device=cuda:99"], "device=cuda:99"),
         (["tune.name=a/b"], "Use letters, digits, - and _"),
@@ -157,7 +157,10 @@ def test_a_search_on_a_full_disk(here: Path, capsys: pytest.CaptureFixture[str])
         (["workers=2"], "works with dllm-eval, but not in a search"),
         (["temperature=0,1"], "temperature=0,1 has several values"),
         (["max_new_tokens=16,24"], "max_new_tokens=16,24 has several values"),
-        (["seed=range(5,1)"], "seed=range(5,1) has no values"),
+        (["seed=range(5,1)"], "seed=range(5,1) lists no values"),
+        (["tune.trials=x"], "tune.trials='x' is invalid. Set a whole number."),
+        (["tune.space.nope=3"], "unknown group of tune.space 'nope'. The choices are scheduler, blocks, stop"),
+        (["output=conf/tune/tiny.yaml"], "output=conf/tune/tiny.yaml: conf/tune/tiny.yaml is a file, but must"),
         (["tune.name=fast-dllm"], "tune.name=fast-dllm is the name of a packaged experiment"),
         (["foo"], "'foo' is not NAME=VALUE"),
     ],
@@ -196,8 +199,11 @@ def test_mistakes_are_sentences(
         ("space: {scheduler: {threshold: {threshold: {low: 0, high: 1, step: .inf}}}}", "step is inf"),
         ("space: {scheduler: {fixed: {steps: {low: 1, high: 3, step: 0.5}}}}", "step is 0.5 for whole numbers"),
         ("space: {scheduler: {fixed: {steps: {low: 1.5, high: 3}}}}", "steps=1.5 is invalid. Set a whole number"),
-        ("space: {options: {block_lenth: [8]}}", "unknown option 'block_lenth', did you mean 'block_length'"),
-        ("space: {options: {output: [a]}}", "unknown option 'output'"),
+        ("space: {options: {block_lenth: [8]}}", "unknown option of tune.space.options 'block_lenth'"),
+        ("space: {options: {output: [a]}}", "unknown option of tune.space.options 'output'"),
+        ("space: {options: {block_length: [-1]}}", "tune.space.options.block_length=-1 is invalid. Set a whole number"),
+        ("space: {options: {modle.cfg_scale: [1]}}", "tune.space.options.modle.cfg_scale: unknown option 'modle'"),
+        ("space: {scheduler: {threshold: {threshold: {low: 0, high: .inf}}}}", "are 0 and inf. Give finite numbers"),
     ],
 )
 def test_spaces_are_checked_before_anything_runs(
