@@ -216,7 +216,7 @@ class Tuner:
         if found.score <= 0:
             raise UserError(
                 "baseline-failed",
-                f"The baseline of the search, one token per step, scores 0 on {tasks_of(found.jobs)}. Use another task.",
+                f"The baseline, one token per step, scores 0 on {tasks_of(found.jobs)}. Use an easier task.",
             )
         return found
 
