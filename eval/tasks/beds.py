@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from typing_extensions import override
 
-from dllm_sampler.core.checks import check_count
+from dllm_sampler.core.checks import check_count, check_positive
 from dllm_sampler.core.protocols import Denoiser
 from dllm_sampler.errors import UserError, unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample
@@ -19,6 +19,8 @@ from dllm_sampler.eval.testbeds.chain import MarkovChain
 from dllm_sampler.eval.testbeds.denoiser import LawDenoiser
 from dllm_sampler.eval.testbeds.laws import LAWS, Listed, Shuffle
 
+MOST_CONCENTRATION = 10**6  # rows are uniform there, and Python draws no gamma variates with much larger parameters
+MOST_BYTES = 2**30
 
 @dataclass
 class Ideal(Drawn):
@@ -39,8 +41,9 @@ class Ideal(Drawn):
         super().__post_init__()
         if self.operation not in LAWS:
             raise unknown("task.operation", self.operation, LAWS)
-        most = {"latin_square": 4, "even_parity": 14}.get(self.operation, 1000)
-        check_count("task.items", self.items, 2, most=most)
+        small = {"latin_square": 4, "even_parity": 14, "replace_random": 200, "insert_random": 200, "remove_random": 200}
+        most = small.get(self.operation, 1000)
+        check_count(f"task.items (for task.operation={self.operation})", self.items, 2, most=most)
 
     @cached_property
     def law(self) -> Listed | Shuffle:
@@ -101,11 +104,15 @@ class Markov(Drawn):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.states < 2 or self.length < 1 or not self.concentration > 0:
+        check_count("task.states", self.states, 2)
+        check_count("task.length", self.length)
+        check_positive("task.concentration", self.concentration, "a number", most=MOST_CONCENTRATION)
+        size = 8 * (self.length + 1) * self.states**2  # bytes of `MarkovChain._powers`
+        if size > MOST_BYTES:
             raise UserError(
                 "option-range",
-                f"task.states={self.states} task.length={self.length} task.concentration={self.concentration} is out of"
-                " range. Set states to at least 2, length to at least 1, and concentration above 0.",
+                f"task.states={self.states} and task.length={self.length} need tables of {size / 2**30:.3g} GiB. Set"
+                " smaller numbers: the limit is 1 GiB, for example 256 states and 2000 tokens.",
             )
 
     @cached_property
