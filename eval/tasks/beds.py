@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from dllm_sampler.core.checks import check_count, check_positive
 from dllm_sampler.core.protocols import Denoiser
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import UserError, invalid, unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt
 from dllm_sampler.eval.testbeds.chain import MarkovChain
@@ -21,6 +21,7 @@ from dllm_sampler.eval.testbeds.laws import LAWS, Listed, Shuffle
 
 MOST_CONCENTRATION = 10**6  # rows are uniform there, and Python draws no gamma variates with much larger parameters
 MOST_BYTES = 2**30
+
 
 @dataclass
 class Ideal(Drawn):
@@ -41,9 +42,18 @@ class Ideal(Drawn):
         super().__post_init__()
         if self.operation not in LAWS:
             raise unknown("task.operation", self.operation, LAWS)
-        small = {"latin_square": 4, "even_parity": 14, "replace_random": 200, "insert_random": 200, "remove_random": 200}
+        small = {
+            "latin_square": 4,
+            "even_parity": 14,
+            "replace_random": 200,
+            "insert_random": 200,
+            "remove_random": 200,
+        }
         most = small.get(self.operation, 1000)
-        check_count(f"task.items (for task.operation={self.operation})", self.items, 2, most=most)
+        if not 2 <= self.items <= most:
+            raise invalid(
+                "task.items", self.items, f"For task.operation={self.operation} set a number from 2 to {most}"
+            )
 
     @cached_property
     def law(self) -> Listed | Shuffle:

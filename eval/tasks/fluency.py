@@ -5,7 +5,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from dllm_sampler.errors import UserError, first_line
+from dllm_sampler.errors import UserError, first_line, invalid
 
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 LEFTOVER = re.compile(r"<\|[^|>]*\|>|</?s>|\[(?:MASK|EOS|PAD|UNK|SEP|CLS)\]|�")
@@ -66,7 +66,10 @@ def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, f
     proxy = fluency_proxy(text)
     if grammar is None:
         return proxy, {"fluency_proxy": proxy}
-    found = float(bool(text.strip()) and not tool(grammar).check(text.strip()))
+    try:
+        found = float(bool(text.strip()) and not tool(grammar).check(text.strip()))
+    except Exception as error:  # whatever a server or its client raises
+        raise _stopped(grammar, error) from error
     return found, {"grammar": found, "fluency_proxy": proxy}
 
 
@@ -74,20 +77,24 @@ def grammar_measures(text: str, grammar: str | None) -> tuple[float, dict[str, f
 def tool(grammar: str) -> Any:
     """Return LanguageTool, or raise `UserError` if it cannot be used in the way that `grammar` names."""
     if grammar != "languagetool" and not re.fullmatch(r"https?://(\[[\da-f:]+\]|[^\s/:]+)(:\d+)?(/\S*)?", grammar):
-        raise UserError(
-            "choice-unknown",
-            f"task.grammar is {grammar!r}. Set null, languagetool, or a URL such as http://localhost:8081.",
-        )
+        way = "Set null, languagetool, or a URL such as http://localhost:8081"
+        raise invalid("task.grammar", grammar, way, "choice-unknown")
     try:
         module: Any = import_module("language_tool_python")
     except ImportError:
         raise UserError(
             "package-missing",
-            "task.grammar needs LanguageTool. Run pip install language_tool_python, or set task.grammar=null.",
+            f"task.grammar={grammar} needs a package that is not installed. Run pip install language_tool_python, or"
+            " set task.grammar=null.",
         ) from None
     server = {} if grammar == "languagetool" else {"remote_server": grammar}
     try:
         return module.LanguageTool("en-US", **server)
     except Exception as error:  # no Java, no download, no server: each has a kind of its own
-        fix = "Check the URL." if server else "It needs Java 17 and, the first time, a network."
-        raise UserError("package-missing", f"task.grammar={grammar} fails ({first_line(error)}). {fix}") from error
+        raise _stopped(grammar, error) from error
+
+
+def _stopped(grammar: str, error: Exception) -> UserError:
+    fix = "Check the URL" if grammar != "languagetool" else "Install Java 17, and have a network the first time"
+    text = f"LanguageTool does not work for task.grammar={grammar} ({first_line(error)}). {fix}, or set"
+    return UserError("package-missing", f"{text} task.grammar=null.")

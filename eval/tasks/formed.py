@@ -2,17 +2,17 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import permutations
+from dataclasses import dataclass
+from itertools import islice, permutations
 from typing import ClassVar
 
 from typing_extensions import override
 
-from dllm_sampler.errors import UserError, unknown
+from dllm_sampler.errors import unknown
 from dllm_sampler.eval.tasks.base import Answer, Sample
-from dllm_sampler.eval.tasks.mini import Mini
+from dllm_sampler.eval.tasks.mini import Mini, held_out_examples
 from dllm_sampler.guides import Regex
-from dllm_sampler.models.mini_tasks import latin_squares
+from dllm_sampler.models.mini_tasks import TASKS, latin_squares
 
 OPERATIONS = ("latin", "shuffle", "json")
 NAMES = 5  # orders of more would make long expressions
@@ -41,13 +41,9 @@ class Formed(Mini):
     def samples(self) -> Sequence[Sample]:
         if self.operation != "shuffle":
             return super().samples()
-        several = replace(self, count=4 * self.count)
-        found = [one for one in Mini.samples(several) if str(one.prompt).count(",") < NAMES][: self.count]
-        if len(found) < self.count:
-            raise UserError(
-                "option-range", f"task.count={self.count} exceeds the {len(found)} short prompts. Lower it."
-            )
-        return [replace(one, index=index) for index, one in enumerate(found)]
+        drawn = held_out_examples(TASKS[self.operation], self.seed)
+        fitting = (prompt for prompt, _ in drawn if prompt.count(",") < NAMES)
+        return [Sample(index, prompt) for index, prompt in enumerate(islice(fitting, self.count))]
 
     @override
     def form(self, sample: Sample) -> str:

@@ -12,6 +12,26 @@ from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 from dllm_sampler.inputs.metrics import Metric
 
+FORM = '{"prompt": ..., "answer": ...}'
+
+
+def read_texts(option: str, file: str, *fields: str) -> list[dict[str, str]]:
+    """Return the JSON objects in the lines of a file, each with a text that is not blank under every one of `fields`.
+
+    Raises:
+        UserError: the file cannot be read or is empty, or a line lacks a text. The message has its number.
+    """
+    form = ", ".join(f'"{field}": "..."' for field in fields)
+    found = file_records(option, file)
+    for where, line in found:
+        for field in fields:
+            text = line.get(field) if isinstance(line, dict) else None
+            if not isinstance(text, str) or not text.strip():
+                raise UserError("example-invalid", f'{where} has no text under "{field}". Write {{{form}}} there.')
+    if not found:
+        raise UserError("file-invalid", f"{option}={file} has no JSON lines. Write {{{form}}} in each line.")
+    return [line for _, line in found]
+
 
 @dataclass(frozen=True)
 class Line:
@@ -49,7 +69,7 @@ class Jsonl(Task):
     def __post_init__(self) -> None:
         if self.file is None:
             raise UserError("option-missing", "task=jsonl needs a file. Add task.file=FILE.jsonl.")
-        for line in () if self.judge.own else self.lines:
+        for line in self.lines:
             self.judge.check(line.answer, line.where)
 
     @cached_property
@@ -63,13 +83,11 @@ class Jsonl(Task):
         assert self.file is not None
         found = file_records("task.file", self.file)
         if not found:
-            raise UserError("file-invalid", f"task.file={self.file} has no lines. Add some.")
+            raise UserError("file-invalid", f"task.file={self.file} has no JSON lines. Write {FORM} in each line.")
         lines = []
         for where, record in found[: self.count]:
             if not isinstance(record, dict):
-                raise UserError(
-                    "example-invalid", f'{where} is not a JSON object. Write {{"prompt": ..., "answer": ...}}.'
-                )
+                raise UserError("example-invalid", f"{where} is not a JSON object. Write {FORM}.")
             lines.append(Line(where, prompt(record, where), record.get("answer"), record))
         return lines
 

@@ -7,17 +7,17 @@ Unlike the published prompts, ours say that positions count from 0. Sorting by l
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from string import Formatter
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, as_typed, first_line, invalid, short
 from dllm_sampler.eval.tasks import listing
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
 from dllm_sampler.eval.tasks.names import GIVEN, SURNAMES
 
-PLACE = "\0"  # no one's name
 FRAME = """People are queueing at the counter of a repair shop. This is the queue, whoever is next comes first:
 {queue}
 {task}
@@ -30,8 +30,8 @@ class WaitingLine(Drawn):
 
     Args:
         items: lengths of the lists, which the samples take in turn.
-        template: the user's message in your own words, with `{queue}` and, if the operation has them, `{word}` and
-            `{index}`. By default ours.
+        template: the user's message in other words, with `{queue}` and, if the operation has them, `{word}` (the new
+            person) and `{index}` (the position). None means the message of this module.
     """
 
     task: ClassVar[str]
@@ -43,15 +43,9 @@ class WaitingLine(Drawn):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.items or min(self.items) < 2 or max(self.items) > len(GIVEN):
-            raise UserError("option-range", f"task.items is {list(self.items)}. Set numbers from 2 to {len(GIVEN)}.")
-        try:
-            whole = PLACE in self._message(PLACE, "", 0)
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError(
-                "option-syntax", f"task.template is invalid ({error}). Use {{queue}}, {{word}} and {{index}}."
-            ) from None
-        if not whole:
-            raise UserError("option-syntax", "task.template has no {queue}. Add it.")
+            raise invalid("task.items", self.items, f"Set a list of numbers from 2 to {len(GIVEN)}, for example [3,4]")
+        if self.template is not None:
+            self._check_template(self.template)
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -113,8 +107,30 @@ class WaitingLine(Drawn):
         facts = {"queue": queue, "word": word if self.adds else "", "index": index}
         return facts, self.edit(queue, word, index)
 
+    def _check_template(self, template: str) -> None:
+        wanted = [name for name in ("{queue}", "{word}", "{index}") if name in FRAME + self.task]
+        try:
+            parts = [part for part in Formatter().parse(template) if part[1] is not None]
+        except ValueError as error:
+            raise UserError(
+                "option-syntax",
+                f"task.template={as_typed(template)} cannot be read ({first_line(error)}). Use only"
+                f" {', '.join(wanted)}, and write {{{{ and }}}} for braces of the text.",
+            ) from None
+        fields = [f"{{{name}{f'!{kind}' * bool(kind)}{f':{form}' * bool(form)}}}" for _, name, form, kind in parts]
+        for name in fields:
+            if name not in wanted:
+                raise UserError(
+                    "option-syntax",
+                    f"task.template has {short(name)}, which task={self.name} does not fill. Use only"
+                    f" {', '.join(wanted)}, and write {{{{ and }}}} for braces of the text.",
+                )
+        for name in wanted:
+            if name not in fields:
+                raise UserError("option-syntax", f"task.template={as_typed(template)} has no {name}. Add it.")
+
     def _message(self, queue: str, word: str, index: int) -> str:
-        text = self.template or FRAME.replace("{task}", self.task)
+        text = FRAME.replace("{task}", self.task) if self.template is None else self.template
         return text.format(queue=queue, word=word, index=index)
 
 

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from random import Random
 from typing import Any, ClassVar, Literal
 
-from dllm_sampler.cli.inputs import file_records
 from dllm_sampler.core.checks import check_count
 from dllm_sampler.errors import UserError
 from dllm_sampler.eval.tasks import fluency, overlap, texts
 from dllm_sampler.eval.tasks.base import Answer, Sample
 from dllm_sampler.eval.tasks.drawn import Drawn, Prompt, chat
+from dllm_sampler.eval.tasks.jsonl import read_texts
 from dllm_sampler.eval.tasks.themes import NEAR, THEMES
 
 
@@ -87,26 +87,24 @@ class FromTexts(Writing):
     """A task on texts that are drawn from templates, or read from a file.
 
     Args:
-        file: JSON lines, each with the fields that the task reads (`text`; or `dialogue` and `summary`); sample i is
-            line i.
+        file: JSON lines, each with the texts that the task reads: `text`, or `dialogue` and `summary`. Sample i is
+            line i. None means templates.
     """
 
     fields: ClassVar[tuple[str, ...]]
 
     file: str | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.file is not None:
+            _ = self.lines  # a mistake shows before a model is loaded
+
     @cached_property
     def lines(self) -> list[dict[str, str]]:
         """The objects on the lines of the file."""
         assert self.file is not None
-        found = file_records("task.file", self.file)
-        for where, line in found:
-            for field in self.fields:
-                if not isinstance(line, dict) or not isinstance(line.get(field), str):
-                    raise UserError("example-invalid", f"{where}: '{field}' is not a text. Add one.")
-        if not found:
-            raise UserError("file-invalid", f"task.file={self.file} has no lines. Add some.")
-        return [line for _, line in found]
+        return read_texts("task.file", self.file, *self.fields)
 
     def samples(self) -> Sequence[Sample]:
         """Return the samples, at most as many as the file has."""
@@ -129,8 +127,11 @@ class Paraphrase(FromTexts):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bert_score and find_spec("bert_score") is None:
-            message = "task.bert_score needs bert-score and 1.4 GB. Run pip install bert-score."
-            raise UserError("package-missing", message)
+            raise UserError(
+                "package-missing",
+                "task.bert_score=true needs a package that is not installed. Run pip install bert-score, or set"
+                " task.bert_score=false.",
+            )
 
     def draw(self, rng: Random, index: int) -> tuple[Prompt, Mapping[str, Any]]:
         """Draw a sentence, and the words that its paraphrase has to keep (names and days)."""

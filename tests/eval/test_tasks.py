@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise, permutations
-from math import log
+from math import inf, log
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,10 +269,10 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "One."}\n{"text": "Two."}\n')
     assert [sample.facts["text"] for sample in task("paraphrase", file=str(path)).samples()] == ["One.", "Two."]
-    with refused("example-invalid: line 1, 'dialogue'"):
+    with refused('example-invalid: line 1, "dialogue"'):
         task("summarise", file=str(path)).samples()
     path.write_text('{"dialogue": "A.", "summary": "S."}\n\n{"dialogue": "B."}\n')
-    with refused("example-invalid: line 3, 'summary'"):
+    with refused('example-invalid: line 3, "summary"'):
         task("summarise", file=str(path)).samples()
     with refused("file-unreadable: none"):
         task("paraphrase", file=str(tmp_path / "none")).samples()
@@ -311,8 +311,11 @@ def test_grammar_counts_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> No
     assert (bad["score"], bad["grammar"], bad["fluency_proxy"]) == (0, 0, 1)
     with refused("package-missing: task.grammar=http://localhost:2, no connection, Check the URL"):
         task("words_easy", grammar="http://localhost:2")
-    with refused("package-missing: task.grammar=languagetool, no connection, It needs Java 17"):
+    with refused("package-missing: task.grammar=languagetool, no connection, Install Java 17"):
         task("words_easy", grammar="languagetool")
+    monkeypatch.setattr(Tool, "check", lambda self, text: 1 / 0)
+    with refused("package-missing: task.grammar=http://localhost:1, division by zero, task.grammar=null"):
+        graded(words, sample, "the pine")
     fluency.tool.cache_clear()
 
 
@@ -338,15 +341,23 @@ def test_ideal_and_markov() -> None:
 @each(
     ("name", "given", "said"),
     [
-        ("copy", {"items": [1]}, "option-range: task.items"),
+        ("copy", {"items": [1]}, "option-range: task.items=[1]"),
+        ("copy", {"items": 3}, "option-type: task.items=3, a list as [a,b]"),
+        ("copy", {"template": ""}, "option-syntax: task.template='', {queue}"),
+        ("copy", {"template": "{queue} {word}"}, "option-syntax: {word}, task=copy"),
+        ("copy", {"template": '{queue} {"a": 1}'}, 'option-syntax: {"a": 1}, {{ and }}'),
+        ("copy", {"template": "{queue} {"}, "option-syntax: cannot be read, {queue}"),
+        ("insert_index", {"template": "{queue} {word}"}, "option-syntax: no {index}"),
         ("copy", {"count": 0}, "option-range: task.count"),
         ("latin_square", {"side": 1}, "option-range: task.side"),
         ("sudoku", {"holes": 14}, "option-range: 10"),
         ("words_easy", {"size": 0}, "option-range: task.size"),
         ("mini", {"operation": "coyp"}, "choice-unknown: 'copy'"),
         ("ideal", {"operation": "shufle"}, "choice-unknown: 'shuffle'"),
-        ("ideal", {"operation": "latin_square"}, "option-range: task.items"),
-        ("markov", {"states": 1}, "option-range: task.states"),
+        ("ideal", {"operation": "latin_square"}, "option-range: task.items=5, task.operation=latin_square, 4"),
+        ("markov", {"states": 1}, "option-range: task.states=1"),
+        ("markov", {"concentration": inf}, "option-range: task.concentration=inf"),
+        ("markov", {"length": 10**8}, "option-range: task.length=100000000, GiB"),
     ],
 )
 def test_mistakes_are_refused(name: str, given: dict[str, Any], said: str) -> None:
