@@ -5,19 +5,63 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dllm_sampler.errors import UserError, short
+from dllm_sampler.core.checks import is_whole
+from dllm_sampler.errors import UserError, first_line, short
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
 
 
+def _is_ids(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_whole, value))
+
+
+def _is_prompt(value: object) -> bool:
+    messages = isinstance(value, Sequence) and bool(value) and all(isinstance(one, Mapping) for one in value)
+    return isinstance(value, str) or _is_ids(value) or messages
+
+
+# Attributes of a task besides `samples`, `grade` and `together`: the check of a value, and a description of right ones.
+_RIGHT: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "prompt": (_is_prompt, "text, messages or token ids"),
+    "reference": (lambda one: one is None or isinstance(one, str) or _is_ids(one), "text, token ids or None"),
+    "form": (lambda one: one is None or (isinstance(one, str) and one != ""), "a regular expression or None"),
+    "source": (lambda one: one is None or isinstance(one, str), "text or None"),
+    "content": (lambda one: one is None or isinstance(one, str), "text or None"),
+    "dependency": (lambda one: one in ("low", "high", None), "'low', 'high' or None"),
+    "denoiser": (lambda one: one is None or hasattr(one, "spec"), "a Denoiser or None"),
+    "max_new_tokens": (lambda one: is_whole(one) and one > 0, "a whole number of at least 1"),
+    "score": (lambda one: isinstance(one, str), "the name of a grade"),
+}
+
+
 class Asked:
-    """The task of task=`name`, a user's, with checked methods. All other attributes are those of the task."""
+    """The user's task of `task=NAME`, with checks of what its methods and properties return.
+
+    Args:
+        task: the task.
+        name: NAME, for errors.
+
+    Raises:
+        UserError: any method or property raises it if that of the task raised an exception or returned a wrong value.
+    """
 
     def __init__(self, task: Task, name: str):
         self.task, self.called = task, f"task={name}"
         self._samples: Sequence[Sample] | None = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.task, name)
+        if name not in _RIGHT:
+            return getattr(self.task, name)
+        found = self._of(name, lambda: getattr(self.task, name))
+        if not callable(found):
+            return self._checked(name, found)
+        return lambda *given: self._checked(f"{name}()", self._of(f"{name}()", lambda: found(*given)))
+
+    def _checked(self, what: str, value: Any) -> Any:
+        is_right, right = _RIGHT[what.removesuffix("()")]
+        if not is_right(value):
+            verb = "returned" if what.endswith("()") else "is"
+            raise UserError("task-result", f"{self.called}: {what} {verb} {short(repr(value))}. Make it {right}.")
+        return value
 
     def samples(self) -> Sequence[Sample]:
         """Return the samples. The task's method is called once.
@@ -38,22 +82,22 @@ class Asked:
         return self._samples
 
     def _check(self, place: int, sample: Sample) -> None:
-        if sample.index != place:
+        if not is_whole(sample.index) or sample.index != place:
             raise UserError(
                 "task-result", f"{self.called}: sample {place + 1} has index {sample.index!r}. Set index={place}."
             )
         given = sample.prompt
-        each = list(given) if isinstance(given, Sequence) else [None]
-        messages = bool(each) and all(isinstance(one, Mapping) for one in each)
-        if not isinstance(given, str) and not all(type(one) is int for one in each) and not messages:
-            raise UserError(
-                "task-result",
-                f"{self.called}: the prompt of sample {place + 1} is {short(repr(given))}. Give text, messages or ids.",
-            )
         try:
             json.dumps(given)
+            right = _is_prompt(given)
         except (TypeError, ValueError):
-            raise UserError("task-result", f"{self.called}: prompt {place + 1} is not JSON. Use text.") from None
+            right = False
+        if not right:
+            raise UserError(
+                "task-result",
+                f"{self.called}: the prompt of sample {place + 1} is {short(repr(given))}. Make it text, messages or"
+                " token ids, with values that JSON has.",
+            )
 
     def grade(self, sample: Sample, answer: Answer) -> Mapping[str, float]:
         """Return the grades of an answer.
@@ -62,7 +106,7 @@ class Asked:
             UserError: the task raised an exception, or the grades are not numbers with its `score` from 0 to 1.
         """
         given = self._of(f"grade() of sample {sample.index + 1}", lambda: self.task.grade(sample, answer))
-        score = self.task.score
+        score = self.score
         try:
             found = {str(name): float(value) for name, value in given.items()}
         except (AttributeError, TypeError, ValueError):
@@ -71,7 +115,7 @@ class Asked:
             raise UserError(
                 "task-result",
                 f"{self.called}: grade() of sample {sample.index + 1} returned {short(repr(given))}."
-                f" Return a mapping with {score!r} from 0 to 1.",
+                f" Return a mapping of names to finite numbers, with {score!r} from 0 to 1.",
             )
         return found
 
@@ -96,6 +140,6 @@ class Asked:
         except UserError:
             raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises
-            raise UserError(
-                "function-failed", f"{self.called}: {what} raised {type(error).__name__} ({error}). Correct the task."
-            ) from error
+            kind = type(error).__name__
+            said = f"{kind} ({first_line(error)})" if str(error).strip() else kind
+            raise UserError("function-failed", f"{self.called}: {what} raised {said}. Correct the task.") from error

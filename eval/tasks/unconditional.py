@@ -6,18 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from dllm_sampler.cli.inputs import file_records
 from dllm_sampler.core.checks import check_count
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, as_typed, counted
 from dllm_sampler.eval.tasks.base import Answer, Sample, Task
-from dllm_sampler.host.paths import expanded
+from dllm_sampler.eval.tasks.jsonl import read_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,12 +45,17 @@ class Unconditional(Task):
         count: number of samples.
         seed: has no effect on samples. Their draws depend on the option `seed`.
         length: tokens of a sample.
-        begin: text before each sample, which is not measured. None: the tokenizer's BOS token.
-        judge: a causal language model, FOLDER or ORG/NAME. Texts are encoded again with its tokenizer. None: no judge.
-        references: JSON lines, each with a `text` of the true law, at least `count` of them. With the judge they give
-            `mauve` (arXiv 2102.01454), by the package mauve-text with its defaults. None: no MAUVE.
-        context: tokens that the judge reads at once, at most what its config allows. The first token of each piece is
-            not measured.
+        begin: text before each sample, which is not measured. None (or an empty text) means the tokenizer's BOS token.
+        judge: a causal language model, FOLDER or ORG/NAME. Texts are encoded again with its tokenizer. None means no
+            judge.
+        references: JSON lines, each with a `text` from the data that the model imitates, at least `count` of them. With
+            the judge they give `mauve` (arXiv 2102.01454), by the package mauve-text with its defaults. None means no
+            MAUVE.
+        context: most tokens that the judge reads at once. The judge's own limit applies, too. The first token of each
+            piece is not measured.
+
+    Raises:
+        UserError: a number is too small, the judge or the references cannot be used, or either lacks the other.
     """
 
     name: ClassVar[str] = "unconditional"
@@ -64,16 +69,14 @@ class Unconditional(Task):
     def __post_init__(self) -> None:
         check_count("task.length", self.length)
         check_count("task.context", self.context, 2)
-        if self.judge is not None and not expanded("task.judge", self.judge).is_dir() and self.judge.count("/") != 1:
-            raise UserError(
-                "model-not-found",
-                f"Cannot find the folder task.judge={self.judge}. Name a checkpoint, or ORG/NAME of the hub.",
-            )
-
+        if self.judge is None:
+            for name, default in (("references", None), ("context", 1024)):
+                if (value := getattr(self, name)) != default:
+                    raise UserError("option-missing", f"task.{name}={value} needs a judge. Set task.judge=MODEL.")
+            return
+        _checkpoint(self.judge)  # a mistake shows before hours of work
         if self.references is not None:
-            if self.judge is None:
-                raise UserError("option-missing", "task.references needs a judge. Set task.judge.")
-            _ = _mauve(), self._references  # a mistake shows before hours of work
+            _ = self._references, _mauve()
 
     @property
     def max_new_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -100,7 +103,8 @@ class Unconditional(Task):
         bos: Any = None if tokenizer is None else tokenizer.bos_token_id
         if bos is None:
             raise UserError(
-                "option-missing", "task.begin is missing, and the tokenizer has no BOS token. Set task.begin."
+                "option-missing",
+                f"The tokenizer has no BOS token, which task.begin={as_typed(self.begin)} needs. Set task.begin=TEXT.",
             )
         return [int(bos)]
 
@@ -128,28 +132,50 @@ class Unconditional(Task):
     @cached_property
     def _references(self) -> list[str]:
         assert self.references is not None
-        lines = file_records("task.references", self.references)
-        try:
-            texts = [str(line["text"]) for _, line in lines]
-        except (KeyError, TypeError):
+        lines = read_texts("task.references", self.references, "text")
+        if len(lines) < self.count:
             raise UserError(
                 "file-invalid",
-                f'task.references={self.references} is not JSON lines with a text each. Write {{"text": ...}} lines.',
-            ) from None
-        if len(texts) < self.count:
-            raise UserError(
-                "file-invalid",
-                f"task.references={self.references} has {len(texts)} texts for {self.count} samples. Add texts, or set"
-                " a smaller task.count.",
+                f"task.references={self.references} has {counted(len(lines), 'text')} for {self.count} samples. Add"
+                f" texts, or set task.count={len(lines)}.",
             )
-        return texts
+        return [line["text"] for line in lines]
 
 
 def _mauve() -> Any:
     try:
         return import_module("mauve")
     except ImportError:  # also of the packages that it needs
-        raise UserError("package-missing", "task.references needs MAUVE. Run pip install mauve-text.") from None
+        raise UserError(
+            "package-missing",
+            "task.references needs a package that is not installed. Run pip install mauve-text, or remove"
+            " task.references.",
+        ) from None
+
+
+@cache
+def _checkpoint(judge: str) -> tuple[Path, PreTrainedTokenizerBase]:
+    """Return the folder of the judge, which is downloaded if necessary, and its tokenizer.
+
+    Raises:
+        UserError: it is not a checkpoint of a causal language model with a tokenizer.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # a slow import
+
+    from dllm_sampler.models import loading, weights
+
+    folder = loading.find(judge, option="task.judge")
+    fix = "Name a causal language model of transformers, for example task.judge=openai-community/gpt2-large"
+    if not (folder / "config.json").is_file():
+        raise UserError("checkpoint-incomplete", f"task.judge={judge} has no config.json. {fix}.")
+    kind = weights.read_json(folder / "config.json").get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError("architecture-unknown", f"task.judge={judge} has the model_type {as_typed(kind)}. {fix}.")
+    weights.tensor_files(folder)
+    tokenizer = loading.load_tokenizer(folder)
+    if tokenizer is None:
+        raise UserError("tokenizer-missing", f"task.judge={judge} has no tokenizer. Add its files to {folder}.")
+    return folder, tokenizer
 
 
 class _Judge:
@@ -159,13 +185,9 @@ class _Judge:
         import torch  # with transformers, which the tasks' list does not wait for
         from transformers import AutoModelForCausalLM
 
-        from dllm_sampler.models import huggingface, loading
+        from dllm_sampler.models import huggingface
 
-        folder = loading.find(name, option="task.judge")
-        tokenizer = loading.load_tokenizer(folder)
-        if tokenizer is None:
-            raise UserError("tokenizer-missing", f"task.judge={name} has no tokenizer. Name a checkpoint that has one.")
-        self.tokenizer = tokenizer
+        folder, self.tokenizer = _checkpoint(name)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.model = huggingface.pretrained(AutoModelForCausalLM, folder, "a causal language model", None)
         self.model.eval().to(device)

@@ -25,11 +25,20 @@ class Pair(Task):
 
     def together(self, samples, answers):
         return {together}
+
+    def prompt(self, sample, tokenizer):
+        return {prompt}
+
+    @property
+    def max_new_tokens(self):
+        return {max_new_tokens}
 """
 GOOD = {
     "samples": '[Sample(i, "reverse: Ada, Ben") for i in range(self.count)]',
     "grade": '{"score": sample.index / 2}',
     "together": '{"mean": 0.5}',
+    "prompt": "sample.prompt",
+    "max_new_tokens": "32",
 }
 
 
@@ -60,7 +69,7 @@ def write(**parts: str) -> None:
         ("samples", '[Sample(0, "a")] * 3', "sample 2"),
         ("samples", '[Sample(1, "a")]', "sample 1"),
         ("samples", "[Sample(0, 5)]", "the prompt of sample 1 is 5."),
-        ("samples", '[Sample(0, [{"role": {1}}])]', "prompt 1"),
+        ("samples", '[Sample(0, [{"role": {1}}])]', "the prompt of sample 1 is [{'role': {1}}]."),
         ("samples", '{}["a"]', "samples() raised KeyError ('a'"),
         ("grade", "None", "grade() of sample 1 returned None"),
         ("grade", "1.0", "grade() of sample 1 returned 1.0."),
@@ -72,6 +81,9 @@ def write(**parts: str) -> None:
         ("grade", "exit(0)", "grade() of sample 1 raised SystemExit (0"),
         ("together", "5", "together() returned 5."),
         ("together", '{}["a"]', "together() raised KeyError ('a'"),
+        ("prompt", "3", "prompt() returned 3. Make it text, messages or token ids."),
+        ("prompt", "1 / 0", "prompt() raised ZeroDivisionError (division by zero"),
+        ("max_new_tokens", "0", "max_new_tokens is 0."),
     ],
 )
 def test_mistakes_are_one_sentence(part: str, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

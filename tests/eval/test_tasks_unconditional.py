@@ -80,7 +80,7 @@ def test_generative_perplexity_is_over_all_tokens(judge: Path) -> None:
     assert task().together([], [answer("a b")]) == {}, "no judge"
 
 
-def references(folder: Path, texts: list[str]) -> str:
+def references(folder: Path, texts: list[Any]) -> str:
     file = folder / "true.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(file)
@@ -118,16 +118,19 @@ def test_mistakes_of_references(judge: Path, tmp_path: Path, monkeypatch: pytest
     file = references(tmp_path, TRUE)
     with refused("option-missing: task.references, task.judge"):
         task(references=file)
-    with refused("file-invalid: 4 texts for 5 samples"):
+    with refused("file-invalid: 4 texts for 5 samples, task.count=4"):
         task(references=file, judge=str(judge), count=5)
+    with refused('example-invalid: line 2 has no text under "text"'):
+        task(references=references(tmp_path, ["a", None]), judge=str(judge), count=2)
     with refused("file-unreadable: task.references="):
         task(references=file + "x", judge=str(judge))
     Path(file).write_text("a text\n")
     with refused("json-invalid: line 1"):
         task(references=file, judge=str(judge))
+    references(tmp_path, TRUE)
     monkeypatch.setitem(sys.modules, "mauve", None)
     with refused("package-missing: task.references, mauve-text"):
-        task(references=file, judge=str(judge))
+        task(references=file, judge=str(judge), count=4)
 
 
 def test_mauve_is_that_of_the_package(tmp_path: Path) -> None:
@@ -172,7 +175,10 @@ def test_what_a_text_begins_with() -> None:
     [
         ({"length": 0}, "option-range: task.length, 0"),
         ({"context": 1}, "option-range: task.context, 1"),
-        ({"judge": "nowhere"}, "model-not-found: task.judge=nowhere"),
+        ({"judge": "nowhere"}, "model-not-found: task.judge='nowhere'"),
+        ({"judge": "tests"}, "checkpoint-incomplete: task.judge=tests"),
+        ({"judge": "tests/conformance/data/tiny-llada"}, "architecture-unknown: task.judge=tests/conformance, 'llada'"),
+        ({"context": 5}, "option-missing: task.context=5, task.judge"),
     ],
 )
 def test_mistakes(fields: dict[str, Any], refusal: str) -> None:
