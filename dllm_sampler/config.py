@@ -274,7 +274,8 @@ def plugin_class(owner: str, group: str, target: str) -> type:
     base = resolve(BASES[group])
     if not inspect.isclass(found) or found is base or not issubclass(found, base):
         raise UserError(
-            "target-invalid", f"{owner}: _target_={target} is not a {base.__name__}. Name a class that extends it."
+            "target-invalid",
+            f"{owner}: _target_={target} is not a class that extends {base.__name__}. Name such a class.",
         )
     return found
 
@@ -295,16 +296,17 @@ def _one(group: str, spec: object, place: str | None = None) -> Any:
         return _made(group, spec)
     given = {str(key): value for key, value in spec.items()}
     name, target = given.pop("name", None), given.pop("_target_", None)
-    if "_target_" in spec and target is None:
-        owner = f"{group}={name}" if name else group
+    if "_target_" in spec and not target:
+        owner = f"{place or group}={name}" if name else place or group
         raise UserError("target-invalid", f"{owner}: _target_ is empty. Write package.module.Class.")
     if target is None and name is None:
-        raise UserError("option-missing", f'{group} has no name. Give {{"name": "{names(group)[-1]}"}}.')
+        wrong = f"{place or group}={as_typed(dict(spec))} has no name"
+        raise UserError("option-missing", f'{wrong}. Give one, for example {{"name": "{names(group)[-1]}"}}.')
     if target is None:
         defaults = dict(entry(group, str(name)).settings)
         target = defaults.pop("_target_", None)
         given = {**defaults, **given}
-    owner = f"{group}={name}" if name else str(target).rpartition(".")[2] or group
+    owner = f"{place or group}={name}" if name else str(target).rpartition(".")[2] or group
     if target is None:  # guide=none
         if given:
             raise unknown(f"field of {owner}", next(iter(given)), [])

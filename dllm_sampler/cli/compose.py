@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -10,12 +11,13 @@ from hydra.core.override_parser.types import Override
 from omegaconf.errors import OmegaConfBaseException
 
 from dllm_sampler import config
+from dllm_sampler.cli import recommended
 from dllm_sampler.cli.options import Options
-from dllm_sampler.cli.recommended import expand
 from dllm_sampler.cli.user_files import check, choices, entry, holders, own, read
 from dllm_sampler.cli.words import literal, parse, readable, spelled_out
-from dllm_sampler.errors import UserError, first_line, nearest, short, unknown
+from dllm_sampler.errors import UserError, as_typed, first_line, nearest, short, unknown
 from dllm_sampler.host.files import uninterrupted
+from dllm_sampler.options import Options as CommonOptions
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
     Raises:
         UserError: an override cannot be read, or names an unknown option or choice.
     """
-    known = expand(spelled_out(overrides), str(config.defaults(app.root).get("model")))
+    known = recommended.expand(spelled_out(overrides), str(config.defaults(app.root).get("model")))
     words = [word for given in known for word in literal(given)]
     parsed: list[Override] = []
     unread: UserError | None = None  # about the first word that cannot be read
@@ -88,6 +90,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
                 raise  # its fields depend on the choice
             if unread is None and len(word) <= 1000 and readable(f"{key}=null") and key not in app.groups:
                 parsed.append(parse(f"{key}=null"))  # an unknown name is reported first
+            if error.code == "option-syntax" and app.name == "dllm-sample":
+                error = UserError(error.code, f"{str(error)[:-1]}, or put -- before it if it is a prompt.")
             unread = unread or error
     for override in parsed:
         group = override.key_or_group
@@ -97,10 +101,12 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
             raise UserError(
                 "option-syntax", f"{override.input_line} has an @, which is not supported. Write {group}=VALUE."
             )
-        if group in app.groups and group not in SEVERAL and isinstance(override.value(), list):
-            raise UserError(
-                "option-missing", f"{override.input_line} is a list, but {group} takes one name. Write {group}=NAME."
-            )
+        kind = {list: "list", dict: "mapping"}.get(type(override.value()))
+        if group in app.groups and (kind == "mapping" or (kind == "list" and group not in SEVERAL)):
+            takes = f"one name. Write {group}=NAME"
+            if group in SEVERAL:
+                takes = f"names. Write {group}=NAME or {group}=[NAME,NAME]"
+            raise UserError("option-missing", f"{override.input_line} is a {kind}, but {group} takes {takes}.")
     with uninterrupted():  # OmegaConf fails where Ctrl-C comes while it cleans up
         composed = _compose(app, parsed)
     if unread is not None:
@@ -109,7 +115,8 @@ def composition(app: App, overrides: Sequence[str]) -> Composed:
         return replace(composed, tree=config.resolved(composed.tree))
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         key = getattr(error, "full_key", None)
-        place = f"{key}: " if key else ""
+        typed = {one.key_or_group: f"{one.input_line}: " for one in parsed}
+        place = typed.get(key, f"{key}: ") if key else ""
         raise UserError("config-invalid", f"{place}{first_line(error)}. Correct the value.") from error
 
 
@@ -123,12 +130,16 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
             rest.append(one)
         elif one.is_delete():
             chosen.pop(group, None)
-        elif isinstance(value, dict) or (value is None and group not in SEVERAL):
-            raise unknown(group, "" if value is None else short(str(value)), choices(group))
+        elif value is None and group not in SEVERAL:
+            raise UserError("option-missing", f"{group}=null chooses nothing. Write {group}=NAME, which is required.")
         else:
             typed[group] = value
     overridden: dict[str, Any] = {}
     names = _names({**chosen, **typed}.get("experiment"))
+    if recommended.NAME in names:  # `recommended.expand` has replaced the word itself
+        raise UserError(
+            "option-syntax", f"experiment={recommended.NAME} works alone. Write it without a list, quotes or +."
+        )
     recipes = {name: _file(app, "experiment", name, overridden) for name in names}
     chosen |= overridden | typed
     tree: dict[str, Any] = {} if app.options is None else {one.name: one.default for one in fields(app.options)}
@@ -139,7 +150,7 @@ def _compose(app: App, parsed: Sequence[Override]) -> Composed:
                 raise UserError("options-conflict", f"guide=[{','.join(names)}] names {repeated} twice. Name it once.")
             tree[group] = {name: _file(app, group, name) for name in names if name != "none"}
         elif chosen[group] != "???":
-            tree[group] = _file(app, group, str(chosen[group]))
+            tree[group] = _file(app, group, _names(chosen[group])[0])
     for name, recipe in recipes.items():
         _check_recipe(name, recipe, tree, chosen)
         _merge(tree, recipe)
@@ -164,7 +175,8 @@ def _check_recipe(name: str, recipe: Mapping[str, Any], tree: Mapping[str, Any],
 
 def _names(value: object) -> list[str]:
     """Return the names in `value`, which is a name, a list of names or None."""
-    return [] if value is None else [str(name) for name in (value if isinstance(value, list) else [value])]
+    names = [] if value is None else value if isinstance(value, list) else [value]
+    return [name if isinstance(name, str) else as_typed(name) for name in names]
 
 
 def _file(
@@ -218,8 +230,8 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
         UserError: the field is unknown, exists already (`+`), or has another value (`~`).
     """
     key, value, word = one.key_or_group, one.value(), str(one.input_line)
-    adds = one.is_add() or one.is_force_add()
     *above, last = re.split(r"[.\[\]]+", key.rstrip("]"))
+    adds = (one.is_add() or one.is_force_add()) and (above[:1] != ["guide"] or [*above, last][1] in tree["guide"])
     node: Any = tree
     for part in above:
         if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
@@ -233,7 +245,9 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
         return
     there = isinstance(node, dict) and last in node
     if not isinstance(node, dict) or not (there or adds):
-        wrong = missing(app, key, tree, chosen, short(word.partition("=")[2]))
+        if one.is_delete():
+            raise UserError("field-unknown", f"{word} removes a field that does not exist. Correct the name.")
+        wrong = missing(app, key, tree, chosen, word, short(word.partition("=")[2]))
         raise wrong or UserError("field-unknown", f"{word}: the field '{key}' is unknown. Write +{word} to add it.")
     if one.is_delete():
         if value is not None and value != node[last]:
@@ -246,7 +260,7 @@ def _apply(app: App, tree: dict[str, Any], chosen: Mapping[str, object], one: Ov
     elif isinstance(value, dict) and isinstance(node.get(last), dict):
         inner = None if adds else _unknown_field(node[last], value)
         if inner is not None:
-            raise missing(app, f"{key}.{inner}", tree, chosen) or UserError(
+            raise missing(app, f"{key}.{inner}", tree, chosen, word) or UserError(
                 "field-unknown", f"{word}: the field '{inner}' is unknown. Remove it."
             )
         _merge(node[last], {str(name): each for name, each in value.items()})
@@ -323,69 +337,107 @@ LISTS = ("guide", "experiment", "stop_strings", "stop_token_ids", "forms")  # op
 def several(app: App, word: str) -> UserError:
     """Return the error for `key=a,b` if the option takes one value."""
     key, _, value = word.partition("=")
-    listed = key in LISTS or "." in key
-    sweep = ", or run each by dllm-eval" if app.name == "dllm-sample" else ""
-    sweep += ", or put -- before a prompt" if app.name == "dllm-sample" and " " in word else ""
-    return UserError(
-        "option-repeated", f"{word} has several values. Give one{f', or a list as {key}=[{value}]' * listed}{sweep}."
-    )
+    ways = ["Give one"]
+    if key in LISTS and "(" not in value:
+        ways.append(f"a list as {key}=[{value}]")
+    elif "." in key and "(" not in value:
+        ways.append(f"{key}=[{value}] if it takes a list")
+    if app.name == "dllm-sample":
+        if key.partition(".")[0] in (*app.groups, *CommonOptions.__dataclass_fields__):
+            ways.append("run each by dllm-eval")
+        ways += ["put -- before a prompt"] * (" " in word)
+    return UserError("option-repeated", f"{word} has several values. {', or '.join(ways)}.")
 
 
-def missing(app: App, key: str, known: Any, chosen: Mapping[str, object], value: str = "VALUE") -> UserError | None:
-    """Return the error for a dotted key that `known` does not have, or None. `value` is the typed value."""
+def missing(
+    app: App, key: str, known: Any, chosen: Mapping[str, object], word: str, value: str = "VALUE"
+) -> UserError | None:
+    """Return the error for a dotted key that `known` does not have, or None.
+
+    Args:
+        app: the command.
+        key: the key.
+        known: the composed tree.
+        chosen: the name that each group was set to.
+        word: the override.
+        value: its value.
+    """
     first, *rest = key.split(".")
     if first not in known:
-        paths = {name: name for name in known}
-        paths |= {
-            leaf: f"{group}.{leaf}" for group in app.groups for leaf in _leaves(known.get(group)) if leaf not in paths
-        }
-        where = next((group for group in app.groups if holders(group, first)), None)
-        if where is not None and first not in paths:
-            others, inside = holders(where, first), ".NAME" * (where == "guide")
-            name = others[0] if len(others) == 1 else "NAME"
-            return UserError(
-                "option-unknown",
-                f"unknown option '{first}': {where}={chosen.get(where)} has no such field. Write {where}={name}"
-                f" {where}{inside.replace('NAME', name)}.{first}={value}"
-                + (f", where NAME is one of {', '.join(others)}." if len(others) > 1 else "."),
-            )
-        if app.name == "dllm-sample" and first in ("prompt", "prompts"):
-            return UserError(
-                "option-unknown",
-                f"unknown option '{first}': a prompt has no name. Quote it after --, or write prompts_file=FILE.",
-            )
-        near = [f"'{paths[name]}{f'={value}' * (paths[name] != name)}'" for name in nearest(first, paths)]
-        hint = f", did you mean {' or '.join(near)}?" if near else "."
-        prompt = ", and put -- before a prompt that contains =" if app.name == "dllm-sample" else ""
-        return UserError("option-unknown", f"unknown option '{first}'{hint} See {app.name} --help{prompt}.")
-    at = f"{first}={chosen[first]}" if isinstance(chosen.get(first), str) else first
+        return _missing_option(app, first, known, chosen, value)
+    at = path = first
     node = known[first]
-    for depth, part in enumerate(rest, 1):
-        if not isinstance(node, dict) or part not in node:
-            fields = _leaves(node)
-            if first == "guide" and node is known[first]:
-                if part in choices(first):
-                    others = f"[{','.join([*node, part])}]" if node else part
-                    return UserError(
-                        "option-not-applicable", f"guide.{part} sets a guide that is not chosen. Write guide={others}."
-                    )
-                if len(rest) > 1:
-                    return unknown("guide", part, choices(first))
-                # Names of guides may be left out before their fields.
-                names, fields = fields, [*dict.fromkeys(leaf for one in node.values() for leaf in _leaves(one))]
-                if nearest(part, names) and not nearest(part, fields):
-                    return unknown("guide", part, choices(first))
-            wrong = unknown(f"field of {at}", part, fields)
-            others = holders(first, part) if node is known[first] else []
-            return (
-                UserError("field-unknown", f"{wrong} The field exists in {first}={', '.join(others)}.")
-                if others
-                else wrong
+    if isinstance(chosen.get(first), str):
+        at = f"{first}={chosen[first]}"
+    for part in rest:
+        if isinstance(node, dict) and part in node:
+            path, node = f"{path}.{part}", node[part]
+            # A guide's name is between the group's and the field's, since there may be several guides.
+            at = f"guide={part}" if path == f"guide.{part}" else path
+        elif not isinstance(node, dict):
+            inner = isinstance(node, str) and path.endswith(".inner")
+            way = f"Write {path}='{{name: {node}, {part}: {value}}}'" if inner else f"Set {path} itself"
+            return UserError("field-unknown", f"{word} sets a field of {path}={as_typed(node)}, which has none. {way}.")
+        elif path == "guide":
+            return _missing_guide(part, rest, node, word, value)
+        elif path == "model" and part in config.ModelSettings.__dataclass_fields__:
+            return UserError(
+                "field-unknown", f"{word} sets a field that {at} does not set yet. Write {shlex.quote(f'+{word}')}."
             )
-        # A guide's name is between the group's and the field's, since there may be several guides.
-        inside = ".".join([first, *rest[:depth]])
-        at, node = f"guide={part}" if first == "guide" and node is known[first] else inside, node[part]
+        else:
+            wrong = unknown(f"field of {at}", part, _leaves(node))
+            others = holders(first, part) if path == first else []
+            there = f" The field exists in {first}={', '.join(others)}." if others else ""
+            return UserError("field-unknown", f"{wrong}{there}")
     return None
+
+
+def _missing_option(app: App, name: str, known: Any, chosen: Mapping[str, object], value: str) -> UserError:
+    """Return the error for an option that does not exist. It suggests fields of plug-ins, too."""
+    paths = {leaf: f"{group}.{leaf}" for group in reversed(app.groups) for leaf in _leaves(known.get(group))}
+    paths |= {one: one for one in known}
+    where = next((group for group in app.groups if holders(group, name)), None)
+    if where is not None and name not in paths:
+        now = ",".join(_names(chosen.get(where))) or "none"
+        now = f"[{now}]" if "," in now else now
+        return UserError(
+            "option-unknown",
+            f"unknown option '{name}': {where}={now} has no such field. {_choose(where, name, value)}.",
+        )
+    if app.name == "dllm-sample" and name in ("prompt", "prompts"):
+        return UserError(
+            "option-unknown",
+            f"unknown option '{name}': a prompt has no name. Quote it after --, or write prompts_file=FILE.",
+        )
+    near = [f"'{paths[one]}{f'={value}' * (paths[one] != one)}'" for one in nearest(name, paths)]
+    hint = f", did you mean {' or '.join(near)}?" if near else "."
+    prompt = ", and put -- before a prompt that contains =" if app.name == "dllm-sample" else ""
+    return UserError("option-unknown", f"unknown option '{name}'{hint} See {app.name} --help{prompt}.")
+
+
+def _choose(group: str, field: str, value: str) -> str:
+    """Return the advice to choose a plug-in that has a field, without its full stop."""
+    others, inside = holders(group, field), ".NAME" * (group == "guide")
+    name = others[0] if len(others) == 1 else "NAME"
+    way = f"Write {group}={name} {group}{inside.replace('NAME', name)}.{field}={value}"
+    return f"{way}, where NAME is one of {', '.join(others)}" if len(others) > 1 else way
+
+
+def _missing_guide(part: str, rest: Sequence[str], node: Mapping[str, Any], word: str, value: str) -> UserError:
+    """Return the error for a key `guide.PART...` if PART is not a chosen guide. Names of guides may be left out."""
+    if part in choices("guide"):
+        others = f"[{','.join([*node, part])}]" if node else part
+        return UserError("option-not-applicable", f"{word} sets a guide that is not chosen. Write guide={others}.")
+    fields = [*dict.fromkeys(leaf for one in node.values() for leaf in _leaves(one))]
+    if len(rest) > 1 or (nearest(part, node) and not nearest(part, fields)):
+        return unknown("guide", part, choices("guide"))
+    if holders("guide", part):
+        return UserError(
+            "field-unknown", f"{word} sets a field that no chosen guide has. {_choose('guide', part, value)}."
+        )
+    if not node:
+        return UserError("field-unknown", f"{word} sets a field of a guide, and none is chosen. Add guide=NAME.")
+    return unknown(f"field of guide={','.join(node)}", part, fields)
 
 
 def _leaves(node: object) -> list[str]:

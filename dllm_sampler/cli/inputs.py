@@ -16,7 +16,7 @@ from dllm_sampler.cli.compose import Settings, settings
 from dllm_sampler.cli.options import Options
 from dllm_sampler.cli.words import Arguments
 from dllm_sampler.core.checks import is_whole
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, short
 from dllm_sampler.host.paths import expanded
 
 Prompt = str | list[int] | list[dict[str, str]]  # text (in which there may be gaps), token ids, or chat messages
@@ -74,21 +74,26 @@ def check_target(options: Options, overrides: Sequence[str]) -> None:
     Raises:
         UserError: such a setting is in `overrides`.
     """
-    given = {re.split(r"[.=@]", word.lstrip("+~"))[0] for word in overrides}
+    given = {re.split(r"[.=@]", word.lstrip("+~"))[0]: short(word) for word in overrides}
+
+    def idle(*names: str) -> str | None:
+        return next((given[name] for name in names if name in given), None)
+
     if options.target is None:
-        if idle := sorted(given & {"draft_length", "draft_scheduled", "separator"}):
-            raise UserError("option-not-applicable", f"{idle[0]}= has no effect without a verifier. Add target=MODEL.")
+        if word := idle("draft_length", "draft_scheduled", "separator"):
+            raise UserError("option-not-applicable", f"{word} has no effect without a verifier. Add target=MODEL.")
         return
     if options.stream:
         raise UserError("options-conflict", "stream=true and target= exclude each other. Remove one.")
-    if wrong := sorted(given & {"prefix", "suffix", "infill", "samples"}):
-        raise UserError("option-not-applicable", f"{wrong[0]}= has no effect with target=. Remove it.")
+    if word := idle("prefix", "suffix", "infill", "samples"):
+        raise UserError("option-not-applicable", f"{word} has no effect with target=. Remove it.")
     if options.block_length is not None:
-        raise UserError("option-not-applicable", "block_length= has no effect with target=. Set draft_length=N.")
-    if not options.draft_scheduled and (idle := sorted(given & {"scheduler", "blocks", "stop", "cache", "experiment"})):
+        text = f"block_length={options.block_length} has no effect with target=. Set draft_length=N instead."
+        raise UserError("option-not-applicable", text)
+    if not options.draft_scheduled and (word := idle("scheduler", "blocks", "stop", "cache", "experiment")):
         raise UserError(
             "option-not-applicable",
-            f"{idle[0]} has no effect with target= unless drafts are scheduled. Add draft_scheduled=true.",
+            f"{word} has no effect with target= unless drafts are scheduled. Add draft_scheduled=true.",
         )
 
 
@@ -170,7 +175,8 @@ def read(words: Sequence[str], file: str | None, stdin: IO[str] | None, wanted: 
                 else:
                     prompts += _lines(lines, file)
         except OSError as error:
-            raise UserError("file-unreadable", f"prompts_file {file}: {error.strerror}. Name another file.") from None
+            text = f"prompts_file={file} cannot be read ({error.strerror}). Name another file."
+            raise UserError("file-unreadable", text) from None
     if not prompts and wanted:
         source = "Standard input" if file == "-" else f"prompts_file={file}"
         way = (

@@ -94,7 +94,7 @@ class Records:
             raise UserError(
                 "file-overwrite", f"output={path} exists and holds no samples. Name another file, FILE.jsonl."
             )
-        self.lines = files.Lines(self.path, f"output {path}")
+        self.lines = files.Lines(self.path, f"output={path}")
 
     def __enter__(self) -> Self:
         return self

@@ -51,13 +51,15 @@ def run(asked: Request) -> int:
         KeyboardInterrupt: from Ctrl-C, after finished answers were printed.
     """
     options = asked.settings.options
-    sampler = load(asked.settings)
-    deer = None if options.target is None else verified(sampler, options)
-    if deer is not None:
-        both = [*networks(sampler.denoiser), deer.target.model]
-        threads.choose(options.threads, threads.parameters(both), str(sampler.device))
     total = max(1, len(asked.prompts)) * options.samples
-    with _records(asked) or nullcontext() as records:
+    with (
+        _records(asked) or nullcontext() as records
+    ):  # a file that cannot be written is reported before the model loads
+        sampler = load(asked.settings)
+        deer = None if options.target is None else verified(sampler, options)
+        if deer is not None:
+            both = [*networks(sampler.denoiser), deer.target.model]
+            threads.choose(options.threads, threads.parameters(both), str(sampler.device))
         try:
             totals = respond(sampler, deer, options, asked.prompts, asked.forms, records)
         except KeyboardInterrupt:
@@ -229,7 +231,8 @@ def asks(given: Sequence[Prompt], options: Options) -> list[Any]:
     found: list[Any] = []
     ends = [f"{name}=" for name in ("prefix", "suffix") if getattr(options, name) is not None]
     if ends and options.infill is not None:
-        raise UserError("options-conflict", f"{' and '.join(ends)} and infill= exclude each other. Remove one.")
+        both = " and ".join(ends)
+        raise UserError("options-conflict", f"infill= excludes {both}. Write all of the answer's text in infill=.")
     for number, prompt in enumerate(given, 1):
         gaps = isinstance(prompt, str) and GAP.search(prompt) is not None
         if gaps and (options.chat or options.infill is not None):

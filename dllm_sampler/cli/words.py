@@ -35,7 +35,7 @@ FILES = ("guide.json_schema.schema", "guide.grammar.grammar")
 TEXTS = ("guide.regex.pattern", "guide.json_schema.whitespace", *FILES)
 
 _GUIDES = re.compile(r"guide=(?:(\w+)|\[([\w\s,]+)\])")
-_FIELD = re.compile(r"guide\.(\w+)=(.*)", re.DOTALL)
+_FIELD = re.compile(r"(\+{0,2}|~)guide\.(\w+)(=.*)?", re.DOTALL)
 
 # Options with a path, a hub id or a text, whose commas and brackets are not Hydra's syntax.
 _LETTERS = r"model|model\.path|target|separator|prompts_file|output|report|prefix|suffix|infill"
@@ -113,6 +113,8 @@ def literal(word: str) -> Sequence[str]:
     key, value = match.groups()
     if key != "model":
         return [f"{key}={quoted(value)}"]
+    if "," in value and {*value.split(",")} <= {*choices("model")}:  # several models: refused by `composition`
+        return [word]
     if value in choices("model") and value != config.CHECKPOINT:  # a folder may have that name
         return [word]
     return [f"model={config.CHECKPOINT}", f"model.path={quoted(config.checkpoint(value))}"]
@@ -177,14 +179,16 @@ def unreadable(word: str) -> str:
     """Return the message about an override that Hydra's grammar cannot read, with a form that it can."""
     key, _, value = word.partition("=")
     if len(word) > 1000:
-        return f"Cannot read the override {short(word)}. Put -- before it if it is a prompt."
+        return f"Cannot read the override {short(word)}. Quote its value."
+    if value == "null" or not readable(f"{key}=null"):
+        return f"Cannot read the override {word}: '{key}' is not a name. Write NAME=VALUE."
     if value.startswith("["):
         way = f'Quote each text of a list, as in {key}=\'["a b", "c"]\''
     elif re.search(r"['\"\\]|\$\{", value):
         way = f"Quote its value, as in {_for_shell(key, value)}"
     else:
         way = f"Quote its value, as in {key}='\"{value}\"'"
-    return f"Cannot read the override {word}. {way}, or put -- before it if it is a prompt."
+    return f"Cannot read the override {word}. {way}."
 
 
 def _for_shell(key: str, value: str) -> str:
@@ -216,11 +220,13 @@ def guides(words: Sequence[str]) -> list[str]:
 
 def _spelled_out(word: str, chosen: Sequence[str]) -> str:
     match = _FIELD.fullmatch(word)
-    if match is None or not chosen or (match[1] in chosen and match[2].startswith("{")):
+    if match is None or not chosen:
         return word
-    field, value = match.groups()
+    sign, field, value = match[1], match[2], match[3] or ""
+    if field in chosen and (sign or value.startswith("={")):
+        return word
     having = [name for name in chosen if name in holders("guide", field)]
     if len(having) > 1:
         ways = " or ".join(f"guide.{name}.{field}" for name in having)
         raise UserError("option-ambiguous", f"guide.{field} is a field of several guides. Write {ways}.")
-    return f"guide.{having[0]}.{field}={value}" if having else word
+    return f"{sign}guide.{having[0]}.{field}{value}" if having else word

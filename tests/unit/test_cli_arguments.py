@@ -121,7 +121,7 @@ def test_patterns_and_schemas_need_the_quotes_of_the_shell_only(word: str, value
 def test_the_way_to_quote_that_an_error_names_is_right(word: str) -> None:
     with refused("option-syntax") as error:
         parse(word)
-    example = str(error.value).partition("as in ")[2].rpartition(", or put")[0]
+    example = str(error.value).partition("as in ")[2].removesuffix(".")
     (given,) = shlex.split(example)
     assert parse(given).value() == word.partition("=")[2]
 
@@ -130,7 +130,7 @@ def test_the_way_to_quote_that_an_error_names_is_right(word: str) -> None:
 def test_the_way_to_quote_is_short(word: str, way: str) -> None:
     with pytest.raises(UserError) as error:
         parse(word)
-    assert f"as in {way}, or put" in str(error.value)
+    assert f"as in {way}." in str(error.value)
 
 
 def test_the_way_to_quote_in_a_list() -> None:

@@ -56,7 +56,7 @@ def test_a_disk_that_is_full_at_the_last_record(
     out, err = capsys.readouterr()
     assert records("o.jsonl") == whole[:-1]
     assert out == answers, "what cannot be kept is shown"
-    assert "dllm-sample: output o.jsonl cannot be written (File too large)" in err and "samples," not in err
+    assert "dllm-sample: output=o.jsonl cannot be written (File too large)" in err and "samples," not in err
 
 
 def test_a_disk_that_is_full_at_the_end(
@@ -69,7 +69,7 @@ def test_a_disk_that_is_full_at_the_end(
 
     monkeypatch.setattr(os, "fsync", full)
     assert main([*words, "copy: Ada", "output=o.jsonl"]) == 2
-    assert "output o.jsonl cannot be written (No space left on device)" in capsys.readouterr().err
+    assert "output=o.jsonl cannot be written (No space left on device)" in capsys.readouterr().err
 
 
 def test_standard_output_on_a_full_disk() -> None:
@@ -104,7 +104,7 @@ def test_streams(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
         Path("read").write_text(capfd.readouterr().out)
         assert records("read") == whole, "and no answers between the lines"
     assert main([*words, "output=/dev/full"]) == 2
-    assert "output /dev/full cannot be written (No space left on device)" in capfd.readouterr().err
+    assert "output=/dev/full cannot be written (No space left on device)" in capfd.readouterr().err
 
 
 def test_a_reader_that_leaves(
@@ -121,7 +121,7 @@ def test_a_reader_that_leaves(
 
     monkeypatch.setattr(os, "open", leaving)
     assert main([*words, *PROMPTS, "output=fifo"]) == 2
-    assert "output fifo cannot be written (Broken pipe)" in capsys.readouterr().err
+    assert "output=fifo cannot be written (Broken pipe)" in capsys.readouterr().err
 
 
 def test_prompts_are_not_overwritten(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,10 +153,10 @@ def test_only_samples_are_overwritten(words: list[str], capsys: pytest.CaptureFi
 def test_one_run_at_a_time(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("o.jsonl").write_text("of another run\n")
     os.link("o.jsonl", "hard.jsonl")
-    first = files.Lines("o.jsonl", "output o.jsonl")  # as another process holds it
+    first = files.Lines("o.jsonl", "output=o.jsonl")  # as another process holds it
     for name in ("o.jsonl", "hard.jsonl"):
         assert main([*words, "copy: Ada", f"output={name}"]) == 2
-        assert f"output {name}" in capsys.readouterr().err
+        assert f"output={name}" in capsys.readouterr().err
     assert Path("o.jsonl").read_text() == "of another run\n"
     first.close()
     assert main([*words, "copy: Ada", "output=o.jsonl"]) == 0
