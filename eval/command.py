@@ -47,8 +47,8 @@ Usage: dllm-eval [-m] [NAME=VALUE,VALUE ...]
   dllm-eval model=llada-8b suite=compare hydra/launcher=slurm workers=16
   accelerate launch -m dllm_sampler.eval scheduler=threshold model=llada-8b
 
-Each configuration has a directory in output=FOLDER. Finished samples are kept: the
-same command resumes an interrupted run. dllm-report makes a page of it.
+Each configuration has a directory in output=FOLDER. Finished samples are stored:
+the same command resumes an interrupted run. dllm-report makes a page of it.
 """
 ENDING = """\
 Other groups and options are those of dllm-sample --help. dllm-eval --help task=NAME,

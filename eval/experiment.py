@@ -131,11 +131,9 @@ def show_trials(tried: Sequence[Trial], plain: Found, verdicts: Mapping[Sequence
         console,
     )
     assert not narrow
-    results = [
-        "that lose too much" if row[-1].startswith("loses") else row[-1].partition(":")[0] for row in rows[LONG:]
-    ]
+    results = ["loses too much" if row[-1].startswith("loses") else row[-1].partition(":")[0] for row in rows[LONG:]]
     if rest := Counter(results):
-        counts = ", ".join(f"{count} {kind}" for kind, count in rest.most_common())
+        counts = ", ".join(f"{kind} ({count})" for kind, count in rest.most_common())
         console.print(Text(f"{rest.total()} more: {counts}"), soft_wrap=True)
 
 
@@ -191,10 +189,11 @@ def _fields(group: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tasks_of(jobs: Sequence[Job]) -> str:
-    """Return the names of the jobs' tasks, each followed by the values of its fields."""
+    """Return the names of the jobs' tasks, each followed by its fields. A text has no name before it."""
     names = set()
     for job in jobs:
         fields = {key: value for key, value in job.task.items() if value is not None}
-        told = [str(value) for key, value in fields.items() if key not in ("name", "_target_", "count", "seed")]
+        named = {key: value if isinstance(value, str) else f"{key}={value}" for key, value in fields.items()}
+        told = [text for key, text in named.items() if key not in ("name", "_target_", "count", "seed")]
         names.add(" ".join([job.choices["task"], *told]))
     return ", ".join(sorted(names))

@@ -43,7 +43,7 @@ class RunFolder:
         """
         try:
             text = (self.path / ABOUT).read_text(encoding="utf-8")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise _unreadable(self.path / ABOUT, error) from error

@@ -54,7 +54,9 @@ def check_folder(what: str, folder: Path) -> None:
     """Raise `UserError` if a file is where this folder or one above it must be. `what` names the setting."""
     above = next((one for one in (folder, *folder.parents) if one.exists()), folder)
     if above.exists() and not above.is_dir():
-        raise UserError("folder-invalid", f"{what}: {above} is a file, but must be a folder. Name another path.")
+        raise UserError(
+            "folder-invalid", f"{what}: {above} is a file, but must be a folder. Move it, or name another path."
+        )
 
 
 def _check_output(name: str, path: str) -> None:

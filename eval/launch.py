@@ -53,12 +53,13 @@ def launch(words: Sequence[str], found: Sequence[Job], console: Console) -> dict
         word = next((word for word in words if word.startswith(LAUNCHER)), f"workers={workers}")
         raise UserError(
             "options-conflict",
-            f"{word} cannot be combined with accelerate launch or torchrun, which start processes too. Remove one.",
+            f"{word} cannot be combined with accelerate launch or torchrun: both start processes. Remove one of them.",
         )
     alone = not named and workers == 1
     if not alone and not named and f"{LAUNCHER}basic" in words:
         raise UserError(
-            "options-conflict", f"{LAUNCHER}basic starts no processes, but workers={workers} needs them. Remove one."
+            "options-conflict",
+            f"{LAUNCHER}basic starts no processes for workers={workers}. Remove one of them.",
         )
     idle = [word for word in words if alone and of_hydra(word) and word != f"{LAUNCHER}basic"]
     if idle:
@@ -109,7 +110,7 @@ def run_in_workers(words: Sequence[str], found: Sequence[Job], workers: int, nam
     parent = None
     if f"{LAUNCHER}joblib" in said:
         parent = os.getpid()
-        device(found, 0)  # said here, not by each process
+        device(found, 0)  # an unknown device is reported here, not by each process
         if not any(word.startswith("hydra.launcher.n_jobs=") for word in said):
             said.append(f"hydra.launcher.n_jobs={workers}")
     for name in {word.removeprefix(LAUNCHER) for word in said if word.startswith(LAUNCHER)} & set(

@@ -11,7 +11,7 @@ from typing_extensions import override
 from dllm_sampler.core.protocols import Carry, Context, Scheduler
 from dllm_sampler.core.select import top
 from dllm_sampler.core.values import Canvas, Edit, Query, Readout
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, counted
 from dllm_sampler.result import Trace
 from dllm_sampler.stops.end_tokens import BlockStop, NoStop, PrefixStop, TruncateStop
 
@@ -23,9 +23,9 @@ class Oracle(Scheduler):
     """A scheduler that knows the answer that another one, the reference, has decoded.
 
     It commits the masks of the block whose candidate is the answer's token. If no candidate is, it writes the answer's
-    token at the position that the reference committed first. So every step
-    commits at least one position of the reference, and no more steps are needed than with one commit per step.
-    Positions that the reference never committed, after its end-of-text token, stay masked.
+    token at the position that the reference committed first. So every step commits at least one position of the
+    reference, and no more steps are needed than with one commit per step. Positions that the reference never committed,
+    after its end-of-text token, stay masked.
 
     The oracle is greedy: an early commit, though correct, can make a neighbour's prediction wrong. Its forwards are
     therefore an upper bound on the fewest possible. A rule that recognises correct predictions and commits all of them
@@ -61,7 +61,8 @@ class Oracle(Scheduler):
             rows, tokens = self.answer.shape
             raise UserError(
                 "length-mismatch",
-                f"The oracle is for {rows} answers of {tokens} tokens, and this batch has {given[0]} of {given[1]}."
+                f"The oracle is for {counted(rows, 'answer')} of {counted(tokens, 'token')}, and this batch has"
+                f" {given[0]} of {given[1]}."
                 " Make an oracle with Oracle.of from the traces of this batch.",
             )
 

@@ -16,8 +16,8 @@ DISTINCT = "distinct_correct"
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the probability that at least one of k samples is correct (Chen et al., arXiv 2107.03374).
 
-    The k samples are drawn without replacement from a pool of at least k with some `correct` ones, which makes the
-    estimate unbiased.
+    The k samples are drawn without replacement from a pool of `samples`, at least k, which makes the estimate unbiased.
+    `correct` is the number of correct ones in the pool.
     """
     return 1 - prod(max(0.0, 1 - k / i) for i in range(samples - correct + 1, samples + 1))
 

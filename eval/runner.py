@@ -42,20 +42,28 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Share:
-    """The place of this process among those that share the batches."""
+    """The part of this process among `world` processes that share the batches. `rank` is its number, from 0."""
 
     rank: int = 0
     world: int = 1
 
     def has(self, job: int, batch: int) -> bool:
-        """Return True if this process runs the batch. The first batches of successive jobs have different processes."""
+        """Return True if this process runs a batch of a job. Both are numbers.
+
+        Each job begins with another process, so that many small jobs are shared evenly.
+        """
         return (job + batch) % self.world == self.rank
 
 
 def run(job: Job, order: int, share: Share, device: str, progress: Progress) -> str | None:
-    """Run the missing samples of a job that are for this process. `order` is the number of the job among all.
+    """Run the missing samples of a job that are for this process.
 
+    `order` is the number of the job among all. `progress` is called with the number of samples of each group that ends.
     Returns the reason that the configuration cannot run, or None if it can.
+
+    Raises:
+        NotWrittenError: samples cannot be written.
+        UserError: a plug-in breaks its contract (`FAULTS`), or the run's folder is damaged.
     """
     folder = RunFolder(job.folder)
     if folder.complete:
@@ -127,7 +135,7 @@ class Runner:
         if self.tokenizer is None and any(isinstance(sample.prompt, str) for sample in task.samples()[:1]):
             raise UserError(
                 "tokenizer-missing",
-                f"task={job.choices['task']} has text prompts, and the model has no tokenizer. Add its files.",
+                f"task={job.choices['task']} has text prompts, but the model has no tokenizer. Add one to its folder.",
             )
         self._check_prompts()
 
@@ -161,12 +169,12 @@ class Runner:
 
         A static batch is answered whole, so its group also has samples that are in `done`.
         """
-        plugins = self.sampler.plugins  # each step is looked at: one batch at a time
+        plugins = self.sampler.plugins  # revisions are found step by step, in one batch at a time
         revises = plugins.scheduler.traits.revises and plugins.particles.count == 1
         if self.job.options.batching == "in_flight" and not revises:
             yield from self._in_flight([one for batch in batches for one in batch if one.index not in done])
             return
-        # A batch is always the same samples, whoever runs it and whatever was done before: so is every bit of it.
+        # A batch has the same samples on any process, also after an interruption, so its answers are equal to the bit.
         for batch in batches:
             if any(sample.index not in done for sample in batch):
                 yield self._watched(batch) if revises else self._batch(batch)
@@ -209,7 +217,7 @@ class Runner:
                     for commits in self.sampler.stream(self._prompts(left), every=1, **self._settings(left)):
                         history.note(commits.step, commits.step_map, commits.tokens)
                         result = commits.result
-            except NotFiniteError as error:  # these rows end, and the others are made again
+            except NotFiniteError as error:  # these rows end, and the others are generated again without them
                 result, bad = error.result, {row - 1 for row in error.rows}
             assert result is not None
             for row in sorted(bad or range(len(left))):
@@ -293,7 +301,7 @@ class Runner:
         sample, given = answered.sample, answered.answer
         trace, answer, text = given.trace, given.length, given.text
         assert trace is not None
-        tokens = trace.decoded[0].tolist()  # also the tokens after the end: a record shows all that was done
+        tokens = trace.decoded[0].tolist()  # also those after the end-of-text token
         ended = answer > 0 and tokens[answer - 1] in self.sampler.spec.eos_ids
         steps, sure = trace.generated[0].tolist(), trace.logprob[0, trace.origin :].exp().tolist()
         graded = Graded(text or "", tokens[: answer - ended], tokens, steps, given.nfe, self.tokenizer)
@@ -338,7 +346,8 @@ class Runner:
         if answer is None:
             raise UserError(
                 "option-not-applicable",
-                f"measure=likelihood: task={self.job.choices['task']} has no right answers. Use another, as task=mini.",
+                f"measure=likelihood scores right answers, and task={self.job.choices['task']} has none. Use another"
+                " task, for example task=mini.",
             )
         reset_memory(self.denoiser.spec.device)
         (prompt,) = self._prompts([sample])
@@ -392,7 +401,7 @@ class Runner:
 
 
 def _model(job: Job, device: str) -> tuple[Denoiser, Any]:
-    """Return the model of a job and its tokenizer, or None for the tokenizer of a test bed."""
+    """Return the model of a job and its tokenizer. A test bed has None in place of a tokenizer."""
     bed = job.built_task.denoiser()
     return (bed, None) if bed is not None else _loaded(json.dumps(job.model), job.options.dtype, device)
 

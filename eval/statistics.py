@@ -25,7 +25,7 @@ def wilson(right: float, count: int) -> tuple[float, float]:
 def bootstrap(above: Sequence[float], below: Sequence[float] | None = None) -> tuple[float, float]:
     """Return the 95 % percentile interval of `sum(above) / sum(below)` over resampled pairs.
 
-    Without `below` it is the interval of the mean of `above`.
+    Without `below` it is the interval of the mean of `above`. Returns NaN twice for empty lists.
     """
     high = np.asarray(above, float)
     low = np.ones_like(high) if below is None else np.asarray(below, float)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 TUNE = App("dllm-tune", "tune", ("tune",))
 REFERENCE = ("scheduler=fixed", "cache=none")  # one token per step
+OF_TEXTS = "d3llm_tokens_per_forward"  # the one measure of speed that answers without a text lack
 USAGE = """\
 Find the fastest configuration that answers about as well as one token per step.
 
@@ -57,7 +58,7 @@ Usage: dllm-tune [tune=NAME] [tune.FIELD=VALUE ...] [NAME=VALUE ...]
   dllm-tune model=llada-8b tune.loss=2 tune.trials=100 tune.measure=tokens_per_second
 
 tune=NAME is a file of conf/tune, or ./conf/tune: what may be chosen, and the goal. Any other word is
-one of dllm-eval and holds for every trial. The search is kept in output=FOLDER: the same command resumes
+one of dllm-eval and holds for every trial. The search is stored in output=FOLDER: the same command resumes
 it. The winner, confirmed on samples that the search did not see, is written to
 ./conf/experiment/NAME.yaml, where all commands find it (--config-dir DIR names another folder).
 The fields of tune=fast, the default:
@@ -80,6 +81,13 @@ class Tuner:
         self.tuning, self.words, self.console = tuning, list(words), console
         self.base = jobs([*words, *REFERENCE])
         self.output = Path(self.base[0].options.output).expanduser()
+        for job in self.base:
+            if tuning.measure == OF_TEXTS and job.built_task.denoiser() is not None:
+                raise UserError(
+                    "option-not-applicable",
+                    f"tune.measure={OF_TEXTS} counts tokens of texts, but answers of task={job.choices['task']} are"
+                    " token ids. Set another measure.",
+                )
         from dllm_sampler.eval.launch import device  # imports torch and transformers: a mistake does not wait for them
 
         self.device = device(self.base, 0)
@@ -132,7 +140,7 @@ class Tuner:
 
         Raises:
             NotWrittenError: the database cannot be written.
-            UserError: Optuna is missing, another process runs this search, or the database is damaged.
+            UserError: Optuna is missing, another process runs this search, or the database is damaged or a folder.
         """
         try:
             import optuna
@@ -221,7 +229,11 @@ class Tuner:
         return found
 
     def measure(self, words: Sequence[str], chosen: Sequence[str]) -> Found | str:
-        """Return a configuration's results on all tasks, or the reason that it cannot run."""
+        """Return a configuration's results on all tasks, or the reason that it cannot run.
+
+        Raises:
+            UserError: the answers have no texts, whose tokens `tune.measure` counts.
+        """
         from dllm_sampler.eval.launch import run_all
         from dllm_sampler.eval.runner import Share
 
@@ -242,8 +254,7 @@ class Tuner:
         if speed is None:
             raise UserError(
                 "option-not-applicable",
-                f"tune.measure={self.tuning.measure} counts tokens of texts, but {tasks_of(found)} has answers"
-                " without a text. Set another measure.",
+                f"tune.measure={OF_TEXTS} counts tokens of texts, but the model has no tokenizer. Set another measure.",
             )
         return Found(found, chosen, score, speed)
 
@@ -255,7 +266,7 @@ class Tuner:
             token per step on them, and the result of each configuration that qualified, by its words.
         """
         tasks = [job.built_task for job in self.base]
-        # another seed of the sampler, too: where the task's changes nothing, draws do
+        # The sampler's seed changes too, for tasks whose samples do not depend on `task.seed`.
         draws = max(job.options.seed for job in self.base) + max(len(task.samples()) for task in tasks)
         other = [word for word in self.words if not word.startswith(("task.seed=", "seed="))]
         other += [f"task.seed={max(task.seed for task in tasks) + 1}", f"seed={draws}"]

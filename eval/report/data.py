@@ -272,8 +272,10 @@ def read(paths: Sequence[Path]) -> list[Run]:
     if not any(run.is_measured for run in runs):
         where = ", ".join(map(str, paths))
         if reasons := [run.about["refused"] for run in runs if run.about["refused"]]:
-            refused = f"No samples are under {where}, where dllm-eval refused {counted(len(reasons), 'run')}."
-            raise UserError("samples-missing", f"{refused} The first reason: {reasons[0]}")
+            without = f"{counted(len(reasons), 'run')} there {'has' if len(reasons) == 1 else 'have'} no figures"
+            raise UserError(
+                "samples-missing", f"No samples are under {where}. {without}, for this reason: {reasons[0]}"
+            )
         raise UserError("samples-missing", f"No samples are under {where}. Run dllm-eval, or name another folder.")
     return runs
 

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dllm_sampler.errors import UserError
+from dllm_sampler.errors import UserError, first_line
 from dllm_sampler.eval.lm_eval.counters import KEY, SCHEMA
 from dllm_sampler.eval.measures import MEASURES
 from dllm_sampler.eval.statistics import Z, wilson
@@ -48,7 +48,8 @@ def results(file: Path) -> list[Result]:
         if ours["schema"] != SCHEMA:
             raise UserError(
                 "version-differs",
-                f"{file} has schema {ours['schema']}, not {SCHEMA}. Read it with the version that wrote it.",
+                f"{file} is from another version of dllm_sampler (schema {ours['schema']}, not {SCHEMA}). Use that"
+                " version, or name a folder without this file.",
             )
         digest = hashlib.sha256(content).hexdigest()[:12]
         groups = found.get("groups") or {}
@@ -56,9 +57,17 @@ def results(file: Path) -> list[Result]:
     except UserError:  # a ValueError, too
         raise
     except OSError as error:
-        raise UserError("file-unreadable", f"Cannot read {file} ({error.strerror}). Check its permissions.") from None
+        raise UserError(
+            "file-unreadable", f"{file} cannot be read ({error.strerror}). Check its permissions."
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError("file-invalid", f"{file} is not lm-evaluation-harness's ({error!r}). Move it away.") from None
+        reason = "a field is missing or has another type"
+        if isinstance(error, ValueError):  # also of JSON and of UTF-8
+            reason = first_line(error)
+        raise UserError(
+            "file-invalid",
+            f"{file} has the name of a results file of lm-evaluation-harness, but is not one ({reason}). Rename it.",
+        ) from None
 
 
 def _result(task: str, found: Mapping[str, Any], ours: Mapping[str, Any], digest: str) -> Result:
@@ -70,9 +79,9 @@ def _result(task: str, found: Mapping[str, Any], ours: Mapping[str, Any], digest
     counts = ours["tasks"].get(task)
     reason = None
     if counts is None or not counts["forwards"]:
-        reason = "lm-evaluation-harness asked for likelihoods, which have no tokens per forward"
+        reason = "lm-evaluation-harness asked for likelihoods, which have no tokens per forward."
     elif not shares:
-        reason = f"none of its metrics is a share from 0 to 1 ({', '.join(metrics) or 'it has none'})"
+        reason = f"none of its metrics is a share from 0 to 1 ({', '.join(metrics) or 'it has none'})."
     score = shares[0] if shares else ""
     limit = found["config"].get("limit")
     about = {
@@ -110,7 +119,7 @@ def _metrics(one: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
 
 
 def _figures(score: float, error: float | None, samples: int, counts: Mapping[str, Any]) -> Figures:
-    """Return the measures that sums allow. The others are None.
+    """Return the measures that follow from sums over samples. The others are None.
 
     The score's interval is 1.96 standard errors, as the harness computed them. Where it computed none, or 0, it is
     Wilson's.

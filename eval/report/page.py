@@ -53,7 +53,7 @@ def notes(found: Comparison) -> list[str]:
     lines += [f"No figures: {label}: {reason}" for label, reason in found.refused]
     whole = set(found.figures["all tasks"])
     lines += [
-        f"Not run on all tasks, so only shown under its own: {method.label}."
+        f"Not run on all tasks, so it is shown only with its own tasks: {method.label}."
         for method in found.methods
         if method.label not in whole
     ]

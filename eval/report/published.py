@@ -112,7 +112,10 @@ def section(found: Comparison) -> str:
         return ""
     head = "".join(f"<th>{html.escape(one)}</th>" for one in HEAD)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(one)}</td>" for one in row.cells) + "</tr>" for row in rows)
-    hints = ["z = (ours - published) / (√2 SE) for as many questions. !: above 2.", *warnings(rows)]
+    hints = [
+        f"z: the difference in standard errors of a difference. !: above {DIFFERS:g} or below -{DIFFERS:g}.",
+        *warnings(rows),
+    ]
     told = "".join(f'<p class="hint">{html.escape(one)}</p>' for one in hints)
     table = (
         f'<div class="scroll"><table id="published"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

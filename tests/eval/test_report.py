@@ -180,7 +180,7 @@ def apart() -> Comparison:
 def test_tasks_that_nothing_ran_all_of() -> None:
     assert headline.sentences(apart()) == ["No method was run on all tasks; the tasks are shown one by one."]
     assert set(pictures(apart())) == {"front"}
-    assert "Not run on all tasks, so only shown under its own: wino." in page(apart(), "Apart", 1)
+    assert "Not run on all tasks, so it is shown only with its own tasks: wino." in page(apart(), "Apart", 1)
 
 
 def test_no_external_address() -> None:

@@ -241,8 +241,8 @@ def test_reruns_are_told_apart_and_other_models_left_out(tmp_path: Path) -> None
 @each(
     ("content", "said"),
     [
-        *((content, "is not lm-evaluation-harness's (") for content in ("{", "[]", "{}", '{"config": 3}')),
-        ('{"config": {"dllm_sampler": {"schema": 2}}}', "has schema 2, not 1. Read it with"),
+        *((content, "has the name of a results file of") for content in ("{", "[]", "{}", '{"config": 3}')),
+        ('{"config": {"dllm_sampler": {"schema": 2}}}', "is from another version of dllm_sampler (schema 2, not 1)"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_sentence(content: str, said: str, tmp_path: Path) -> None:

@@ -330,8 +330,8 @@ def test_every_trial_is_shown_with_the_reason(
         ("slowfast", "", "", "cannot run: there is no room"),
     ]
     file = (here / "conf/experiment/quick.yaml").read_text()
-    none = "None of 6 configurations qualified: each loses more than 10 points, is no faster, or cannot run. One token"
-    assert (none in said.out) is not holds and ("none of 6 configurations qualified" in file) is not holds
+    none = "No configuration of 6 qualified: each loses more than tune.loss=10 allows, is no faster, or cannot run. One"
+    assert (none in said.out) is not holds and ("no configuration of 6 qualified" in file) is not holds
     # 4 samples: a wrong answer costs 25 points
     warned = "tune.loss=10 allows no additional wrong answer: with 4 samples one costs at least 25.00 points."
     assert f"{warned} Set tune.loss=25, or task.count=10 to allow one." in said.err
